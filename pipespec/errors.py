@@ -1,0 +1,66 @@
+"""Every error a user can meet.
+
+    PipespecError
+     ├── ConfigError        a setting is wrong (also a ValueError); exit code 2
+     │    ├── ModelError    the checkpoint cannot be used
+     │    └── PromptError   the prompt cannot be used
+     ├── ControllerError    Redis refused, failed or disagreed
+     │    ├── Unreachable   no answer from Redis; exit code 2 before start
+     │    ├── StaleEpoch    the caller belongs to an earlier epoch
+     │    └── GraphError    a task or an edge that cannot be
+     ├── RankFailed         a rank ended before its work did
+     └── OutOfSlots         a stage's KV pool is full
+
+A message is one sentence that names the value, the limit and the remedy.
+A class that is raised without a message uses its docstring.
+Programmer errors are asserts.
+"""
+
+
+class PipespecError(Exception):
+    """Something went wrong in pipespec."""
+
+    exit_code = 1
+
+    def __init__(self, message: str | None = None):
+        super().__init__(message if message is not None else (self.__doc__ or ""))
+
+
+class ConfigError(PipespecError, ValueError):
+    """The configuration is not valid."""
+
+    exit_code = 2
+
+
+class ModelError(ConfigError):
+    """The model cannot be used."""
+
+
+class PromptError(ConfigError):
+    """The prompt cannot be used."""
+
+
+class ControllerError(PipespecError):
+    """The controller (Redis) failed."""
+
+
+class Unreachable(ControllerError):
+    """Redis does not answer."""
+
+    exit_code = 2
+
+
+class StaleEpoch(ControllerError):
+    """This process belongs to an earlier epoch of the cluster."""
+
+
+class GraphError(ControllerError):
+    """The controller refused a task or an edge."""
+
+
+class RankFailed(PipespecError):
+    """A rank of the cluster ended before its work did."""
+
+
+class OutOfSlots(PipespecError):
+    """The KV pool of a stage has no free slot left."""
