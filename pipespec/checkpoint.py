@@ -1,0 +1,311 @@
+"""What a checkpoint is, read from its config and the headers of its safetensors files.
+
+No weight is loaded here, so that a folder that cannot work is refused before any rank starts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipespec.errors import ModelError
+
+# Each of these decodes token for token like Hugging Face `generate` in
+# tests/integration/test_model.py; a model_type enters the table together with its test.
+ARCHITECTURES = (
+    "apertus",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "dots1",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "granitemoe",
+    "helium",
+    "hunyuan_v1_dense",
+    "llama",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+# A safetensors header longer than this is refused by the format's own library.
+_MAX_HEADER = 100_000_000
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EMBEDDING = re.compile(r"\.(embed_tokens|embed_in)\.weight$")
+# Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
+# computed before and after would disagree, so that is where the usable context ends.
+_GROWING_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What the rest of pipespec needs to know of a checkpoint before it is loaded.
+
+    `path` is the local folder. `vocab_size` counts the rows of the embedding, which may be
+    padded beyond the tokenizer's tokens. `context` is the longest sequence in tokens. `eos` are
+    the token ids that end a text. `layer_bytes` has one entry per layer; `embedding_bytes` is
+    the input embedding, `head_bytes` all else: final norm and output head.
+    """
+
+    path: Path
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context: int
+    eos: tuple[int, ...]
+    layer_bytes: tuple[int, ...]
+    embedding_bytes: int
+    head_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.layer_bytes) + self.embedding_bytes + self.head_bytes
+
+
+class Vocabulary(Protocol):
+    """The one method of a tokenizer that matters here."""
+
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def inspect(model: str | Path) -> CheckpointInfo:
+    """Read a checkpoint's config and headers: a folder, or the id of a Hugging Face Hub model.
+
+    A hub model is downloaded into the hub's own cache unless it is there. Raises `ModelError`,
+    in one sentence, for whatever would keep the checkpoint from being loaded.
+    """
+    path = resolve(model)
+    raw = _read_json(path / "config.json", "a model folder holds config.json and safetensors files")
+    model_type = str(raw.get("model_type"))
+    require_supported(model_type, path)
+    config = _config(path)
+    tensors = _tensors(path)
+    layers = [0] * config.num_hidden_layers
+    embedding = head = vocab_size = 0
+    for name, tensor in tensors.items():
+        layer = _LAYER.search(name)
+        if layer is not None and int(layer[1]) < len(layers):
+            layers[int(layer[1])] += tensor.num_bytes
+        elif _EMBEDDING.search(name):
+            embedding, vocab_size = tensor.num_bytes, tensor.shape[0]
+        else:
+            head += tensor.num_bytes
+    if not all(layers):
+        raise ModelError(
+            f"{path} holds no tensor of layer {layers.index(0)}, though config.json counts "
+            f"{len(layers)} layers; fetch the checkpoint again"
+        )
+    if not vocab_size:
+        raise ModelError(f"{path} holds no token embedding; fetch the checkpoint again")
+    return CheckpointInfo(
+        path=path,
+        model_type=model_type,
+        num_layers=len(layers),
+        hidden_size=config.hidden_size,
+        vocab_size=vocab_size,
+        context=_context(config),
+        eos=_eos(path, config),
+        layer_bytes=tuple(layers),
+        embedding_bytes=embedding,
+        head_bytes=head,
+    )
+
+
+def require_supported(model_type: str, path: str | Path) -> None:
+    """Raise `ModelError` unless the architecture is one of `ARCHITECTURES`."""
+    if model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"the architecture {model_type!r} of {path} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+
+
+def resolve(model: str | Path) -> Path:
+    """The local folder of a model: the path itself, or where the hub's cache holds that id."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ModelError(f"{path} is a file; give the folder that holds config.json")
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model in (".", ".."):
+        raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
+    return _download(model)
+
+
+def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
+    """Check that both tokenizers give every token the same id.
+
+    Raises `ModelError` that counts the tokens that differ and shows one. The embeddings may
+    have different numbers of rows (padding); that is no matter of the tokenizer's.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    token = differing[0]
+    raise ModelError(
+        f"the vocabularies of target and draft differ in {len(differing)} tokens, for example "
+        f"{token!r} ({_id_of(token, ours)} in the target, {_id_of(token, theirs)} in the draft); "
+        "choose a draft that shares the target's tokenizer"
+    )
+
+
+def _id_of(token: str, vocabulary: Mapping[str, int]) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "missing"
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"there is no model folder {hub_id!r} and the hub could not provide a model of that "
+            f"name ({type(error).__name__}); give an existing folder, or check the name, the "
+            "network and your access"
+        ) from error
+
+
+def _config(path: Path) -> Any:
+    # Both are slow to import, and not needed to refuse a wrong path.
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{path / 'config.json'} is not valid: {reason}") from error
+
+
+def _context(config: Any) -> int:
+    context = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _GROWING_ROPE:
+        original = rope.get("original_max_position_embeddings")
+        original = original or getattr(config, "original_max_position_embeddings", None)
+        context = min(context, int(original or context))
+    return context
+
+
+def _eos(path: Path, config: Any) -> tuple[int, ...]:
+    generation = path / "generation_config.json"
+    eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if eos is None:
+        eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+
+
+def _tensors(path: Path) -> dict[str, _Tensor]:
+    """Name, shape and size of every tensor of the checkpoint."""
+    index = path / _INDEX
+    if not index.is_file():
+        if not (path / _WEIGHTS).is_file():
+            raise ModelError(
+                f"{path} holds no {_WEIGHTS}; only safetensors checkpoints can be loaded, so "
+                "convert it with save_pretrained"
+            )
+        return _header(path / _WEIGHTS)
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelError(f"{index} has no weight_map; fetch the checkpoint again")
+    tensors: dict[str, _Tensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not (path / shard).is_file():
+            raise ModelError(f"the shard {shard} named by {index} is missing; fetch it again")
+        tensors |= _header(path / shard)
+    absent = weight_map.keys() - tensors.keys()
+    if absent:
+        raise ModelError(
+            f"{index} names {len(absent)} tensors that no shard holds, for example "
+            f"{min(absent)}; fetch the checkpoint again"
+        )
+    return tensors
+
+
+def _header(file: Path) -> dict[str, _Tensor]:
+    """A safetensors header: 8 bytes of length, JSON, then exactly the bytes that it describes."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
+        if length > min(_MAX_HEADER, size - 8):
+            raise _corrupt(file, f"its {size} bytes do not hold a header")
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+        tensors, end = {}, 0
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            tensors[name] = _Tensor(tuple(entry["shape"]), stop - start)
+            end = max(end, stop)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(file, "its header cannot be read") from error
+    if size != 8 + length + end:
+        raise _corrupt(file, f"it has {size} bytes, its header describes {8 + length + end}")
+    return tensors
+
+
+def _corrupt(file: Path, why: str) -> ModelError:
+    return ModelError(f"{file} is not a whole safetensors file ({why}); fetch it again")
+
+
+def _read_json(file: Path, remedy: str = "fetch the checkpoint again") -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{file.parent} holds no {file.name}; {remedy}") from error
+    except ValueError as error:
+        raise ModelError(f"{file} is not valid JSON; {remedy}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} is not a JSON object; {remedy}")
+    return content

@@ -1,0 +1,249 @@
+"""Every supported architecture, cut into slices, against Hugging Face on the same weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pipespec.attention import AttentionPlan, Segment, causal_plan
+from pipespec.checkpoint import ARCHITECTURES
+from pipespec.errors import ModelError
+from pipespec.model import ModelSlice
+from tests.models import CONFIGS, NUM_LAYERS, VOCAB_SIZE, build
+
+NUM_SLOTS = 96
+NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """`checkpoint(model_type)`: the folder of a tiny checkpoint, built once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def get(model_type: str) -> Path:
+        folder = root / model_type
+        return folder if folder.exists() else build(model_type, folder)
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def test_every_architecture_has_a_conformance_test():
+    assert sorted(ARCHITECTURES) == sorted(CONFIGS)
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_greedy_tokens_equal_generate(checkpoint, model_type):
+    path = checkpoint(model_type)
+    prompt = _random_tokens(13, seed=1)
+    expected = _reference(path).generate(
+        prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True
+    )[0, len(prompt) :]
+    assert len(expected.unique()) > 4, "the reference repeats itself and would prove little"
+    for num_slices in (1, 2, 4):
+        tokens = _greedy(_load(path, num_slices), prompt, chunk=5)
+        assert tokens == expected.tolist(), f"{num_slices} slices"
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_tree_rows_have_the_logits_of_their_own_path(checkpoint, model_type):
+    path = checkpoint(model_type)
+    slices = _load(path, 2)
+    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
+    logits = tree.run(slices, batches=[slice(0, 3), slice(3, 14), slice(14, 24)])
+    reference = _reference(path)
+    with torch.inference_mode():
+        for node in range(24):
+            expected = reference(tree.path(node)[None], use_cache=False).logits[0, -1]
+            torch.testing.assert_close(logits[node], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_requests_of_one_batch_do_not_see_each_other(checkpoint):
+    path = checkpoint("gemma3_text")
+    prompts = [_random_tokens(n, seed=n) for n in (7, 12, 1)]
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(0))
+    segments, start = [], 0
+    for prompt in prompts:
+        alone = causal_plan(slots[:0], slots[start : start + len(prompt)]).segments[0]
+        segments.append(
+            Segment(
+                slice(start, start + len(prompt)),
+                alone.positions,
+                alone.prefix,
+                alone.tree,
+                alone.tree_positions,
+                alone.mask,
+            )
+        )
+        start += len(prompt)
+    plan = AttentionPlan(slots[:start], segments)
+    positions = torch.cat([s.positions for s in segments])
+    logits = _run(_load(path, 2), torch.cat(prompts), positions, plan)
+    reference = _reference(path)
+    for prompt, segment in zip(prompts, segments, strict=True):
+        with torch.inference_mode():
+            expected = reference(prompt[None], use_cache=False).logits[0]
+        torch.testing.assert_close(logits[segment.rows], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_slice_holds_its_own_tensors_only(tmp_path, tied):
+    path = build("llama", tmp_path / "model", tie_word_embeddings=tied)
+    whole = _reference(path)
+    embedding, head = whole.get_input_embeddings().weight, whole.get_output_embeddings().weight
+    layer_bytes = [sum(p.nbytes for p in layer.parameters()) for layer in whole.model.layers]
+    norm = whole.model.norm.weight.nbytes
+    slices = [ModelSlice.load(path, range(i, i + 1), num_slots=4) for i in range(NUM_LAYERS)]
+    expected = list(layer_bytes)
+    expected[0] += embedding.nbytes
+    expected[-1] += norm + head.nbytes
+    assert [s.num_weight_bytes for s in slices] == expected
+
+
+@pytest.mark.parametrize("own", [0, 1, NUM_LAYERS - 1])
+def test_a_slice_needs_no_tensor_of_another_slice(tmp_path, own):
+    path = build("llama", tmp_path / "model")
+    beside = {0: "embed_tokens", NUM_LAYERS - 1: r"model\.norm|lm_head"}.get(own, "nothing")
+    tensors = load_file(path / "model.safetensors")
+    kept = {k: v for k, v in tensors.items() if re.search(rf"layers\.{own}\.|{beside}", k)}
+    assert len(kept) < len(tensors) / 3
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+    assert ModelSlice.load(path, range(own, own + 1), num_slots=4).num_weight_bytes == sum(
+        tensor.nbytes for tensor in kept.values()
+    )
+
+
+def test_loading_prints_nothing(tmp_path, capfd):
+    path = build("qwen2", tmp_path / "model")
+    capfd.readouterr()
+    for layers in (range(2), range(2, 4)):
+        ModelSlice.load(path, layers, num_slots=4)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_shape_and_memory_are_told(checkpoint):
+    model = ModelSlice.load(
+        checkpoint("llama"), range(1, 3), dtype=torch.bfloat16, num_slots=NUM_SLOTS
+    )
+    assert (model.num_layers, model.hidden_size, model.vocab_size) == (NUM_LAYERS, 48, VOCAB_SIZE)
+    assert (model.dtype, model.device) == (torch.bfloat16, torch.device("cpu"))
+    assert not model.is_first
+    assert not model.is_last
+    assert model.num_kv_bytes == 2 * 2 * NUM_SLOTS * 2 * 12 * 2  # layers, K and V, ..., 2 bytes
+
+
+def test_a_checkpoint_that_lacks_tensors_is_refused(tmp_path):
+    path = build("llama", tmp_path / "model", num_hidden_layers=2)
+    config = path / "config.json"
+    config.write_text(
+        config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3')
+    )
+    with pytest.raises(ModelError, match=r"missing tensors, for example model\.layers\.2"):
+        ModelSlice.load(path, range(1, 3), num_slots=4)
+
+
+def test_an_unsupported_architecture_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ModelError, match="architecture 'mamba'"):
+        ModelSlice.load(tmp_path, range(1), num_slots=4)
+
+
+def _reference(path: Path) -> PreTrainedModel:
+    # SDPA of Transformers ignores Gemma 2's cap on the scores, eager does not.
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def _load(path: Path, num_slices: int) -> list[ModelSlice]:
+    size = NUM_LAYERS // num_slices
+    return [
+        ModelSlice.load(path, range(start, start + size), num_slots=NUM_SLOTS)
+        for start in range(0, NUM_LAYERS, size)
+    ]
+
+
+def _run(slices: list[ModelSlice], ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+    hidden = ids
+    for part in slices:
+        hidden = part.forward(hidden, positions, plan)
+    return slices[-1].logits(hidden)
+
+
+def _greedy(slices: list[ModelSlice], prompt: Tensor, chunk: int) -> list[int]:
+    """Prefill `prompt` in chunks, then decode `NEW_TOKENS` tokens one by one."""
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(4))
+    ids, tokens, num_cached = prompt, [], 0
+    while len(tokens) < NEW_TOKENS:
+        for rows in ids.split(chunk):
+            end = num_cached + len(rows)
+            plan = causal_plan(slots[:num_cached], slots[num_cached:end])
+            logits = _run(slices, rows, torch.arange(num_cached, end), plan)
+            num_cached = end
+        ids = logits[-1].argmax()[None]
+        tokens.append(int(ids))
+    return tokens
+
+
+def _random_tokens(count: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, VOCAB_SIZE, (count,), generator=generator)
+
+
+class _RandomTree:
+    """A prompt and random nodes below it, with scattered slots."""
+
+    def __init__(self, prompt: Tensor, num_nodes: int, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.prompt = prompt
+        self.tokens = _random_tokens(num_nodes, seed)
+        # Few roots and a bias to recent parents: several branches, several depths.
+        self.parent = [-1, -1] + [
+            int(torch.randint(max(-1, i - 6), i, (), generator=generator))
+            for i in range(2, num_nodes)
+        ]
+        self.slots = torch.randperm(NUM_SLOTS, generator=generator)
+
+    def ancestry(self, node: int) -> list[int]:
+        """From the child of the prompt down to the node itself."""
+        above = self.ancestry(self.parent[node]) if self.parent[node] >= 0 else []
+        return [*above, node]
+
+    def path(self, node: int) -> Tensor:
+        return torch.cat([self.prompt, self.tokens[self.ancestry(node)]])
+
+    def run(self, slices: list[ModelSlice], batches: list[slice]) -> Tensor:
+        """Logits `[nodes, vocab]`, with the nodes computed batch by batch."""
+        size = len(self.prompt)
+        prefix, node_slots = self.slots[:size], self.slots[size:]
+        _run(slices, self.prompt, torch.arange(size), causal_plan(prefix[:0], prefix))
+        depths = torch.tensor([len(self.ancestry(i)) for i in range(len(self.tokens))])
+        positions = size + depths - 1
+        assert len(positions[batches[-1]].unique()) > 2
+        logits = []
+        for batch in batches:
+            num_keys = batch.stop
+            mask = torch.zeros(batch.stop - batch.start, num_keys, dtype=torch.bool)
+            for row, node in enumerate(range(batch.start, batch.stop)):
+                mask[row, self.ancestry(node)] = True
+            segment = Segment(
+                rows=slice(0, len(mask)),
+                positions=positions[batch],
+                prefix=prefix,
+                tree=node_slots[:num_keys],
+                tree_positions=positions[:num_keys],
+                mask=mask,
+            )
+            plan = AttentionPlan(node_slots[batch], (segment,))
+            logits.append(_run(slices, self.tokens[batch], positions[batch], plan))
+        return torch.cat(logits)

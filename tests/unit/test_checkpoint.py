@@ -1,0 +1,197 @@
+"""What `inspect` tells of a checkpoint, and how it refuses one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from pipespec.checkpoint import ARCHITECTURES, compare_vocabularies, inspect
+from pipespec.errors import ModelError
+from tests.models import NUM_LAYERS, VOCAB_SIZE, build
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return build("llama", tmp_path_factory.mktemp("llama") / "model", eos_token_id=[2, 3])
+
+
+@pytest.fixture
+def copy(llama, tmp_path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def _edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def _refusal(path: Path | str) -> str:
+    with pytest.raises(ModelError) as caught:
+        inspect(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_checkpoint_is_described(llama):
+    info = inspect(llama)
+    assert info.path == llama
+    assert info.model_type == "llama"
+    assert (info.num_layers, info.hidden_size, info.vocab_size) == (NUM_LAYERS, 48, VOCAB_SIZE)
+    assert info.context == 256
+    assert info.eos == (2, 3)
+    attention = 2 * 48 * 48 + 2 * 48 * 24
+    assert info.layer_bytes == (4 * (attention + 3 * 48 * 64 + 2 * 48),) * NUM_LAYERS
+    assert info.embedding_bytes == 4 * VOCAB_SIZE * 48
+    assert info.head_bytes == 4 * (VOCAB_SIZE * 48 + 48)
+    assert info.num_bytes == sum(info.layer_bytes) + info.embedding_bytes + info.head_bytes
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_every_architecture_is_described(tmp_path, model_type):
+    info = inspect(build(model_type, tmp_path / "model"))
+    assert len(info.layer_bytes) == NUM_LAYERS
+    assert info.vocab_size == VOCAB_SIZE
+    assert info.context == 256
+
+
+def test_shards_count_like_one_file(llama, tmp_path):
+    sharded = build("llama", tmp_path / "model", max_shard_size="30KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert inspect(sharded).layer_bytes == inspect(llama).layer_bytes
+
+
+def test_eos_of_the_generation_config_goes_first(copy):
+    _edit(copy / "generation_config.json", eos_token_id=7)
+    assert inspect(copy).eos == (7,)
+
+
+def test_eos_of_the_config_stands_in(copy):
+    (copy / "generation_config.json").unlink()
+    assert inspect(copy).eos == (2, 3)
+    _edit(copy / "config.json", eos_token_id=None)
+    assert inspect(copy).eos == ()
+
+
+def test_a_context_ends_where_rotary_frequencies_would_change(copy):
+    rope = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 64
+    _edit(copy / "config.json", rope_parameters=rope)
+    assert inspect(copy).context == 64
+
+
+def test_a_missing_folder(tmp_path):
+    assert "there is no model folder" in _refusal(tmp_path / "nowhere")
+    assert "there is no model folder" in _refusal(str(tmp_path / "nowhere"))
+
+
+def test_a_name_that_no_hub_provides(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    message = _refusal("nobody/no-such-model")
+    assert "'nobody/no-such-model'" in message
+    assert "hub" in message
+
+
+def test_a_file_in_place_of_a_folder(llama):
+    assert "is a file" in _refusal(llama / "config.json")
+
+
+def test_no_config(copy):
+    (copy / "config.json").unlink()
+    assert "holds no config.json" in _refusal(copy)
+
+
+def test_a_config_that_is_not_json(copy):
+    (copy / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in _refusal(copy)
+
+
+def test_a_config_with_an_impossible_value(copy):
+    _edit(copy / "config.json", num_hidden_layers="many")
+    assert "config.json is not valid" in _refusal(copy)
+
+
+def test_an_unsupported_architecture(copy):
+    _edit(copy / "config.json", model_type="mamba")
+    message = _refusal(copy)
+    assert "'mamba'" in message
+    assert "llama, " in message
+
+
+def test_no_safetensors(copy):
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    assert "holds no model.safetensors" in _refusal(copy)
+
+
+def test_a_missing_shard(tmp_path):
+    path = build("llama", tmp_path / "model", max_shard_size="30KB")
+    shard = min(path.glob("*.safetensors"))
+    shard.unlink()
+    assert f"the shard {shard.name}" in _refusal(path)
+
+
+def test_a_layer_without_tensors(copy):
+    _edit(copy / "config.json", num_hidden_layers=NUM_LAYERS + 1)
+    assert f"holds no tensor of layer {NUM_LAYERS}," in _refusal(copy)
+
+
+def _cut(content: bytes) -> bytes:
+    return content[:-5]
+
+
+def _cut_in_header(content: bytes) -> bytes:
+    return content[:50]
+
+
+def _empty(_: bytes) -> bytes:
+    return b""
+
+
+def _longer(content: bytes) -> bytes:
+    return content + b"12345"
+
+
+def _wrong_length(content: bytes) -> bytes:
+    return struct.pack("<Q", 1 << 40) + content[8:]
+
+
+def _broken_json(content: bytes) -> bytes:
+    return content[:8] + b"[" + content[9:]
+
+
+def _other_json(_: bytes) -> bytes:
+    return struct.pack("<Q", 4) + b"[42]"
+
+
+@pytest.mark.parametrize(
+    "damage", [_cut, _cut_in_header, _empty, _longer, _wrong_length, _broken_json, _other_json]
+)
+def test_a_damaged_file(copy, damage):
+    file = copy / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    assert f"{file} is not a whole safetensors file" in _refusal(copy)
+
+
+class _Tokenizer:
+    def __init__(self, **vocabulary: int):
+        self.vocabulary = vocabulary
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocabulary
+
+
+def test_equal_vocabularies_pass():
+    compare_vocabularies(_Tokenizer(a=0, b=1), _Tokenizer(b=1, a=0))
+
+
+def test_different_vocabularies_are_counted_and_shown():
+    with pytest.raises(ModelError) as caught:
+        compare_vocabularies(_Tokenizer(a=0, b=1, c=2), _Tokenizer(a=0, b=2))
+    message = str(caught.value)
+    assert "differ in 2 tokens" in message
+    assert "'b' (id 1 in the target, id 2 in the draft)" in message
