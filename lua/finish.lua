@@ -1,0 +1,35 @@
+-- finish: ends a request and tells its readers why.
+--
+-- KEYS[1]  epoch
+-- KEYS[2]  request
+-- KEYS[3]  events of the request
+-- KEYS[4]  queue of requests
+-- KEYS[5]  admitted requests
+-- ARGV[1]  epoch of the caller
+-- ARGV[2]  id of the request
+-- ARGV[3]  reason
+-- ARGV[4]  seconds for which the log keeps the request from now on
+-- Reply    1, or 0 if it was finished before (the first reason stays)
+-- Errors   STALE
+--          REQUEST  unknown
+--- @include "fence"
+--- @include "request"
+
+local stale = fence(KEYS[1], ARGV[1])
+if stale then
+  return stale
+end
+local known = redis.call('HMGET', KEYS[2], 'length', 'reason')
+if not known[1] then
+  return unknown(ARGV[2])
+end
+if known[2] then
+  return 0
+end
+redis.call('HSET', KEYS[2], 'reason', ARGV[3])
+redis.call('XADD', KEYS[3], known[1] .. '-1', 'reason', ARGV[3])
+redis.call('LREM', KEYS[4], 1, ARGV[2])
+redis.call('LREM', KEYS[5], 1, ARGV[2])
+redis.call('EXPIRE', KEYS[2], ARGV[4])
+redis.call('EXPIRE', KEYS[3], ARGV[4])
+return 1

@@ -1,0 +1,29 @@
+-- new_epoch: ends the current epoch and begins the next.
+--
+-- KEYS[1]  epoch
+-- KEYS[2]  queue of requests
+-- KEYS[3]  admitted requests
+-- ARGV[1]  prefix of the keys of an epoch; "<prefix>:<epoch>:..." are deleted
+-- ARGV[2]  seconds for which a rank of the old epoch can still learn that it is over
+-- Reply    the new epoch
+-- Errors   none
+--
+-- Requests that the old epoch admitted and did not finish return to the head of the queue,
+-- in their order. A rank that still waits for a task of the old epoch is woken with "STALE".
+
+local epoch = redis.call('INCR', KEYS[1])
+local old = ARGV[1] .. ':' .. (epoch - 1)
+local graph = old .. ':graph'
+for _, step in ipairs(redis.call('SMEMBERS', graph .. ':steps')) do
+  redis.call('DEL', graph .. ':' .. step)
+end
+for _, rank in ipairs(redis.call('SMEMBERS', old .. ':ranks')) do
+  local ready = old .. ':ready:' .. rank
+  redis.call('DEL', ready)
+  redis.call('RPUSH', ready, 'STALE')
+  redis.call('EXPIRE', ready, ARGV[2])
+end
+redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':closed')
+while redis.call('RPOPLPUSH', KEYS[3], KEYS[2]) do
+end
+return epoch

@@ -1,0 +1,69 @@
+"""The names of everything pipespec keeps in Redis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one namespace; those that end with an epoch live in `epochs`.
+
+    One hash tag holds them together on one node of a Redis Cluster.
+    """
+
+    namespace: str
+
+    def _key(self, *names: object) -> str:
+        return ":".join((f"{{{self.namespace}}}", *map(str, names)))
+
+    @property
+    def epoch(self) -> str:
+        return self._key("epoch")
+
+    @property
+    def epochs(self) -> str:
+        return self._key("epochs")
+
+    def ranks(self, epoch: int) -> str:
+        return self._key("epochs", epoch, "ranks")
+
+    def closed(self, epoch: int) -> str:
+        return self._key("epochs", epoch, "closed")
+
+    def graph(self, epoch: int) -> str:
+        return self._key("epochs", epoch, "graph")
+
+    def ready(self, epoch: int) -> str:
+        """The prefix of the ready lists: one per rank, `<prefix>:<rank>`."""
+        return self._key("epochs", epoch, "ready")
+
+    @property
+    def counter(self) -> str:
+        return self._key("counter")
+
+    @property
+    def queue(self) -> str:
+        return self._key("queue")
+
+    @property
+    def admitted(self) -> str:
+        return self._key("admitted")
+
+    @property
+    def arrivals(self) -> str:
+        return self._key("arrivals")
+
+    @property
+    def requests(self) -> str:
+        """The prefix of a request's keys (lua/includes/request.lua)."""
+        return self._key("requests")
+
+    def request(self, request: int) -> str:
+        return self._key("requests", request)
+
+    def events(self, request: int) -> str:
+        return self._key("requests", request, "events")
+
+    def reports(self, request: int) -> str:
+        return self._key("requests", request, "reports")

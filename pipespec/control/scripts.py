@@ -1,0 +1,76 @@
+"""The transitions in `lua/`: loading them, and what their errors mean.
+
+A line `--- @include "name"` stands for the file `lua/includes/name.lua`, once per script.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import redis
+
+from pipespec.errors import ControllerError, GraphError, StaleEpoch
+from pipespec.resources import resource_dir
+
+# The one table of codes: the first word of an error that a transition replies.
+ERRORS: Mapping[str, type[ControllerError]] = {
+    "STALE": StaleEpoch,
+    "GRAPH": GraphError,
+    "REQUEST": ControllerError,
+}
+
+_INCLUDE = re.compile(r'^--- @include "(\w+)"\n', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Script:
+    """One transition, its includes resolved. `sha` is the name under which Redis runs it."""
+
+    name: str
+    source: str
+
+    @cached_property
+    def sha(self) -> str:
+        return hashlib.sha1(self.source.encode()).hexdigest()
+
+
+@cache
+def load_scripts() -> Mapping[str, Script]:
+    """Every transition by name: one per file in `lua/`."""
+    folder = resource_dir("lua")
+    return {path.stem: Script(path.stem, resolve(path)) for path in sorted(folder.glob("*.lua"))}
+
+
+def resolve(path: Path) -> str:
+    """The text of a transition with its includes in place, each once."""
+    included: set[str] = set()
+
+    def text(file: Path) -> str:
+        return _INCLUDE.sub(include, file.read_text())
+
+    def include(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in included:
+            return ""
+        included.add(name)
+        return text(path.parent / "includes" / f"{name}.lua")
+
+    return text(path)
+
+
+def translate(error: redis.ResponseError) -> ControllerError:
+    """The exception that an error reply of Redis stands for."""
+    if isinstance(error, redis.exceptions.NoScriptError):
+        return ControllerError(
+            "Redis has lost the scripts of this epoch (it was restarted, or its scripts were "
+            "flushed): start the cluster again."
+        )
+    code, _, detail = str(error).partition(" ")
+    if code in ERRORS:
+        return ERRORS[code](f"Redis refused: {detail}.")
+    return ControllerError(f"Redis failed: {error}")

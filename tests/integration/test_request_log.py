@@ -1,0 +1,206 @@
+"""The request log: queue, accepted tokens, readers and reports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+
+from pipespec.control import requests
+from pipespec.control.client import Controller
+from pipespec.control.requests import Accepted, Finished, RequestLog
+from pipespec.control.server import EmbeddedRedis
+from pipespec.errors import ControllerError, StaleEpoch
+from pipespec.types import Request
+
+names = count()
+ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9, "eos": (2,), "stop": ("\n\n", "é")}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture
+def head(server: EmbeddedRedis) -> Iterator[Controller]:
+    with rank(server, f"log-{next(names)}") as controller:
+        yield controller
+
+
+def rank(server: EmbeddedRedis, namespace: str) -> Controller:
+    epoch = Controller.new_epoch(server.url, namespace)
+    return Controller.connect(server.url, namespace=namespace, epoch=epoch, rank=0)
+
+
+def test_requests_are_taken_in_the_order_in_which_they_came(head: Controller) -> None:
+    ids = [head.enqueue(**{**ASKED, "max_new_tokens": n}) for n in (1, 2, 3)]
+    taken = [head.next_request(timeout=5) for _ in ids]
+    assert taken == [Request(id=i, **{**ASKED, "max_new_tokens": n + 1}) for n, i in enumerate(ids)]
+    assert head.request(ids[1]) == taken[1]
+    assert head.next_request(timeout=0.01) is None
+
+
+def test_a_head_that_waits_is_woken_by_a_request(server: EmbeddedRedis, head: Controller) -> None:
+    found: list[Request | None] = []
+    waiter = threading.Thread(target=lambda: found.append(head.next_request(timeout=20)))
+    waiter.start()
+    with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+        id = user.enqueue(**ASKED)
+        waiter.join(20)
+    assert found == [Request(id=id, **ASKED)]
+
+
+def test_a_reader_sees_tokens_as_they_are_accepted_and_then_the_reason(
+    head: Controller,
+) -> None:
+    id = head.enqueue(**ASKED)
+    events = head.stream(id, heartbeat=0.01)
+    assert next(events) is None
+    head.accept(id, 3, [10])
+    assert next(event for event in events if event) == Accepted(3, (10,))
+    head.accept(id, 4, [11, 12])
+    assert next(event for event in events if event) == Accepted(4, (11, 12))
+    head.finish(id, "length")
+    assert [event for event in events if event] == [Finished("length")]
+    assert head.tokens(id) == (10, 11, 12)
+
+
+def test_a_reader_may_come_late_or_again(head: Controller) -> None:
+    id = head.enqueue(**ASKED)
+    head.accept(id, 3, [10, 11])
+    head.accept(id, 5, [12, 13])
+    head.finish(id, "stop")
+    head.tokens(id)
+    end = Finished("stop")
+    assert list(head.stream(id)) == [Accepted(3, (10, 11)), Accepted(5, (12, 13)), end]
+    assert list(head.stream(id, base=4)) == [Accepted(4, (11,)), Accepted(5, (12, 13)), end]
+    assert list(head.stream(id, base=5)) == [Accepted(5, (12, 13)), end]
+    assert list(head.stream(id, base=7)) == [end]
+
+
+def test_a_verdict_told_twice_is_accepted_once(head: Controller) -> None:
+    id = head.enqueue(**ASKED)
+    head.accept(id, 3, [10, 11])
+    head.accept(id, 3, [10, 11])
+    head.accept(id, 3, [10])
+    head.accept(id, 4, [11, 12])  # drawn in other portions after a failure
+    head.accept(id, 6, [])
+    assert head.tokens(id) == (10, 11, 12)
+    head.finish(id, "stop")
+    head.accept(id, 4, [11])
+    head.finish(id, "length")
+    assert list(head.stream(id))[-1] == Finished("stop")
+
+
+def test_tokens_that_cannot_follow_are_refused(head: Controller) -> None:
+    id = head.enqueue(**ASKED)
+    head.accept(id, 5, [1])
+    with pytest.raises(ControllerError, match="has 3 tokens, and none can be accepted at 5"):
+        head.tokens(id)
+    head.finish(id, "stop")
+    head.accept(id, 3, [1])
+    with pytest.raises(ControllerError, match=r"finished \(stop\)"):
+        head.tokens(id)
+    for call in (
+        lambda: head.request(99),
+        lambda: next(head.stream(99)),
+        lambda: (head.accept(99, 0, [1]), head.tokens(id)),
+        lambda: (head.finish(99, "stop"), head.tokens(id)),
+        lambda: (head.report(99, {}), head.tokens(id)),
+    ):
+        with pytest.raises(ControllerError, match="equest 99 is not in the log"):
+            call()
+
+
+def test_what_a_stale_epoch_writes_is_refused(server: EmbeddedRedis, head: Controller) -> None:
+    id = head.enqueue(**ASKED)
+    Controller.new_epoch(server.url, head._keys.namespace)
+    for write in (
+        lambda: head.accept(id, 3, [1]),
+        lambda: head.finish(id, "stop"),
+        lambda: head.report(id, {}),
+        lambda: head.next_request(timeout=1),
+    ):
+        with pytest.raises(StaleEpoch):
+            write()
+            head.tokens(id)
+    assert head.tokens(id) == ()
+
+
+def test_a_new_epoch_takes_up_unfinished_requests_where_they_stood(
+    server: EmbeddedRedis, head: Controller
+) -> None:
+    first, second, third, fourth = (head.enqueue(**ASKED) for _ in range(4))
+    for _ in range(3):
+        head.next_request(timeout=5)
+    head.accept(second, 3, [10, 11])
+    head.finish(first, "stop")
+    head.tokens(second)
+    with rank(server, head._keys.namespace) as successor:
+        order = [successor.next_request(timeout=5) for _ in range(3)]
+        assert [request.id for request in order if request] == [second, third, fourth]
+        assert successor.tokens(second) == (10, 11)
+        successor.accept(second, 5, [12])
+        assert successor.tokens(second) == (10, 11, 12)
+
+
+def test_a_request_finished_in_the_queue_is_not_taken(head: Controller) -> None:
+    first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
+    head.finish(first, "cancelled")
+    taken = head.next_request(timeout=5)
+    assert taken and taken.id == second
+
+
+def test_a_finished_request_does_not_stay_forever(head: Controller) -> None:
+    id = head.enqueue(**ASKED)
+    head.accept(id, 3, [1])
+    head.report(id, {})
+    keys = head._keys
+    names = (keys.request(id), keys.events(id), keys.reports(id))
+    assert [head._pipe.call("TTL", key) for key in names[:2]] == [-1, -1]
+    head.finish(id, "stop")
+    assert all(0 < head._pipe.call("TTL", key) <= requests.KEEP_FINISHED_S for key in names)
+
+
+def test_every_rank_reports(server: EmbeddedRedis, head: Controller) -> None:
+    id = head.enqueue(**ASKED)
+    with Controller.connect(
+        server.url, namespace=head._keys.namespace, epoch=head._epoch, rank=1
+    ) as stage:
+        stage.report(id, {"busy": 0.5})
+        head.report(id, {"steps": 7, "tbt": [1.5, 2]})
+        assert head.reports(id, count=2, timeout=5) == {
+            0: {"steps": 7, "tbt": [1.5, 2]},
+            1: {"busy": 0.5},
+        }
+    with pytest.raises(ControllerError, match=r"2 of 3 ranks \(\[0, 1\]\)"):
+        head.reports(id, count=3, timeout=0.01)
+
+
+def test_fields_added_to_a_request_travel(
+    head: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request of a later release, with sampling parameters."""
+    monkeypatch.setattr(requests, "Request", Later)
+    sampling = Sampling(temperature=0.7, penalties=(1.0, 2.0))
+    id = head.enqueue(prompt=(1,), sampling=sampling)
+    assert head.next_request(timeout=5) == Later(id, (1,), sampling, None)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float
+    penalties: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Later:
+    id: int
+    prompt: tuple[int, ...]
+    sampling: Sampling | None = None
+    seed: int | None = None
