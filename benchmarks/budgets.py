@@ -1,0 +1,115 @@
+"""The pure-Python budgets of the design: the head's prune and feed, a stage's verdict.
+
+    python benchmarks/budgets.py [--json FILE]
+
+Medians of many repeats on one core. The model is not run: what is measured is the runtime's
+own work per step, beside the budget that the design sets for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from report import Row, publish
+
+from pipespec.feed.best_first import BestFirst
+from pipespec.kv import SlotPool
+from pipespec.lineage import Lineage
+from pipespec.stage import Sequence
+from pipespec.tree import ROOT, Tree
+from pipespec.types import Verdict
+
+WIDTH, CHILDREN, LIVE = 64, 16, 600
+
+
+def grown_tree(rng: np.random.Generator, nodes: int) -> Tree:
+    """A tree of `nodes` nodes, most of them fed, as it stands when a verdict comes."""
+    tree = Tree(0, -1, 0, 0, fed=True)
+    policy = BestFirst(WIDTH, CHILDREN)
+    while len(tree) < nodes:
+        chosen = policy.grow(tree).nodes[: max(1, (nodes - len(tree)) // CHILDREN)]
+        tokens = np.stack([rng.permutation(1000)[:CHILDREN] for _ in chosen])
+        logps = np.log(rng.dirichlet(np.full(CHILDREN, 0.3), len(chosen)) + 1e-9)
+        tree.append(chosen, tokens, logps)
+        tree.fed[tree.best(np.flatnonzero(~tree.fed), WIDTH)] = True
+    return tree
+
+
+def median_ms(prepare: Callable[[], object], run: Callable[[object], None], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        state = prepare()
+        start = time.perf_counter_ns()
+        run(state)
+        times.append(time.perf_counter_ns() - start)
+    return statistics.median(times) / 1e6
+
+
+def head(repeats: int) -> float:
+    """Advance the tree by one accepted token and choose the next 64 nodes to feed."""
+    rng = np.random.default_rng(0)
+    tree = grown_tree(rng, LIVE)
+    policy = BestFirst(WIDTH, CHILDREN)
+    likely = int(np.flatnonzero(tree.parent[1:] == ROOT)[0]) + 1
+    token = int(tree.token[likely])
+
+    def run(state: object) -> None:
+        assert isinstance(state, Tree)
+        state.advance(token)
+        state.rows(1, policy.feed(state))
+
+    return median_ms(lambda: copy.deepcopy(tree), run, repeats)
+
+
+def stage(repeats: int, context: int, width: int) -> float:
+    """Apply a verdict of one token at a stage that holds 9 steps of `width` rows."""
+    rng = np.random.default_rng(0)
+    tree = grown_tree(rng, 9 * width)
+    tree.fed[:] = True
+    pool = SlotPool(context + 10 * width)
+    sequence = Sequence(lineage=Lineage(16 * width))
+    sequence.lineage.tip, sequence.lineage.length = 0, context
+    sequence.lineage._index = {0: 0}
+    sequence.commit(pool.allocate(context))
+    rows = tree.rows(1, np.arange(1, len(tree)))
+    local = sequence.lineage.admit(rows).local
+    sequence.place(local, pool.allocate(len(rows)))
+    token = int(tree.token[1])
+
+    def run(state: object) -> None:
+        assert isinstance(state, tuple)
+        mine, slots = state
+        outcome = mine.lineage.apply(Verdict(1, context, (token,)))
+        mine.commit(mine.slot_of[outcome.committed])
+        slots.release(mine.slot_of[outcome.dead])
+
+    return median_ms(lambda: copy.deepcopy((sequence, pool)), run, repeats)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = [
+        Row(
+            f"head: prune + feed, w={WIDTH}, {CHILDREN} children, {LIVE} nodes",
+            head(args.repeats),
+            0.3,
+        )
+    ]
+    for context in (128, 8192, 32768):
+        for width in (16, 64):
+            name = f"stage: apply a verdict, width {width}, context {context}"
+            rows.append(Row(name, stage(args.repeats, context, width), 0.1))
+    publish("Runtime budgets", rows, unit="ms", path=args.json)
+
+
+if __name__ == "__main__":
+    main()

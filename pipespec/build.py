@@ -1,0 +1,239 @@
+"""From a configuration to running objects: the only place where parts are wired together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pipespec.checkpoint import CheckpointInfo, compare_vocabularies, inspect
+from pipespec.config import Config
+from pipespec.control.client import Controller
+from pipespec.errors import ConfigError, PromptError
+from pipespec.graph import Layout
+from pipespec.head import Head, StopCheck
+from pipespec.model import ModelSlice
+from pipespec.partition import split_evenly
+from pipespec.source.draft_model import DraftModelSource
+from pipespec.stage import Stage
+from pipespec.text import StopChecker
+from pipespec.trace import Timeline
+from pipespec.transport import Transport
+from pipespec.transport.distributed import DistributedTransport
+from pipespec.types import Request
+from pipespec.worker import Worker
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a rank must know, decided before any rank starts. It travels by pickle.
+
+    `layers` and `devices` have one entry per stage and per rank. `context` is the longest
+    sequence in tokens that the KV pools are made for.
+    """
+
+    config: Config
+    target: CheckpointInfo
+    draft: CheckpointInfo
+    layers: tuple[range, ...]
+    devices: tuple[str, ...]
+    context: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.layers) + 1
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(len(self.layers))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.config.model.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a batch at most."""
+        return max(self.config.feed.width, self.config.decode.prefill_chunk)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which controller, and which life of the cluster."""
+
+    url: str
+    namespace: str
+    epoch: int
+
+
+def plan(config: Config) -> Plan:
+    """Look at the checkpoints and the machine. Raises ConfigError, in one sentence."""
+    target, draft = inspect(config.model.target), inspect(config.model.draft)
+    context = target.context
+    if config.model.context is not None:
+        if config.model.context > target.context:
+            raise ConfigError(
+                f"model.context is {config.model.context}, but the target was made for at most "
+                f"{target.context} tokens; lower model.context."
+            )
+        context = config.model.context
+    layers = split_evenly(target.num_layers, config.cluster.stages)
+    devices = resolve_devices(config.cluster.devices, len(layers) + 1)
+    return Plan(config, target, draft, tuple(layers), devices, context)
+
+
+def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
+    """One device per rank. "auto" and "cuda" go round the CUDA devices; "auto" is CPU without."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = names * num_ranks if len(names) == 1 else names
+    devices = []
+    for rank, name in enumerate(names):
+        if name == "auto":
+            name = "cuda" if count else "cpu"
+        kind, _, index = name.partition(":")
+        if kind == "cuda" and (not count or int(index or 0) >= count):
+            raise ConfigError(
+                f"cluster.devices asks for {name} at rank {rank}, but this machine has {count} CUDA "
+                "devices; see `pipespec check`."
+            )
+        # The head's draft shares a device only when there are fewer devices than ranks.
+        devices.append(name if index or kind == "cpu" else f"cuda:{(rank - 1) % count}")
+    return tuple(devices)
+
+
+def load_tokenizers(plan: Plan) -> Any:
+    """The target's tokenizer, once the draft's has proved to be the same. Raises ModelError."""
+    from transformers import AutoTokenizer
+
+    target = AutoTokenizer.from_pretrained(plan.target.path, local_files_only=True)
+    draft = AutoTokenizer.from_pretrained(plan.draft.path, local_files_only=True)
+    compare_vocabularies(target, draft)
+    return target
+
+
+def encode(plan: Plan, tokenizer: Any, prompt: str) -> list[int]:
+    """The prompt's token ids. Raises PromptError."""
+    if not prompt:
+        raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
+    if plan.config.decode.chat:
+        if not tokenizer.chat_template:
+            raise PromptError(
+                f"--chat needs a chat template, but the tokenizer of {plan.target.path} has none."
+            )
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+    ids = tokenizer.encode(prompt, add_special_tokens=not plan.config.decode.chat)
+    if not ids:
+        raise PromptError("The prompt has no tokens; pass a longer one.")
+    if len(ids) >= plan.context:
+        raise PromptError(
+            f"The prompt has {len(ids)} tokens, but the context holds {plan.context} and needs room "
+            "for an answer; shorten the prompt or raise model.context."
+        )
+    return [int(i) for i in ids]
+
+
+def fit_context(plan: Plan, prompt_length: int) -> Plan:
+    """The plan with KV pools for one request and no longer context than it can reach."""
+    reach = prompt_length + plan.config.decode.max_new_tokens
+    return replace(plan, context=min(plan.context, reach))
+
+
+def run_rank(plan: Plan, where: Where) -> None:
+    """A rank's life, in a process that `pipespec.launch` started."""
+    rank = int(os.environ["RANK"])
+    model = load_model(plan, rank)
+
+    def connect() -> Transport:
+        return DistributedTransport.connect(
+            plan.devices,
+            backend=plan.config.transport.backend,
+            epoch=where.epoch,
+            max_rows=plan.max_rows,
+            hidden_size=plan.target.hidden_size,
+            dtype=plan.dtype,
+        )
+
+    serve(plan, where, rank, model, connect)
+
+
+def load_model(plan: Plan, rank: int) -> ModelSlice:
+    """The rank's part of the target, or the whole draft at rank 0."""
+    info = plan.target if rank else plan.draft
+    layers = plan.layers[rank - 1] if rank else range(info.num_layers)
+    # Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it
+    # has expanded. One batch more of each is on its way in before a verdict frees the last.
+    feed = plan.config.feed
+    nodes = (plan.num_ranks + 1) * feed.width if rank else feed.capacity
+    return ModelSlice.load(
+        info.path,
+        layers,
+        dtype=plan.dtype,
+        device=plan.devices[rank],
+        num_slots=plan.context + nodes + plan.max_rows,
+    )
+
+
+def serve(
+    plan: Plan, where: Where, rank: int, model: ModelSlice, connect: Callable[[], Transport]
+) -> None:
+    """Run the loop of a rank until the head says stop."""
+    config = plan.config
+    timeline = Timeline(record=config.trace is not None)
+    stage = Stage(model, model.num_slots)
+    # Joining the controller tells whoever waits that this rank has loaded its model.
+    with Controller.connect(
+        where.url, namespace=where.namespace, epoch=where.epoch, rank=rank
+    ) as controller:
+        link = connect()
+        try:
+            if rank:
+                Worker(
+                    stage,
+                    link,
+                    controller,
+                    config.verify,
+                    plan.layout,
+                    pace=config.pace,
+                    timeline=timeline,
+                ).run()
+            else:
+                vocabulary = min(plan.target.vocab_size, plan.draft.vocab_size)
+                Head(
+                    link,
+                    controller,
+                    DraftModelSource(stage, config.decode.prefill_chunk, vocabulary),
+                    config.feed,
+                    plan.layout,
+                    rounds=config.source.rounds,
+                    chunk=config.decode.prefill_chunk,
+                    context_limit=plan.context,
+                    stop_check=stop_check(plan),
+                    pace=config.pace,
+                    timeline=timeline,
+                ).run()
+        finally:
+            link.close()
+
+
+def stop_check(plan: Plan) -> Callable[[Request], StopCheck]:
+    """What watches the text of a request for its stop strings."""
+
+    def never(_: int) -> bool:
+        return False
+
+    def make(request: Request) -> StopCheck:
+        if not request.stop:
+            return never
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(plan.target.path, local_files_only=True)
+        return StopChecker(tokenizer, request.stop, request.prompt)
+
+    return make

@@ -1,0 +1,259 @@
+"""The loop of the head: admit, grow, hear, feed.
+
+Rank 0 holds the draft and the tree. In step t it grows the tree while the stages compute,
+hears the verdict of step t, prunes, and feeds the nodes that the policy chooses to the first
+stage. It decodes one request after another; everything it sends names the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipespec.control.client import Controller
+from pipespec.feed import FeedPolicy
+from pipespec.graph import Layout, Task, compute, prune, step_graph, transfer
+from pipespec.pace import Pace, hold
+from pipespec.source import Context, TokenSource
+from pipespec.trace import Timeline
+from pipespec.transport import Transport
+from pipespec.tree import ROOT, Tree
+from pipespec.types import Batch, Request, Verdict
+from pipespec.verdict import hear
+
+# Says whether the text so far ends the request: given one more token, True if a stop string
+# is complete.
+StopCheck = Callable[[int], bool]
+
+
+@dataclass(slots=True)
+class Session:
+    """The one request that is being decoded: its text, its tree, its counts."""
+
+    request: Request
+    context: Context
+    tree: Tree
+    stops: StopCheck
+    last_position: int
+    prefilled: int = 0
+    generated: int = 0
+    hits: int = 0
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0)
+    )
+    started_ns: int = 0
+    token_ns: list[int] = field(default_factory=list)
+    first_token: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, request: Request, stops: StopCheck, context_limit: int, now: int) -> Session:
+        """Positions are numbered from 0; a prompt row's node id is its position."""
+        length = len(request.prompt)
+        context = Context(request.id, list(request.prompt), list(range(length)))
+        root = length - 1
+        tree = Tree(root, root - 1, request.prompt[-1], root, fed=True)
+        last = min(length + request.max_new_tokens, context_limit) - 1
+        return cls(request, context, tree, stops, last_position=last, started_ns=now)
+
+    @property
+    def prompt_left(self) -> bool:
+        return self.prefilled < len(self.request.prompt)
+
+    def accept(self, token: int, now: int) -> str | None:
+        """One decided token moves the root; the reason if it is the last one."""
+        if not self.generated:
+            self.first_token = dict(self.counts)
+        self.tree.advance(token)
+        # A hit had entered the pipeline before it was decided; a miss must be fed now.
+        self.hits += bool(self.tree.fed[ROOT])
+        self.context.tokens.append(token)
+        self.context.nodes.append(int(self.tree.id[ROOT]))
+        self.generated += 1
+        self.token_ns.append(now)
+        if token in self.request.eos or self.stops(token):
+            return "stop"
+        return "length" if self.context_full else None
+
+    @property
+    def context_full(self) -> bool:
+        return len(self.context.tokens) > self.last_position
+
+    def useful(self, nodes: np.ndarray) -> np.ndarray:
+        """Those of the nodes whose logits can still matter: not the last token, nor beyond."""
+        return nodes[self.tree.position[nodes] < self.last_position]
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts of the whole request, and those when its first token came."""
+        return {
+            "prompt_tokens": len(self.request.prompt),
+            "completion_tokens": self.generated,
+            "hits": self.hits,
+            "started_ns": self.started_ns,
+            "token_ns": self.token_ns,
+            "counts": self.counts,
+            "first_token": self.first_token,
+        }
+
+
+class Head:
+    """Rank 0."""
+
+    def __init__(
+        self,
+        link: Transport,
+        controller: Controller,
+        source: TokenSource,
+        policy: FeedPolicy,
+        layout: Layout,
+        *,
+        rounds: int,
+        chunk: int,
+        context_limit: int,
+        stop_check: Callable[[Request], StopCheck],
+        pace: Pace,
+        timeline: Timeline,
+    ):
+        self.link = link
+        self.controller = controller
+        self.source = source
+        self.policy = policy
+        self.layout = layout
+        self.rounds = rounds
+        self.chunk = chunk
+        self.context_limit = context_limit
+        self.stop_check = stop_check
+        self.pace = pace
+        self.timeline = timeline
+        self.step = 0
+        self.session: Session | None = None
+        self._released: tuple[int, ...] = ()
+        self._busy_until = 0  # the step in which the last batch that matters leaves the pipeline
+        self._done: list[Task] = []
+
+    def run(self) -> None:
+        """Serve requests until there will be no more, then stop the stages."""
+        while self.admit():
+            self.grow()
+            self.hear()
+            self.send(self.feed())
+        self.stop()
+
+    def admit(self) -> bool:
+        """Take the next request if none is open; False: no more will come.
+
+        While batches are on their way the pipeline must keep stepping, so only an empty one
+        is left to wait.
+        """
+        while self.session is None:
+            draining = self.step <= self._busy_until
+            request = self.controller.next_request(timeout=0 if draining else None)
+            if request is not None:
+                stops = self.stop_check(request)
+                now = self.timeline.clock()
+                self.timeline.take()
+                self.session = Session.open(request, stops, self.context_limit, now)
+                self.source.begin(self.session.context)
+            elif draining:
+                break
+            else:
+                return False
+        return True
+
+    def grow(self) -> None:
+        """Let the source expand the tree while the stages compute."""
+        self.timeline.step = self.step
+        with self.timeline("control"):
+            self.controller.submit(step_graph(self.layout, self.step))
+        session = self.session
+        for _ in range(self.rounds if session else 0):
+            assert session is not None
+            growth = self.policy.grow(session.tree)
+            nodes = session.useful(growth.nodes)
+            if not len(nodes):
+                break
+            with self.timeline("draft"):
+                start = self.timeline.clock()
+                candidates = self.source.expand(
+                    session.context, session.tree, nodes, self.policy.children
+                )
+                session.counts["overruns"] += not hold(start, self.pace.draft_ms)
+            session.counts["rounds"] += 1
+            if candidates is not None:
+                session.tree.append(
+                    candidates.parents, candidates.tokens, candidates.logps, growth.limit
+                )
+                session.tree.trim(self.policy.capacity)
+
+    def hear(self) -> None:
+        """Wait for the verdict of this step and follow it."""
+        done = [*self._done, compute(0, self.step)]
+        verdicts = hear(self.controller, done, prune(0, self.step), self.timeline)
+        self._done = [prune(0, self.step)]
+        if self.session is not None:
+            self.session.counts["steps"] += 1
+        with self.timeline("prune"):
+            for verdict in verdicts:
+                self.follow(verdict)
+
+    def follow(self, verdict: Verdict) -> None:
+        """Move the root along a verdict's tokens, up to the one that ends the request."""
+        session = self.session
+        if session is None or verdict.request != session.request.id:
+            return  # the request ended while this was on its way
+        assert verdict.base == len(session.context.tokens), "a verdict is missing"
+        now = self.timeline.clock()
+        reason = None
+        for count, token in enumerate(verdict.tokens, start=1):
+            reason = session.accept(token, now)
+            if reason:
+                break
+        self.controller.accept(verdict.request, verdict.base, verdict.tokens[:count])
+        self.source.accept(verdict)
+        if reason:
+            self.finish(reason)
+
+    def finish(self, reason: str) -> None:
+        """Close the request; the next batch tells the stages to free what it holds."""
+        session = self.session
+        assert session is not None
+        totals, events = self.timeline.take()
+        report = {"rank": 0, "control_ns": totals["control"], "events": events}
+        self.controller.report(session.request.id, report | session.statistics())
+        self.controller.finish(session.request.id, reason)
+        self.source.end(session.request.id)
+        self._released = (session.request.id,)
+        self.session = None
+
+    def feed(self) -> Batch:
+        """The prompt's next chunk, or the nodes that the policy chooses."""
+        released, self._released = self._released, ()
+        session = self.session
+        if session is None:
+            return Batch(self.step, released=released)
+        if session.prompt_left:
+            end = min(session.prefilled + self.chunk, len(session.request.prompt))
+            rows = session.context.rows(session.prefilled, end)
+            session.prefilled = end
+        else:
+            nodes = session.useful(self.policy.feed(session.tree))
+            rows = session.tree.rows(session.request.id, nodes)
+            session.tree.fed[nodes] = True
+        session.counts["rows"] += len(rows)
+        return Batch(self.step, rows, released=released)
+
+    def send(self, batch: Batch) -> None:
+        if len(batch) or batch.released:
+            self._busy_until = self.step + self.layout.num_stages
+        with self.timeline("send"):
+            self.link.send(batch)
+        self._done.append(transfer(0, self.step))
+        self.step += 1
+
+    def stop(self) -> None:
+        """Send the last batch, and lay out the steps in which it passes the stages."""
+        for step in range(self.step, self.step + self.layout.num_stages + 1):
+            self.controller.submit(step_graph(self.layout, step))
+        self.send(Batch(self.step, stop=True))

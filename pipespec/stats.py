@@ -1,0 +1,56 @@
+"""What a request's statistics are made of: one report per rank in, one dictionary out."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+Report = dict[str, Any]
+
+
+def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
+    """The statistics of one request.
+
+    Args:
+        enqueued_ns: when the request was handed in, on the ranks' clock.
+        reports: what each rank reported at its end, in any order.
+
+    Times are milliseconds. Rates over steps count the steps between the first token and the
+    last; with fewer than two tokens they are None. `hit_rate` is the share of tokens that had
+    entered the pipeline before they were decided. `stage_busy` is the share of the request's
+    time in which each stage computed. `control_ms_per_step` is what the controller costs a
+    rank per step, the mean over the ranks: the calls, and the way of the verdict.
+    """
+    head, *stages = sorted(reports, key=lambda report: report["rank"])
+    times, counts, first = head["token_ns"], head["counts"], head["first_token"]
+    between = [(b - a) / 1e6 for a, b in pairwise(times)]
+    later = sum(t > times[0] for t in times) if times else 0
+    steps = counts["steps"] - first.get("steps", 0)
+    rows = counts["rows"] - first.get("rows", 0)
+    seconds = (times[-1] - times[0]) / 1e9 if times else 0.0
+
+    def per_step(value: float) -> float | None:
+        return value / steps if steps else None
+
+    return {
+        "ttft_ms": (times[0] - enqueued_ns) / 1e6 if times else None,
+        "tbt_ms": {
+            "mean": float(np.mean(between)) if between else None,
+            "p50": float(np.median(between)) if between else None,
+            "p99": float(np.percentile(between, 99)) if between else None,
+        },
+        "tokens_per_s": len(between) / seconds if seconds else None,
+        "steps": counts["steps"],
+        "tokens_per_step": per_step(later),
+        "hit_rate": head["hits"] / len(times) if times else None,
+        "rows_per_step": per_step(rows),
+        "pruned_rows": sum(stage["dropped"] for stage in stages),
+        "draft_rounds_per_step": per_step(counts["rounds"] - first.get("rounds", 0)),
+        "control_ms_per_step": sum(report["control_ns"] for report in reports)
+        / 1e6
+        / (len(reports) * max(counts["steps"], 1)),
+        "stage_busy": [stage["busy_ns"] / max(stage["elapsed_ns"], 1) for stage in stages],
+        "overruns": sum(stage["overruns"] for stage in stages) + counts["overruns"],
+    }

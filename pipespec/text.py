@@ -1,0 +1,136 @@
+"""Text out of a stream of tokens: pieces that are final, cut where a stop string begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# How tokenizers with byte fallback spell a token that is one raw byte.
+RAW_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Tokens of the context that decide how the first new token reads (a leading space or none).
+CONTEXT_TOKENS = 8
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that text needs."""
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        clean_up_tokenization_spaces: bool,
+    ) -> str: ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
+
+
+class Detokenizer:
+    """Turns token ids into text that never has to be taken back.
+
+    The pieces joined, `flush` included, equal the tokenizer's `decode` of all the ids without
+    special tokens and without the clean-up of spaces, which would rewrite text already shown.
+    With `context` (the prompt's ids) they equal what `decode` appends to the context's text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        # `_ids[:_shown]` are tokens whose text was given out; they are decoded again with what
+        # follows because a token's text depends on its left neighbour.
+        self._ids = list(context[-CONTEXT_TOKENS:])
+        self._shown = len(self._ids)
+        self._in_raw_bytes = False
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that `ids` make final: maybe none, never a part of a character."""
+        return "".join([self._push(token) for token in ids])
+
+    def flush(self) -> str:
+        """What is left at the end of the text, broken characters as U+FFFD."""
+        text = self._unshown()
+        self._shown = len(self._ids)
+        return text
+
+    def _push(self, token: int) -> str:
+        self._ids.append(token)
+        # One invalid byte turns its whole run of raw bytes into U+FFFD: wait for the run's end,
+        # which a special token, being left out of the text, is not.
+        if RAW_BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token)):
+            self._in_raw_bytes = True
+        elif self._in_raw_bytes:
+            self._in_raw_bytes = self._decode(self._ids) == self._decode(self._ids[:-1])
+        if self._in_raw_bytes:
+            return ""
+        text = self._unshown()
+        if not text or text.endswith(REPLACEMENT):
+            return ""
+        self._ids = self._ids[self._shown :]
+        self._shown = len(self._ids)
+        return text
+
+    def _unshown(self) -> str:
+        return self._decode(self._ids)[len(self._decode(self._ids[: self._shown])) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+class StopStrings:
+    """Ends a text before the first stop string in it, wherever the pieces' borders lie.
+
+    The first is the one that is complete first; of several complete at once, the longest.
+    `found` is that string, or None so far.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        assert all(stops), "an empty stop string ends every text"
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, piece: str) -> str:
+        """The text that can be shown now: all but what may be the beginning of a stop string."""
+        if self.found is not None:
+            return ""
+        self._held += piece
+        complete = [
+            (self._held.index(stop) + len(stop), rank, stop)
+            for rank, stop in enumerate(self._stops)
+            if stop in self._held
+        ]
+        if complete:
+            end, _, self.found = min(complete)
+            return self._release(end - len(self.found), forget=True)
+        return self._release(len(self._held) - self._longest_beginning())
+
+    def flush(self) -> str:
+        """The text that was held back, at the end of a text without a stop string."""
+        return self._release(len(self._held))
+
+    def _release(self, count: int, *, forget: bool = False) -> str:
+        shown, self._held = self._held[:count], "" if forget else self._held[count:]
+        return shown
+
+    def _longest_beginning(self) -> int:
+        """Length of the longest end of the held text that begins a stop string."""
+        longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class StopChecker:
+    """Watches the tokens of one request: called with each, it tells whether a stop string came."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], context: Sequence[int] = ()):
+        self._text = Detokenizer(tokenizer, context)
+        self._stops = StopStrings(stops)
+
+    def __call__(self, token: int) -> bool:
+        self._stops.push(self._text.push([token]))
+        return self._stops.found is not None

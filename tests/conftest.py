@@ -1,0 +1,29 @@
+"""What every test shares: one thread of torch each, no network, one sequence of random examples."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch, tokenizers and huggingface_hub are imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Random examples are the same in every run; `--hypothesis-profile=explore` looks for new ones.
+settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile("fixed")
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,227 @@
+"""Ranks as processes: how a cluster ends, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from pipespec.errors import ConfigError, OutOfSlots, RankFailed
+from pipespec.launch import launch
+from pipespec.transport.distributed import DistributedTransport
+from pipespec.types import Batch
+
+PATIENCE = 60
+# The promise to the user, from the death of a rank to the error.
+LIMIT_S = 10
+
+
+def connect(num_ranks: int) -> DistributedTransport:
+    return DistributedTransport.connect(
+        ["cpu"] * num_ranks, epoch=1, max_rows=4, hidden_size=8, dtype=torch.float32
+    )
+
+
+# --- entrypoints of ranks ---------------------------------------------------------------------
+
+
+def describe() -> dict[str, str | int]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    print("to nobody's terminal")
+    print("nor this", file=sys.stderr)
+    return {name: os.environ[name] for name in names} | {"threads": torch.get_num_threads()}
+
+
+def raise_in(rank: int, num_ranks: int) -> None:
+    """One rank runs out of slots while its neighbours wait for batches."""
+    transport = connect(num_ranks)
+    if transport.rank == rank:
+        raise OutOfSlots("Stage 2 needs 9 KV slots and has 4; raise kv.slots.\nsecond line")
+    if transport.rank:
+        transport.recv()
+        transport.recv()
+    else:
+        transport.send(Batch(0))
+        transport.recv()
+
+
+def wait_for_batches(num_ranks: int, meeting: str) -> None:
+    """Every rank tells its pid and waits, rank 0 for a file that never comes."""
+    transport = connect(num_ranks)
+    Path(meeting, f"{transport.rank}.partial").write_text(str(os.getpid()))
+    Path(meeting, f"{transport.rank}.partial").rename(Path(meeting, str(transport.rank)))
+    if transport.rank == 0:
+        signal.pause()
+    transport.recv()
+
+
+def leave_with(code: int) -> None:
+    if os.environ["RANK"] == "1":
+        print("the last words", file=sys.stderr, flush=True)
+        os._exit(code)
+    signal.pause()
+
+
+# --- helpers ---------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def pids_at(meeting: Path, num_ranks: int) -> list[int]:
+    """The ranks' pids, once all of them have told theirs."""
+    until(lambda: all((meeting / str(rank)).exists() for rank in range(num_ranks)))
+    return [int((meeting / str(rank)).read_text()) for rank in range(num_ranks)]
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(tmp_path, monkeypatch):
+    """After every test: no child, no file, no thread of the launcher."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    before = set(psutil.Process().children(recursive=True))
+    semaphores = set(os.listdir("/dev/shm"))
+    yield
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert os.listdir(tmp_path / "tmp") == []
+    until(lambda: set(os.listdir("/dev/shm")) <= semaphores)
+
+
+@pytest.fixture
+def meeting(tmp_path):
+    (tmp_path / "meeting").mkdir()
+    return tmp_path / "meeting"
+
+
+# --- tests -----------------------------------------------------------------------------------
+
+
+def test_ranks_know_their_place_and_return_their_results(capfd):
+    with launch(describe, num_ranks=3, preload=()) as cluster:
+        results = cluster.wait(PATIENCE)
+        assert not cluster.poll()
+    assert [result["RANK"] for result in results] == ["0", "1", "2"]
+    assert {result["WORLD_SIZE"] for result in results} == {"3"}
+    assert {result["MASTER_ADDR"] for result in results} == {"127.0.0.1"}
+    assert all(result["threads"] <= max(1, os.cpu_count() // 3) for result in results)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_rank_that_raised_is_blamed_with_its_own_sentence(rank, capfd):
+    with launch(raise_in, (rank, 3), num_ranks=3, preload=()) as cluster:
+        with pytest.raises(RankFailed) as raised:
+            cluster.wait(PATIENCE)
+    assert str(raised.value) == (
+        f"rank {rank} on host {socket.gethostname()} (exit code 1): "
+        "OutOfSlots: Stage 2 needs 9 KV slots and has 4; raise kv.slots."
+    )
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_killed_rank_ends_the_ranks_that_wait_for_it(meeting):
+    with launch(wait_for_batches, (4, str(meeting)), num_ranks=4, preload=()) as cluster:
+        pids = pids_at(meeting, 4)
+        assert cluster.poll()
+        os.kill(pids[2], signal.SIGKILL)
+        killed = time.monotonic()
+        with pytest.raises(RankFailed, match=r"^rank 2 on host \S+ \(SIGKILL\)"):
+            cluster.wait(PATIENCE)
+        assert time.monotonic() - killed < LIMIT_S
+    assert not any(map(alive, pids))
+
+
+def test_a_rank_that_leaves_without_a_word_is_blamed_with_its_last_line():
+    with launch(leave_with, (7,), num_ranks=2, preload=()) as cluster:
+        with pytest.raises(RankFailed, match=r"rank 1 on host .*\(exit code 7\): the last words$"):
+            cluster.wait(PATIENCE)
+
+
+def test_an_exception_in_the_caller_ends_the_ranks(meeting):
+    with pytest.raises(ZeroDivisionError):
+        with launch(wait_for_batches, (2, str(meeting)), num_ranks=2, preload=()):
+            pids = pids_at(meeting, 2)
+            raise ZeroDivisionError
+    assert not any(map(alive, pids))
+
+
+def test_the_death_of_the_agent_ends_the_ranks(meeting):
+    with launch(wait_for_batches, (2, str(meeting)), num_ranks=2, preload=()) as cluster:
+        pids = pids_at(meeting, 2)
+        (agent,) = [
+            process
+            for process in psutil.Process().children()
+            if process.pid == os.getsid(pids[0])  # It leads the ranks' session.
+        ]
+        agent.kill()
+        until(lambda: not any(map(alive, pids)), LIMIT_S)
+        with pytest.raises(RankFailed, match="launcher of the ranks .*SIGKILL"):
+            cluster.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_launching_process_ends_everything(number, meeting):
+    script = f"""
+        import sys
+        sys.path[:0] = {sys.path!r}
+        from {__name__} import wait_for_batches
+        from pipespec.launch import launch
+        with launch(wait_for_batches, (2, {str(meeting)!r}), num_ranks=2, preload=()) as cluster:
+            cluster.wait()
+    """
+    user = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, text=True
+    )
+    pids = pids_at(meeting, 2)
+    tree = psutil.Process(user.pid).children(recursive=True)
+    assert set(pids) < {process.pid for process in tree}
+    user.send_signal(number)
+    _, errors = user.communicate(timeout=PATIENCE)
+    assert user.returncode == -number
+    # What ends by the launcher's death alone takes a moment longer.
+    until(lambda: not any(alive(process.pid) for process in tree), LIMIT_S)
+    until(lambda: not os.listdir(tempfile.gettempdir()), LIMIT_S)
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in errors and "torch" not in errors
+
+
+def test_a_port_in_use_is_refused_before_any_rank_starts():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"transport.port={port} cannot be used"):
+            launch(describe, num_ranks=2, port=port)
+
+
+def test_a_number_that_is_no_port_is_refused():
+    with pytest.raises(ConfigError, match="transport.port=65536 is no port"):
+        launch(describe, num_ranks=2, port=65536)
+
+
+def test_the_ranks_meet_at_a_given_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with launch(describe, num_ranks=2, port=port, preload=()) as cluster:
+        assert len(cluster.wait(PATIENCE)) == 2

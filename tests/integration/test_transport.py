@@ -1,0 +1,211 @@
+"""Both transports keep one contract; the processes of the distributed one are real."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from pipespec.errors import RankFailed, StaleEpoch
+from pipespec.launch import launch
+from pipespec.transport import Transport
+from pipespec.transport.distributed import DistributedTransport, choose_backend
+from pipespec.transport.threads import thread_transports
+from pipespec.types import NUM_COLUMNS, Batch
+
+HIDDEN, MAX_ROWS = 16, 8
+SHAPES = [3, 0, 8, 1, 1, 0, 8]
+PATIENCE = 60
+
+
+def batch_at(step: int, rank: int) -> Batch:
+    """What `rank` sends at `step`: rank 0 sends no hidden states."""
+    rows = SHAPES[step % len(SHAPES)]
+    table = np.full((rows, NUM_COLUMNS), step * 100 + rank, np.int64)
+    hidden = torch.full((rows, HIDDEN), float(step * 100 + rank)) if rank else None
+    return Batch(step, table, hidden, released=(step,), stop=step == len(SHAPES))
+
+
+def run_pipeline(transport: Transport, last_rank: int) -> list[str]:
+    """Each rank checks what comes in against `batch_at` and sends its own; returns what differed.
+
+    What was sent is overwritten at once, and what was received is looked at only after the
+    batch behind it has come.
+    """
+    torch.set_num_threads(1)
+    differing, received = [], []
+    for step in range(len(SHAPES) + 1):
+        if transport.rank > 0:
+            received.append(transport.recv())
+        if transport.rank < last_rank:
+            batch = batch_at(step, transport.rank)
+            transport.send(batch)
+            batch.rows[:] = -1
+            if batch.hidden is not None:
+                batch.hidden.fill_(-1)
+    for step, got in enumerate(received):
+        want = batch_at(step, transport.rank - 1)
+        same = (got.step, got.released, got.stop) == (want.step, want.released, want.stop)
+        same = same and np.array_equal(got.rows, want.rows)
+        same = same and (got.hidden is None) == (want.hidden is None)
+        if not same or (want.hidden is not None and not torch.equal(got.hidden, want.hidden)):
+            differing.append(f"rank {transport.rank} step {step}: {got}")
+    transport.close()
+    return differing
+
+
+def connect(num_ranks: int, epoch: int = 1) -> DistributedTransport:
+    return DistributedTransport.connect(
+        ["cpu"] * num_ranks,
+        epoch=epoch,
+        max_rows=MAX_ROWS,
+        hidden_size=HIDDEN,
+        dtype=torch.float32,
+    )
+
+
+# --- entrypoints of ranks ---------------------------------------------------------------------
+
+
+def pipeline_rank(num_ranks: int) -> list[str]:
+    return run_pipeline(connect(num_ranks), num_ranks - 1)
+
+
+def rank_of_an_epoch_of_its_own() -> str:
+    import os
+
+    transport = connect(2, epoch=int(os.environ["RANK"]))
+    if transport.rank == 0:
+        transport.send(batch_at(0, 0))
+        transport._flush()  # It has left; only then may the process end.
+        return ""
+    with pytest.raises(StaleEpoch) as raised:
+        transport.recv()
+    return str(raised.value)
+
+
+def rank_that_stops_and_leaves() -> list[int]:
+    """Rank 0 is gone long before rank 1 looks at what it sent."""
+    transport = connect(2)
+    if transport.rank == 0:
+        transport.send(batch_at(0, 0))
+        transport.send(Batch(1, stop=True))
+        transport.close()
+        return []
+    # Not a wait for something to happen: the time in which rank 0 closes its connection.
+    time.sleep(1)
+    first, second = transport.recv(), transport.recv()
+    transport.close()
+    return [first.step, second.step, int(second.stop)]
+
+
+def rank_whose_predecessor_leaves() -> str:
+    transport = connect(2)
+    if transport.rank == 0:
+        transport.close()
+        return ""
+    with pytest.raises(RankFailed) as raised:
+        transport.recv()
+    transport.close()
+    return str(raised.value)
+
+
+# --- the contract ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_batches_arrive_in_order_and_unchanged_between_processes(num_ranks):
+    with launch(pipeline_rank, (num_ranks,), num_ranks=num_ranks, preload=()) as cluster:
+        assert cluster.wait(PATIENCE) == [[]] * num_ranks
+
+
+def test_batches_arrive_in_order_and_unchanged_between_threads():
+    transports = thread_transports(4)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(run_pipeline, transports, [3] * 4)) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "expected"),
+    [
+        (rank_that_stops_and_leaves, [0, 1, 1]),
+        (rank_of_an_epoch_of_its_own, "A batch of epoch 0 reached a rank of epoch 1"),
+        (rank_whose_predecessor_leaves, "Rank 1 lost its link to rank 0"),
+    ],
+)
+def test_ends_between_processes(entrypoint: Callable, expected):
+    with launch(entrypoint, num_ranks=2, preload=()) as cluster:
+        result = cluster.wait(PATIENCE)[1]
+    if isinstance(expected, str):
+        assert result.startswith(expected) and "\n" not in result
+    else:
+        assert result == expected
+
+
+def in_a_thread(call: Callable) -> tuple[threading.Thread, list]:
+    outcome: list = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except RankFailed as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, outcome
+
+
+def test_a_link_between_threads_holds_one_batch():
+    first, second = thread_transports(2)
+    first.send(Batch(0))
+    thread, _ = in_a_thread(lambda: first.send(Batch(1)))
+    assert second.recv().step == 0
+    assert second.recv().step == 1
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("waits_in", ["recv", "send"])
+def test_closing_wakes_the_neighbour_thread_that_waits(waits_in):
+    transports = thread_transports(3)
+    if waits_in == "recv":
+        thread, outcome = in_a_thread(transports[2].recv)
+    else:
+        transports[0].send(Batch(0))
+        thread, outcome = in_a_thread(lambda: transports[0].send(Batch(1)))
+    transports[1].close()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert isinstance(outcome[0], RankFailed) and "rank 1 ended" in str(outcome[0])
+
+
+def test_what_a_thread_sent_before_it_closed_still_arrives():
+    first, second = thread_transports(2)
+    first.send(Batch(7))
+    first.close()
+    assert second.recv().step == 7
+    with pytest.raises(RankFailed, match="rank 0 ended"):
+        second.recv()
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend"),
+    [
+        (["cpu", "cpu", "cpu"], "gloo"),
+        (["cuda:0", "cuda:1", "cuda:2"], "nccl"),
+        (["cpu", "cuda:0", "cuda:1"], "nccl"),
+        (["cuda:0", "cuda:0", "cuda:1"], "nccl"),
+        (["cuda:0", "cuda:1", "cuda:1"], "gloo"),
+        (["cuda:0", "cuda", "cuda:1"], "gloo"),
+        (["cuda:0", "cuda:1", "cpu"], "gloo"),
+        (["cuda:0", "cuda:1"], "gloo"),
+    ],
+)
+def test_nccl_joins_stages_that_have_a_gpu_each(devices, backend):
+    assert choose_backend(devices) == backend

@@ -1,0 +1,205 @@
+"""Streaming text: what is shown is final, complete and cut where a stop string begins."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from pipespec.text import Detokenizer, StopChecker, StopStrings
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+EOS = "<|eos|>"
+
+
+@cache
+def byte_level() -> PreTrainedTokenizerFast:
+    """A byte-level BPE like Llama 3's or GPT-2's: any bytes, some merged."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat, the hat", "naïve café — 日本語 日本"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+
+
+@cache
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """A SentencePiece-like BPE as of Llama 2: words begin with "▁", rare characters are bytes."""
+    tokens = [EOS, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁cat", "a", "日", "."]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, fuse_unk=True))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens([EOS])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS)
+
+
+TOKENIZERS = pytest.mark.parametrize("make", [byte_level, byte_fallback])
+
+
+def whole(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def chunks(data: st.DataObject, ids: list[int]) -> list[list[int]]:
+    borders = data.draw(st.lists(st.integers(0, len(ids)), max_size=6).map(sorted))
+    return [ids[a:b] for a, b in zip([0, *borders], [*borders, len(ids)], strict=True)]
+
+
+@given(text=st.text(), data=st.data())
+def test_pieces_of_any_text_join_to_the_text(text: str, data: st.DataObject) -> None:
+    tokenizer = byte_level()
+    stream = Detokenizer(tokenizer)
+    ids = tokenizer.encode(text)
+    pieces = [stream.push(chunk) for chunk in chunks(data, ids)]
+    assert "".join(pieces) + stream.flush() == text == whole(tokenizer, ids)
+
+
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters=REPLACEMENT)))
+def test_no_piece_holds_a_broken_character(text: str) -> None:
+    tokenizer = byte_level()
+    stream = Detokenizer(tokenizer)
+    pieces = [stream.push([token]) for token in tokenizer.encode(text)]
+    assert not any(REPLACEMENT in piece for piece in pieces)
+    assert "".join(pieces) == text, "nothing is left to flush once the last character is whole"
+
+
+@TOKENIZERS
+@given(data=st.data())
+def test_any_tokens_give_what_decode_gives(make, data: st.DataObject) -> None:
+    tokenizer = make()
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=40))
+    stream = Detokenizer(tokenizer)
+    pieces = [stream.push(chunk) for chunk in chunks(data, ids)]
+    assert "".join(pieces) + stream.flush() == whole(tokenizer, ids)
+
+
+@given(
+    context=st.lists(st.sampled_from(["▁", "▁the", "a", "日", EOS]), max_size=12),
+    after=st.lists(st.sampled_from(["▁", "▁the", "▁cat", "a", "日", ".", EOS]), max_size=8),
+)
+def test_after_a_context_comes_what_decode_appends_to_it(
+    context: list[str], after: list[str]
+) -> None:
+    tokenizer = byte_fallback()
+    prompt = tokenizer.convert_tokens_to_ids(context)
+    ids = tokenizer.convert_tokens_to_ids(after)
+    stream = Detokenizer(tokenizer, prompt)
+    text = whole(tokenizer, prompt) + stream.push(ids) + stream.flush()
+    assert text == whole(tokenizer, prompt + ids)
+
+
+def test_without_a_context_the_first_space_is_dropped() -> None:
+    tokenizer = byte_fallback()
+    ids = tokenizer.convert_tokens_to_ids(["▁the", "▁cat"])
+    assert Detokenizer(tokenizer).push(ids) == "the cat"
+    assert Detokenizer(tokenizer, context=ids).push(ids) == " the cat"
+
+
+def test_a_character_appears_with_its_last_byte() -> None:
+    tokenizer = byte_level()
+    stream = Detokenizer(tokenizer)
+    ids = tokenizer.encode("🙂")
+    assert len(ids) == 4, "the character is not in the training text"
+    assert [stream.push([token]) for token in ids] == ["", "", "", "🙂"]
+
+
+def test_a_character_cut_short_is_flushed_as_a_replacement() -> None:
+    tokenizer = byte_level()
+    stream = Detokenizer(tokenizer)
+    assert stream.push(tokenizer.encode("a🙂")[:-1]) == "a"
+    assert stream.flush() == REPLACEMENT
+    assert stream.flush() == ""
+
+
+def test_special_tokens_have_no_text() -> None:
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode("the"), tokenizer.eos_token_id, *tokenizer.encode(" cat")]
+    assert Detokenizer(tokenizer).push(ids) == "the cat"
+
+
+# --- stop strings -----------------------------------------------------------------------------
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The definition: the shortest beginning of `text` that ends with a stop string."""
+    for end in range(len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            stop = max(ending, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
+    data=st.data(),
+)
+def test_the_first_stop_string_ends_the_text_whatever_the_borders(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    stream = StopStrings(stops)
+    shown = ""
+    for chunk in chunks(data, list(text)):
+        shown += stream.push("".join(chunk))
+        assert text.startswith(shown)
+    assert (shown + stream.flush(), stream.found) == first_stop(text, stops)
+
+
+@given(
+    text=st.text("abc", max_size=20),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
+)
+def test_only_a_possible_beginning_is_held_back(text: str, stops: list[str]) -> None:
+    stream = StopStrings(stops)
+    for end in range(1, len(text) + 1):
+        stream.push(text[end - 1])
+        if stream.found:
+            break
+        held = StopStrings(stops).push(text[:end])
+        rest = text[len(held) : end]
+        assert not rest or any(stop.startswith(rest) for stop in stops)
+
+
+def test_a_stop_string_is_found_across_pieces() -> None:
+    stream = StopStrings(["\n\nQ:"])
+    assert [stream.push(piece) for piece in ["yes\n", "\nQ", ": more"]] == ["yes", "", ""]
+    assert stream.found == "\n\nQ:"
+    assert stream.push("never shown") == stream.flush() == ""
+
+
+def test_a_false_beginning_is_shown_as_soon_as_it_is_known() -> None:
+    stream = StopStrings(["END"])
+    assert [stream.push(piece) for piece in ["EN", "E", "ND?"]] == ["", "EN", ""]
+    assert stream.found == "END"
+
+
+def test_without_stop_strings_nothing_is_held_back() -> None:
+    assert StopStrings([]).push("text") == "text"
+
+
+def test_the_checker_says_at_which_token_a_request_ends() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("the cat, the hat")
+    checker = StopChecker(tokenizer, ["t, t"])
+    answers = [checker(token) for token in ids]
+    end = answers.index(True)
+    assert "t, t" in whole(tokenizer, ids[: end + 1])
+    assert "t, t" not in whole(tokenizer, ids[:end])
