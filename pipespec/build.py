@@ -98,8 +98,8 @@ def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
         kind, _, index = name.partition(":")
         if kind == "cuda" and (not count or int(index or 0) >= count):
             raise ConfigError(
-                f"cluster.devices asks for {name} at rank {rank}, but this machine has {count} CUDA "
-                "devices; see `pipespec check`."
+                f"cluster.devices asks for {name} at rank {rank}, but this machine has {count} "
+                "CUDA devices; see `pipespec check`."
             )
         # The head's draft shares a device only when there are fewer devices than ranks.
         devices.append(name if index or kind == "cpu" else f"cuda:{(rank - 1) % count}")
@@ -133,8 +133,8 @@ def encode(plan: Plan, tokenizer: Any, prompt: str) -> list[int]:
         raise PromptError("The prompt has no tokens; pass a longer one.")
     if len(ids) >= plan.context:
         raise PromptError(
-            f"The prompt has {len(ids)} tokens, but the context holds {plan.context} and needs room "
-            "for an answer; shorten the prompt or raise model.context."
+            f"The prompt has {len(ids)} tokens, but the context holds {plan.context} and needs "
+            "room for an answer; shorten the prompt or raise model.context."
         )
     return [int(i) for i in ids]
 

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
@@ -22,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipespec.errors import ConfigError, PipespecError, PromptError
 
 if TYPE_CHECKING:
-    from pipespec.build import Result
-    from pipespec.config import Config
+    from pipespec.generate import Result
 
 STDIN = "-"
 # What a shell reports for a program that a signal ended.
@@ -38,7 +38,7 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-class OutputClosed(Exception):
+class OutputClosedError(Exception):
     """Whoever read our standard output has gone away."""
 
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         return SIGNALLED + getattr(interrupt, "number", signal.SIGINT)
-    except OutputClosed:
+    except OutputClosedError:
         # Python writes what is still buffered when it ends; let that go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return SIGNALLED + signal.SIGPIPE
@@ -86,16 +86,41 @@ def generate(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     config = compose(overrides)
 
-    from pipespec import build
+    from pipespec.generate import generate as decode
 
+    with _loading_bar() as on_loaded:
+        on_text = _ignore if arguments.json else _write
+        result = decode(config, prompt, on_text, on_loaded)
     if arguments.json:
-        result = build.generate(config, prompt, lambda _: None)
-        _write(json.dumps(_as_json(result), allow_nan=False) + "\n")
-        return 0
-    result = build.generate(config, prompt, _write)
-    _write("\n")
-    _print_statistics(result, config)
+        _write(json.dumps(asdict(result), allow_nan=False) + "\n")
+    else:
+        _write("\n")
+        _print_statistics(result)
     return 0
+
+
+def _ignore(_: str) -> None:
+    """The text comes with the result."""
+
+
+@contextmanager
+def _loading_bar() -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal that goes when the last rank has loaded; else nothing."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(
+        console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("loading", total=None)
+
+        def show(loaded: int, ranks: int) -> None:
+            progress.update(task, completed=loaded, total=ranks)
+            if loaded == ranks:
+                progress.stop()
+
+        yield show
 
 
 def _overrides(
@@ -115,7 +140,7 @@ def _prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
     """The prompt from the one place where it was given. Raises PromptError."""
     if (text is not None) + (file is not None) + from_stdin != 1:
         raise PromptError(
-            "Pass the prompt in one way: --prompt TEXT, --prompt-file FILE, or - for standard input."
+            "Pass the prompt in one way: --prompt TEXT, --prompt-file FILE or - (standard input)."
         )
     if text is None:
         source = "standard input" if file in (None, STDIN) else f"The file {file!r}"
@@ -135,11 +160,6 @@ def _prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
     return text
 
 
-def _as_json(result: Result) -> dict[str, Any]:
-    names = "text", "token_ids", "prompt_tokens", "completion_tokens", "finish_reason", "stats"
-    return {name: getattr(result, name) for name in names}
-
-
 # Statistics that say what they are by more than their name.
 LABELS = {
     "ttft_ms": "time to first token (ms)",
@@ -150,12 +170,12 @@ LABELS = {
 }
 
 
-def _print_statistics(result: Result, config: Config) -> None:
+def _print_statistics(result: Result) -> None:
     from rich.console import Console
     from rich.table import Table
 
     # Times under a pace are those of an emulated machine and never look like measured ones.
-    emulated = ", times EMULATED by pace" if config.pace else ""
+    emulated = ", times EMULATED by pace" if result.stats["emulated"] else ""
     table = Table(
         "",
         "",
@@ -211,8 +231,8 @@ class Parser(argparse.ArgumentParser):
     With `show_settings` its help ends with the settings of `conf/`, read only when asked for.
     """
 
-    def __init__(self, *arguments: Any, show_settings: bool = False, **options: Any):
-        super().__init__(*arguments, allow_abbrev=False, **options)
+    def __init__(self, *, show_settings: bool = False, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
         self._show_settings = show_settings
 
     def error(self, message: str) -> NoReturn:
@@ -271,7 +291,7 @@ def _finish(command: Parser, run: Callable[[argparse.Namespace, list[str]], int]
 
 
 def _write(text: str) -> None:
-    """Show text at once. Raises OutputClosed if nobody reads any more."""
+    """Show text at once. Raises OutputClosedError if nobody reads any more."""
     with _output():
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -282,7 +302,9 @@ def _output() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError as error:
-        raise OutputClosed from error
+        raise OutputClosedError from error
+    except OSError as error:
+        raise PipespecError(f"Standard output cannot be written: {error.strerror}.") from error
 
 
 @contextmanager
@@ -297,7 +319,7 @@ def _ended_by_signals() -> Iterator[None]:
 
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # not what nohup or a caller has set
+        if signal.getsignal(number) == signal.SIG_DFL:  # and not what nohup or a caller has set
             before[number] = signal.signal(number, end)
     try:
         yield

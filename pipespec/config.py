@@ -250,6 +250,8 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
             values.append((override, literal))
     try:
         base = _hydra(chosen)
+        if not values:
+            return base
         for override, _ in values:
             _check_key(override.key_or_group, base, chosen)
         return _hydra([*chosen, *(literal for _, literal in values)])
@@ -320,12 +322,11 @@ def _check_option(group: str, value: object) -> None:
 
 
 def _check_key(key: str, base: DictConfig, chosen: list[str]) -> None:
-    known = [
-        f"{name}.{leaf}" if leaf else str(name)
-        for name, section in base.items()
-        for leaf in (section.keys() if hasattr(section, "keys") else [None])
-        if leaf != "_target_"
-    ]
+    known = []
+    for name, section in base.items():
+        leaves = section.keys() if hasattr(section, "keys") else [""]
+        known += [".".join(filter(None, (str(name), str(leaf)))) for leaf in leaves]
+    known = [name for name in known if not name.endswith("._target_")]
     if key in known:
         return
     group, _, leaf = key.partition(".")
@@ -335,11 +336,11 @@ def _check_key(key: str, base: DictConfig, chosen: list[str]) -> None:
     if leaf and group in base and not siblings:
         raise ConfigError(f"The setting {key!r} does not exist{where}, which has no settings.")
     if not siblings:  # a bare "width" means "feed.width"; a bare "pace" or "fed" is a group
-        leaves = {name.rpartition(".")[2]: name for name in known}
-        near = get_close_matches(key, [*known, *leaves, *groups()], n=1)
+        by_leaf = {name.rpartition(".")[2]: name for name in known}
+        near = get_close_matches(key, [*known, *by_leaf, *groups()], n=1)
         if near:
-            siblings = [leaves.get(near[0], near[0])]
-            raise ConfigError(f"The setting {key!r} does not exist; did you mean {siblings[0]!r}?")
+            name = by_leaf.get(near[0], near[0])
+            raise ConfigError(f"The setting {key!r} does not exist; did you mean {name!r}?")
         siblings = [*groups(), "trace"]
     raise ConfigError(f"The setting {key!r} does not exist{where}; {_suggest(key, siblings)}.")
 
@@ -360,7 +361,7 @@ def _build(section: str, node: DictConfig) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    for name in node:
+    for name in map(str, node):
         if OmegaConf.is_missing(node, name):
             raise ConfigError(f"{section}.{name} has no value; pass {section}.{name}=VALUE.")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,8 +59,7 @@ def generate(
     tokenizer = build.load_tokenizers(plan)
     ids = build.encode(plan, tokenizer, prompt)
     plan = build.fit_context(plan, len(ids))
-    with controller_url(config.controller) as url:
-        namespace = config.controller.namespace
+    with controller(config.controller) as (url, namespace):
         epoch = Controller.new_epoch(url, namespace)
         where = build.Where(url, namespace, epoch)
         with (
@@ -108,14 +108,22 @@ def generate(
 
 
 @contextmanager
-def controller_url(config: ControllerConfig) -> Iterator[str]:
-    """The URL of the Redis to use: the user's, once it has answered, or a private one's."""
-    if config.url is not None:
-        check_server(config.url)
-        yield config.url
+def controller(config: ControllerConfig) -> Iterator[tuple[str, str]]:
+    """URL and namespace to use: the user's Redis, once it has answered, or a private one.
+
+    In a Redis that others use too, this run's keys have a namespace of their own, and are gone
+    after it.
+    """
+    if config.url is None:
+        with EmbeddedRedis() as server:
+            yield server.url, config.namespace
         return
-    with EmbeddedRedis() as server:
-        yield server.url
+    check_server(config.url)
+    namespace = f"{config.namespace}:{secrets.token_hex(4)}"
+    try:
+        yield config.url, namespace
+    finally:
+        Controller.forget(config.url, namespace)
 
 
 def await_ranks(

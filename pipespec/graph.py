@@ -51,9 +51,9 @@ class Task(NamedTuple):
         return f"{self.kind.value}:{self.rank}:{self.step}"
 
     @classmethod
-    def parse(cls, id: str) -> Task:
+    def parse(cls, name: str) -> Task:
         """The task of an id. Raises ValueError."""
-        kind, rank, step = id.split(":")
+        kind, rank, step = name.split(":")
         return cls(Kind(kind), int(rank), int(step))
 
 

@@ -206,11 +206,13 @@ class Head:
         assert verdict.base == len(session.context.tokens), "a verdict is missing"
         now = self.timeline.clock()
         reason = None
-        for count, token in enumerate(verdict.tokens, start=1):
+        accepted: list[int] = []
+        for token in verdict.tokens:
+            accepted.append(token)
             reason = session.accept(token, now)
             if reason:
                 break
-        self.controller.accept(verdict.request, verdict.base, verdict.tokens[:count])
+        self.controller.accept(verdict.request, verdict.base, accepted)
         self.source.accept(verdict)
         if reason:
             self.finish(reason)

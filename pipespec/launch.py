@@ -30,9 +30,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import connection, forkserver, parent_process
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipespec.errors import ConfigError, RankFailed
 
@@ -44,6 +45,8 @@ PRELOAD = ("torch.distributed", "transformers.modeling_utils")
 _PATIENCE = 5.0
 # Seconds for which a rank that lost a neighbour leaves the agent time to notice the neighbour.
 _LINGER = 3.0
+# The longest name of a Unix socket, in bytes; macOS has the smallest limit.
+_MAX_SOCKET = 103
 # Seconds between two looks of the agent at its ranks.
 _MONITOR_INTERVAL = 0.1
 
@@ -106,7 +109,7 @@ class LocalCluster:
     ) -> None:
         job = pickle.dumps((entrypoint, args, num_ranks, port))
         self.num_ranks = num_ranks
-        self._directory = Path(tempfile.mkdtemp(prefix="pipespec-"))
+        self._directory = _make_directory()
         with (self._directory / "agent.log").open("wb") as log:
             self._agent = subprocess.Popen(
                 [sys.executable, "-c", "from pipespec.launch import _agent; _agent()"],
@@ -119,6 +122,7 @@ class LocalCluster:
         self._ended = threading.Thread(target=self._agent.stdout.read, daemon=True)  # type: ignore[union-attr]
         self._ended.start()
         self._stopped = False
+        self._outcome: list[Any] | str = "the ranks were stopped before their work was done."
         try:
             pickle.dump((str(self._directory), preload), self._agent.stdin)  # type: ignore[arg-type]
             self._agent.stdin.write(job)  # type: ignore[union-attr]
@@ -154,6 +158,9 @@ class LocalCluster:
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"The ranks still run after {timeout} s.")
             self._ended.join(_MONITOR_INTERVAL)
+        if not self._stopped:
+            self._end_processes()
+            self._outcome = self._read_outcome()
         self.stop()
         if isinstance(self._outcome, str):
             raise RankFailed(self._outcome)
@@ -161,14 +168,16 @@ class LocalCluster:
 
     def stop(self) -> None:
         """End every rank and helper and remove their files; harmless when called again."""
-        if self._stopped:
-            return
-        self._stopped = True
-        assert self._agent.stdin is not None and self._agent.stdout is not None
-        try:
+        if not self._stopped:
+            self._stopped = True
+            self._end_processes()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _end_processes(self) -> None:
+        assert self._agent.stdin is not None
+        assert self._agent.stdout is not None
+        with suppress(BrokenPipeError):  # The agent ended before it had read its job.
             self._agent.stdin.close()
-        except BrokenPipeError:
-            pass  # The agent ended before it had read its job.
         try:
             self._agent.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
@@ -181,16 +190,12 @@ class LocalCluster:
         self._signal_group(signal.SIGKILL)
         self._ended.join()
         self._agent.stdout.close()
-        self._outcome = self._read_outcome()
-        shutil.rmtree(self._directory, ignore_errors=True)
 
     def _signal_group(self, number: signal.Signals) -> None:
         # While the pipe is held the group has a process, so its id cannot be another's.
         if self._ended.is_alive():
-            try:
+            with suppress(ProcessLookupError):  # The last process ended just now.
                 os.killpg(self._agent.pid, number)
-            except ProcessLookupError:
-                pass  # The last process ended just now.
 
     def _read_outcome(self) -> list[Any] | str:
         """What the ranks returned, or the sentence that says what failed."""
@@ -206,6 +211,15 @@ class LocalCluster:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+
+
+def _make_directory() -> Path:
+    """A private directory in which the fork server's socket can have its name."""
+    base = tempfile.gettempdir()
+    name = os.path.join(base, "pipespec-12345678", "pymp-12345678", "listener-12345678")
+    return Path(
+        tempfile.mkdtemp(prefix="pipespec-", dir=base if len(name) < _MAX_SOCKET else "/tmp")
+    )
 
 
 def _environment(num_ranks: int, directory: Path) -> dict[str, str]:
@@ -237,7 +251,9 @@ def _agent() -> None:
     forkserver.set_forkserver_preload(list(preload))
     forkserver.ensure_running()
     entrypoint, args, num_ranks, port = pickle.load(stdin)
-    threading.Thread(target=_end_with_launcher, args=(stdin, directory), daemon=True).start()
+    # Until the elastic launcher installs its own handler.
+    signal.signal(signal.SIGTERM, lambda *_: _leave_nothing(directory))
+    threading.Thread(target=_end_with_launcher, args=(stdin,), daemon=True).start()
     outcome = _run_ranks(Path(directory), entrypoint, args, num_ranks, port)
     # Written in one go: a launcher that finds it finds all of it.
     partial = Path(directory, "outcome.partial")
@@ -248,7 +264,7 @@ def _agent() -> None:
     os._exit(0)
 
 
-def _end_with_launcher(stdin: io.BufferedReader, directory: str) -> None:
+def _end_with_launcher(stdin: io.BufferedReader) -> None:
     stdin.read()
     # The elastic launcher's handler ends the ranks; the second signal never meets it.
     os.kill(os.getpid(), signal.SIGTERM)
@@ -287,9 +303,13 @@ def _run_ranks(
         rank, failure = error.get_first_failure()
         return _blame(directory, rank, failure.exitcode)
     except SignalException:
-        # Nobody reads the outcome. A launcher that was killed cannot remove the directory.
-        shutil.rmtree(directory, ignore_errors=True)
-        sys.exit(1)
+        _leave_nothing(str(directory))
+
+
+def _leave_nothing(directory: str) -> NoReturn:
+    # Nobody reads the outcome, and a launcher that was killed cannot remove its directory.
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)
 
 
 def _blame(directory: Path, rank: int, exitcode: int) -> str:

@@ -119,11 +119,11 @@ class Lineage:
                 generations.append([])
             generations[generation].append(here)
         kept = np.flatnonzero(local != DROPPED)
-        here = local[kept]
-        self.live[here] = True
-        self.node[here] = rows[kept, NODE]
-        self.token[here] = rows[kept, TOKEN]
-        self.position[here] = rows[kept, POSITION]
+        admitted = local[kept]
+        self.live[admitted] = True
+        self.node[admitted] = rows[kept, NODE]
+        self.token[admitted] = rows[kept, TOKEN]
+        self.position[admitted] = rows[kept, POSITION]
         for members in generations:  # parents of one generation are all of earlier ones
             self.mask[members] = self.mask[self.parent[members]]
             self.mask[members, members] = True

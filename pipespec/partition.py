@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from pipespec.errors import ConfigError
 
 
@@ -18,4 +20,4 @@ def split_evenly(num_layers: int, num_stages: int) -> list[range]:
         )
     size, longer = divmod(num_layers, num_stages)
     starts = [stage * size + min(stage, longer) for stage in range(num_stages + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(starts)]

@@ -149,8 +149,10 @@ class Stage:
                 continue
             assert batch.hidden is not None
             drawn = verifier.draw(self.model.logits(batch.hidden[torch.from_numpy(mine)]))
-            columns = (batch.rows[mine, column].tolist() for column in (NODE, PARENT, TOKEN))
-            tokens = walk(lineage.tip, *columns, drawn)
+            nodes, parents, guesses = (
+                batch.rows[mine, column].tolist() for column in (NODE, PARENT, TOKEN)
+            )
+            tokens = walk(lineage.tip, nodes, parents, guesses, drawn)
             found.append(Verdict(request, lineage.decided, tuple(tokens)))
         return found
 

@@ -75,8 +75,7 @@ class Tree:
         cum = self.cum[parent] + logp
         chosen = np.flatnonzero(np.isfinite(cum))
         if limit is not None and len(chosen) > limit:
-            best = np.argpartition(-cum[chosen], limit - 1)[:limit] if limit > 0 else []
-            chosen = np.sort(chosen[best])
+            chosen = np.sort(chosen[np.argsort(-cum[chosen], kind="stable")[:limit]])
         count = len(chosen)
         if not count:
             return 0
@@ -207,7 +206,7 @@ class Tree:
             setattr(self, name, np.concatenate((getattr(self, name), values)))
 
     def _select(self, order: np.ndarray) -> None:
-        """Keep the nodes `order`, in that order; parents of kept nodes must be kept or be the first."""
+        """Keep the nodes `order`, in that order; the first is the root of all others."""
         place = np.zeros(len(self), np.int64)
         place[order] = np.arange(len(order))
         for name in self._COLUMNS:

@@ -1,4 +1,4 @@
-"""How a verdict travels: as the payload of the last stage's compute task, through the controller."""
+"""How a verdict travels: through the controller, as the payload of the last compute task."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Greedy:
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise ConfigError(
-                f"verify.temperature is {self.temperature}, but a temperature is 0 (greedy) or more."
+                f"verify.temperature is {self.temperature}, but must be 0 (greedy) or more."
             )
         if self.temperature > 0:
             raise ConfigError(

@@ -49,7 +49,8 @@ class Wire:
         """The batch as a message, uint8 `[bytes]` in CPU memory, sharing nothing with it."""
         rows, hidden = len(batch), batch.hidden
         assert rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
-        assert batch.rows.shape == (rows, NUM_COLUMNS) and batch.rows.dtype == np.int64
+        assert batch.rows.shape == (rows, NUM_COLUMNS)
+        assert batch.rows.dtype == np.int64
         assert len(batch.released) <= MAX_RELEASED, f"{len(batch.released)} released requests"
         if hidden is not None:
             assert hidden.shape == (rows, self.hidden_size), f"hidden {tuple(hidden.shape)}"
@@ -88,7 +89,8 @@ class Wire:
             )
         rows = int(ints[_NUM_ROWS])
         num_released = int(ints[_NUM_RELEASED])
-        assert 0 <= rows <= self.max_rows and 0 <= num_released <= MAX_RELEASED, "not a batch"
+        assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
+        assert 0 <= num_released <= MAX_RELEASED, f"{num_released} released requests"
         end = _HEADER + rows * NUM_COLUMNS
         table = message.numpy()[_HEADER * _INT : end * _INT].view(np.int64)
         hidden = None

@@ -23,9 +23,14 @@ NAMESPACE = "test"
 
 def make_plan(target: Path, draft: Path, *overrides: str) -> build.Plan:
     return build.plan(
-        compose([f"model.target={target}", f"model.draft={draft}", "cluster.devices=[cpu]"])
-        if not overrides
-        else compose([f"model.target={target}", f"model.draft={draft}", *overrides])
+        compose(
+            [
+                f"model.target={target}",
+                f"model.draft={draft}",
+                "cluster.devices=[cpu]",
+                *overrides,
+            ]
+        )
     )
 
 
@@ -43,7 +48,7 @@ def decode(
             torch.set_num_threads(1)
             model = build.load_model(plan, number)
             build.serve(plan, where, number, model, lambda: links[number])
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001 - raised again below
             errors.append(error)
             # Wakes every rank that waits for a verdict.
             Controller.new_epoch(server.url, NAMESPACE)

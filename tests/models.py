@@ -31,12 +31,41 @@ _WINDOW = 9  # shorter than every test's context
 _ALTERNATE = ["sliding_attention", "full_attention"] * (NUM_LAYERS // 2)
 _EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
 
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# Latent attention: the heads of K and of V differ in size.
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+
 # model_type -> what its config sets beyond `_COMMON`
 CONFIGS: dict[str, dict[str, Any]] = {
+    "apertus": {},
     "arcee": {},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5, "sliding_window": _WINDOW, "layer_types": _ALTERNATE},
+    "deepseek_v2": {**_LATENT, **_ROUTED, "topk_method": "greedy"},
+    "deepseek_v3": {**_LATENT, **_ROUTED},
+    "dots1": {**_ROUTED, "sliding_window": _WINDOW, "layer_types": _ALTERNATE},
     "ernie4_5": {},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1,
+    },
     "exaone4": {"sliding_window": _WINDOW, "layer_types": _ALTERNATE},
     "gemma": {"head_dim": 16},
     "gemma2": {
@@ -57,6 +86,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
+    "glm4_moe": {**_ROUTED, "head_dim": 16},
     "gpt_neox": {},
     "gpt_oss": {
         **_EXPERTS,
@@ -71,8 +101,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.5,
     },
     "granitemoe": {**_EXPERTS, "embedding_multiplier": 3.0, "logits_scaling": 0.5},
+    "granitemoeshared": {
+        **_EXPERTS,
+        "shared_intermediate_size": 32,
+        "embedding_multiplier": 3.0,
+    },
     "helium": {"head_dim": 12},
     "hunyuan_v1_dense": {"head_dim": 12},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 12},
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
     "ministral": {"head_dim": 16, "sliding_window": _WINDOW, "layer_types": _ALTERNATE},
     "ministral3": {
@@ -91,6 +127,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": _WINDOW, "layer_types": _ALTERNATE},
     "olmoe": dict(_EXPERTS),
+    "persimmon": {},
     "phi": {},
     "phi3": {"sliding_window": _WINDOW},
     "phimoe": dict(_EXPERTS),
@@ -112,19 +149,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "stablelm": {"partial_rotary_factor": 0.5},
     "starcoder2": {"sliding_window": _WINDOW},
-    "apertus": {},
-    "dots1": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "sliding_window": _WINDOW,
-        "layer_types": _ALTERNATE,
-    },
-    "persimmon": {},
 }
 
 

@@ -44,7 +44,7 @@ class Segment:
 class AttentionPlan:
     """Where one batch's rows store their K and V, and what they attend to.
 
-    `write` int64 `[rows]`, on the CPU: the slot of each row. The segments cover every row once.
+    `write` int64 `[rows]`, on the CPU: the slot of each row. The segments cover the rows in order.
     `cache` is scratch space of the backend: what it derives from the plan once (masks, gather
     indices) and reuses in every layer. Neither it nor the plan outlives the batch.
     """

@@ -23,9 +23,10 @@ KEEP_STALE_S = 60
 class Controller(RequestLog):
     """One rank's client, for one epoch. Not for several threads.
 
-    `submit` and `complete` do not wait for Redis: an error of theirs surfaces at the next
-    call. A second connection always has a blocking pop of the rank's ready list under way
-    before it is needed, so an announced task costs its owner half a round trip.
+    `submit` and `complete` do not wait for Redis: an error of theirs surfaces at a later
+    call, or at once if Redis was quick. A second connection always has a blocking pop of the
+    rank's ready list under way before it is needed, so an announced task costs its owner half
+    a round trip.
     """
 
     def __init__(self, url: str, *, namespace: str, epoch: int, rank: int):
@@ -62,6 +63,21 @@ class Controller(RequestLog):
                     "new_epoch", (keys.epoch, keys.queue, keys.admitted), keys.epochs, KEEP_STALE_S
                 )
             )
+        finally:
+            pipe.close()
+
+    @staticmethod
+    def forget(url: str, namespace: str) -> None:
+        """Deletes every key of a namespace; for clusters that live for one request."""
+        pipe = Pipe(url)
+        try:
+            cursor = b"0"
+            while True:
+                cursor, names = pipe.call("SCAN", cursor, "MATCH", Keys(namespace).everything)
+                if names:
+                    pipe.call("DEL", *names)
+                if cursor == b"0":
+                    return
         finally:
             pipe.close()
 
@@ -143,8 +159,8 @@ class Controller(RequestLog):
         _, item = self._announcements.read()
         if item == b"STALE":
             raise StaleEpoch(f"Epoch {self._epoch} is over: a newer one has begun.")
-        id, _, payload = item.partition(b" ")
-        task = Task.parse(id.decode())
+        name, _, payload = item.partition(b" ")
+        task = Task.parse(name.decode())
         if task.step > self._completed.get(task.kind, -1):
             self._ready[task.id] = payload
         return True

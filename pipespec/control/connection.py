@@ -8,7 +8,7 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import AbstractConnection, ConnectionPool, parse_url
+from redis.connection import ConnectionInterface, ConnectionPool, parse_url
 from redis.retry import Retry
 
 from pipespec.control.scripts import translate
@@ -151,7 +151,7 @@ def _parse(url: str) -> dict[str, Any]:
         ) from None
 
 
-def _connection(url: str, timeout: float) -> AbstractConnection:
+def _connection(url: str, timeout: float) -> ConnectionInterface:
     _parse(url)
     pool = ConnectionPool.from_url(
         url,

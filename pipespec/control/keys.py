@@ -18,6 +18,11 @@ class Keys:
         return ":".join((f"{{{self.namespace}}}", *map(str, names)))
 
     @property
+    def everything(self) -> str:
+        """A pattern that matches all keys of the namespace."""
+        return self._key("*")
+
+    @property
     def epoch(self) -> str:
         return self._key("epoch")
 

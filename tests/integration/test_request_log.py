@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -50,86 +50,110 @@ def test_a_head_that_waits_is_woken_by_a_request(server: EmbeddedRedis, head: Co
     waiter = threading.Thread(target=lambda: found.append(head.next_request(timeout=20)))
     waiter.start()
     with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
-        id = user.enqueue(**ASKED)
+        request = user.enqueue(**ASKED)
         waiter.join(20)
-    assert found == [Request(id=id, **ASKED)]
+    assert found == [Request(id=request, **ASKED)]
 
 
 def test_a_reader_sees_tokens_as_they_are_accepted_and_then_the_reason(
     head: Controller,
 ) -> None:
-    id = head.enqueue(**ASKED)
-    events = head.stream(id, heartbeat=0.01)
+    request = head.enqueue(**ASKED)
+    events = head.stream(request, heartbeat=0.01)
     assert next(events) is None
-    head.accept(id, 3, [10])
+    head.accept(request, 3, [10])
     assert next(event for event in events if event) == Accepted(3, (10,))
-    head.accept(id, 4, [11, 12])
+    head.accept(request, 4, [11, 12])
     assert next(event for event in events if event) == Accepted(4, (11, 12))
-    head.finish(id, "length")
+    head.finish(request, "length")
     assert [event for event in events if event] == [Finished("length")]
-    assert head.tokens(id) == (10, 11, 12)
+    assert head.tokens(request) == (10, 11, 12)
 
 
 def test_a_reader_may_come_late_or_again(head: Controller) -> None:
-    id = head.enqueue(**ASKED)
-    head.accept(id, 3, [10, 11])
-    head.accept(id, 5, [12, 13])
-    head.finish(id, "stop")
-    head.tokens(id)
+    request = head.enqueue(**ASKED)
+    head.accept(request, 3, [10, 11])
+    head.accept(request, 5, [12, 13])
+    head.finish(request, "stop")
+    head.tokens(request)
     end = Finished("stop")
-    assert list(head.stream(id)) == [Accepted(3, (10, 11)), Accepted(5, (12, 13)), end]
-    assert list(head.stream(id, base=4)) == [Accepted(4, (11,)), Accepted(5, (12, 13)), end]
-    assert list(head.stream(id, base=5)) == [Accepted(5, (12, 13)), end]
-    assert list(head.stream(id, base=7)) == [end]
+    assert list(head.stream(request)) == [Accepted(3, (10, 11)), Accepted(5, (12, 13)), end]
+    assert list(head.stream(request, base=4)) == [Accepted(4, (11,)), Accepted(5, (12, 13)), end]
+    assert list(head.stream(request, base=5)) == [Accepted(5, (12, 13)), end]
+    assert list(head.stream(request, base=7)) == [end]
 
 
 def test_a_verdict_told_twice_is_accepted_once(head: Controller) -> None:
-    id = head.enqueue(**ASKED)
-    head.accept(id, 3, [10, 11])
-    head.accept(id, 3, [10, 11])
-    head.accept(id, 3, [10])
-    head.accept(id, 4, [11, 12])  # drawn in other portions after a failure
-    head.accept(id, 6, [])
-    assert head.tokens(id) == (10, 11, 12)
-    head.finish(id, "stop")
-    head.accept(id, 4, [11])
-    head.finish(id, "length")
-    assert list(head.stream(id))[-1] == Finished("stop")
+    request = head.enqueue(**ASKED)
+    head.accept(request, 3, [10, 11])
+    head.accept(request, 3, [10, 11])
+    head.accept(request, 3, [10])
+    head.accept(request, 4, [11, 12])  # drawn in other portions after a failure
+    head.accept(request, 6, [])
+    assert head.tokens(request) == (10, 11, 12)
+    head.finish(request, "stop")
+    head.accept(request, 4, [11])
+    head.finish(request, "length")
+    assert list(head.stream(request))[-1] == Finished("stop")
+
+
+def perform(head: Controller, write: Callable[[], object]) -> None:
+    """Writes and waits until Redis has done it; raises what it refused."""
+    write()
+    head._pipe.call("PING")
 
 
 def test_tokens_that_cannot_follow_are_refused(head: Controller) -> None:
-    id = head.enqueue(**ASKED)
-    head.accept(id, 5, [1])
+    request = head.enqueue(**ASKED)
     with pytest.raises(ControllerError, match="has 3 tokens, and none can be accepted at 5"):
-        head.tokens(id)
-    head.finish(id, "stop")
-    head.accept(id, 3, [1])
+        perform(head, lambda: head.accept(request, 5, [1]))
+    head.finish(request, "stop")
     with pytest.raises(ControllerError, match=r"finished \(stop\)"):
-        head.tokens(id)
+        perform(head, lambda: head.accept(request, 3, [1]))
+    assert head.tokens(request) == ()
+
+
+def test_a_request_that_is_not_in_the_log_is_named(head: Controller) -> None:
     for call in (
         lambda: head.request(99),
         lambda: next(head.stream(99)),
-        lambda: (head.accept(99, 0, [1]), head.tokens(id)),
-        lambda: (head.finish(99, "stop"), head.tokens(id)),
-        lambda: (head.report(99, {}), head.tokens(id)),
+        lambda: head.accept(99, 0, [1]),
+        lambda: head.finish(99, "stop"),
+        lambda: head.report(99, {}),
     ):
         with pytest.raises(ControllerError, match="equest 99 is not in the log"):
-            call()
+            perform(head, call)
 
 
 def test_what_a_stale_epoch_writes_is_refused(server: EmbeddedRedis, head: Controller) -> None:
-    id = head.enqueue(**ASKED)
+    request = head.enqueue(**ASKED)
     Controller.new_epoch(server.url, head._keys.namespace)
     for write in (
-        lambda: head.accept(id, 3, [1]),
-        lambda: head.finish(id, "stop"),
-        lambda: head.report(id, {}),
+        lambda: head.accept(request, 3, [1]),
+        lambda: head.finish(request, "stop"),
+        lambda: head.report(request, {}),
         lambda: head.next_request(timeout=1),
+        lambda: head.close_queue(),
     ):
         with pytest.raises(StaleEpoch):
-            write()
-            head.tokens(id)
-    assert head.tokens(id) == ()
+            perform(head, write)
+    assert head.tokens(request) == ()
+
+
+def test_a_closed_queue_ends_when_it_is_empty(server: EmbeddedRedis, head: Controller) -> None:
+    request = head.enqueue(**ASKED)
+    head.close_queue()
+    taken = head.next_request(timeout=5)
+    assert taken is not None
+    assert taken.id == request
+    assert head.next_request() is None  # at once: nothing will come
+    with rank(server, head._keys.namespace) as successor:
+        again = successor.next_request(timeout=5)
+        assert again is not None
+        assert again.id == request
+        assert successor.next_request(timeout=0) is None
+        successor.enqueue(**ASKED)
+        assert successor.next_request(timeout=5) is not None
 
 
 def test_a_new_epoch_takes_up_unfinished_requests_where_they_stood(
@@ -153,33 +177,34 @@ def test_a_request_finished_in_the_queue_is_not_taken(head: Controller) -> None:
     first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
     head.finish(first, "cancelled")
     taken = head.next_request(timeout=5)
-    assert taken and taken.id == second
+    assert taken is not None
+    assert taken.id == second
 
 
 def test_a_finished_request_does_not_stay_forever(head: Controller) -> None:
-    id = head.enqueue(**ASKED)
-    head.accept(id, 3, [1])
-    head.report(id, {})
+    request = head.enqueue(**ASKED)
+    head.accept(request, 3, [1])
+    head.report(request, {})
     keys = head._keys
-    names = (keys.request(id), keys.events(id), keys.reports(id))
+    names = (keys.request(request), keys.events(request), keys.reports(request))
     assert [head._pipe.call("TTL", key) for key in names[:2]] == [-1, -1]
-    head.finish(id, "stop")
+    head.finish(request, "stop")
     assert all(0 < head._pipe.call("TTL", key) <= requests.KEEP_FINISHED_S for key in names)
 
 
 def test_every_rank_reports(server: EmbeddedRedis, head: Controller) -> None:
-    id = head.enqueue(**ASKED)
+    request = head.enqueue(**ASKED)
     with Controller.connect(
         server.url, namespace=head._keys.namespace, epoch=head._epoch, rank=1
     ) as stage:
-        stage.report(id, {"busy": 0.5})
-        head.report(id, {"steps": 7, "tbt": [1.5, 2]})
-        assert head.reports(id, count=2, timeout=5) == {
+        stage.report(request, {"busy": 0.5})
+        head.report(request, {"steps": 7, "tbt": [1.5, 2]})
+        assert head.reports(request, count=2, timeout=5) == {
             0: {"steps": 7, "tbt": [1.5, 2]},
             1: {"busy": 0.5},
         }
     with pytest.raises(ControllerError, match=r"2 of 3 ranks \(\[0, 1\]\)"):
-        head.reports(id, count=3, timeout=0.01)
+        head.reports(request, count=3, timeout=0.01)
 
 
 def test_fields_added_to_a_request_travel(
@@ -188,8 +213,8 @@ def test_fields_added_to_a_request_travel(
     """The request of a later release, with sampling parameters."""
     monkeypatch.setattr(requests, "Request", Later)
     sampling = Sampling(temperature=0.7, penalties=(1.0, 2.0))
-    id = head.enqueue(prompt=(1,), sampling=sampling)
-    assert head.next_request(timeout=5) == Later(id, (1,), sampling, None)
+    request = head.enqueue(prompt=(1,), sampling=sampling)
+    assert head.next_request(timeout=5) == Later(request, (1,), sampling, None)
 
 
 @dataclass(frozen=True)

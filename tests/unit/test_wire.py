@@ -30,11 +30,13 @@ def batch_of(rows: int, dtype: torch.dtype | None = torch.float32, **fields) -> 
 
 def assert_same(got: Batch, sent: Batch) -> None:
     assert (got.step, got.released, got.stop) == (sent.step, sent.released, sent.stop)
-    assert got.rows.dtype == np.int64 and np.array_equal(got.rows, sent.rows)
+    assert got.rows.dtype == np.int64
+    assert np.array_equal(got.rows, sent.rows)
     if sent.hidden is None:
         assert got.hidden is None
     else:
-        assert got.hidden is not None and got.hidden.dtype == sent.hidden.dtype
+        assert got.hidden is not None
+        assert got.hidden.dtype == sent.hidden.dtype
         assert torch.equal(got.hidden, sent.hidden)
 
 
@@ -52,7 +54,8 @@ def test_a_batch_comes_back_as_it_was_sent(epoch, step, values, dtype, released,
     sent = Batch(step, rows, hidden, released, stop)
     link = wire(epoch=epoch, dtype=dtype or torch.float32)
     message = link.pack(sent)
-    assert message.dtype == torch.uint8 and len(message) <= link.capacity
+    assert message.dtype == torch.uint8
+    assert len(message) <= link.capacity
     # It arrives in a buffer for the longest message, whose tail holds anything.
     buffer = torch.full((link.capacity,), 0xA5, dtype=torch.uint8)
     buffer[: len(message)] = message
@@ -76,7 +79,8 @@ def test_hidden_states_are_aligned_for_the_receiver():
     for rows in range(1, 9):
         got = link.unpack(link.pack(batch_of(rows)))
         assert got.hidden is not None
-        assert got.hidden.data_ptr() % 16 == 0 and got.hidden.is_contiguous()
+        assert got.hidden.data_ptr() % 16 == 0
+        assert got.hidden.is_contiguous()
         assert got.hidden.storage_offset() * 4 % 64 == 0
 
 
@@ -103,7 +107,8 @@ def test_apart_from_the_message_only_their_presence_is_told():
         message = link.pack(sent)
         assert link.has_hidden(message) == (dtype is not None)
         got = link.unpack(message)
-        assert got.hidden is None and np.array_equal(got.rows, sent.rows)
+        assert got.hidden is None
+        assert np.array_equal(got.rows, sent.rows)
     assert link.capacity < wire().capacity
 
 

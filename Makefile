@@ -1,0 +1,59 @@
+# Everything runs in .venv, which is made when it is missing and renewed when the two files that
+# say what belongs in it change; otherwise nothing is installed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+TORCH := $(shell grep '^torch==' constraints.txt)
+PROMPT ?= Once upon a time there was a little girl who
+SETTINGS ?=
+
+.PHONY: demo test check format clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.run
+	$(BIN)/pipespec generate --prompt "$(PROMPT)" cluster.stages=4 $(SETTINGS)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/unit
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "pipespec needs Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch goes in by itself first: it decides its own version and CUDA packages, and nothing that
+# follows may resolve another.
+$(VENV)/.torch: $(VENV)/.python constraints.txt
+	@echo "Installing $(TORCH) into $(VENV): some minutes, once."
+	$(PIP) $(TORCH)
+	touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	$(PIP) -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	$(PIP) -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	$(PIP) -c constraints.txt -e '.[dev]'
+	touch $@

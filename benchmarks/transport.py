@@ -1,0 +1,115 @@
+"""Hop time of one batch between two processes over gloo, beside a bare gloo message.
+
+    python -m benchmarks.transport [--rounds 300] [--repeats 3]
+
+A hop is the time from just before `send` in one process to just after `recv` in the other, by
+the clock that the processes of one machine share. `bare` sends the hidden states alone into a
+posted buffer of exactly their size. The two take turns, and the quickest repeat's median is
+shown beside the 90th percentile over all repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pipespec.launch import launch
+from pipespec.transport.distributed import DistributedTransport
+from pipespec.types import NUM_COLUMNS, Batch
+from pipespec.wire import Wire
+
+MAX_ROWS = 64
+SHAPES = [(rows, hidden) for hidden in (128, 8192) for rows in (1, 64)]
+DTYPES = {128: torch.float32, 8192: torch.bfloat16}
+BARE_TAG, TURN_TAG = 8, 9
+
+
+def measure(rounds: int, repeats: int) -> dict[tuple, list[int]]:
+    """The entrypoint of both ranks: for each series, when its messages left (rank 0) or came
+    (rank 1), in nanoseconds."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    series = {}
+    for rows, hidden_size in SHAPES:
+        hidden = torch.zeros(rows, hidden_size, dtype=DTYPES[hidden_size])
+        for repeat in range(repeats):
+            series["batch", rows, hidden_size, repeat] = hops_of_batches(hidden, rounds)
+            series["bare", rows, hidden_size, repeat] = hops_of_tensors(hidden, rounds)
+    dist.destroy_process_group()
+    return series
+
+
+def hops_of_batches(hidden: torch.Tensor, rounds: int) -> list[int]:
+    wire = Wire(1, MAX_ROWS, hidden.shape[1], hidden.dtype)
+    transport = DistributedTransport(dist.get_rank(), 2, wire, torch.device("cpu"))
+    table = np.zeros((len(hidden), NUM_COLUMNS), np.int64)
+    times = []
+    for step in range(rounds):
+        if transport.rank == 0:
+            times.append(time.monotonic_ns())
+            transport.send(Batch(step, table, hidden, stop=step == rounds - 1))
+        else:
+            transport.recv()
+            times.append(time.monotonic_ns())
+        take_turns()
+    return times
+
+
+def hops_of_tensors(hidden: torch.Tensor, rounds: int) -> list[int]:
+    buffer = torch.empty_like(hidden)
+    times = []
+    for _ in range(rounds):
+        if dist.get_rank() == 0:
+            take_turns()
+            times.append(time.monotonic_ns())
+            dist.send(hidden, 1, tag=BARE_TAG)
+        else:
+            work = dist.irecv(buffer, 0, tag=BARE_TAG)
+            take_turns()
+            work.wait()
+            times.append(time.monotonic_ns())
+    return times
+
+
+def take_turns() -> None:
+    """Rank 0 goes on once rank 1 is here, which by then has posted its next buffer."""
+    turn = torch.zeros(1)
+    if dist.get_rank() == 0:
+        dist.recv(turn, 1, tag=TURN_TAG)
+    else:
+        dist.send(turn, 0, tag=TURN_TAG)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    with launch(measure, (arguments.rounds, arguments.repeats), num_ranks=2, preload=()) as cluster:
+        left, came = cluster.wait()
+    print("| rows | hidden | bytes | hop µs (p90) | bare µs (p90) | ratio |")
+    print("|---|---|---|---|---|---|")
+    for rows, hidden_size in SHAPES:
+        best, p90 = {}, {}
+        for kind in ("batch", "bare"):
+            keys = [(kind, rows, hidden_size, repeat) for repeat in range(arguments.repeats)]
+            hops = np.array([np.subtract(came[key], left[key]) for key in keys]) / 1000
+            best[kind] = np.median(hops, axis=1).min()
+            p90[kind] = np.percentile(hops, 90)
+        size = rows * hidden_size * DTYPES[hidden_size].itemsize
+        print(
+            f"| {rows} | {hidden_size} | {size} "
+            f"| {best['batch']:.0f} ({p90['batch']:.0f}) | {best['bare']:.0f} ({p90['bare']:.0f}) "
+            f"| {best['batch'] / best['bare']:.1f} |"
+        )
+
+
+if __name__ == "__main__":
+    # The ranks must be able to import what they run, which `__main__` does not allow.
+    from benchmarks.transport import main as imported_main
+
+    imported_main()

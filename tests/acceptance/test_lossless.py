@@ -1,0 +1,147 @@
+"""The whole product says what Hugging Face `generate` says, token for token.
+
+Real Redis, real loops, the demo pair; the ranks are threads, so that sixteen stages start in
+no time. `test_generate.py` runs them as processes.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from pipespec.control.server import EmbeddedRedis
+from pipespec.resources import resource_dir
+from tests import cluster, models
+
+PROMPTS = Path(__file__).parent.parent / "data" / "prompts.jsonl"
+MAX_PROMPT, MAX_NEW_TOKENS = 90, 12
+POLICIES = {
+    "root": ("feed=root",),
+    "level": ("feed=level", "feed.width=8", "feed.children=4"),
+    "best_first": ("feed=best_first", "feed.width=16"),
+}
+
+
+@pytest.fixture(scope="module")
+def redis():
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """Prompts of many kinds, and what Hugging Face answers."""
+    folder = resource_dir("demo")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
+    prompts = [tokenizer.encode(text)[:MAX_PROMPT] for text in texts]
+    assert len(prompts) >= 40
+    return folder, prompts, cluster.reference(folder / "target", prompts, MAX_NEW_TOKENS)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("stages", [1, 2, 4, 8, 16])
+def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(demo, redis, stages, policy):
+    folder, prompts, expected = demo
+    plan = cluster.make_plan(
+        folder / "target", folder / "draft", f"cluster.stages={stages}", *POLICIES[policy]
+    )
+    requests = [
+        {"prompt": tuple(ids), "max_new_tokens": MAX_NEW_TOKENS, "eos": plan.target.eos}
+        for ids in prompts
+    ]
+    answers = cluster.decode(plan, redis, requests)
+    assert [tokens for tokens, _, _ in answers] == expected
+    if policy == "root":
+        per_step = [stats["tokens_per_step"] for _, _, stats in answers]
+        assert per_step == [pytest.approx(1 / stages)] * len(prompts)
+
+
+def test_a_prompt_longer_than_a_chunk_is_read_in_pieces(demo, redis):
+    folder, prompts, _ = demo
+    prompt = [token for ids in prompts for token in ids][:300]
+    (expected,) = cluster.reference(folder / "target", [prompt], 24)
+    plan = cluster.make_plan(
+        folder / "target", folder / "draft", "cluster.stages=4", "decode.prefill_chunk=37"
+    )
+    ((tokens, reason, stats),) = cluster.decode(
+        plan, redis, [{"prompt": tuple(prompt), "max_new_tokens": 24}]
+    )
+    assert tokens == expected and reason == "length"
+    # Chunks follow one another: the last enters at step 8 and leaves four steps later.
+    assert stats["steps"] >= 12
+
+
+def test_best_first_yields_more_than_level_and_more_than_one_token_per_step(demo, redis):
+    folder, *_ = demo
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    easy = tuple(tokenizer.encode("1 2 3 4 5 6 7 8 9 10 1 2 3 4 5 6 7 8 9 10 1 2 3 4 5 6"))
+    story = tuple(tokenizer.encode("Once upon a time there was a king who had three sons"))
+    requests = [{"prompt": prompt, "max_new_tokens": 64} for prompt in (easy, story)]
+
+    def tokens_per_step(*overrides: str) -> list[float]:
+        plan = cluster.make_plan(
+            folder / "target",
+            folder / "draft",
+            "cluster.stages=8",
+            "feed.width=32",
+            "feed.children=16",
+            *overrides,
+        )
+        return [s["tokens_per_step"] for *_, s in cluster.decode(plan, redis, requests)]
+
+    level = tokens_per_step("feed=level")
+    best_first = tokens_per_step("feed=best_first", "source.rounds=3")
+    assert sum(best_first) > sum(level)
+
+
+@pytest.mark.parametrize(
+    ("target_rows", "draft_rows"), [(models.VOCAB_SIZE, 256), (256, models.VOCAB_SIZE)]
+)
+def test_padding_of_either_embedding_changes_nothing(tmp_path, redis, target_rows, draft_rows):
+    target = models.build("llama", tmp_path / "target", vocab_size=target_rows)
+    draft = models.build("llama", tmp_path / "draft", vocab_size=draft_rows, num_hidden_layers=1)
+    prompt = [5, 17, 3, 8]
+    (expected,) = cluster.reference(target, [prompt], 20)
+    plan = cluster.make_plan(target, draft, "cluster.stages=2")
+    ((tokens, _, _),) = cluster.decode(
+        plan, redis, [{"prompt": tuple(prompt), "max_new_tokens": 20}]
+    )
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "qwen3_moe", "gpt_neox", "phi3", "mistral"])
+def test_other_architectures_through_the_whole_cluster(tmp_path, redis, architecture):
+    target = models.build(architecture, tmp_path / "target")
+    draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
+    expected = cluster.reference(target, prompts, 24)
+    plan = cluster.make_plan(target, draft, "cluster.stages=3", "feed.width=8")
+    answers = cluster.decode(
+        plan, redis, [{"prompt": tuple(p), "max_new_tokens": 24} for p in prompts]
+    )
+    assert [tokens for tokens, _, _ in answers] == expected
+
+
+def test_the_end_of_text_token_and_the_context_end_a_request(demo, redis):
+    folder, prompts, expected = demo
+    prompt = tuple(prompts[0])
+    plan = cluster.make_plan(
+        folder / "target",
+        folder / "draft",
+        "cluster.stages=2",
+        f"model.context={len(prompt) + 6}",
+    )
+    stop_at = expected[0][3]
+    answers = cluster.decode(
+        plan,
+        redis,
+        [
+            {"prompt": prompt, "max_new_tokens": 50},
+            {"prompt": prompt, "max_new_tokens": 50, "eos": (stop_at,)},
+        ],
+    )
+    assert answers[0][:2] == (expected[0][:6], "length")
+    first = expected[0].index(stop_at)
+    assert answers[1][:2] == (expected[0][: first + 1], "stop")

@@ -1,0 +1,164 @@
+"""The command line: what it prints where, and the exit code, without decoding anything."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipespec import config
+from pipespec.cli import main
+
+PIPESPEC = [sys.executable, "-m", "pipespec"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The sentence with which a command line is refused."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pipespec: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_help_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["generate", "--help"])
+    out = capsys.readouterr().out
+    for setting in config.settings():
+        assert f"{setting.name}={setting.default}" in out
+        assert setting.note in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("pipespec ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "No command"),
+        (["generat"], "'generate', 'check'"),
+        (["generate"], "Pass the prompt in one way"),
+        (["generate", "--prompt", "a", "-"], "Pass the prompt in one way"),
+        (["generate", "--prompt", "a", "--prompt-file", "f"], "Pass the prompt in one way"),
+        (["generate", "--prompt"], "expected one argument"),
+        (["generate", "--prompt", ""], "The prompt is empty"),
+        (["generate", "--prompt", "\udcff"], "not UTF-8"),
+        (["generate", "--prompt-file", "/no/such/file"], "No such file"),
+        (["generate", "--prompt-file", "/"], "Is a directory"),
+        (["generate", "--prompt", "a", "--jsn"], "did you mean --json?"),
+        (["generate", "--prompt", "a", "feed.widht=3"], "did you mean feed.width?"),
+        (["generate", "--prompt", "a", "feed.width=0", "--json"], "feed.width is 0"),
+        (["check", "feed=level"], "takes no settings"),
+        (["check", "--jason"], "did you mean --json?"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in refused(capsys, *argv)
+
+
+def test_a_prompt_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompt"
+    file.write_bytes(b"ab\xff")
+    assert "not UTF-8 text at byte 2" in refused(capsys, "generate", "--prompt-file", str(file))
+    file.write_bytes(b"")
+    assert "prompt is empty" in refused(capsys, "generate", "--prompt-file", str(file))
+
+
+@pytest.mark.parametrize("argv", [["-"], ["--prompt-file", "-"]])
+def test_the_prompt_can_come_from_standard_input(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert "standard input is not UTF-8" in refused(capsys, "generate", *argv).replace("S", "s")
+
+
+def test_settings_and_options_mix_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "feed=level", "--json", "cluster.stages=0", "--prompt", "a", "--chat"]
+    assert "cluster.stages is 0" in refused(capsys, *argv)
+
+
+def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "missing")
+    argv = ["--prompt", "a", f"model.target={missing}", f"model.draft={missing}"]
+    assert missing in refused(capsys, "generate", *argv)
+
+
+def test_mistakes_and_help_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from pipespec.cli import main; "
+        "main(['generate', '--prompt', 'a', 'feed.widht=1']); "
+        "print('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.stdout == "False\n"
+
+
+def test_check_says_what_the_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["ok"] is True
+    assert findings["problems"] == []
+    assert findings["packages"]["torch"]
+    assert findings["devices"][0]["name"] == "cpu"
+    assert findings["devices"][0]["memory_gib"] >= findings["devices"][0]["free_gib"] > 0
+    assert findings["attention"]["sdpa"] == {"usable": True, "why_not": None}
+    assert findings["transport"]["gloo"]["usable"] is True
+    assert findings["redis"]["version"][0].isdigit()
+
+
+def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("torch", "sdpa", "flashinfer", "gloo", "Redis", "cpu"))
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        answer = subprocess.run(
+            [*PIPESPEC, "check", "--json"], stdout=out, stderr=subprocess.PIPE, text=True
+        )
+    assert answer.returncode == 128 + signal.SIGPIPE
+    assert answer.stderr == ""
+
+
+def test_a_full_disk_is_one_sentence() -> None:
+    with open("/dev/full", "w") as out:
+        answer = subprocess.run(
+            [*PIPESPEC, "check", "--json"], stdout=out, stderr=subprocess.PIPE, text=True
+        )
+    assert answer.returncode == 1
+    assert (
+        answer.stderr == "pipespec: Standard output cannot be written: No space left on device.\n"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_command_without_a_traceback(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    prompt = tmp_path / "prompt"
+    os.mkfifo(prompt)
+    process = subprocess.Popen(
+        [*PIPESPEC, "generate", "--prompt-file", str(prompt)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with prompt.open("w"):  # opens as soon as the command is waiting for the prompt's text
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (128 + number, "", "")

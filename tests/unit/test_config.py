@@ -1,0 +1,241 @@
+"""Every shipped setting composes; every mistake is one clear sentence."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from pipespec import config
+from pipespec.config import (
+    SECTIONS,
+    ClusterConfig,
+    ConfigError,
+    ControllerConfig,
+    DecodeConfig,
+    TransportConfig,
+    compose,
+)
+from pipespec.feed.best_first import BestFirst
+from pipespec.feed.level import Level
+from pipespec.feed.root import Root
+from pipespec.pace import Pace
+from pipespec.resources import resource_dir
+from pipespec.source.draft_model import DraftModel
+from pipespec.verify import Greedy
+
+CHOICES = [(group, option) for group in config.groups() for option in config.options(group)]
+# What an option cannot do without.
+NEEDED = {
+    ("model", "custom"): ["model.target=/models/target", "model.draft=/models/draft"],
+    ("controller", "url"): ["controller.url=redis://localhost:6379/0"],
+}
+CLASSES = {
+    ("feed", "root"): Root,
+    ("feed", "level"): Level,
+    ("feed", "best_first"): BestFirst,
+    ("source", "draft_model"): DraftModel,
+    ("verify", "greedy"): Greedy,
+    ("pace", "none"): Pace,
+    ("pace", "fixed"): Pace,
+}
+
+
+@pytest.mark.parametrize(("group", "option"), CHOICES)
+def test_every_shipped_file_composes(group: str, option: str) -> None:
+    made = compose([f"{group}={option}", *NEEDED.get((group, option), [])])
+    expected = SECTIONS.get(group) or CLASSES[group, option]
+    assert type(getattr(made, group)) is expected
+
+
+@pytest.mark.parametrize(("group", "option"), CHOICES)
+def test_every_shipped_file_names_every_setting(group: str, option: str) -> None:
+    """What is missing in the file could not be overridden."""
+    cls = SECTIONS.get(group) or CLASSES[group, option]
+    text = (resource_dir("conf") / group / f"{option}.yaml").read_text()
+    named = {line.partition(":")[0] for line in text.splitlines() if not line.startswith("#")}
+    fixed = {"width", "children", "capacity"} if cls is Root else set()
+    assert named - {"_target_"} == {f.name for f in fields(cls)} - fixed
+
+
+def test_the_defaults_of_files_and_classes_agree() -> None:
+    made = compose()
+    assert made.cluster == ClusterConfig()
+    assert made.decode == DecodeConfig()
+    assert made.controller == ControllerConfig()
+    assert made.transport == TransportConfig()
+    assert (made.feed, made.source) == (BestFirst(), DraftModel())
+    assert (made.verify, made.pace) == (Greedy(), Pace())
+    assert Path(made.model.target) == resource_dir("demo") / "target"
+    assert Path(made.model.draft) == resource_dir("demo") / "draft"
+    assert (made.model.dtype, made.model.context, made.trace) == ("float32", None, None)
+
+
+def test_overrides_choose_and_set_in_any_order() -> None:
+    made = compose(["feed.width=3", "cluster.stages=8", "feed=level", "decode.chat=true"])
+    assert made.feed == Level(width=3)
+    assert made.cluster.stages == 8
+    assert made.decode.chat is True
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "/models/Llama-3.1-70B-Instruct",
+        "/a folder/with spaces, commas (and brackets) = signs",
+        "it's",
+        "C:\\models\\",
+        "7",
+        "日本",
+    ],
+)
+def test_a_path_needs_no_quotes(value: str) -> None:
+    assert compose([f"model.target={value}"]).model.target == value
+
+
+def test_a_redis_url_needs_no_quotes() -> None:
+    url = "rediss://user:p@ss,word@host:6380/0?ssl_cert_reqs=none&timeout=1"
+    assert compose([f"controller.url={url}"]).controller.url == url
+
+
+def test_a_quoted_value_loses_its_quotes() -> None:
+    assert compose(["model.target='/a b'"]).model.target == "/a b"
+
+
+def test_the_environment_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELS", "/models")
+    assert compose(["model.target=${oc.env:MODELS}/x"]).model.target == "/models/x"
+
+
+def test_lists() -> None:
+    assert compose(["decode.stop=['a b',\"\n\"]"]).decode.stop == ["a b", "\n"]
+    assert compose(["decode.stop=END"]).decode.stop == ["END"]
+    assert compose(["cluster.devices=cuda:0"]).cluster.devices == ["cuda:0"]
+    made = compose(["cluster.stages=2", "cluster.devices=[cpu,cuda:0,cuda:1]"])
+    assert made.cluster.devices == ["cpu", "cuda:0", "cuda:1"]
+
+
+def test_null_takes_a_value_back() -> None:
+    assert compose(["trace=null", "controller.url=null"]).trace is None
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("feed=best_frist", "did you mean feed=best_first?"),
+        ("transport=glo", "did you mean transport=gloo?"),
+        ("model=/models/x", "choose from custom, demo"),
+        ("feed={a:1}", "choose from best_first, level, root"),
+        ("feed.widht=3", "did you mean feed.width?"),
+        ("widht=3", "did you mean 'feed.width'?"),
+        ("stages=3", "did you mean 'cluster.stages'?"),
+        ("fed=level", "did you mean 'feed'?"),
+        ("decode.zzz=1", "decode.max_new_tokens"),
+        ("zzz=1", "choose from cluster, controller"),
+        ("hydra.run.dir=x", "does not exist"),
+        ("feed._target_=os.system", "does not exist"),
+        ("feed.width.deep=1", "did you mean feed.width?"),
+        ("model.dtype=flaot32", "did you mean float32?"),
+        ("transport.backend=mpi", "auto, gloo, nccl"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) -> None:
+    assert hint in sentence([override])
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("feed.width=0", ["feed.width is 0", "from 1 up"]),
+        ("feed.width=-3", ["feed.width is -3"]),
+        ("feed.width=abc", ["feed.width is 'abc'", "a whole number"]),
+        ("feed.width=2.5", ["feed.width is 2.5", "a whole number"]),
+        ("feed.width=[1,2]", ["feed.width is [1, 2]"]),
+        ("feed.width=", ["feed.width is ''"]),
+        ("cluster.stages=0", ["cluster.stages is 0", "from 1 up"]),
+        ("cluster.stages=true", ["cluster.stages is True", "a whole number"]),
+        ("cluster.devices=tpu", ["'tpu'", "auto, cpu, cuda or cuda:N"]),
+        ("cluster.devices=[cpu,cpu]", ["names 2 devices", "1 (for every rank) or 5"]),
+        ("cluster.devices=[]", ["names 0 devices"]),
+        ("decode.max_new_tokens=0", ["decode.max_new_tokens is 0", "from 1 up"]),
+        ("decode.prefill_chunk=-1", ["decode.prefill_chunk is -1"]),
+        ("decode.chat=maybe", ["decode.chat is 'maybe'", "true or false"]),
+        ("decode.stop=[1]", ["decode.stop is [1]", "a list of texts"]),
+        ("decode.stop=['']", ["empty string"]),
+        ("source.rounds=0", ["source.rounds is 0"]),
+        ("verify.temperature=-1", ["verify.temperature is -1.0"]),
+        ("verify.temperature=0.7", ["verify.temperature is 0.7", "verify=greedy"]),
+        ("verify.temperature=nan", ["verify.temperature is nan", "a finite number"]),
+        ("pace.stage_ms=-1", ["pace.stage_ms is -1.0"]),
+        ("model.context=1", ["model.context is 1", "from 2 up"]),
+        ("model.target=", ["model.target is empty"]),
+        ("model.target=null", ["model.target is None", "a text"]),
+        ("model.target=${oc.env:NO_SUCH_VARIABLE}", ["NO_SUCH_VARIABLE"]),
+        ("model=custom", ["model.target has no value", "pass model.target="]),
+        ("controller=url", ["controller.url has no value"]),
+        ("controller.namespace=a b", ["controller.namespace is 'a b'"]),
+        ("transport.port=65536", ["transport.port is 65536", "65535"]),
+        ("transport.port=-1", ["transport.port is -1"]),
+        ("trace=/no/such/folder/t.json", ["/no/such/folder/t.json", "folder"]),
+        ("trace=/", ["must name a file"]),
+        ("trace=", ["must name a file"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_limit(override: str, parts: list[str]) -> None:
+    message = sentence([override])
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("foo", "name=value"),
+        ("+feed.x=1", "name=value"),
+        ("~feed", "name=value"),
+        ("cluster.devices=cpu,cuda", "cluster.devices=[a,b]"),
+        ("decode.stop=(", "in quotes"),
+    ],
+)
+def test_what_is_no_override_is_answered_with_the_form(override: str, remedy: str) -> None:
+    assert remedy in sentence([override])
+
+
+def test_a_policy_without_settings_says_so() -> None:
+    assert "with feed=root, which has no settings" in sentence(["feed=root", "feed.width=3"])
+
+
+def test_a_password_is_never_repeated() -> None:
+    assert "secret" not in sentence(["controller.url=http://user:secret@host"])
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    compose(["feed=level"])
+    sentence(["feed.width=0"])
+    assert os.listdir(tmp_path) == []
+    assert not GlobalHydra().is_initialized()
+
+
+def test_the_help_lists_every_group_and_value_with_its_default() -> None:
+    listed = {setting.name: setting for setting in config.settings()}
+    assert set(listed) >= {*config.groups(), "trace"}
+    assert (listed["feed"].default, listed["feed"].note) == (
+        "best_first",
+        "one of best_first, level, root",
+    )
+    assert listed["feed.width"].default == str(BestFirst().width)
+    for section, cls in SECTIONS.items():
+        assert set(listed) >= {f"{section}.{f.name}" for f in fields(cls)}
+
+
+def sentence(overrides: list[str]) -> str:
+    """The one line that refuses these overrides."""
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides)
+    message = str(caught.value)
+    assert message.endswith((".", "?"))
+    assert "\n" not in message
+    return message
