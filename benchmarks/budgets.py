@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from report import Row, publish
 
+from pipespec.feed import PipelineState
 from pipespec.feed.best_first import BestFirst
 from pipespec.kv import SlotPool
 from pipespec.lineage import Lineage
@@ -26,6 +27,7 @@ from pipespec.tree import ROOT, Tree
 from pipespec.types import Verdict
 
 WIDTH, CHILDREN, LIVE = 64, 16, 600
+STATE = PipelineState(num_stages=8, step=0)
 
 
 def grown_tree(rng: np.random.Generator, nodes: int) -> Tree:
@@ -33,7 +35,7 @@ def grown_tree(rng: np.random.Generator, nodes: int) -> Tree:
     tree = Tree(0, -1, 0, 0, fed=True)
     policy = BestFirst(WIDTH, CHILDREN)
     while len(tree) < nodes:
-        chosen = policy.grow(tree).nodes[: max(1, (nodes - len(tree)) // CHILDREN)]
+        chosen = policy.grow(tree, STATE).nodes[: max(1, (nodes - len(tree)) // CHILDREN)]
         tokens = np.stack([rng.permutation(1000)[:CHILDREN] for _ in chosen])
         logps = np.log(rng.dirichlet(np.full(CHILDREN, 0.3), len(chosen)) + 1e-9)
         tree.append(chosen, tokens, logps)
@@ -62,7 +64,7 @@ def head(repeats: int) -> float:
     def run(state: object) -> None:
         assert isinstance(state, Tree)
         state.advance(token)
-        state.rows(1, policy.feed(state))
+        state.rows(1, policy.feed(state, STATE))
 
     return median_ms(lambda: copy.deepcopy(tree), run, repeats)
 

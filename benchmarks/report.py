@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,21 @@ def publish(title: str, rows: list[Row], *, unit: str, path: Path | None) -> Non
     Console().print(table)
     if path is not None:
         store(path, {"title": title, "unit": unit, "rows": [asdict(row) for row in rows]})
+
+
+def publish_table(
+    title: str, rows: Sequence[Mapping[str, Any]], *, path: Path | None, **more: Any
+) -> None:
+    """Print rows that have several figures each; with `path`, store them and `more` too."""
+    table = Table(title=title)
+    for heading, value in rows[0].items():
+        number = isinstance(value, int | float)
+        table.add_column(heading.replace("_", " "), justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console().print(table)
+    if path is not None:
+        store(path, {"title": title, "rows": rows, **more})
 
 
 def store(path: Path, result: dict[str, Any]) -> None:

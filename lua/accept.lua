@@ -7,6 +7,7 @@
 -- ARGV[2]  id of the request
 -- ARGV[3]  base: length of the sequence before the tokens
 -- ARGV[4]  tokens, joined by spaces
+-- ARGV[5]  notes on the tokens (opaque words, one per token), joined by spaces; or nothing
 -- Reply    how many tokens were appended
 -- Errors   STALE
 --          REQUEST  unknown, finished, or base beyond the end of the sequence
@@ -27,19 +28,28 @@ end
 if base > length then
   return refuse('REQUEST', 'request ' .. ARGV[2] .. ' has ' .. length .. ' tokens, and none can be accepted at ' .. base)
 end
-local fresh, position = {}, base
-for token in string.gmatch(ARGV[4], '%S+') do
-  if position >= length then
-    fresh[#fresh + 1] = token
+local function fresh_part(words)
+  local part, position = {}, base
+  for word in string.gmatch(words, '%S+') do
+    if position >= length then
+      part[#part + 1] = word
+    end
+    position = position + 1
   end
-  position = position + 1
+  return part
 end
+local fresh, notes = fresh_part(ARGV[4]), fresh_part(ARGV[5])
 if #fresh == 0 then
   return 0
 end
 if known[2] then
   return refuse('REQUEST', 'request ' .. ARGV[2] .. ' is finished (' .. known[2] .. ')')
 end
+local position = length + #fresh
+local entry = { 'base', length, 'tokens', table.concat(fresh, ' ') }
+if #notes > 0 then
+  entry[5], entry[6] = 'notes', table.concat(notes, ' ')
+end
 redis.call('HSET', KEYS[2], 'length', position)
-redis.call('XADD', KEYS[3], position .. '-0', 'base', length, 'tokens', table.concat(fresh, ' '))
+redis.call('XADD', KEYS[3], position .. '-0', unpack(entry))
 return #fresh

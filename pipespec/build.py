@@ -17,6 +17,8 @@ from pipespec.graph import Layout
 from pipespec.head import Head, StopCheck
 from pipespec.model import ModelSlice
 from pipespec.partition import split_evenly
+from pipespec.sampling import check_vocabulary
+from pipespec.source import TokenSource
 from pipespec.source.draft_model import DraftModelSource
 from pipespec.stage import Stage
 from pipespec.text import StopChecker
@@ -31,13 +33,13 @@ from pipespec.worker import Worker
 class Plan:
     """All that a rank must know, decided before any rank starts. It travels by pickle.
 
-    `layers` and `devices` have one entry per stage and per rank. `context` is the longest
-    sequence in tokens that the KV pools are made for.
+    `draft` is None where the source needs none. `layers` and `devices` have one entry per stage
+    and per rank. `context` is the longest sequence in tokens that the KV pools are made for.
     """
 
     config: Config
     target: CheckpointInfo
-    draft: CheckpointInfo
+    draft: CheckpointInfo | None
     layers: tuple[range, ...]
     devices: tuple[str, ...]
     context: int
@@ -48,7 +50,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        return Layout(len(self.layers))
+        return Layout(len(self.layers), self.config.cluster.group_sizes)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,7 +61,7 @@ class Plan:
     @property
     def max_rows(self) -> int:
         """Rows of a batch at most."""
-        return max(self.config.feed.width, self.config.decode.prefill_chunk)
+        return max(self.config.feed.max_rows, self.config.decode.prefill_chunk)
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,11 @@ class Where:
 
 def plan(config: Config) -> Plan:
     """Look at the checkpoints and the machine. Raises ConfigError, in one sentence."""
-    target, draft = inspect(config.model.target), inspect(config.model.draft)
+    target = inspect(config.model.target)
+    draft = None
+    if config.source.needs_draft:
+        assert config.model.draft is not None  # as Config checks
+        draft = inspect(config.model.draft)
     context = target.context
     if config.model.context is not None:
         if config.model.context > target.context:
@@ -82,6 +88,7 @@ def plan(config: Config) -> Plan:
                 f"{target.context} tokens; lower model.context."
             )
         context = config.model.context
+    check_vocabulary(config.verify.sampling(fresh_seed=0), target.vocab_size)
     layers = split_evenly(target.num_layers, config.cluster.stages)
     devices = resolve_devices(config.cluster.devices, len(layers) + 1)
     return Plan(config, target, draft, tuple(layers), devices, context)
@@ -107,12 +114,16 @@ def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
 
 
 def load_tokenizers(plan: Plan) -> Any:
-    """The target's tokenizer, once the draft's has proved to be the same. Raises ModelError."""
+    """The target's tokenizer, once that of a draft has proved to be the same.
+
+    Raises ModelError.
+    """
     from transformers import AutoTokenizer
 
     target = AutoTokenizer.from_pretrained(plan.target.path, local_files_only=True)
-    draft = AutoTokenizer.from_pretrained(plan.draft.path, local_files_only=True)
-    compare_vocabularies(target, draft)
+    if plan.draft is not None:
+        draft = AutoTokenizer.from_pretrained(plan.draft.path, local_files_only=True)
+        compare_vocabularies(target, draft)
     return target
 
 
@@ -163,14 +174,16 @@ def run_rank(plan: Plan, where: Where) -> None:
     serve(plan, where, rank, model, connect)
 
 
-def load_model(plan: Plan, rank: int) -> ModelSlice:
-    """The rank's part of the target, or the whole draft at rank 0."""
+def load_model(plan: Plan, rank: int) -> ModelSlice | None:
+    """The rank's part of the target, or at rank 0 the whole draft, if there is one."""
     info = plan.target if rank else plan.draft
+    if info is None:
+        return None
     layers = plan.layers[rank - 1] if rank else range(info.num_layers)
     # Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it
     # has expanded. One batch more of each is on its way in before a verdict frees the last.
     feed = plan.config.feed
-    nodes = (plan.num_ranks + 1) * feed.width if rank else feed.capacity
+    nodes = (plan.num_ranks + 1) * feed.max_rows if rank else feed.capacity
     return ModelSlice.load(
         info.path,
         layers,
@@ -181,12 +194,16 @@ def load_model(plan: Plan, rank: int) -> ModelSlice:
 
 
 def serve(
-    plan: Plan, where: Where, rank: int, model: ModelSlice, connect: Callable[[], Transport]
+    plan: Plan,
+    where: Where,
+    rank: int,
+    model: ModelSlice | None,
+    connect: Callable[[], Transport],
 ) -> None:
     """Run the loop of a rank until the head says stop."""
     config = plan.config
     timeline = Timeline(record=config.trace is not None)
-    stage = Stage(model, model.num_slots)
+    stage = None if model is None else Stage(model, model.num_slots)
     # Joining the controller tells whoever waits that this rank has loaded its model.
     with Controller.connect(
         where.url, namespace=where.namespace, epoch=where.epoch, rank=rank
@@ -194,21 +211,20 @@ def serve(
         link = connect()
         try:
             if rank:
+                assert stage is not None
                 Worker(
                     stage,
                     link,
                     controller,
-                    config.verify,
                     plan.layout,
                     pace=config.pace,
                     timeline=timeline,
                 ).run()
             else:
-                vocabulary = min(plan.target.vocab_size, plan.draft.vocab_size)
                 Head(
                     link,
                     controller,
-                    DraftModelSource(stage, config.decode.prefill_chunk, vocabulary),
+                    make_source(plan, stage),
                     config.feed,
                     plan.layout,
                     rounds=config.source.rounds,
@@ -220,6 +236,16 @@ def serve(
                 ).run()
         finally:
             link.close()
+
+
+def make_source(plan: Plan, stage: Stage | None) -> TokenSource:
+    """The source of guesses; `stage` is the draft model, where there is one."""
+    draft = None
+    if plan.draft is not None:
+        assert stage is not None
+        vocabulary = min(plan.target.vocab_size, plan.draft.vocab_size)
+        draft = DraftModelSource(stage, plan.config.decode.prefill_chunk, vocabulary)
+    return plan.config.source.make(draft, plan.target.vocab_size)
 
 
 def stop_check(plan: Plan) -> Callable[[Request], StopCheck]:

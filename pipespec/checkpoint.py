@@ -66,6 +66,8 @@ ARCHITECTURES = (
     "starcoder2",
 )
 
+# How many of the tokens in which two vocabularies differ a message shows.
+NUM_SHOWN = 3
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _INDEX = "model.safetensors.index.json"
@@ -184,18 +186,20 @@ def resolve(model: str | Path) -> Path:
 def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
     """Check that both tokenizers give every token the same id.
 
-    Raises `ModelError` that counts the tokens that differ and shows one. The embeddings may
+    Raises `ModelError` that counts the tokens that differ and shows some. The embeddings may
     have different numbers of rows (padding); that is no matter of the tokenizer's.
     """
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours == theirs:
         return
     differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
-    token = differing[0]
+    shown = ", ".join(
+        f"{token!r} ({_id_of(token, ours)} in the target, {_id_of(token, theirs)} in the draft)"
+        for token in differing[:NUM_SHOWN]
+    )
     raise ModelError(
         f"the vocabularies of target and draft differ in {len(differing)} tokens, for example "
-        f"{token!r} ({_id_of(token, ours)} in the target, {_id_of(token, theirs)} in the draft); "
-        "choose a draft that shares the target's tokenizer"
+        f"{shown}; choose a draft that shares the target's tokenizer"
     )
 
 

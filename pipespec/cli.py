@@ -1,4 +1,4 @@
-"""The command line: `pipespec generate`, `pipespec check`.
+"""The command line: `pipespec generate`, `pipespec plan`, `pipespec check`.
 
 torch and transformers are imported only by the commands that need them, so that help and
 mistakes are answered at once.
@@ -24,6 +24,7 @@ from pipespec.errors import ConfigError, PipespecError, PromptError
 
 if TYPE_CHECKING:
     from pipespec.generate import Result
+    from pipespec.plan import Machine, Prediction
 
 STDIN = "-"
 # What a shell reports for a program that a signal ended.
@@ -88,7 +89,7 @@ def generate(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     from pipespec.generate import generate as decode
 
-    with _loading_bar() as on_loaded:
+    with _progress("loading") as on_loaded:
         on_text = _ignore if arguments.json else _write
         result = decode(config, prompt, on_text, on_loaded)
     if arguments.json:
@@ -104,8 +105,8 @@ def _ignore(_: str) -> None:
 
 
 @contextmanager
-def _loading_bar() -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on a terminal that goes when the last rank has loaded; else nothing."""
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on a terminal that goes when all is done; else nothing."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -113,11 +114,11 @@ def _loading_bar() -> Iterator[Callable[[int, int], None]]:
     with Progress(
         console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task("loading", total=None)
+        task = progress.add_task(what, total=None)
 
-        def show(loaded: int, ranks: int) -> None:
-            progress.update(task, completed=loaded, total=ranks)
-            if loaded == ranks:
+        def show(done: int, of: int) -> None:
+            progress.update(task, completed=done, total=of)
+            if done == of:
                 progress.stop()
 
         yield show
@@ -176,11 +177,15 @@ def _print_statistics(result: Result) -> None:
 
     # Times under a pace are those of an emulated machine and never look like measured ones.
     emulated = ", times EMULATED by pace" if result.stats["emulated"] else ""
+    # Nor do guesses that were made from the answer look like those of a draft.
+    synthetic = ", guesses SYNTHETIC" if result.stats["synthetic"] else ""
+    # Nor a text that the target alone might not have said like one that it would.
+    lossy = ", text LOSSY by the verifier" if result.stats["lossy"] else ""
     table = Table(
         "",
         "",
         title=f"{result.completion_tokens} tokens after {result.prompt_tokens} of the prompt, "
-        f"ended by {result.finish_reason}{emulated}",
+        f"ended by {result.finish_reason}{emulated}{synthetic}{lossy}",
         show_header=False,
         title_justify="left",
     )
@@ -197,6 +202,97 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}"
     return "-" if value is None else str(value)
+
+
+# --- plan -------------------------------------------------------------------------------------
+
+
+def plan(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Predict tokens per step, TBT and speed-up of every way to decode, and advise one."""
+    if _overrides(rest, arguments.known_options):
+        raise ConfigError(f"`pipespec plan` takes options and no settings, but got {rest[0]!r}.")
+
+    from pipespec import plan as planning
+    from pipespec.profile import Profile
+
+    profile = Profile.read(arguments.profile) if arguments.profile else Profile()
+    profile = profile.replaced(
+        stages=arguments.stages,
+        stage_ms=arguments.stage_ms,
+        hop_ms=arguments.hop_ms,
+        draft_ms=arguments.draft_ms,
+        curve=arguments.curve,
+        spread=arguments.spread,
+    )
+    machine, accuracy = profile.machine(), profile.accuracy()
+    ways = list(
+        planning.choices(arguments.policies, arguments.widths, arguments.children, arguments.rounds)
+    )
+    predictions = []
+    with _progress("simulating") as show:
+        for number, way in enumerate(ways):
+            show(number, len(ways))
+            predictions.append(
+                planning.predict(
+                    way, machine, accuracy, num_tokens=arguments.tokens, seed=arguments.seed
+                )
+            )
+    advised = planning.recommend(predictions)
+    if arguments.json:
+        answer = {
+            "profile": asdict(profile),
+            "plain_tbt_ms": machine.plain_tbt_ms,
+            "predictions": [asdict(prediction) for prediction in predictions],
+            "recommended": None if advised is None else asdict(advised),
+        }
+        _write(json.dumps(answer, allow_nan=False) + "\n")
+    else:
+        with _output():
+            _print_plan(machine, predictions, advised)
+    return 0
+
+
+def _print_plan(
+    machine: Machine, predictions: Sequence[Prediction], advised: Prediction | None
+) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=0,
+        title=f"{machine.num_stages} stages; plain pipeline parallelism: "
+        f"{machine.plain_tbt_ms:.1f} ms between tokens",
+        title_justify="left",
+    )
+    headings = "policy width top-k rounds tok/step ± bound hits rows TBT speed-up"
+    for heading in headings.split():
+        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+    for p in predictions:
+        table.add_row(
+            p.policy,
+            str(p.width),
+            str(p.children),
+            str(p.rounds),
+            f"{p.tokens_per_step:.2f}",
+            f"{p.error:.2f}",
+            "" if p.equation is None else f"{p.equation:.2f}",
+            f"{p.hit_rate:.2f}",
+            f"{p.rows_per_step:.1f}",
+            f"{p.tbt_ms:.1f}",
+            f"{p.speedup:.2f}",
+            style="bold" if p is advised else None,
+        )
+    console = Console()
+    console.print(table)
+    if advised is None:
+        console.print("Speculation would lose here: use feed=root.")
+        return
+    console.print(f"Recommended: {' '.join(advised.settings)}", soft_wrap=True)
+    losing = [p.policy for p in predictions if p.speedup < 1 and p.policy != "root"]
+    if losing:
+        console.print(f"{len(losing)} ways with a speed-up below 1 would lose.")
 
 
 # --- check ------------------------------------------------------------------------------------
@@ -277,9 +373,63 @@ def _parser() -> Parser:
     )
     _finish(command, generate)
 
+    command = commands.add_parser(
+        "plan",
+        help="predict what a cluster will do, and which way to decode suits it",
+        description="Predict tokens per step, time between tokens and speed-up over plain pipeline "
+        "parallelism for every policy, width and number of draft rounds. Nothing is run; "
+        "docs/planning.md says how it is done.",
+    )
+    command.add_argument("--profile", metavar="FILE", help="JSON with what the options below give")
+    command.add_argument("--stages", type=int, metavar="N", help="stages of the pipeline (8)")
+    command.add_argument(
+        "--stage-ms",
+        type=_list(str),
+        metavar="ROWS:MS,...",
+        help="time of a stage by rows, as in 1:37.8,64:41; without a ROWS: it is the same for all",
+    )
+    command.add_argument("--hop-ms", type=float, metavar="MS", help="from stage to stage (0)")
+    command.add_argument("--draft-ms", type=float, metavar="MS", help="one draft round (0)")
+    command.add_argument(
+        "--curve",
+        type=_list(str),
+        metavar="RANK:SHARE,...",
+        help="accuracy of the draft: share of tokens among its RANK best (1:0.81,8:0.99)",
+    )
+    command.add_argument(
+        "--spread", type=float, help="how much its confidence varies, from 0 to below 1 (0.5)"
+    )
+    command.add_argument(
+        "--policies", type=_list(str), default=["root", "static_tree", "level", "best_first"]
+    )
+    command.add_argument("--widths", type=_list(int), default=[8, 16, 32, 64])
+    command.add_argument("--children", type=_list(int), default=[8])
+    command.add_argument(
+        "--rounds", type=_list(_rounds), default=[1, 2, 3, 4], help="numbers or auto"
+    )
+    command.add_argument(
+        "--tokens", type=int, default=500, help="simulated for each prediction (500)"
+    )
+    command.add_argument("--seed", type=int, default=0)
+    _finish(command, plan)
+
     command = commands.add_parser("check", help="say what this machine can run")
     _finish(command, check)
     return parser
+
+
+def _list(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """An argparse type: values with commas between them."""
+
+    def parse(text: str) -> list[Any]:
+        return [kind(part.strip()) for part in text.split(",")]
+
+    parse.__name__ = f"list of {kind.__name__.lstrip('_')}"
+    return parse
+
+
+def _rounds(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _finish(command: Parser, run: Callable[[argparse.Namespace, list[str]], int]) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # these import torch, which `pipespec generate --help` can do
     from pipespec.feed import FeedPolicy
     from pipespec.pace import Pace
     from pipespec.source import SourceSpec
-    from pipespec.verify import Verifier
+    from pipespec.verify import VerifierSpec
 
 DTYPES = ("float32", "bfloat16")
 BACKENDS = ("auto", "gloo", "nccl")
@@ -39,16 +39,19 @@ NAMESPACE = re.compile(r"[A-Za-z0-9_.-]+")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Folders of the two checkpoints; `context` is the longest sequence in tokens."""
+    """Folders of the two checkpoints; `context` is the longest sequence in tokens.
+
+    `draft` may be None where the source needs no draft model.
+    """
 
     target: str
-    draft: str
+    draft: str | None = None
     dtype: str = "float32"
     context: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("target", "draft"):
-            if not getattr(self, name):
+            if getattr(self, name) == "":
                 raise ConfigError(f"model.{name} is empty, but must name a model folder.")
         check_choice("model.dtype", self.dtype, DTYPES)
         if self.context is not None:
@@ -57,16 +60,25 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """How many stages, and the device of each rank.
+    """How many stages, how they are grouped, and the device of each rank.
 
+    `groups` are PipeDec's G_i, consecutive stages that together form one pipeline step: their
+    sizes, or one size for all, or None for every stage by itself.
     `devices` holds one entry for every rank, or one per rank with the head's first.
     """
 
     stages: int = 4
+    groups: int | list[int] | None = None
     devices: list[str] = field(default_factory=lambda: ["auto"])
 
     def __post_init__(self) -> None:
         check_at_least("cluster.stages", self.stages, 1)
+        sizes = self.group_sizes
+        if sizes is not None and (min(sizes, default=0) < 1 or sum(sizes) != self.stages):
+            raise ConfigError(
+                f"cluster.groups is {self.groups}, but must be positive sizes that add up to "
+                f"cluster.stages={self.stages}, or one size that divides it."
+            )
         for device in self.devices:
             if not DEVICE.fullmatch(device):
                 raise ConfigError(
@@ -78,6 +90,13 @@ class ClusterConfig:
                 f"cluster.devices names {len(self.devices)} devices, but must name 1 (for every "
                 f"rank) or {ranks} (the head, then {self.stages} stages)."
             )
+
+    @property
+    def group_sizes(self) -> tuple[int, ...] | None:
+        """How many stages each group has, in order; None: no groups."""
+        if isinstance(self.groups, int):
+            return (self.groups,) * (self.stages // max(self.groups, 1))
+        return None if self.groups is None else tuple(self.groups)
 
 
 @dataclass(frozen=True)
@@ -143,7 +162,7 @@ class Config:
     cluster: ClusterConfig
     feed: FeedPolicy
     source: SourceSpec
-    verify: Verifier
+    verify: VerifierSpec
     decode: DecodeConfig
     controller: ControllerConfig
     transport: TransportConfig
@@ -151,6 +170,11 @@ class Config:
     trace: str | None = None
 
     def __post_init__(self) -> None:
+        if self.source.needs_draft and self.model.draft is None:
+            raise ConfigError(
+                "model.draft is null, but this source guesses with a draft model; name its folder "
+                "or choose source=ngram, which needs none."
+            )
         if self.trace is None:
             return
         if not self.trace or Path(self.trace).is_dir():
@@ -306,7 +330,7 @@ def _quoted(text: str) -> str:
 
 
 def _text_settings() -> set[str]:
-    names = {"trace"}
+    names = {"trace", "source.truth"}
     for section, cls in SECTIONS.items():
         for name, hint in typing.get_type_hints(cls).items():
             if str in _alternatives(hint):
@@ -388,24 +412,27 @@ WORDS = {
     int: "a whole number",
     float: "a finite number",
     str: "a text",
+    list[str]: "a list of texts, as in [a,'1']",
+    list[int]: "a list of whole numbers, as in [1,3,1]",
     types.NoneType: "null",
 }
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`: bool, int, float, str, list[str], or one of several."""
+    """`value` as the type `hint`: bool, int, float, str, a list of one, or one of several."""
     alternatives = _alternatives(hint)
     for kind in alternatives:
-        if kind == list[str]:
-            items = [value] if isinstance(value, str) else value
-            if isinstance(items, list) and all(isinstance(item, str) for item in items):
+        if typing.get_origin(kind) is list:
+            (item_kind,) = typing.get_args(kind)
+            items = [value] if type(value) is item_kind else value
+            if isinstance(items, list) and all(type(item) is item_kind for item in items):
                 return items
         elif kind is float and type(value) in (int, float):
             if math.isfinite(value):
                 return float(value)
         elif type(value) is kind:  # not isinstance: True is no number
             return value
-    wanted = " or ".join(WORDS.get(kind, "a list of texts, as in [a,'1']") for kind in alternatives)
+    wanted = " or ".join(WORDS[kind] for kind in alternatives)
     raise ConfigError(f"{name} is {value!r}, but must be {wanted}.")
 
 

@@ -21,18 +21,27 @@ from pipespec.launch import LocalCluster, launch
 from pipespec.stats import Report, summarise
 from pipespec.text import Detokenizer, StopStrings
 from pipespec.trace import write_chrome_trace
+from pipespec.types import TokenLogprobs
 
 # How often a silent cluster is looked at, and how long its ranks may take to report at the end.
 HEARTBEAT_S = 0.05
 REPORTS_TIMEOUT_S = 60.0
+# A seed nobody chose is short enough to be typed again, and exact wherever JSON is read.
+SEED_BITS = 32
 
 
 @dataclass(frozen=True)
 class Result:
-    """A finished request. `stats` is described in `pipespec.stats`."""
+    """A finished request. `stats` is described in `pipespec.stats`.
+
+    `logprobs`, if asked for, has for every token its `token_id` and `logprob` and, as `top`,
+    the same two of the most probable tokens: natural logarithms, in the target's own
+    distribution.
+    """
 
     text: str
     token_ids: list[int]
+    logprobs: list[dict[str, Any]] | None
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
@@ -69,18 +78,21 @@ def generate(
             ) as cluster,
         ):
             await_ranks(log, cluster, plan.num_ranks, on_loaded)
+            sampling = config.verify.sampling(fresh_seed=secrets.randbits(SEED_BITS))
             enqueued = monotonic_ns()
             request = log.enqueue(
                 prompt=tuple(ids),
                 max_new_tokens=config.decode.max_new_tokens,
                 eos=() if config.decode.ignore_eos else plan.target.eos,
                 stop=tuple(config.decode.stop),
+                sampling=sampling,
             )
             log.close_queue()
             detokenizer = Detokenizer(tokenizer, ids)
             stops = StopStrings(config.decode.stop)
             pieces: list[str] = []
             tokens: list[int] = []
+            logprobs: list[TokenLogprobs] = []
 
             def show(piece: str) -> None:
                 pieces.append(piece)
@@ -90,6 +102,7 @@ def generate(
             for event in watched(log, cluster, request):
                 if isinstance(event, Accepted):
                     tokens += event.tokens
+                    logprobs += event.logprobs
                     show(stops.push(detokenizer.push(event.tokens)))
                 else:
                     reason = event.reason
@@ -100,11 +113,26 @@ def generate(
     return Result(
         text="".join(pieces),
         token_ids=tokens,
+        logprobs=None if sampling.logprobs is None else [*map(_report, tokens, logprobs)],
         prompt_tokens=len(ids),
         completion_tokens=len(tokens),
         finish_reason=reason,
-        stats=summarise(enqueued, reports) | {"emulated": bool(config.pace)},
+        stats=summarise(enqueued, reports)
+        | {
+            "emulated": bool(config.pace),
+            "synthetic": config.source.synthetic,
+            "lossy": sampling.lossy,
+            "seed": sampling.seed if sampling.temperature else None,
+        },
     )
+
+
+def _report(token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+    return {
+        "token_id": token,
+        "logprob": logprobs.logprob,
+        "top": [{"token_id": id_, "logprob": value} for id_, value in logprobs.top],
+    }
 
 
 @contextmanager

@@ -113,6 +113,11 @@ class Layout:
         """The rank that draws the verdict."""
         return self.num_stages
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that a batch takes from the head through the last stage: the groups."""
+        return len(self.groups) if self.groups is not None else self.num_stages
+
     @cached_property
     def group_of(self) -> tuple[int, ...]:
         """The pipeline step of every rank; the head is a group of its own."""

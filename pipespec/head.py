@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from pipespec.control.client import Controller
-from pipespec.feed import FeedPolicy
+from pipespec.feed import FeedPolicy, PipelineState
+from pipespec.feed.meter import Meter
+from pipespec.feed.rounds import fits
 from pipespec.graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.pace import Pace, hold
 from pipespec.source import Context, TokenSource
@@ -78,6 +80,10 @@ class Session:
         return "length" if self.context_full else None
 
     @property
+    def guesses_in_flight(self) -> bool:
+        return bool(self.tree.fed[1:].any())
+
+    @property
     def context_full(self) -> bool:
         return len(self.context.tokens) > self.last_position
 
@@ -109,7 +115,7 @@ class Head:
         policy: FeedPolicy,
         layout: Layout,
         *,
-        rounds: int,
+        rounds: int | str,
         chunk: int,
         context_limit: int,
         stop_check: Callable[[Request], StopCheck],
@@ -129,6 +135,10 @@ class Head:
         self.timeline = timeline
         self.step = 0
         self.session: Session | None = None
+        self.meter = Meter(layout.num_steps)
+        self._began = 0  # when this step began, on the timeline's clock
+        self._guesses: bool | None = None  # whether this step knows any; None: it is not decoding
+        self._decided = 0  # tokens that this step decided
         self._released: tuple[int, ...] = ()
         self._busy_until = 0  # the step in which the last batch that matters leaves the pipeline
         self._done: list[Task] = []
@@ -136,9 +146,12 @@ class Head:
     def run(self) -> None:
         """Serve requests until there will be no more, then stop the stages."""
         while self.admit():
+            self.begin()
             self.grow()
             self.hear()
+            self.catch_up()
             self.send(self.feed())
+            self.measure()
         self.stop()
 
     def admit(self) -> bool:
@@ -162,35 +175,60 @@ class Head:
                 return False
         return True
 
-    def grow(self) -> None:
-        """Let the source expand the tree while the stages compute."""
+    def begin(self) -> None:
+        """Lay out the tasks of the step."""
         self.timeline.step = self.step
+        self._began = self.timeline.clock()
+        self._decided = 0
+        session = self.session
+        decoding = session is not None and session.generated > 0
+        self._guesses = session.guesses_in_flight if session and decoding else None
+        self.meter.begin()
         with self.timeline("control"):
             self.controller.submit(step_graph(self.layout, self.step))
+
+    def grow(self) -> None:
+        """Let the source expand the tree while the stages compute."""
         session = self.session
-        for _ in range(self.rounds if session else 0):
-            assert session is not None
-            growth = self.policy.grow(session.tree)
+        while session is not None:
+            state = self.state(session)
+            growth = self.policy.grow(session.tree, state)
             nodes = session.useful(growth.nodes)
-            if not len(nodes):
-                break
-            with self.timeline("draft"):
-                start = self.timeline.clock()
-                candidates = self.source.expand(
-                    session.context, session.tree, nodes, self.policy.children
-                )
-                session.counts["overruns"] += not hold(start, self.pace.draft_ms)
-            session.counts["rounds"] += 1
-            if candidates is not None:
-                session.tree.append(
-                    candidates.parents, candidates.tokens, candidates.logps, growth.limit
-                )
-                session.tree.trim(self.policy.capacity)
+            if not len(nodes) or not fits(self.rounds, state):
+                return
+            self.expand(session, nodes, growth.limit)
+
+    def expand(self, session: Session, nodes: np.ndarray, limit: int | None) -> None:
+        """One draft round: the source proposes children for `nodes`."""
+        start = self.timeline.clock()
+        with self.timeline("draft"):
+            candidates = self.source.expand(
+                session.context, session.tree, nodes, self.policy.children
+            )
+            session.counts["overruns"] += not hold(start, self.pace.draft_ms)
+        session.counts["rounds"] += 1
+        self.meter.round(self._since(start), measured=candidates is not None)
+        if candidates is not None:
+            session.tree.append(candidates.parents, candidates.tokens, candidates.logps, limit)
+            session.tree.trim(self.policy.capacity)
+
+    def state(self, session: Session) -> PipelineState:
+        """What the policy may know at this moment of the step."""
+        return self.meter.state(
+            self.step, end=session.last_position, elapsed_ms=self._since(self._began)
+        )
+
+    def _since(self, start: int) -> float:
+        """Milliseconds since a moment of the timeline's clock."""
+        return (self.timeline.clock() - start) / 1e6
 
     def hear(self) -> None:
         """Wait for the verdict of this step and follow it."""
+        drafted, start = self._since(self._began), self.timeline.clock()
         done = [*self._done, compute(0, self.step)]
         verdicts = hear(self.controller, done, prune(0, self.step), self.timeline)
+        if self._guesses is not None:
+            self.meter.verdict(drafted, self._since(start))
         self._done = [prune(0, self.step)]
         if self.session is not None:
             self.session.counts["steps"] += 1
@@ -212,7 +250,9 @@ class Head:
             reason = session.accept(token, now)
             if reason:
                 break
-        self.controller.accept(verdict.request, verdict.base, accepted)
+        self._decided += len(accepted)
+        logprobs = verdict.logprobs[: len(accepted)]
+        self.controller.accept(verdict.request, verdict.base, accepted, logprobs)
         self.source.accept(verdict)
         if reason:
             self.finish(reason)
@@ -229,6 +269,16 @@ class Head:
         self._released = (session.request.id,)
         self.session = None
 
+    def catch_up(self) -> None:
+        """Draft what a method must have before it can feed anything: the pipeline idles anyway."""
+        session = self.session
+        while session is not None and not session.prompt_left:
+            growth = self.policy.grow(session.tree, self.state(session))
+            nodes = session.useful(growth.nodes)
+            if not len(nodes) or not growth.urgent:
+                return
+            self.expand(session, nodes, growth.limit)
+
     def feed(self) -> Batch:
         """The prompt's next chunk, or the nodes that the policy chooses."""
         released, self._released = self._released, ()
@@ -240,7 +290,8 @@ class Head:
             rows = session.context.rows(session.prefilled, end)
             session.prefilled = end
         else:
-            nodes = session.useful(self.policy.feed(session.tree))
+            nodes = session.useful(self.policy.feed(session.tree, self.state(session)))
+            assert len(nodes) <= self.policy.max_rows, "the KV pools are made for no more"
             rows = session.tree.rows(session.request.id, nodes)
             session.tree.fed[nodes] = True
         session.counts["rows"] += len(rows)
@@ -248,14 +299,21 @@ class Head:
 
     def send(self, batch: Batch) -> None:
         if len(batch) or batch.released:
-            self._busy_until = self.step + self.layout.num_stages
+            self._busy_until = self.step + self.layout.num_steps
         with self.timeline("send"):
             self.link.send(batch)
         self._done.append(transfer(0, self.step))
+        self.meter.fed(len(batch))
         self.step += 1
+
+    def measure(self) -> None:
+        """Keep what a step of decoding cost and brought, for the policy."""
+        if self._guesses is not None and self.session is not None:
+            guesses = self._guesses or self.meter.rounds > 0
+            self.meter.step(self._since(self._began), self._decided, guesses=guesses)
 
     def stop(self) -> None:
         """Send the last batch, and lay out the steps in which it passes the stages."""
-        for step in range(self.step, self.step + self.layout.num_stages + 1):
+        for step in range(self.step, self.step + self.layout.num_steps + 1):
             self.controller.submit(step_graph(self.layout, step))
         self.send(Batch(self.step, stop=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from pipespec.types import (
     Batch,
     Verdict,
 )
-from pipespec.verify import Verifier, walk
+from pipespec.verify import Judge
 
 
 @dataclass(slots=True)
@@ -138,8 +139,11 @@ class Stage:
             keep[mine] |= self.sequences[request].lineage.holds(batch.rows[mine, NODE].tolist())
         return batch.select(keep)
 
-    def verdicts(self, batch: Batch, verifier: Verifier) -> list[Verdict]:
-        """What follows each request's tip, as far as this batch tells (last stage only)."""
+    def verdicts(self, batch: Batch, judge_of: Callable[[int], Judge]) -> list[Verdict]:
+        """What follows each request's tip, as far as this batch tells (last stage only).
+
+        `judge_of` gives the judge of a request.
+        """
         found: list[Verdict] = []
         for request in np.unique(batch.rows[:, REQUEST]).tolist():
             lineage = self.sequences[request].lineage
@@ -148,12 +152,14 @@ class Stage:
             if not (batch.rows[mine, NODE] == lineage.tip).any():
                 continue
             assert batch.hidden is not None
-            drawn = verifier.draw(self.model.logits(batch.hidden[torch.from_numpy(mine)]))
+            judge = judge_of(request)
+            assert judge.length == lineage.decided, "the judge has missed a token"
+            logits = self.model.logits(batch.hidden[torch.from_numpy(mine)])
             nodes, parents, guesses = (
                 batch.rows[mine, column].tolist() for column in (NODE, PARENT, TOKEN)
             )
-            tokens = walk(lineage.tip, nodes, parents, guesses, drawn)
-            found.append(Verdict(request, lineage.decided, tuple(tokens)))
+            tokens, logprobs = judge.decide(lineage.tip, nodes, parents, guesses, logits)
+            found.append(Verdict(request, lineage.decided, tuple(tokens), tuple(logprobs)))
         return found
 
     def release(self, request: int) -> None:

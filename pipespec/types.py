@@ -53,27 +53,94 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the target thought of one decided token, before penalties and temperature.
+
+    `logprob` is the token's natural log-probability; `top` are the most probable tokens and
+    theirs, the most probable first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What the last stage decided for one request in one step.
 
     `tokens` follow the committed sequence; `base` is that sequence's length (prompt
-    included) before them, so that a verdict told twice is recognised.
+    included) before them, so that a verdict told twice is recognised. `logprobs` has one
+    entry per token if the request asked for them, else none.
     """
 
     request: int
     base: int
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request's tokens follow from the target's logits (`pipespec.sampling`).
+
+    The defaults are greedy decoding of the logits as they are. `check_sampling` says which
+    values are in range.
+
+    Attributes:
+        temperature: 0 takes the most probable token; more divides the logits.
+        top_k: draw from so many most probable tokens; 0: from all.
+        top_p: draw from the smallest set of most probable tokens with this probability.
+        min_p: draw from tokens at least so probable relative to the most probable one.
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens
+            that stand in the prompt or the answer.
+        presence_penalty: taken off the logit of every token that stands in the answer.
+        frequency_penalty: the same, for each time that it stands there.
+        logit_bias: token ids and what is added to their logits.
+        seed: with the position, all that a draw depends on beside the distribution.
+        logprobs: report the log-probabilities of the chosen and of so many most probable
+            tokens; None: report none.
+        accept_top: accept a guess that is among so many most probable tokens, drawn or not
+            (lossy); 0: accept what was drawn and nothing else.
+        accept_ratio: such a guess has at least so much of the highest probability.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+    accept_top: int = 0
+    accept_ratio: float = 0.0
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the text may differ from what the target alone would have said."""
+        return self.accept_top > 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the arg-max of the logits, as they are, is the whole answer."""
+        untouched = not self.penalises and not self.logit_bias and self.logprobs is None
+        return untouched and self.temperature == 0 and not self.lossy
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for: the durable part of a request, as the request log keeps it.
-
-    `seed` and the sampling parameters belong to the verifier; greedy ignores them.
-    """
+    """What the user asked for: the durable part of a request, as the request log keeps it."""
 
     id: int
     prompt: tuple[int, ...]
     max_new_tokens: int
     eos: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    sampling: Sampling = Sampling()

@@ -3,32 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from pipespec.control.client import Controller
 from pipespec.graph import Task
 from pipespec.trace import Timeline
-from pipespec.types import Verdict
+from pipespec.types import TokenLogprobs, Verdict
 
 
 def pack(verdicts: Sequence[Verdict], drawn_ns: int) -> bytes:
-    """Little-endian int64: when it was drawn; then request, base, count, tokens, one by one."""
+    """Little-endian int64: when it was drawn; then the verdicts, one by one.
+
+    A verdict is request, base, count, the tokens, and whether log-probabilities follow. If so:
+    for every token how many are the most probable ones, their ids, and as the bits of float64
+    its own log-probability and theirs.
+    """
     flat: list[int] = [drawn_ns]
     for verdict in verdicts:
         flat += (verdict.request, verdict.base, len(verdict.tokens), *verdict.tokens)
+        flat.append(bool(verdict.logprobs))
+        for token in verdict.logprobs:
+            values = (token.logprob, *(value for _, value in token.top))
+            flat += (len(token.top), *(id_ for id_, _ in token.top))
+            flat += np.array(values, "<f8").view("<i8").tolist()
     return np.array(flat, "<i8").tobytes()
 
 
 def unpack(payload: bytes) -> tuple[list[Verdict], int]:
     """The inverse of `pack`."""
-    drawn_ns, *flat = np.frombuffer(payload, "<i8").tolist()
-    verdicts: list[Verdict] = []
+    numbers = np.frombuffer(payload, "<i8")
     at = 0
-    while at < len(flat):
-        request, base, count = flat[at : at + 3]
-        at += 3 + count
-        verdicts.append(Verdict(request, base, tuple(flat[at - count : at])))
+
+    def take(count: int, kind: str = "<i8") -> list[Any]:
+        nonlocal at
+        at += count
+        return numbers[at - count : at].view(kind).tolist()
+
+    (drawn_ns,) = take(1)
+    verdicts: list[Verdict] = []
+    while at < len(numbers):
+        request, base, count = take(3)
+        tokens = tuple(take(count))
+        (reported,) = take(1)
+        logprobs = []
+        for _ in range(count * reported):
+            (num_top,) = take(1)
+            ids = take(num_top)
+            own, *values = take(1 + num_top, "<f8")
+            logprobs.append(TokenLogprobs(own, tuple(zip(ids, values, strict=True))))
+        verdicts.append(Verdict(request, base, tokens, tuple(logprobs)))
     return verdicts, drawn_ns
 
 

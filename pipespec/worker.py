@@ -12,14 +12,15 @@ from pipespec.stage import Stage
 from pipespec.trace import Timeline
 from pipespec.transport import Transport
 from pipespec.types import Batch
-from pipespec.verify import Verifier
+from pipespec.verify import Judge
 
 
 class Worker:
     """One stage of the pipeline, at one rank.
 
     In lockstep every rank does the same in step t: compute the batch that its neighbour sent
-    in step t-1, hear the verdict of step t, drop what it ruled out, send on.
+    in step t-1, hear the verdict of step t, drop what it ruled out, send on. Inside a group
+    (PipeDec's G_i) the batch goes on within the step, so it is sent before the verdict is heard.
     """
 
     def __init__(
@@ -27,7 +28,6 @@ class Worker:
         stage: Stage,
         link: Transport,
         controller: Controller,
-        verifier: Verifier,
         layout: Layout,
         *,
         pace: Pace,
@@ -36,13 +36,16 @@ class Worker:
         self.stage = stage
         self.link = link
         self.controller = controller
-        self.verifier = verifier
         self.rank = link.rank
         self.last = link.rank == layout.last
+        # A neighbour in the same group computes the same batch in the same step.
+        self.joins_previous = layout.same_group(link.rank - 1)
+        self.joins_next = not self.last and layout.same_group(link.rank)
         self.pace = pace
         self.timeline = timeline
         self.step = 0
         self._done: list[Task] = []
+        self._judges: dict[int, Judge] = {}  # of the open requests, at the last stage
         self._counts = dict.fromkeys(("steps", "rows", "dropped", "overruns"), 0)
         # When the current request's first row came; None between requests.
         self._since: int | None = None
@@ -52,8 +55,10 @@ class Worker:
         while True:
             batch = self.receive()
             computed = self.compute(batch)
+            if self.joins_next:
+                self.send(computed)
             self.hear(computed)
-            if not self.last:
+            if not (self.last or self.joins_next):
                 self.send(self.prune(computed))
             for request in batch.released:
                 self.release(request)
@@ -63,12 +68,13 @@ class Worker:
             self.step += 1
 
     def receive(self) -> Batch:
-        """What the neighbour sent in the step before; nobody had sent anything before step 0."""
+        """What the neighbour sent in this step or the one before; none was before step 0."""
         self.timeline.step = self.step
         # Rank 1 has the head before it, which may be idle: waiting there is not waiting for work.
         with self.timeline("receive"):
-            batch = self.link.recv() if self.step else Batch(step=-1)
-        assert batch.step == self.step - 1, "the links are in step"
+            sent = self.step if self.joins_previous else self.step - 1
+            batch = self.link.recv() if sent >= 0 else Batch(step=-1)
+        assert batch.step == sent, "the links are in step"
         return batch
 
     def compute(self, batch: Batch) -> Batch:
@@ -91,7 +97,7 @@ class Worker:
         done = [*self._done, compute(self.rank, self.step)]
         if self.last:
             with self.timeline("verify"):
-                verdicts = self.stage.verdicts(computed, self.verifier)
+                verdicts = self.stage.verdicts(computed, self.judge)
             with self.timeline("control"):
                 self.controller.complete(done, verdict.pack(verdicts, self.timeline.clock()))
         else:
@@ -101,6 +107,14 @@ class Worker:
         with self.timeline("prune"):
             self.stage.apply(verdicts)
         self._done = [prune(self.rank, self.step)]
+
+    def judge(self, request: int) -> Judge:
+        """Who decides the tokens of a request; what it asks for is looked up at its first row."""
+        judge = self._judges.get(request)
+        if judge is None:
+            judge = Judge(self.controller.request(request), self.controller.tokens(request))
+            self._judges[request] = judge
+        return judge
 
     def prune(self, computed: Batch) -> Batch:
         with self.timeline("prune"):
@@ -116,6 +130,7 @@ class Worker:
     def release(self, request: int) -> None:
         """A request is over: free what it held here, report where the time went."""
         self.stage.release(request)
+        self._judges.pop(request, None)
         self.controller.report(request, self.statistics())
 
     def statistics(self) -> dict[str, Any]:

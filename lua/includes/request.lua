@@ -5,7 +5,8 @@
 --   <request>          hash    asked: what was asked for (opaque); length: of the sequence so
 --                              far, prompt included; reason: why it finished, if it did
 --   <request>:events   stream  an entry "<length after it>-0" per accepted piece, with base
---                              and tokens; at last "<length>-1" with the reason
+--                              and tokens, and notes if there are any (opaque words, one per
+--                              token); at last "<length>-1" with the reason
 --   <request>:reports  stream  an entry per report of a rank
 --
 -- unknown(id) -> the error reply for a request that the log does not have.

@@ -52,6 +52,11 @@ class Pipe:
         while self._owed and self.readable():
             self.read()
 
+    def flush(self) -> None:
+        """Waits until every command is answered. Raises what the first error means."""
+        while self._owed:
+            self.read()
+
     def call(self, *command: Any, timeout: float = 0.0) -> Any:
         """Sends a command and returns its reply, having read those before it.
 

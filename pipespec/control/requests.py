@@ -16,7 +16,7 @@ from pipespec.control.connection import Pipe
 from pipespec.control.keys import Keys
 from pipespec.control.scripts import load_scripts
 from pipespec.errors import ControllerError
-from pipespec.types import Request
+from pipespec.types import Request, TokenLogprobs
 
 # How long a finished request can still be read.
 KEEP_FINISHED_S = 3600
@@ -28,10 +28,19 @@ POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Tokens joined a request's sequence, which had `base` tokens (prompt included)."""
+    """Tokens joined a request's sequence, which had `base` tokens (prompt included).
+
+    `logprobs` has one entry per token if the request asked for them, else none.
+    """
 
     base: int
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def since(self, base: int) -> Accepted:
+        """The part from the position `base` on."""
+        skip = max(0, base - self.base)
+        return Accepted(self.base + skip, self.tokens[skip:], self.logprobs[skip:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +73,13 @@ class RequestLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                # Redis drops what a closed connection sent and it has not read yet.
+                self._pipe.flush()
+        finally:
+            self.close()
 
     def close(self) -> None:
         self._pipe.close()
@@ -118,8 +132,16 @@ class RequestLog:
             raise ControllerError(f"Request {request} is not in the log.")
         return _revive(request, asked)
 
-    def accept(self, request: int, base: int, tokens: Sequence[int]) -> None:
+    def accept(
+        self,
+        request: int,
+        base: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
         """Appends tokens to a request whose sequence has `base` tokens (prompt included).
+
+        `logprobs` has one entry per token, or none.
 
         Positions that the sequence already has are skipped. A base beyond its end, and new
         tokens of a finished request, are refused.
@@ -132,6 +154,7 @@ class RequestLog:
             request,
             base,
             " ".join(map(str, tokens)),
+            " ".join(map(_written, logprobs)),
         )
 
     def finish(self, request: int, reason: str) -> None:
@@ -178,9 +201,7 @@ class RequestLog:
                 position = entries[-1][0]
                 for _, fields in entries:
                     event = _event(fields)
-                    if isinstance(event, Accepted) and event.base < base:
-                        event = Accepted(base, event.tokens[base - event.base :])
-                    yield event
+                    yield event.since(base) if isinstance(event, Accepted) else event
                     if isinstance(event, Finished):
                         return
         finally:
@@ -273,7 +294,24 @@ def _entries(found: list[Any]) -> list[Entry]:
 def _event(fields: dict[bytes, bytes]) -> Accepted | Finished:
     if b"reason" in fields:
         return Finished(fields[b"reason"].decode())
-    return Accepted(int(fields[b"base"]), tuple(map(int, fields[b"tokens"].split())))
+    return Accepted(
+        int(fields[b"base"]),
+        tuple(map(int, fields[b"tokens"].split())),
+        tuple(map(_read, fields.get(b"notes", b"").decode().split())),
+    )
+
+
+def _written(logprobs: TokenLogprobs) -> str:
+    """As one word: the token's log-probability, then id:log-probability of the top ones."""
+    pairs = (f"{token}:{value!r}" for token, value in logprobs.top)
+    return ",".join((repr(logprobs.logprob), *pairs))
+
+
+def _read(word: str) -> TokenLogprobs:
+    """The inverse of `_written`."""
+    own, *pairs = word.split(",")
+    split = (pair.split(":") for pair in pairs)
+    return TokenLogprobs(float(own), tuple((int(token), float(value)) for token, value in split))
 
 
 def _revive(request: int, asked: bytes) -> Request:
@@ -286,7 +324,7 @@ def _build(kind: Any, values: dict[str, Any]) -> Any:
 
     def revive(hint: Any, value: Any) -> Any:
         if isinstance(value, list):
-            return tuple(value)
+            return tuple(revive(None, item) for item in value)
         if isinstance(value, dict):
             # The annotation may be `Sampling | None`.
             for option in (hint, *typing.get_args(hint)):

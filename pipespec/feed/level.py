@@ -1,4 +1,4 @@
-"""SpecPipe and PipeDec: one tree level per step."""
+"""SpecPipe and PipeDec: one tree level, or several, per step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.feed import NOTHING, Growth, check_at_least
+from pipespec.feed import NOTHING, Growth, PipelineState, check_at_least
 from pipespec.tree import Tree
 
 
@@ -16,27 +16,36 @@ class Level:
 
     PipeDec 3.3 (dynamic prediction tree), SpecPipe 3.2. What missed the cut of its level is
     never sent later, so a verdict outside the tree empties the pipeline.
+
+    `levels_per_step` (SpecPipe 3.4) feeds so many levels at once, which needs as many draft
+    rounds per step; a step with fewer feeds what there is.
     """
 
     width: int = 16
     children: int = 8
+    levels_per_step: int = 1
 
     def __post_init__(self) -> None:
-        check_at_least(self, width=1, children=1)
+        check_at_least(self, width=1, children=1, levels_per_step=1)
+
+    @property
+    def max_rows(self) -> int:
+        return self.width * self.levels_per_step
 
     @property
     def capacity(self) -> int:
-        # A level per step in flight; pipelines longer than this are cut by stage groups.
-        return self.width * 64
+        # A feed per step in flight; pipelines longer than this are cut by stage groups.
+        return self.max_rows * 64
 
-    def grow(self, tree: Tree) -> Growth:
-        if not tree.fed.all():
-            return Growth(NOTHING)  # the draft never runs more than one level ahead
+    def grow(self, tree: Tree, state: PipelineState) -> Growth:
+        # The draft never runs further ahead than one feed.
+        if len(np.unique(tree.position[~tree.fed])) >= self.levels_per_step:
+            return Growth(NOTHING)
         deepest = np.flatnonzero((tree.position == tree.position[-1]) & ~tree.expanded)
         return Growth(deepest, self.width)
 
-    def feed(self, tree: Tree) -> np.ndarray:
+    def feed(self, tree: Tree, state: PipelineState) -> np.ndarray:
         unfed = np.flatnonzero(~tree.fed)
         if not len(unfed):
             return NOTHING
-        return unfed[tree.position[unfed] == tree.position[unfed[0]]]
+        return unfed[tree.position[unfed] < tree.position[unfed[0]] + self.levels_per_step]

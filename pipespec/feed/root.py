@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.feed import NOTHING, Growth
+from pipespec.feed import NOTHING, Growth, PipelineState
 from pipespec.tree import ROOT, Tree
 
 
@@ -14,12 +14,12 @@ from pipespec.tree import ROOT, Tree
 class Root:
     """Only the last accepted token is computed; no guess is made."""
 
-    width: int = 1
+    max_rows: int = 1
     children: int = 0
     capacity: int = 1
 
-    def grow(self, tree: Tree) -> Growth:
+    def grow(self, tree: Tree, state: PipelineState) -> Growth:
         return Growth(NOTHING)
 
-    def feed(self, tree: Tree) -> np.ndarray:
+    def feed(self, tree: Tree, state: PipelineState) -> np.ndarray:
         return NOTHING if tree.fed[ROOT] else np.array([ROOT])

@@ -6,11 +6,13 @@ pipeline and decides nothing: a bad guess costs speed alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from pipespec.errors import ConfigError
 from pipespec.tree import Tree
 from pipespec.types import (
     DECIDED,
@@ -50,16 +52,31 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Children for the nodes `parents` `[k]`: `tokens` and `logps`, both `[k, children]`."""
+    """Children for the nodes `parents` `[k]`: `tokens` and `logps`, both `[k, children]`.
+
+    The tokens of a row differ. Where a row has fewer candidates than others, the rest of it
+    has log-probability -inf.
+    """
 
     parents: np.ndarray
     tokens: np.ndarray
     logps: np.ndarray
 
+    @classmethod
+    def of(cls, parents: np.ndarray, rows: Sequence[Sequence[tuple[int, float]]]) -> Candidates:
+        """From one list of (token, probability) per parent, of any lengths."""
+        shape = (len(rows), max(map(len, rows), default=0))
+        tokens, logps = np.full(shape, -1, np.int64), np.full(shape, -np.inf)
+        for i, row in enumerate(rows):
+            if row:
+                tokens[i, : len(row)] = [token for token, _ in row]
+                logps[i, : len(row)] = np.log([probability for _, probability in row])
+        return cls(parents, tokens, logps)
+
 
 class TokenSource(Protocol):
     def begin(self, context: Context) -> None:
-        """A request starts; `context` is its prompt."""
+        """A request starts; `context` is its prompt, and grows as tokens are decided."""
         ...
 
     def expand(
@@ -72,7 +89,7 @@ class TokenSource(Protocol):
         ...
 
     def accept(self, verdict: Verdict) -> None:
-        """The target decided these tokens."""
+        """The target decided these tokens; those that count are in the context already."""
         ...
 
     def end(self, request: int) -> None:
@@ -81,7 +98,35 @@ class TokenSource(Protocol):
 
 
 class SourceSpec(Protocol):
-    """What `conf/source/*.yaml` names: `rounds`, draft rounds per pipeline step."""
+    """What `conf/source/*.yaml` names: a frozen dataclass of settings.
+
+    `rounds`: draft rounds per pipeline step at most, or "auto" (see `pipespec.feed.rounds`).
+    `needs_draft`: rank 0 loads the draft model. `synthetic`: the guesses are made from the
+    answer, so results are labelled.
+    """
 
     @property
-    def rounds(self) -> int: ...
+    def rounds(self) -> int | str: ...
+    @property
+    def needs_draft(self) -> bool: ...
+    @property
+    def synthetic(self) -> bool: ...
+
+    def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
+        """The running source.
+
+        Args:
+            draft: the draft model as a source, given exactly if `needs_draft`.
+            vocabulary: how many token ids the target knows.
+        """
+        ...
+
+
+def check_at_least(spec: object, **limits: int) -> None:
+    """Refuse a spec whose named settings are below their limits. Raises ConfigError."""
+    for name, limit in limits.items():
+        value = getattr(spec, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < limit:
+            raise ConfigError(
+                f"source.{name} is {value}, but must be a whole number from {limit} up."
+            )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipespec.errors import ConfigError
-from pipespec.source import Candidates, Context
+from pipespec.feed.rounds import check_rounds
+from pipespec.source import Candidates, Context, TokenSource
 from pipespec.stage import Stage
 from pipespec.tree import ROOT, Tree
 from pipespec.types import Batch, Verdict
@@ -18,13 +18,22 @@ from pipespec.types import Batch, Verdict
 class DraftModel:
     """Settings: `rounds`, how often the draft expands the tree in one pipeline step."""
 
-    rounds: int = 2
+    rounds: int | str = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.rounds, bool) or not isinstance(self.rounds, int) or self.rounds < 1:
-            raise ConfigError(
-                f"source.rounds is {self.rounds}, but must be a whole number from 1 up."
-            )
+        check_rounds(self.rounds)
+
+    @property
+    def needs_draft(self) -> bool:
+        return True
+
+    @property
+    def synthetic(self) -> bool:
+        return False
+
+    def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
+        assert draft is not None
+        return draft
 
 
 class DraftModelSource:

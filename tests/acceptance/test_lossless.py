@@ -18,8 +18,12 @@ PROMPTS = Path(__file__).parent.parent / "data" / "prompts.jsonl"
 MAX_PROMPT, MAX_NEW_TOKENS = 90, 12
 POLICIES = {
     "root": ("feed=root",),
+    "static_tree": ("feed=static_tree", "feed.shape=[1,3,1]", "feed.children=4"),
     "level": ("feed=level", "feed.width=8", "feed.children=4"),
+    "levels": ("feed=level", "feed.width=4", "feed.children=4", "feed.levels_per_step=2"),
     "best_first": ("feed=best_first", "feed.width=16"),
+    # Switches between guessing and not as often as it can.
+    "adaptive": ("feed=adaptive", "feed.width=8", "feed.trial=2", "feed.patience=3"),
 }
 
 
@@ -56,6 +60,33 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(demo, redis
     if policy == "root":
         per_step = [stats["tokens_per_step"] for _, _, stats in answers]
         assert per_step == [pytest.approx(1 / stages)] * len(prompts)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("stages", "groups", "steps"), [(14, "2", 7), (6, "[1,3,2]", 3), (3, "3", 1), (3, "1", 3)]
+)
+def test_stages_in_groups_say_the_same_in_fewer_steps(demo, redis, stages, groups, steps, policy):
+    folder, prompts, expected = demo
+    some = slice(0, None, 8)
+    plan = cluster.make_plan(
+        folder / "target",
+        folder / "draft",
+        f"cluster.stages={stages}",
+        f"cluster.groups={groups}",
+        *POLICIES[policy],
+    )
+    requests = [
+        {"prompt": tuple(ids), "max_new_tokens": MAX_NEW_TOKENS, "eos": plan.target.eos}
+        for ids in prompts[some]
+    ]
+    answers = cluster.decode(plan, redis, requests)
+    assert [tokens for tokens, *_ in answers] == expected[some]
+    per_step = [stats["tokens_per_step"] for *_, stats in answers]
+    if policy == "root":
+        assert per_step == [pytest.approx(1 / steps)] * len(per_step)
+    else:
+        assert min(per_step) >= 1 / (steps + 1)
 
 
 def test_a_prompt_longer_than_a_chunk_is_read_in_pieces(demo, redis):

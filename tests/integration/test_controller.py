@@ -117,6 +117,16 @@ def test_a_verdict_that_came_first_is_told_before_the_rank_has_computed(cluster:
     assert cluster.ranks[1].wait(prune(1, 0), timeout=5) == b"early"
 
 
+def test_a_rank_leaves_once_redis_has_done_what_it_said_last(cluster: Cluster) -> None:
+    cluster.ranks[0].submit(step_graph(cluster.layout, 0))
+    cluster.settle()
+    with cluster.ranks[3] as last:
+        last.complete([compute(3, 0)], b"verdict")
+    assert cluster.ranks[1].poll(prune(1, 0)) == b"verdict", "it was told before the rank left"
+    with pytest.raises(GraphError), cluster.ranks[2] as mistaken:
+        mistaken.complete([Task.parse("c:9:0")])
+
+
 def test_nothing_is_told_before_the_verdict(cluster: Cluster) -> None:
     cluster.ranks[0].submit(step_graph(cluster.layout, 0))
     cluster.ranks[1].complete([compute(1, 0)])

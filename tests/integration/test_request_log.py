@@ -14,7 +14,8 @@ from pipespec.control.client import Controller
 from pipespec.control.requests import Accepted, Finished, RequestLog
 from pipespec.control.server import EmbeddedRedis
 from pipespec.errors import ControllerError, StaleEpoch
-from pipespec.types import Request
+from pipespec.types import Request, TokenLogprobs
+from pipespec.types import Sampling as Asked
 
 names = count()
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9, "eos": (2,), "stop": ("\n\n", "é")}
@@ -81,6 +82,29 @@ def test_a_reader_may_come_late_or_again(head: Controller) -> None:
     assert list(head.stream(request, base=4)) == [Accepted(4, (11,)), Accepted(5, (12, 13)), end]
     assert list(head.stream(request, base=5)) == [Accepted(5, (12, 13)), end]
     assert list(head.stream(request, base=7)) == [end]
+
+
+def test_log_probabilities_stay_with_their_tokens(head: Controller) -> None:
+    request = head.enqueue(**ASKED)
+    told = [TokenLogprobs(-0.1 * i, ((i, -1e-17), (9, -2.5))) for i in range(1, 4)]
+    head.accept(request, 3, [10, 11], told[:2])
+    head.accept(request, 4, [11, 12], told[1:])  # one of them told before
+    head.finish(request, "stop")
+    head.tokens(request)
+    assert list(head.stream(request)) == [
+        Accepted(3, (10, 11), tuple(told[:2])),
+        Accepted(5, (12,), (told[2],)),
+        Finished("stop"),
+    ]
+    assert next(iter(head.stream(request, base=4))) == Accepted(4, (11,), (told[1],))
+
+
+def test_sampling_parameters_travel_exactly(head: Controller) -> None:
+    sampling = Asked(
+        temperature=0.1 + 0.2, logit_bias=((3, -1.5), (4, 1e-3)), seed=2**63 - 1, logprobs=0
+    )
+    request = head.enqueue(**ASKED, sampling=sampling)
+    assert head.next_request(timeout=5) == Request(id=request, **ASKED, sampling=sampling)
 
 
 def test_a_verdict_told_twice_is_accepted_once(head: Controller) -> None:

@@ -191,7 +191,10 @@ def test_equal_vocabularies_pass():
 
 def test_different_vocabularies_are_counted_and_shown():
     with pytest.raises(ModelError) as caught:
-        compare_vocabularies(_Tokenizer(a=0, b=1, c=2), _Tokenizer(a=0, b=2))
+        compare_vocabularies(_Tokenizer(a=0, b=1, c=2, e=3), _Tokenizer(a=0, b=2, d=1, e=4))
     message = str(caught.value)
-    assert "differ in 2 tokens" in message
+    assert "differ in 4 tokens" in message
     assert "'b' (id 1 in the target, id 2 in the draft)" in message
+    assert "'c' (id 2 in the target, missing in the draft)" in message
+    assert "'d' (missing in the target, id 1 in the draft)" in message
+    assert "'e'" not in message, "three are enough"

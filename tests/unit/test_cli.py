@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec import config
+from pipespec import cli, config
 from pipespec.cli import main
 
 PIPESPEC = [sys.executable, "-m", "pipespec"]
@@ -46,7 +46,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "part"),
     [
         ([], "No command"),
-        (["generat"], "'generate', 'check'"),
+        (["generat"], "'generate', 'plan', 'check'"),
         (["generate"], "Pass the prompt in one way"),
         (["generate", "--prompt", "a", "-"], "Pass the prompt in one way"),
         (["generate", "--prompt", "a", "--prompt-file", "f"], "Pass the prompt in one way"),
@@ -60,6 +60,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--prompt", "a", "feed.width=0", "--json"], "feed.width is 0"),
         (["check", "feed=level"], "takes no settings"),
         (["check", "--jason"], "did you mean --json?"),
+        (["plan", "feed=level"], "takes options and no settings"),
+        (["plan", "--width", "3"], "did you mean --widths?"),
+        (["plan", "--stages", "0"], "stages is 0"),
+        (["plan", "--stage-ms", "1:a"], "'1:a' is no time of a stage"),
+        (["plan", "--stage-ms", "8:1,1:2"], "rising numbers from 1"),
+        (["plan", "--stage-ms", "-1"], "must be 0 or more"),
+        (["plan", "--hop-ms", "-1"], "hop_ms is -1.0"),
+        (["plan", "--curve", "0.9"], "no point of an accuracy curve"),
+        (["plan", "--spread", "1"], "spread of the confidence is 1.0"),
+        (["plan", "--policies", "levle"], "'levle' is not known"),
+        (["plan", "--rounds", "0"], "rounds is 0"),
+        (["plan", "--tokens", "0"], "tokens is 0"),
+        (["plan", "--widths", "a"], "invalid list of int value"),
+        (["plan", "--profile", "/no/such/file"], "No such file"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(
@@ -122,6 +136,20 @@ def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check"]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in ("torch", "sdpa", "flashinfer", "gloo", "Redis", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "label"), [("lossy", "LOSSY"), ("emulated", "EMULATED"), ("synthetic", "SYNTHETIC")]
+)
+def test_what_is_not_the_plain_truth_is_labelled(
+    flag: str, label: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pipespec.generate import Result
+
+    for stated in (False, True):
+        stats = {"lossy": False, "emulated": False, "synthetic": False, flag: stated}
+        cli._print_statistics(Result("a", [1], None, 1, 1, "length", stats))
+        assert (label in capsys.readouterr().err) is stated
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly() -> None:

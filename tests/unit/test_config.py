@@ -19,26 +19,40 @@ from pipespec.config import (
     TransportConfig,
     compose,
 )
+from pipespec.feed.adaptive import Adaptive
 from pipespec.feed.best_first import BestFirst
 from pipespec.feed.level import Level
 from pipespec.feed.root import Root
+from pipespec.feed.static_tree import StaticTree
 from pipespec.pace import Pace
 from pipespec.resources import resource_dir
 from pipespec.source.draft_model import DraftModel
-from pipespec.verify import Greedy
+from pipespec.source.hybrid import Hybrid
+from pipespec.source.ngram import NGram
+from pipespec.source.synthetic import Synthetic
+from pipespec.verify import Greedy, Relaxed, Sample, Strict
 
 CHOICES = [(group, option) for group in config.groups() for option in config.options(group)]
 # What an option cannot do without.
 NEEDED = {
     ("model", "custom"): ["model.target=/models/target", "model.draft=/models/draft"],
     ("controller", "url"): ["controller.url=redis://localhost:6379/0"],
+    ("source", "synthetic"): [f"source.truth={__file__}"],
 }
 CLASSES = {
     ("feed", "root"): Root,
     ("feed", "level"): Level,
+    ("feed", "static_tree"): StaticTree,
     ("feed", "best_first"): BestFirst,
+    ("feed", "adaptive"): Adaptive,
     ("source", "draft_model"): DraftModel,
+    ("source", "ngram"): NGram,
+    ("source", "hybrid"): Hybrid,
+    ("source", "synthetic"): Synthetic,
     ("verify", "greedy"): Greedy,
+    ("verify", "sample"): Sample,
+    ("verify", "relaxed"): Relaxed,
+    ("verify", "strict"): Strict,
     ("pace", "none"): Pace,
     ("pace", "fixed"): Pace,
 }
@@ -57,7 +71,7 @@ def test_every_shipped_file_names_every_setting(group: str, option: str) -> None
     cls = SECTIONS.get(group) or CLASSES[group, option]
     text = (resource_dir("conf") / group / f"{option}.yaml").read_text()
     named = {line.partition(":")[0] for line in text.splitlines() if not line.startswith("#")}
-    fixed = {"width", "children", "capacity"} if cls is Root else set()
+    fixed = {"max_rows", "children", "capacity"} if cls is Root else set()
     assert named - {"_target_"} == {f.name for f in fields(cls)} - fixed
 
 
@@ -72,6 +86,16 @@ def test_the_defaults_of_files_and_classes_agree() -> None:
     assert Path(made.model.target) == resource_dir("demo") / "target"
     assert Path(made.model.draft) == resource_dir("demo") / "draft"
     assert (made.model.dtype, made.model.context, made.trace) == ("float32", None, None)
+
+
+def test_a_source_that_needs_no_draft_needs_no_folder_of_one() -> None:
+    made = compose(["model=custom", "model.target=/models/t", "source=ngram"])
+    assert made.model.draft is None and not made.source.needs_draft
+
+
+def test_the_points_of_an_accuracy_curve_need_no_quotes() -> None:
+    chosen = ["source=synthetic", f"source.truth={__file__}", "source.curve=[1:0.7,4:0.9]"]
+    assert compose(chosen).source == Synthetic(__file__, curve=["1:0.7", "4:0.9"])
 
 
 def test_overrides_choose_and_set_in_any_order() -> None:
@@ -114,6 +138,9 @@ def test_lists() -> None:
     assert compose(["decode.stop=['a b',\"\n\"]"]).decode.stop == ["a b", "\n"]
     assert compose(["decode.stop=END"]).decode.stop == ["END"]
     assert compose(["cluster.devices=cuda:0"]).cluster.devices == ["cuda:0"]
+    assert compose(["feed=static_tree", "feed.shape=[1,2]"]).feed == StaticTree([1, 2])
+    assert compose(["cluster.groups=2"]).cluster.group_sizes == (2, 2)
+    assert compose(["cluster.groups=[1,3]"]).cluster.group_sizes == (1, 3)
     made = compose(["cluster.stages=2", "cluster.devices=[cpu,cuda:0,cuda:1]"])
     assert made.cluster.devices == ["cpu", "cuda:0", "cuda:1"]
 
@@ -128,7 +155,7 @@ def test_null_takes_a_value_back() -> None:
         ("feed=best_frist", "did you mean feed=best_first?"),
         ("transport=glo", "did you mean transport=gloo?"),
         ("model=/models/x", "choose from custom, demo"),
-        ("feed={a:1}", "choose from best_first, level, root"),
+        ("feed={a:1}", "choose from adaptive, best_first, level, root, static_tree"),
         ("feed.widht=3", "did you mean feed.width?"),
         ("widht=3", "did you mean 'feed.width'?"),
         ("stages=3", "did you mean 'cluster.stages'?"),
@@ -157,6 +184,13 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
         ("feed.width=", ["feed.width is ''"]),
         ("cluster.stages=0", ["cluster.stages is 0", "from 1 up"]),
         ("cluster.stages=true", ["cluster.stages is True", "a whole number"]),
+        ("feed.row_cost=1", ["feed.row_cost is 1.0", "a share of a step"]),
+        ("cluster.groups=3", ["cluster.groups is 3", "cluster.stages=4"]),
+        ("cluster.groups=0", ["cluster.groups is 0", "cluster.stages=4"]),
+        ("cluster.groups=[2,1]", ["cluster.groups is [2, 1]", "cluster.stages=4"]),
+        ("cluster.groups=[5,-1]", ["cluster.groups is [5, -1]"]),
+        ("cluster.groups=[]", ["cluster.groups is []"]),
+        ("cluster.groups=[a]", ["cluster.groups is ['a']", "a list of whole numbers"]),
         ("cluster.devices=tpu", ["'tpu'", "auto, cpu, cuda or cuda:N"]),
         ("cluster.devices=[cpu,cpu]", ["names 2 devices", "1 (for every rank) or 5"]),
         ("cluster.devices=[]", ["names 0 devices"]),
@@ -169,6 +203,23 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
         ("verify.temperature=-1", ["verify.temperature is -1.0"]),
         ("verify.temperature=0.7", ["verify.temperature is 0.7", "verify=greedy"]),
         ("verify.temperature=nan", ["verify.temperature is nan", "a finite number"]),
+        (["verify=sample", "verify.top_p=0"], ["verify.top_p is 0.0", "at most 1"]),
+        (["verify=sample", "verify.seed=-1"], ["verify.seed is -1", "from 0"]),
+        (["verify=sample", "verify.seed=0.5"], ["verify.seed is 0.5", "a whole number or null"]),
+        ("verify.logprobs=21", ["verify.logprobs is 21", "from 0 to 20"]),
+        ("verify.logit_bias=[12]", ["verify.logit_bias is [12]", "a list of texts"]),
+        ("verify.logit_bias=['12']", ["verify.logit_bias holds '12'"]),
+        (["verify=relaxed", "verify.accept_top=0"], ["verify.accept_top is 0", "verify=sample"]),
+        (
+            ["source=hybrid", "source.sources=[ngam]"],
+            ["source.sources holds 'ngam'", "draft_model"],
+        ),
+        ("source=synthetic", ["source.truth has no value"]),
+        (
+            ["source=synthetic", "source.truth=/no/such,file"],
+            ["'/no/such,file'", "must name a file"],
+        ),
+        ("model.draft=null", ["model.draft is null", "source=ngram"]),
         ("pace.stage_ms=-1", ["pace.stage_ms is -1.0"]),
         ("model.context=1", ["model.context is 1", "from 2 up"]),
         ("model.target=", ["model.target is empty"]),
@@ -184,8 +235,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
         ("trace=", ["must name a file"]),
     ],
 )
-def test_a_wrong_value_is_named_with_its_limit(override: str, parts: list[str]) -> None:
-    message = sentence([override])
+def test_a_wrong_value_is_named_with_its_limit(override: str | list[str], parts: list[str]) -> None:
+    message = sentence([override] if isinstance(override, str) else override)
     assert all(part in message for part in parts), message
 
 
@@ -224,7 +275,7 @@ def test_the_help_lists_every_group_and_value_with_its_default() -> None:
     assert set(listed) >= {*config.groups(), "trace"}
     assert (listed["feed"].default, listed["feed"].note) == (
         "best_first",
-        "one of best_first, level, root",
+        "one of adaptive, best_first, level, root, static_tree",
     )
     assert listed["feed.width"].default == str(BestFirst().width)
     for section, cls in SECTIONS.items():

@@ -80,7 +80,7 @@ class Pipeline:
         nodes, parents, tokens = (rows[:, c].tolist() for c in (NODE, PARENT, TOKEN))
         positions = rows[:, POSITION].tolist()
         drawn = [self.text[p + 1] if p + 1 < len(self.text) else 0 for p in positions]
-        accepted = walk(lineage.tip, nodes, parents, tokens, drawn)
+        accepted = walk(lineage.tip, nodes, parents, tokens, drawn.__getitem__)
         if accepted:
             verdict = Verdict(1, lineage.decided, tuple(accepted))
             lineage.apply(verdict)

@@ -1,0 +1,106 @@
+"""What the benchmarks know of a target and a draft: prompts, texts, accuracy, decoding.
+
+Decoding runs the whole product with its ranks as threads of one process (`tests.cluster`):
+counts of steps, tokens and rows are those of processes, times are not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipespec.control.server import EmbeddedRedis
+from pipespec.resources import resource_dir
+from tests import cluster
+
+PROMPTS = Path(__file__).parent.parent / "tests" / "data" / "prompts.jsonl"
+# Ranks whose hit rate is measured.
+RANKS = 16
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Folders of the two checkpoints; by default the demo pair."""
+
+    target: Path = resource_dir("demo") / "target"
+    draft: Path = resource_dir("demo") / "draft"
+
+    def prompts(self, count: int | None, max_tokens: int) -> list[list[int]]:
+        """Token ids of the shipped prompts, of all kinds alike, each cut to `max_tokens`."""
+        tokenizer = AutoTokenizer.from_pretrained(self.target)
+        texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
+        if count is not None:
+            texts = [texts[i * len(texts) // count] for i in range(min(count, len(texts)))]
+        return [tokenizer.encode(text)[:max_tokens] for text in texts]
+
+    def decode(
+        self, server: EmbeddedRedis, prompts: Sequence[Sequence[int]], tokens: int, *settings: str
+    ) -> Measured:
+        """Decode `tokens` tokens after every prompt, whatever they are."""
+        plan = cluster.make_plan(self.target, self.draft, *settings)
+        asked = [{"prompt": tuple(p), "max_new_tokens": tokens} for p in prompts]
+        answers = cluster.decode(plan, server, asked)
+        return Measured([tokens for tokens, *_ in answers], [stats for *_, stats in answers])
+
+    def accuracy(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Guess:
+        """How the draft ranks the target's tokens, and how sure it is, given the right text."""
+        model = AutoModelForCausalLM.from_pretrained(self.draft, dtype=torch.float32)
+        ranks: list[int] = []
+        confidence: list[float] = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            text = torch.tensor([[*prompt, *answer]])
+            with torch.inference_mode():
+                logits = model(text).logits[0, len(prompt) - 1 : -1]
+            told = logits.gather(1, torch.tensor(answer)[:, None])
+            ranks += ((logits > told).sum(1) + 1).tolist()
+            confidence += logits.softmax(-1).amax(1).tolist()
+        shares = np.bincount(np.minimum(ranks, RANKS + 1), minlength=RANKS + 2)[1:-1] / len(ranks)
+        # A later rank that by chance was hit more often than an earlier one is counted for it.
+        cumulative = np.sort(shares)[::-1].cumsum()
+        mean = float(np.mean(confidence))
+        return Guess(
+            curve=[f"{k}:{hit:.6f}" for k, hit in enumerate(cumulative, 1)],
+            spread=float(np.var(confidence) / (mean * (1 - mean))),
+            confidence=mean,
+        )
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A draft's accuracy as `pipespec plan` takes it; `confidence` is the mean probability of
+    its best guess, which equals the curve's first point where the draft is calibrated."""
+
+    curve: list[str]
+    spread: float
+    confidence: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Answers and statistics of some requests; means weigh every token alike."""
+
+    answers: list[list[int]]
+    stats: list[dict]
+
+    @property
+    def tokens_per_step(self) -> float:
+        counted = [
+            (len(answer) - 1, stats["tokens_per_step"])
+            for answer, stats in zip(self.answers, self.stats, strict=True)
+            if stats["tokens_per_step"]
+        ]
+        return sum(n for n, _ in counted) / sum(n / rate for n, rate in counted)
+
+    def mean(self, name: str) -> float:
+        values = [stats[name] for stats in self.stats if stats[name] is not None]
+        return float(np.mean(values))
+
+    @property
+    def tbt_ms(self) -> float:
+        return float(np.mean([stats["tbt_ms"]["mean"] for stats in self.stats]))

@@ -1,0 +1,139 @@
+"""What `pipespec plan` predicts beside what real runs do.
+
+    python -m benchmarks.plan_check --json benchmarks/results/plan_check.json
+    python -m benchmarks.plan_check --prompts 2 --tokens 48 --widths 16 --rounds 1,2
+
+Two drafts: the synthetic one of a stated accuracy curve (the same draft for prediction and run:
+what differs is the simulation itself), and the demo pair's own, whose curve is measured first
+(what differs is also what a curve leaves out). Stages and draft are held to a stated pace, so
+the times are EMULATED; the hop is measured in the run of `root` and then predicts the others.
+Ranks are threads of one process, which on few cores lengthens steps that are wide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from rich.progress import track
+
+from benchmarks.methods import numbers
+from benchmarks.pair import Measured, Pair
+from benchmarks.report import publish_table
+from pipespec import plan
+from pipespec.control.server import EmbeddedRedis
+from pipespec.plan import Choice, Machine, TimeCurve
+from pipespec.source.synthetic import Accuracy
+
+# Tokens recorded beyond those decoded, so that the synthetic draft does not run out of answer.
+BEYOND = 64
+POLICIES = ("static_tree", "level", "best_first")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--widths", type=numbers, default=[16, 64])
+    parser.add_argument("--rounds", type=numbers, default=[1, 2, 3])
+    parser.add_argument("--curve", default="1:0.81,8:0.99")
+    parser.add_argument("--spread", type=float, default=0.8)
+    parser.add_argument("--stage-ms", type=float, default=60.0, help="pace of a stage (60)")
+    parser.add_argument("--draft-ms", type=float, default=10.0, help="pace of a round (10)")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path, help="write what was measured for `pipespec plan`")
+    options = parser.parse_args()
+
+    pair = Pair()
+    prompts = pair.prompts(options.prompts, options.prompt_tokens)
+    cluster = [f"cluster.stages={options.stages}"]
+    pace = [
+        "pace=fixed",
+        f"pace.stage_ms={options.stage_ms}",
+        f"pace.draft_ms={options.draft_ms}",
+    ]
+    synthetic = Accuracy.parse(options.curve.split(","), options.spread)
+    with EmbeddedRedis() as server, tempfile.TemporaryDirectory() as folder:
+        recorded = pair.decode(
+            server, prompts, options.tokens + BEYOND, "cluster.stages=1", "feed=root"
+        ).answers
+        measured = pair.accuracy(prompts, recorded)
+        own = Accuracy.parse(measured.curve, measured.spread)
+        truth = Path(folder) / "truth.jsonl"
+        texts = [p + a for p, a in zip(prompts, recorded, strict=True)]
+        truth.write_text("".join(json.dumps(text) + "\n" for text in texts))
+        of_synthetic = [
+            "source=synthetic",
+            f"source.truth={truth}",
+            f"source.curve=[{options.curve}]",
+            f"source.spread={options.spread}",
+        ]
+
+        root = pair.decode(server, prompts, options.tokens, "feed=root", *cluster, *pace)
+        hop_ms = max(root.tbt_ms / options.stages - options.stage_ms, 0.0)
+        stage = TimeCurve(((1, options.stage_ms),))
+        machine = Machine((stage,) * options.stages, hop_ms, options.draft_ms)
+        ways = list(plan.choices(POLICIES, options.widths, [8], options.rounds))
+        rows = []
+        for draft, accuracy, settings in (
+            ("SYNTHETIC", synthetic, of_synthetic),
+            ("demo pair", own, ["source=draft_model"]),
+        ):
+            for way in track(ways, f"decoding, {draft}"):
+                ran = pair.decode(
+                    server, prompts, options.tokens, *cluster, *pace, *settings, *way.settings
+                )
+                same = [answer[: options.tokens] for answer in recorded]
+                assert ran.answers == same, f"{way.name} changed the text"
+                rows.append(beside(draft, way, ran, machine, accuracy))
+    profile = {
+        "stages": options.stages,
+        "stage_ms": [f"1:{options.stage_ms}"],
+        "hop_ms": hop_ms,
+        "draft_ms": options.draft_ms,
+        "curve": measured.curve,
+        "spread": measured.spread,
+    }
+    title = (
+        f"Predicted and measured, {options.stages} stages, {len(prompts)} prompts × "
+        f"{options.tokens} tokens; times EMULATED ({options.stage_ms:g} ms a stage, "
+        f"{options.draft_ms:g} ms a draft round, hop {hop_ms:.1f} ms measured)"
+    )
+    publish_table(
+        title,
+        rows,
+        path=options.json,
+        synthetic={"curve": options.curve, "spread": options.spread},
+        demo_pair=profile | {"confidence": measured.confidence},
+    )
+    if options.profile is not None:
+        options.profile.write_text(json.dumps(profile, indent=2) + "\n")
+
+
+def beside(
+    draft: str, way: Choice, ran: Measured, machine: Machine, accuracy: Accuracy
+) -> dict[str, str | int | float]:
+    """One row of the table."""
+    expected = plan.predict(way, machine, accuracy, num_tokens=2000)
+    return {
+        "draft": draft,
+        "policy": way.name,
+        "width": way.policy.max_rows,
+        "rounds": str(way.rounds),
+        "predicted_tokens_per_step": expected.tokens_per_step,
+        "measured_tokens_per_step": ran.tokens_per_step,
+        "tokens_ratio": ran.tokens_per_step / expected.tokens_per_step,
+        "predicted_tbt_ms": expected.tbt_ms,
+        "measured_tbt_ms": ran.tbt_ms,
+        "tbt_ratio": ran.tbt_ms / expected.tbt_ms,
+        "predicted_hits": expected.hit_rate,
+        "measured_hits": ran.mean("hit_rate"),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""How many draft rounds fit into a pipeline step.
+
+A round is free as long as it ends before the step's verdict comes. SwiftSpec 3.1 fixes d
+rounds per verification from times measured beforehand; `auto` measures while it decodes.
+"""
+
+from __future__ import annotations
+
+from pipespec.errors import ConfigError
+from pipespec.feed import PipelineState
+
+AUTO = "auto"
+
+
+def check_rounds(rounds: int | str) -> None:
+    """Raise ConfigError unless `rounds` is "auto" or a whole number from 1 up."""
+    if rounds == AUTO:
+        return
+    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
+        raise ConfigError(
+            f"source.rounds is {rounds}, but must be {AUTO} or a whole number from 1 up."
+        )
+
+
+def fits(rounds: int | str, state: PipelineState) -> bool:
+    """Whether this step has time for another draft round.
+
+    A number allows so many. `auto` allows one round, and more as long as the next one should
+    end before the verdict comes; before both times are measured it is one round.
+    """
+    if rounds != AUTO:
+        return state.rounds < int(rounds)
+    if not state.rounds:
+        return True
+    if state.draft_ms is None or state.verdict_ms is None:
+        return False
+    return state.elapsed_ms + state.draft_ms <= state.verdict_ms

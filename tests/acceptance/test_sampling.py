@@ -1,0 +1,197 @@
+"""A sampled text is the one that a plain loop samples, whatever computes it.
+
+The plain loop is Hugging Face's forward over the whole text, one token at a time, and
+`pipespec.sampling` with a tally made anew for every token. The target is its own draft, so that
+many guesses are right and several tokens of one batch are decided along their path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipespec import config
+from pipespec.cli import main
+from pipespec.control.server import EmbeddedRedis
+from pipespec.resources import resource_dir
+from pipespec.sampling import Tally, sample
+from pipespec.types import Sampling
+from tests import cluster, models
+
+NUM_TOKENS = 14
+CASES = [
+    ([3, 1, 4, 1, 5, 9, 2, 6], Sampling(1.0, seed=1)),
+    ([7] * 5, Sampling(0.6, top_k=20, top_p=0.9, seed=2**63 - 1)),
+    ([7, 9, 11] * 4, Sampling(1.3, min_p=0.05, repetition_penalty=1.3, seed=3)),
+    (
+        [5, 17, 3, 8, 120, 44],
+        Sampling(
+            temperature=0.9,
+            top_k=50,
+            top_p=0.95,
+            min_p=0.01,
+            repetition_penalty=1.1,
+            presence_penalty=0.5,
+            frequency_penalty=-0.75,
+            logit_bias=((5, 3.0), (17, -100.0)),
+            seed=4,
+            logprobs=2,
+        ),
+    ),
+    (
+        [2, 71, 8, 2, 8],
+        Sampling(repetition_penalty=1.4, frequency_penalty=0.5, logit_bias=((8, 2.0),)),
+    ),
+]
+REQUESTS = [
+    {"prompt": tuple(prompt), "max_new_tokens": NUM_TOKENS, "sampling": asked}
+    for prompt, asked in CASES
+]
+
+
+@pytest.fixture(scope="module")
+def redis():
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return models.build("llama", tmp_path_factory.mktemp("tiny"))
+
+
+@torch.no_grad()
+def plain_loop(target: Path, prompt: list[int], asked: Sampling, num_tokens: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    answer: list[int] = []
+    while len(answer) < num_tokens:
+        text = prompt + answer
+        logits = model(torch.tensor([text])).logits[0, -1]
+        tally = Tally(prompt, answer, len(logits), logits.device)
+        answer.append(sample(logits, asked, len(text), tally))
+    return answer
+
+
+@pytest.fixture(scope="module")
+def expected(tiny) -> list[list[int]]:
+    texts = [plain_loop(tiny, prompt, asked, NUM_TOKENS) for prompt, asked in CASES]
+    assert len({tuple(text) for text in texts}) == len(texts)
+    return texts
+
+
+@pytest.fixture(scope="module")
+def truth(expected, tmp_path_factory) -> Path:
+    """What the synthetic source is told."""
+    file = tmp_path_factory.mktemp("truth") / "truth.jsonl"
+    texts = [prompt + text for (prompt, _), text in zip(CASES, expected, strict=True)]
+    file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    return file
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("source", config.options("source"))
+@pytest.mark.parametrize("policy", config.options("feed"))
+def test_every_policy_source_and_stage_count_samples_the_text_of_a_plain_loop(
+    tiny, redis, expected, truth, policy, source, stages
+):
+    overrides = [f"feed={policy}", f"source={source}", f"cluster.stages={stages}"]
+    if policy != "root":
+        overrides.append("feed.children=4")
+    if source == "synthetic":
+        overrides.append(f"source.truth={truth}")
+    answers = cluster.decode(cluster.make_plan(tiny, tiny, *overrides), redis, REQUESTS)
+    assert [tokens for tokens, *_ in answers] == expected
+
+
+@pytest.mark.parametrize("policy", ["best_first", "level"])
+@pytest.mark.parametrize("width", [1, 3, 40])
+def test_no_width_changes_the_text(tiny, redis, expected, policy, width):
+    plan = cluster.make_plan(
+        tiny, tiny, f"feed={policy}", f"feed.width={width}", "feed.children=16", "cluster.stages=2"
+    )
+    assert [tokens for tokens, *_ in cluster.decode(plan, redis, REQUESTS)] == expected
+
+
+def test_samples_of_many_seeds_follow_the_target_under_best_first(tmp_path, redis):
+    """Chi-square over the first two tokens together: the second is drawn along the tree."""
+    vocab, num = 5, 600
+    prompt = [3, 1, 2]
+    target = models.build("llama", tmp_path / "target", vocab_size=vocab, num_hidden_layers=2)
+    asked = Sampling(1.5)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        first = model(torch.tensor([prompt])).logits[0, -1].double() / asked.temperature
+        texts = torch.tensor([[*prompt, token] for token in range(vocab)])
+        then = model(texts).logits[:, -1].double() / asked.temperature
+    joint = (first.log_softmax(0)[:, None] + then.log_softmax(1)).exp().flatten()
+
+    plan = cluster.make_plan(
+        target, target, "cluster.stages=2", "feed=best_first", "feed.children=4", "feed.width=8"
+    )
+    answers = cluster.decode(
+        plan,
+        redis,
+        [
+            {"prompt": tuple(prompt), "max_new_tokens": 2, "sampling": replace(asked, seed=seed)}
+            for seed in range(num)
+        ],
+    )
+    counts = Counter(a * vocab + b for (a, b), *_ in answers)
+    # Cells that are expected less than five times are taken together.
+    common = [cell for cell in range(vocab**2) if joint[cell] * num >= 5]
+    cells = [(counts[cell], float(joint[cell]) * num) for cell in common]
+    seen, wanted = map(sum, zip(*cells, strict=True))
+    cells.append((num - seen, max(num - wanted, 1e-9)))
+    assert len(common) > 8
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    freedom = len(cells) - 1
+    assert statistic < freedom + 4 * math.sqrt(2 * freedom)
+
+
+def test_a_lossy_verifier_accepts_more_guesses(tiny, redis):
+    plan = cluster.make_plan(tiny, tiny, "cluster.stages=1", "feed.width=16", "source.rounds=2")
+    asked = Sampling(1.5, seed=1)
+    answers = cluster.decode(
+        plan,
+        redis,
+        [
+            {"prompt": tuple(CASES[0][0]), "max_new_tokens": 40, "sampling": sampling}
+            for sampling in (asked, replace(asked, accept_top=8))
+        ],
+    )
+    (exact, _, before), (lossy, _, after) = answers
+    assert len(exact) == len(lossy) == 40
+    assert after["hit_rate"] > before["hit_rate"]
+
+
+def test_the_command_reports_log_probabilities_and_the_seed(capfd):
+    target = resource_dir("demo") / "target"
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompt = tokenizer.encode("Once upon a time")
+    settings = ["verify=strict", "verify.temperature=0", "verify.logprobs=2", "cluster.stages=1"]
+    settings += ["decode.max_new_tokens=6", "decode.ignore_eos=true", "feed=root"]
+    assert main(["generate", "--prompt", "Once upon a time", "--json", *settings]) == 0
+    result = json.loads(capfd.readouterr().out)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    text = prompt + result["token_ids"]
+    with torch.no_grad():
+        values = model(torch.tensor([text])).logits[0].double().log_softmax(1)
+    assert len(result["logprobs"]) == 6
+    for i, report in enumerate(result["logprobs"]):
+        row = values[len(prompt) - 1 + i]
+        best = row.topk(2)
+        assert report["token_id"] == result["token_ids"][i]
+        assert report["logprob"] == pytest.approx(float(row[report["token_id"]]), abs=1e-3)
+        assert [top["token_id"] for top in report["top"]] == best.indices.tolist()
+        assert [top["logprob"] for top in report["top"]] == pytest.approx(
+            best.values.tolist(), abs=1e-3
+        )
+    assert result["stats"]["lossy"] is True
+    assert result["stats"]["seed"] is None  # nothing was drawn
