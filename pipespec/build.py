@@ -52,9 +52,11 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.config.model.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        name = self.config.model.dtype
+        if name == "auto":
+            on_gpu = all(device.startswith("cuda") for device in self.devices[1:])
+            name = "bfloat16" if on_gpu else "float32"
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
     @property
     def max_rows(self) -> int:
