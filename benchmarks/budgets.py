@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from benchmarks.report import Row, publish
 
+from benchmarks.report import Row, publish
 from pipespec.feed.best_first import BestFirst
 from pipespec.kv import SlotPool
 from pipespec.lineage import Lineage

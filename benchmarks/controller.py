@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import Row, publish
-
 from pipespec.control.client import Controller
 from pipespec.control.connection import Pipe, check_server
 from pipespec.control.server import EmbeddedRedis

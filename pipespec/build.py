@@ -131,9 +131,7 @@ def encode(plan: Plan, tokenizer: Any, prompt: str) -> list[int]:
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
         )
     # `verbose` would warn of what is refused below.
-    ids = tokenizer.encode(
-        prompt, add_special_tokens=not plan.config.decode.chat, verbose=False
-    )
+    ids = tokenizer.encode(prompt, add_special_tokens=not plan.config.decode.chat, verbose=False)
     if not ids:
         raise PromptError("The prompt has no tokens; pass a longer one.")
     if len(ids) >= plan.context:
