@@ -1,6 +1,6 @@
 """The pure-Python budgets of the design: the head's prune and feed, a stage's verdict.
 
-    python benchmarks/budgets.py [--json FILE]
+    python -m benchmarks.budgets [--json FILE]
 
 Medians of many repeats on one core. The model is not run: what is measured is the runtime's
 own work per step, beside the budget that the design sets for it.
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from report import Row, publish
 
+from benchmarks.report import Row, publish
 from pipespec.feed import PipelineState
 from pipespec.feed.best_first import BestFirst
 from pipespec.kv import SlotPool

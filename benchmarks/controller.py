@@ -1,6 +1,6 @@
 """What the controller costs: the hop between two ranks, and Redis' work per rank and step.
 
-    python benchmarks/controller.py --stages 8 --steps 2000 --json controller.json
+    python -m benchmarks.controller --stages 8 --steps 2000 --json controller.json
 
 *hop*: one rank completes a task, another that waits for it in another process goes on. Half
 of a there-and-back between two processes, so no two clocks are compared. PING is the round
@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from report import Row, publish
-
+from benchmarks.report import Row, publish
 from pipespec.control.client import Controller
 from pipespec.control.connection import Pipe, check_server
 from pipespec.control.server import EmbeddedRedis

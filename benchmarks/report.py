@@ -44,7 +44,7 @@ def circumstances() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "commit": commit,
-        "command": " ".join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "hardware": f"{model}, {os.cpu_count()} cores",
         "python": platform.python_version(),
     }

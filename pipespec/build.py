@@ -54,9 +54,11 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.config.model.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        name = self.config.model.dtype
+        if name == "auto":
+            on_gpu = all(device.startswith("cuda") for device in self.devices[1:])
+            name = "bfloat16" if on_gpu else "float32"
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
     @property
     def max_rows(self) -> int:
@@ -139,7 +141,8 @@ def encode(plan: Plan, tokenizer: Any, prompt: str) -> list[int]:
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
         )
-    ids = tokenizer.encode(prompt, add_special_tokens=not plan.config.decode.chat)
+    # `verbose` would warn of what is refused below.
+    ids = tokenizer.encode(prompt, add_special_tokens=not plan.config.decode.chat, verbose=False)
     if not ids:
         raise PromptError("The prompt has no tokens; pass a longer one.")
     if len(ids) >= plan.context:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # these import torch, which `pipespec generate --help` can do
     from pipespec.source import SourceSpec
     from pipespec.verify import VerifierSpec
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16")
 BACKENDS = ("auto", "gloo", "nccl")
 URL_SCHEMES = ("redis", "rediss", "unix")
 LARGEST_PORT = 65535
@@ -46,7 +46,7 @@ class ModelConfig:
 
     target: str
     draft: str | None = None
-    dtype: str = "float32"
+    dtype: str = "auto"
     context: int | None = None
 
     def __post_init__(self) -> None:

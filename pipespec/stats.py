@@ -43,6 +43,7 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         },
         "tokens_per_s": len(between) / seconds if seconds else None,
         "steps": counts["steps"],
+        "step_ms": per_step(seconds * 1e3),
         "tokens_per_step": per_step(later),
         "hit_rate": head["hits"] / len(times) if times else None,
         "rows_per_step": per_step(rows),

@@ -39,11 +39,13 @@ class Context:
 
     def rows(self, start: int, stop: int | None = None) -> np.ndarray:
         """Positions `[start, stop)` as decided rows of a batch, `[k, 6]`."""
-        positions = np.arange(start, len(self.tokens) if stop is None else stop)
+        stop = len(self.tokens) if stop is None else stop
+        positions = np.arange(start, stop)
+        before = self.nodes[start - 1 : start] or [NO_NODE]
         rows = np.zeros((len(positions), NUM_COLUMNS), np.int64)
         rows[:, REQUEST] = self.request
         rows[:, NODE] = self.nodes[start:stop]
-        rows[:, PARENT] = [NO_NODE, *self.nodes[:-1]][start:stop]
+        rows[:, PARENT] = (before + self.nodes[start:stop])[: stop - start]
         rows[:, TOKEN] = self.tokens[start:stop]
         rows[:, POSITION] = positions
         rows[:, KIND] = np.where(positions == len(self.tokens) - 1, LAST_DECIDED, DECIDED)

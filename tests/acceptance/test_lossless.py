@@ -15,7 +15,9 @@ from pipespec.resources import resource_dir
 from tests import cluster, models
 
 PROMPTS = Path(__file__).parent.parent / "data" / "prompts.jsonl"
-MAX_PROMPT, MAX_NEW_TOKENS = 90, 12
+MAX_PROMPT = 64
+# Stages -> tokens per prompt: long pipelines take longer for each.
+NEW_TOKENS = {1: 16, 2: 16, 4: 12, 8: 8, 16: 6}
 POLICIES = {
     "root": ("feed=root",),
     "static_tree": ("feed=static_tree", "feed.shape=[1,3,1]", "feed.children=4"),
@@ -25,6 +27,8 @@ POLICIES = {
     # Switches between guessing and not as often as it can.
     "adaptive": ("feed=adaptive", "feed.width=8", "feed.trial=2", "feed.patience=3"),
 }
+ON_ALL_PROMPTS = ("root", "level", "best_first")
+IN_GROUPS = 12  # tokens per prompt
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +45,25 @@ def demo():
     texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
     prompts = [tokenizer.encode(text)[:MAX_PROMPT] for text in texts]
     assert len(prompts) >= 40
-    return folder, prompts, cluster.reference(folder / "target", prompts, MAX_NEW_TOKENS)
+    return folder, prompts, cluster.reference(folder / "target", prompts, max(NEW_TOKENS.values()))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("stages", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("stages", NEW_TOKENS)
 def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(demo, redis, stages, policy):
     folder, prompts, expected = demo
+    some = slice(None) if policy in ON_ALL_PROMPTS else slice(None, None, 4)
     plan = cluster.make_plan(
         folder / "target", folder / "draft", f"cluster.stages={stages}", *POLICIES[policy]
     )
     requests = [
-        {"prompt": tuple(ids), "max_new_tokens": MAX_NEW_TOKENS, "eos": plan.target.eos}
-        for ids in prompts
+        {"prompt": tuple(ids), "max_new_tokens": NEW_TOKENS[stages], "eos": plan.target.eos}
+        for ids in prompts[some]
     ]
     answers = cluster.decode(plan, redis, requests)
-    assert [tokens for tokens, _, _ in answers] == expected
+    assert [tokens for tokens, *_ in answers] == [e[: NEW_TOKENS[stages]] for e in expected[some]]
     if policy == "root":
-        per_step = [stats["tokens_per_step"] for _, _, stats in answers]
+        per_step = [stats["tokens_per_step"] for *_, stats in answers]
         assert per_step == [pytest.approx(1 / stages)] * len(prompts)
 
 
@@ -77,11 +82,11 @@ def test_stages_in_groups_say_the_same_in_fewer_steps(demo, redis, stages, group
         *POLICIES[policy],
     )
     requests = [
-        {"prompt": tuple(ids), "max_new_tokens": MAX_NEW_TOKENS, "eos": plan.target.eos}
+        {"prompt": tuple(ids), "max_new_tokens": IN_GROUPS, "eos": plan.target.eos}
         for ids in prompts[some]
     ]
     answers = cluster.decode(plan, redis, requests)
-    assert [tokens for tokens, *_ in answers] == expected[some]
+    assert [tokens for tokens, *_ in answers] == [e[:IN_GROUPS] for e in expected[some]]
     per_step = [stats["tokens_per_step"] for *_, stats in answers]
     if policy == "root":
         assert per_step == [pytest.approx(1 / steps)] * len(per_step)

@@ -85,7 +85,7 @@ def test_the_defaults_of_files_and_classes_agree() -> None:
     assert (made.verify, made.pace) == (Greedy(), Pace())
     assert Path(made.model.target) == resource_dir("demo") / "target"
     assert Path(made.model.draft) == resource_dir("demo") / "draft"
-    assert (made.model.dtype, made.model.context, made.trace) == ("float32", None, None)
+    assert (made.model.dtype, made.model.context, made.trace) == ("auto", None, None)
 
 
 def test_a_source_that_needs_no_draft_needs_no_folder_of_one() -> None:

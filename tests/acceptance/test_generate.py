@@ -1,0 +1,252 @@
+"""`pipespec generate` as a user runs it: real processes, and nothing left when it is over."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from pipespec.cli import main
+from pipespec.control.connection import Pipe
+from pipespec.control.server import EmbeddedRedis
+from pipespec.resources import resource_dir
+from tests import cluster, models
+
+pytestmark = pytest.mark.slow
+PROMPT = "Once upon a time there was a king who"
+MARK = "PIPESPEC_TEST_RUN"
+START_S = 120  # a loaded machine takes its time to import torch
+
+
+class Run:
+    """One `pipespec generate` in a process tree that can be found again by a mark."""
+
+    def __init__(self, folder: Path, *arguments: str):
+        self.mark = uuid.uuid4().hex
+        self.folder = folder / self.mark
+        self.folder.mkdir()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pipespec", "generate", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {MARK: self.mark, "TMPDIR": str(self.folder), "PYTHONUNBUFFERED": "1"},
+            cwd=Path(__file__).parent.parent.parent,
+        )
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=START_S)
+        return self.process.returncode, out.decode(), err.decode()
+
+    def await_text(self) -> None:
+        """Wait until the first piece of text is out: every rank is at work."""
+        assert self.process.stdout is not None
+        assert self.process.stdout.read(1), "it ended without a word"
+
+    def ranks(self) -> list[psutil.Process]:
+        """The rank processes: the children of the one process that has as many as it takes."""
+        tree = psutil.Process(self.process.pid).children(recursive=True)
+        return max((process.children() for process in tree), key=len)
+
+    def leftovers(self) -> list[str]:
+        """Processes and files of this run that are still there."""
+        found = [str(path) for path in self.folder.iterdir()]
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark:
+                    found.append(" ".join(process.cmdline()))
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+
+def expected(max_new_tokens: int) -> tuple[list[int], list[int], str]:
+    folder = resource_dir("demo") / "target"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.encode(PROMPT)
+    (tokens,) = cluster.reference(folder, [prompt], max_new_tokens)
+    return prompt, tokens, tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_json_is_one_object_with_everything_in_it(tmp_path):
+    prompt, tokens, text = expected(40)
+    trace = tmp_path / "trace.json"
+    run = Run(
+        tmp_path, "--prompt", PROMPT, "--json", "cluster.stages=3", "decode.max_new_tokens=40",
+        f"trace={trace}",
+    )  # fmt: skip
+    code, out, err = run.finish()
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert answer["token_ids"] == tokens
+    assert answer["text"] == text
+    assert answer["prompt_tokens"] == len(prompt)
+    assert answer["completion_tokens"] == len(tokens)
+    assert answer["finish_reason"] in ("stop", "length")
+    stats = answer["stats"]
+    assert set(stats["tbt_ms"]) == {"mean", "p50", "p99"}
+    assert len(stats["stage_busy"]) == 3
+    assert all(0 < busy < 1 for busy in stats["stage_busy"])
+    for name in (
+        "ttft_ms", "tokens_per_s", "steps", "tokens_per_step", "hit_rate", "rows_per_step",
+        "pruned_rows", "draft_rounds_per_step", "control_ms_per_step",
+    ):  # fmt: skip
+        assert stats[name] >= 0, name
+    assert not run.leftovers()
+
+    events = json.loads(trace.read_text())["traceEvents"]
+    spans = {(event["tid"], event["name"]) for event in events if event["ph"] == "X"}
+    assert {tid for tid, _ in spans} == {0, 1, 2, 3}
+    assert {
+        (0, "draft"),
+        (0, "wait"),
+        (1, "compute"),
+        (1, "prune"),
+        (2, "send"),
+        (3, "verify"),
+    } <= spans
+    assert all((rank, "control") in spans for rank in range(4))
+
+
+def test_text_streams_and_ends_before_a_stop_string(tmp_path):
+    _, _, text = expected(40)
+    stop = text[12:15]
+    run = Run(
+        tmp_path, "--prompt", PROMPT, "cluster.stages=2", "decode.max_new_tokens=40",
+        f"decode.stop=['{stop}']", "feed=level",
+    )  # fmt: skip
+    code, out, err = run.finish()
+    assert code == 0, err
+    assert out.rstrip("\n") == text[: text.index(stop)].rstrip("\n")
+    assert "ended by stop" in err
+    assert not run.leftovers()
+
+
+def test_an_existing_redis_is_used_and_left_as_it_was(tmp_path):
+    _, tokens, _ = expected(10)
+    with EmbeddedRedis() as server:
+        run = Run(
+            tmp_path, "--prompt", PROMPT, "--json", "cluster.stages=2", "decode.max_new_tokens=10",
+            f"controller.url={server.url}",
+        )  # fmt: skip
+        code, out, err = run.finish()
+        assert code == 0, err
+        assert json.loads(out)["token_ids"] == tokens
+        pipe = Pipe(server.url)
+        assert pipe.call("DBSIZE") == 0
+        pipe.close()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
+    run = Run(tmp_path, "--prompt", PROMPT, "cluster.stages=3", "decode.max_new_tokens=1500",
+              "decode.ignore_eos=true")  # fmt: skip
+    run.await_text()
+    run.process.send_signal(sent)
+    code, _, err = run.finish()
+    assert code == 128 + sent
+    assert "Traceback" not in err
+    assert not run.leftovers()
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(tmp_path):
+    run = Run(tmp_path, "--prompt", PROMPT, "cluster.stages=3", "decode.max_new_tokens=1500",
+              "decode.ignore_eos=true")  # fmt: skip
+    run.await_text()
+    ranks = run.ranks()
+    assert len(ranks) == 4
+    killed = time.monotonic()
+    ranks[2].kill()
+    code, _, err = run.finish()
+    assert time.monotonic() - killed < 10
+    assert code == 1
+    assert f"on host {socket.gethostname()} (SIGKILL)" in err
+    assert "pipespec: rank " in err
+    assert not run.leftovers()
+
+
+# --- refused before any rank starts -------------------------------------------------------------
+
+
+@pytest.fixture
+def refuse(capsys, monkeypatch):
+    """Run the command in this process; it must end with code 2 and one sentence."""
+    import pipespec.generate
+
+    def no_rank(*_: object, **__: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(pipespec.generate, "launch", no_rank)
+
+    def run(*arguments: str, prompt: str = PROMPT) -> str:
+        capsys.readouterr()  # what building a model has printed
+        code = main(["generate", "--prompt", prompt, *arguments])
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "")
+        assert err.startswith("pipespec: ")
+        assert err.count("\n") == 1
+        return err
+
+    return run
+
+
+def test_a_wrong_number_is_refused(refuse):
+    assert "feed.width is 0" in refuse("feed.width=0")
+    assert "only 16 layers" in refuse("cluster.stages=17")
+    assert "temperature is -0.5" in refuse("verify.temperature=-0.5")
+
+
+def test_a_prompt_that_cannot_be_read_is_refused(refuse):
+    assert "empty" in refuse(prompt="")
+    assert "the context holds 2048" in refuse(prompt="king " * 4000)
+    assert "the context holds 8" in refuse("model.context=8")
+
+
+def test_a_model_that_cannot_be_loaded_is_refused(refuse, tmp_path):
+    assert "no model folder" in refuse(f"model.target={tmp_path / 'absent'}")
+    broken = models.build("llama", tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "not a whole safetensors file" in refuse(f"model.target={broken}")
+
+
+def test_a_draft_with_another_vocabulary_is_refused(refuse, tmp_path):
+    draft = tmp_path / "draft"
+    models.build("llama", draft)
+    source = resource_dir("demo") / "draft"
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (draft / "tokenizer_config.json").write_text((source / "tokenizer_config.json").read_text())
+    assert "differ in 2 tokens" in refuse(f"model.draft={draft}")
+
+
+def test_a_redis_that_does_not_serve_is_refused(refuse):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        assert "did not answer" in refuse(f"controller.url={url}")
+    assert "refused the connection" in refuse(f"controller.url={url}")
+
+
+def test_a_port_in_use_is_refused(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code = main(["generate", "--prompt", PROMPT, f"transport.port={port}"])
+    assert code == 2
+    assert f"transport.port={port} cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
+def test_a_device_that_is_not_there_is_refused(refuse):
+    assert "0 CUDA devices" in refuse("cluster.devices=[cuda:1]")
