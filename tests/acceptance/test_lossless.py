@@ -17,7 +17,7 @@ from tests import cluster, models
 PROMPTS = Path(__file__).parent.parent / "data" / "prompts.jsonl"
 MAX_PROMPT = 64
 # Stages -> tokens per prompt: long pipelines take longer for each.
-NEW_TOKENS = {1: 16, 2: 16, 4: 12, 8: 8, 16: 6}
+NEW_TOKENS = {1: 16, 2: 12, 4: 10, 8: 6, 16: 5}
 POLICIES = {
     "root": ("feed=root",),
     "static_tree": ("feed=static_tree", "feed.shape=[1,3,1]", "feed.children=4"),

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from pipespec import build
 from pipespec.control.server import EmbeddedRedis
 from pipespec.errors import ConfigError, ModelError
+from pipespec.resources import resource_dir
 from tests import cluster, models
 
 NUM_TOKENS = 24
@@ -70,13 +72,15 @@ def test_every_source_and_policy_gives_the_text_of_hugging_face(
     assert [tokens for tokens, *_ in answers] == expected
 
 
-def test_ngram_needs_no_draft_and_finds_what_repeats(pair, redis, tmp_path):
-    target, _, _, _ = pair
+def test_ngram_needs_no_draft_and_finds_what_repeats(redis, tmp_path):
+    target = resource_dir("demo") / "target"
     plan = cluster.make_plan(target, tmp_path / "nowhere", "source=ngram", "model.draft=null")
     assert plan.draft is None
     assert build.load_model(plan, 0) is None
-    # A small random model soon repeats itself, and is then guessed.
-    prompt, length = (3,) * 4, 150
+    # The demo target soon repeats itself here, and is then guessed.
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompt = tuple(tokenizer.encode("Once upon a time there was a little girl who"))
+    length = 80
     (expected,) = cluster.reference(target, [list(prompt)], length)
     ((tokens, *_, stats),) = cluster.decode(
         plan, redis, [{"prompt": prompt, "max_new_tokens": length}]
