@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.report import store
 from pipespec import build
-from pipespec.config import compose
+from pipespec.compose import compose
 from pipespec.launch import launch
 from pipespec.source import Context
 from pipespec.stage import Stage

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import store
-from pipespec.config import compose
+from pipespec.compose import compose
 from pipespec.generate import generate
 
 PROMPT = "Once upon a time there was a king who had three sons"

@@ -83,7 +83,7 @@ def generate(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.chat:
         overrides.append("decode.chat=true")
 
-    from pipespec.config import compose
+    from pipespec.compose import compose
 
     config = compose(overrides)
 
@@ -341,7 +341,7 @@ class Parser(argparse.ArgumentParser):
         if not self._show_settings:
             return text
 
-        from pipespec.config import settings
+        from pipespec.compose import settings
 
         lines = [f"  {s.name}={s.default}".ljust(34) + f"  {s.note}".rstrip() for s in settings()]
         return "\n".join([text, "settings and their defaults:", *lines, ""])

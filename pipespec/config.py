@@ -1,29 +1,20 @@
-"""From overrides to checked dataclasses: Hydra ends here.
+"""What a run needs to know, as checked dataclasses. `pipespec.compose` makes them from `conf/`.
 
-`conf/` holds the settings and their defaults. `compose` puts them together with the user's
-overrides, checks every type and range, and builds the policies that `conf/` names. Whatever
-is wrong becomes one sentence in a ConfigError.
+Whatever is out of range is one sentence in a ConfigError.
 """
 
 from __future__ import annotations
 
-import math
 import re
-import types
-import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipespec.errors import ConfigError
-from pipespec.resources import resource_dir
 
-if TYPE_CHECKING:  # these import torch, which `pipespec generate --help` can do without
-    from hydra.core.override_parser.types import Override
-    from omegaconf import DictConfig
-
+if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
     from pipespec.feed import FeedPolicy
     from pipespec.pace import Pace
     from pipespec.source import SourceSpec
@@ -183,265 +174,6 @@ class Config:
             raise ConfigError(f"trace is {self.trace!r}, but the folder of that file is missing.")
 
 
-# Sections that are plain values; the others name their class in `_target_`.
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "cluster": ClusterConfig,
-    "decode": DecodeConfig,
-    "controller": ControllerConfig,
-    "transport": TransportConfig,
-}
-
-
-def compose(overrides: Sequence[str] = ()) -> Config:
-    """The configuration that `conf/` and `overrides` ("feed=level", "feed.width=8") give.
-
-    Reads no other file, writes none, and leaves no Hydra state behind. Raises ConfigError.
-    """
-    node = _compose(overrides)
-    parts: dict[str, Any] = {}
-    for name, section in node.items():
-        assert isinstance(name, str)
-        parts[name] = _build(name, section) if hasattr(section, "keys") else section
-    parts["trace"] = _typed("trace", parts["trace"], str | None)
-    return Config(**parts)
-
-
-# --- what may be set --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One line of the help text."""
-
-    name: str
-    default: str
-    note: str
-
-
-def settings() -> Iterator[Setting]:
-    """Every group and value of the default configuration, read from `conf/`."""
-    from omegaconf import OmegaConf
-
-    conf = resource_dir("conf")
-    root = conf / "config.yaml"
-    for entry in OmegaConf.load(root).defaults:
-        if entry == "_self_":
-            continue
-        ((group, option),) = entry.items()
-        yield Setting(group, option, "one of " + ", ".join(options(group)))
-        yield from _lines(f"{group}.", conf / group / f"{option}.yaml")
-    yield from _lines("", root)
-
-
-def _lines(prefix: str, file: Path) -> Iterator[Setting]:
-    for line in file.read_text(encoding="utf-8").splitlines():
-        match = re.fullmatch(r"([a-z]\w*): ([^#]+?)(?: *# (.*))?", line)
-        if match:
-            name, default, note = match.groups(default="")
-            default = re.sub(r"\$\{resource:(\w+)\}", r"<\1>", default)
-            yield Setting(prefix + name, default, note)
-
-
-def groups() -> list[str]:
-    """The folders of `conf/`."""
-    return sorted(folder.name for folder in resource_dir("conf").iterdir() if folder.is_dir())
-
-
-def options(group: str) -> list[str]:
-    """The files of `conf/<group>/`, without their ending."""
-    return sorted(file.stem for file in (resource_dir("conf") / group).glob("*.yaml"))
-
-
-# --- composing --------------------------------------------------------------------------------
-
-
-def _compose(overrides: Sequence[str]) -> DictConfig:
-    """The raw tree of settings, all names known."""
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    OmegaConf.register_new_resolver("resource", lambda name: str(resource_dir(name)), replace=True)
-    chosen, values = [], []
-    for text in overrides:
-        literal = _quoted(text)
-        override = _parse(literal)
-        if override.key_or_group in groups():
-            _check_option(override.key_or_group, override.value())
-            chosen.append(literal)
-        else:
-            values.append((override, literal))
-    try:
-        base = _hydra(chosen)
-        if not values:
-            return base
-        for override, _ in values:
-            _check_key(override.key_or_group, base, chosen)
-        return _hydra([*chosen, *(literal for _, literal in values)])
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _config_error(error) from error
-
-
-def _hydra(overrides: list[str]) -> DictConfig:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(resource_dir("conf").resolve()), version_base="1.3"):
-            return hydra_compose("config", overrides)
-    finally:
-        GlobalHydra.instance().clear()
-
-
-def _parse(text: str) -> Override:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    if "=" not in text:
-        raise ConfigError(f"{text!r} is not a setting; write it as name=value.")
-    try:
-        (override,) = OverridesParser.create().parse_overrides([text])
-    except HydraException as error:
-        raise ConfigError(
-            f"The setting {text!r} cannot be read: put a value that has spaces, commas or "
-            "brackets in quotes, as in 'decode.stop=[\"a b\"]'."
-        ) from error
-    if override.is_sweep_override():
-        name = override.key_or_group
-        raise ConfigError(f"{text!r} holds several values; write a list as {name}=[a,b].")
-    if override.package or override.is_add() or override.is_delete() or override.is_force_add():
-        raise ConfigError(f"{text!r} adds or deletes a setting; write it as name=value.")
-    return override
-
-
-def _quoted(text: str) -> str:
-    """The override with a text value in quotes, so that paths and URLs need none from the user."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    name, separator, value = text.partition("=")
-    if name not in _text_settings() or not separator or value in ("", "null"):
-        return text
-    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-        return text
-    return f"{name}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
-
-
-def _text_settings() -> set[str]:
-    names = {"trace", "source.truth"}
-    for section, cls in SECTIONS.items():
-        for name, hint in typing.get_type_hints(cls).items():
-            if str in _alternatives(hint):
-                names.add(f"{section}.{name}")
-    return names
-
-
-def _check_option(group: str, value: object) -> None:
-    if value not in options(group):
-        raise ConfigError(
-            f"{group}={value} is not known; {_suggest(str(value), options(group), f'{group}=')}."
-        )
-
-
-def _check_key(key: str, base: DictConfig, chosen: list[str]) -> None:
-    known = []
-    for name, section in base.items():
-        leaves = section.keys() if hasattr(section, "keys") else [""]
-        known += [".".join(filter(None, (str(name), str(leaf)))) for leaf in leaves]
-    known = [name for name in known if not name.endswith("._target_")]
-    if key in known:
-        return
-    group, _, leaf = key.partition(".")
-    choice = next((text for text in chosen if text.startswith(f"{group}=")), None)
-    where = f" with {choice}" if choice else ""
-    siblings = [name for name in known if name.startswith(f"{group}.")]
-    if leaf and group in base and not siblings:
-        raise ConfigError(f"The setting {key!r} does not exist{where}, which has no settings.")
-    if not siblings:  # a bare "width" means "feed.width"; a bare "pace" or "fed" is a group
-        by_leaf = {name.rpartition(".")[2]: name for name in known}
-        near = get_close_matches(key, [*known, *by_leaf, *groups()], n=1)
-        if near:
-            name = by_leaf.get(near[0], near[0])
-            raise ConfigError(f"The setting {key!r} does not exist; did you mean {name!r}?")
-        siblings = [*groups(), "trace"]
-    raise ConfigError(f"The setting {key!r} does not exist{where}; {_suggest(key, siblings)}.")
-
-
-def _suggest(value: str, known: Sequence[str], prefix: str = "") -> str:
-    near = get_close_matches(value, known, n=1)
-    listed = "choose from " + ", ".join(known)
-    return f"did you mean {prefix}{near[0]}? ({listed})" if near else listed
-
-
-# --- building ---------------------------------------------------------------------------------
-
-
-def _build(section: str, node: DictConfig) -> Any:
-    """The dataclass or policy of one section, types checked."""
-    from hydra.errors import HydraException
-    from hydra.utils import get_class, instantiate
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    for name in map(str, node):
-        if OmegaConf.is_missing(node, name):
-            raise ConfigError(f"{section}.{name} has no value; pass {section}.{name}=VALUE.")
-    try:
-        values = OmegaConf.to_container(node, resolve=True)
-        assert isinstance(values, dict)
-        target = values.pop("_target_", None)
-        cls = SECTIONS[section] if target is None else get_class(target)
-        checked = _typed_fields(section, cls, values)
-        return cls(**checked) if target is None else instantiate({"_target_": target, **checked})
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _config_error(error) from error
-
-
-def _typed_fields(section: str, cls: type, values: Mapping[Any, Any]) -> dict[str, Any]:
-    if not is_dataclass(cls):
-        return dict(values)
-    hints = typing.get_type_hints(cls)
-    assert {f.name for f in fields(cls)} >= set(values), f"conf/{section} knows more than {cls}"
-    return {name: _typed(f"{section}.{name}", value, hints[name]) for name, value in values.items()}
-
-
-WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a finite number",
-    str: "a text",
-    list[str]: "a list of texts, as in [a,'1']",
-    list[int]: "a list of whole numbers, as in [1,3,1]",
-    types.NoneType: "null",
-}
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`: bool, int, float, str, a list of one, or one of several."""
-    alternatives = _alternatives(hint)
-    for kind in alternatives:
-        if typing.get_origin(kind) is list:
-            (item_kind,) = typing.get_args(kind)
-            items = [value] if type(value) is item_kind else value
-            if isinstance(items, list) and all(type(item) is item_kind for item in items):
-                return items
-        elif kind is float and type(value) in (int, float):
-            if math.isfinite(value):
-                return float(value)
-        elif type(value) is kind:  # not isinstance: True is no number
-            return value
-    wanted = " or ".join(WORDS[kind] for kind in alternatives)
-    raise ConfigError(f"{name} is {value!r}, but must be {wanted}.")
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return typing.get_args(hint)
-    return (hint,)
-
-
 def check_at_least(name: str, value: int, limit: int) -> None:
     """Raise ConfigError if `value` is below `limit`."""
     if value < limit:
@@ -451,15 +183,11 @@ def check_at_least(name: str, value: int, limit: int) -> None:
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise ConfigError, with the nearest choice, if `value` is none of `choices`."""
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; {_suggest(value, list(choices))}.")
+        raise ConfigError(f"{name} is {value!r}; {suggest(value, list(choices))}.")
 
 
-def _config_error(error: BaseException) -> ConfigError:
-    """The ConfigError inside a wrapper of Hydra's, or the wrapper's first line as one."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ConfigError):
-            return cause
-        cause = cause.__cause__
-    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return ConfigError(f"The configuration is not valid: {first.rstrip('.')}.")
+def suggest(value: str, known: Sequence[str], prefix: str = "") -> str:
+    """The nearest of the known names, for the end of an error's sentence."""
+    near = get_close_matches(value, known, n=1)
+    listed = "choose from " + ", ".join(known)
+    return f"did you mean {prefix}{near[0]}? ({listed})" if near else listed

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipespec import build
-from pipespec.config import compose
+from pipespec.compose import compose
 from pipespec.control.client import Controller
 from pipespec.control.requests import Accepted, RequestLog
 from pipespec.control.server import EmbeddedRedis

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipespec import config
+from pipespec import compose
 from pipespec.cli import main
 from pipespec.control.server import EmbeddedRedis
 from pipespec.resources import resource_dir
@@ -96,8 +96,8 @@ def truth(expected, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-@pytest.mark.parametrize("source", config.options("source"))
-@pytest.mark.parametrize("policy", config.options("feed"))
+@pytest.mark.parametrize("source", compose.options("source"))
+@pytest.mark.parametrize("policy", compose.options("feed"))
 def test_every_policy_source_and_stage_count_samples_the_text_of_a_plain_loop(
     tiny, redis, expected, truth, policy, source, stages
 ):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec import cli, config
+from pipespec import cli, compose
 from pipespec.cli import main
 
 PIPESPEC = [sys.executable, "-m", "pipespec"]
@@ -32,7 +32,7 @@ def test_help_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit, match="0"):
         main(["generate", "--help"])
     out = capsys.readouterr().out
-    for setting in config.settings():
+    for setting in compose.settings():
         assert f"{setting.name}={setting.default}" in out
         assert setting.note in out
 

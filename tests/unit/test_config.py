@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pipespec import config
+from pipespec.compose import SECTIONS, compose, groups, options, settings
 from pipespec.config import (
-    SECTIONS,
     ClusterConfig,
     ConfigError,
     ControllerConfig,
     DecodeConfig,
     TransportConfig,
-    compose,
 )
 from pipespec.feed.adaptive import Adaptive
 from pipespec.feed.best_first import BestFirst
@@ -32,7 +30,7 @@ from pipespec.source.ngram import NGram
 from pipespec.source.synthetic import Synthetic
 from pipespec.verify import Greedy, Relaxed, Sample, Strict
 
-CHOICES = [(group, option) for group in config.groups() for option in config.options(group)]
+CHOICES = [(group, option) for group in groups() for option in options(group)]
 # What an option cannot do without.
 NEEDED = {
     ("model", "custom"): ["model.target=/models/target", "model.draft=/models/draft"],
@@ -271,8 +269,8 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_help_lists_every_group_and_value_with_its_default() -> None:
-    listed = {setting.name: setting for setting in config.settings()}
-    assert set(listed) >= {*config.groups(), "trace"}
+    listed = {setting.name: setting for setting in settings()}
+    assert set(listed) >= {*groups(), "trace"}
     assert (listed["feed"].default, listed["feed"].note) == (
         "best_first",
         "one of adaptive, best_first, level, root, static_tree",
