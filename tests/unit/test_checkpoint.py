@@ -186,7 +186,9 @@ class _Tokenizer:
 
 
 def test_equal_vocabularies_pass():
-    compare_vocabularies(_Tokenizer(a=0, b=1), _Tokenizer(b=1, a=0))
+    one, other = _Tokenizer(a=0, b=1), _Tokenizer(b=1, a=0)
+    compare_vocabularies(one, other)  # raises where they differ
+    assert one.get_vocab() == other.get_vocab()
 
 
 def test_different_vocabularies_are_counted_and_shown():
