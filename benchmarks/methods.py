@@ -20,7 +20,6 @@ from rich.progress import track
 from benchmarks.pair import Pair
 from benchmarks.report import publish_table
 from pipespec.control.server import EmbeddedRedis
-from pipespec.plan import NODES_PER_ROW, SMALLEST_TREE
 
 
 @dataclass(frozen=True)
@@ -38,17 +37,16 @@ class Way:
         return [f"feed={self.policy}", f"source.rounds={self.rounds}", *self.settings]
 
 
-def ways(widths: list[int], children: list[int], rounds: int) -> Iterator[Way]:
+def ways(widths: list[int], children: list[int], rounds: list[int]) -> Iterator[Way]:
     """Every row of the table."""
     yield Way("root", 1, 0, 1)
-    yield Way("static_tree", 21, 8, rounds)
+    yield Way("static_tree", 21, 8, max(rounds))
     for width in widths:
         for count in children:
             size = (f"feed.width={width}", f"feed.children={count}")
             yield Way("level", width, count, 1, size)
-            capacity = f"feed.capacity={max(SMALLEST_TREE, NODES_PER_ROW * width)}"
-            for most in sorted({1, rounds}):
-                yield Way("best_first", width, count, most, (*size, capacity))
+            for most in rounds:
+                yield Way("best_first", width, count, most, size)
 
 
 def numbers(text: str) -> list[int]:
@@ -60,7 +58,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--widths", type=numbers, default=[4, 8, 16, 32, 64])
     parser.add_argument("--children", type=numbers, default=[2, 4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=3, help="draft rounds per step (3)")
+    parser.add_argument("--rounds", type=numbers, default=[1, 3], help="per step (1,3)")
     parser.add_argument("--prompts", type=int, help="how many of the shipped prompts (all)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="cut prompts to (128)")
     parser.add_argument("--tokens", type=int, default=64, help="decoded after each prompt (64)")

@@ -28,7 +28,7 @@ from itertools import product
 import numpy as np
 
 from pipespec.errors import ConfigError
-from pipespec.feed import FeedPolicy
+from pipespec.feed import FeedPolicy, Growth
 from pipespec.feed.adaptive import Adaptive
 from pipespec.feed.best_first import BestFirst
 from pipespec.feed.level import Level
@@ -45,10 +45,6 @@ VOCABULARY = 1 << 15
 BEYOND = 512
 # Of predictions whose times differ by less than this share, the one with fewer rows is advised.
 SAME = 0.01
-# Tree nodes for each row that a step may feed. With fewer, several draft rounds per step push
-# each other's candidates out before they can be fed.
-NODES_PER_ROW = 64
-SMALLEST_TREE = 2048
 
 Rounds = int | str
 
@@ -216,7 +212,7 @@ class _Run:
         computed_ms = self.machine.slowest_ms(self.in_flight())
         self.meter.verdict(self.drafted_ms, max(computed_ms - self.drafted_ms, 0.0))
         decided = self.hear()
-        ms = max(computed_ms, self.drafted_ms) + self.machine.hop_ms
+        ms = max(computed_ms, self.drafted_ms) + self.catch_up() + self.machine.hop_ms
         fed = self.feed(ms)
         self.meter.fed(fed)
         self.meter.step(ms, decided, guesses=guesses or self.meter.rounds > 0)
@@ -231,16 +227,28 @@ class _Run:
         while True:
             state = self.meter.state(self.now, end=len(self.answer), elapsed_ms=self.drafted_ms)
             growth = self.policy.grow(self.tree, state)
-            if not len(growth.nodes) or not (growth.urgent or fits(self.rounds, state)):
+            if not len(growth.nodes) or not fits(self.rounds, state):
                 return
-            candidates = self.source.expand(
-                self.context, self.tree, growth.nodes, self.policy.children
-            )
-            assert candidates is not None
-            self.tree.append(candidates.parents, candidates.tokens, candidates.logps, growth.limit)
-            self.tree.trim(self.policy.capacity)
+            self.expand(growth)
             self.drafted_ms += self.machine.draft_ms
-            self.meter.round(self.machine.draft_ms)
+
+    def catch_up(self) -> float:
+        """Draft what the method must have before it can feed; the milliseconds that takes."""
+        drafted_ms = 0.0
+        while True:
+            state = self.meter.state(self.now, end=len(self.answer), elapsed_ms=self.drafted_ms)
+            growth = self.policy.grow(self.tree, state)
+            if not len(growth.nodes) or not growth.urgent:
+                return drafted_ms
+            self.expand(growth)
+            drafted_ms += self.machine.draft_ms
+
+    def expand(self, growth: Growth) -> None:
+        candidates = self.source.expand(self.context, self.tree, growth.nodes, self.policy.children)
+        assert candidates is not None
+        self.tree.append(candidates.parents, candidates.tokens, candidates.logps, growth.limit)
+        self.tree.trim(self.policy.capacity)
+        self.meter.round(self.machine.draft_ms)
 
     def in_flight(self) -> list[int]:
         """Live rows in each stage: of the batch fed 1, 2, ... n steps ago."""
@@ -293,8 +301,6 @@ class Choice:
         chosen = [f"feed={self.name}"]
         if self.name not in FIXED_SHAPE:
             chosen += [f"feed.width={self.width}", f"feed.children={self.children}"]
-        if isinstance(self.policy, BestFirst):
-            chosen.append(f"feed.capacity={self.policy.capacity}")
         return (*chosen, f"source.rounds={self.rounds}")
 
 
@@ -324,18 +330,14 @@ class Prediction:
     speedup: float
 
 
-def _capacity(width: int) -> int:
-    return max(SMALLEST_TREE, NODES_PER_ROW * width)
-
-
 POLICIES: dict[str, Callable[[int, int], FeedPolicy]] = {
     "root": lambda width, children: Root(),
     "static_tree": lambda width, children: StaticTree(
         children=max(children, max(StaticTree().shape))
     ),
     "level": lambda width, children: Level(width, children),
-    "best_first": lambda width, children: BestFirst(width, children, _capacity(width)),
-    "adaptive": lambda width, children: Adaptive(width, children, _capacity(width)),
+    "best_first": lambda width, children: BestFirst(width, children),
+    "adaptive": lambda width, children: Adaptive(width, children),
 }
 # These feed one thing per verdict or per step, which more rounds cannot make larger.
 ONE_ROUND = ("root", "level")

@@ -10,6 +10,9 @@ from pipespec.errors import ConfigError
 from pipespec.feed import Growth, PipelineState, check_at_least
 from pipespec.tree import ROOT, Tree
 
+NODES_PER_ROW = 64
+SMALLEST_TREE = 2048
+
 
 @dataclass(frozen=True)
 class BestFirst:
@@ -19,6 +22,10 @@ class BestFirst:
     and when the draft expands the tree several times per step, one batch holds parents and
     children, and a step can yield more than one token.
 
+    `capacity` is how many nodes the tree may hold. With fewer than NODES_PER_ROW for each row of
+    the width, several draft rounds per step push each other's candidates out before they can be
+    fed; so many are the default.
+
     `row_cost` is what one more row adds to a step, as a share of the step; None takes the
     step times measured so far. A row is fed only if the time that it can be expected to save
     is worth that (docs/feeding.md).
@@ -26,10 +33,12 @@ class BestFirst:
 
     width: int = 16
     children: int = 8
-    capacity: int = 2048
+    capacity: int = 0
     row_cost: float | None = 0.0001
 
     def __post_init__(self) -> None:
+        if self.capacity == 0:
+            object.__setattr__(self, "capacity", max(SMALLEST_TREE, NODES_PER_ROW * self.width))
         check_at_least(self, width=1, children=1, capacity=2 * self.width)
         if self.row_cost is not None and not 0 <= self.row_cost < 1:
             raise ConfigError(

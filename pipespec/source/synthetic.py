@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -185,10 +186,10 @@ def read_truth(file: str) -> list[list[int]]:
 class SyntheticSource:
     """Proposes the target's own next token at a drawn rank, and wrong tokens beside it.
 
-    What is drawn for a position depends on the seed and the position alone, so that every
-    policy and width meets the same draft. Nodes off the answer's path get children too, stated
-    with the same confidence: a real draft does not know that it went wrong. Where the answer
-    ends nothing is proposed.
+    What is drawn for a position depends on the seed, the prompt and the position alone, so that
+    every policy and width meets the same draft. Nodes off the answer's path get children too,
+    stated with the same confidence: a real draft does not know that it went wrong. Where the
+    answer ends nothing is proposed.
     """
 
     def __init__(
@@ -198,13 +199,14 @@ class SyntheticSource:
         self.truth = truth
         self.vocabulary = vocabulary
         self.seed = seed
-        self._answers: dict[int, tuple[Context, np.ndarray]] = {}
+        self._answers: dict[int, tuple[Context, np.ndarray, np.ndarray]] = {}  # text, key of prompt
 
     def begin(self, context: Context) -> None:
         prompt = context.tokens
         for text in self.truth:
             if list(text[: len(prompt)]) == prompt:
-                self._answers[context.request] = context, np.array(text)
+                key = np.array([zlib.crc32(np.array(prompt).tobytes())])
+                self._answers[context.request] = context, np.array(text), key
                 return
         raise ConfigError(
             f"source.truth holds no text that begins with the prompt of request {context.request} "
@@ -213,7 +215,7 @@ class SyntheticSource:
 
     def accept(self, verdict: Verdict) -> None:
         """Raises ConfigError if the target says something else than the file."""
-        context, answer = self._answers[verdict.request]
+        context, answer, _ = self._answers[verdict.request]
         told = context.tokens[verdict.base :][: max(0, len(answer) - verdict.base)]
         expected = answer[verdict.base : verdict.base + len(told)].tolist()
         if told != expected:
@@ -228,17 +230,17 @@ class SyntheticSource:
     def expand(
         self, context: Context, tree: Tree, nodes: np.ndarray, children: int
     ) -> Candidates | None:
-        answer = self._answers[context.request][1]
+        _, answer, prompt = self._answers[context.request]
         right = self._path(tree, answer)[nodes]
         position = tree.position[nodes]
         key = np.where(right, position, tree.id[nodes])
         off = np.where(right, 0, OFF_PATH)
-        stated = self.accuracy.distributions(self._uniform(CONFIDENCE, key, off))
-        rank = (self._uniform(RANK, key, off)[:, None] >= stated.cumsum(1)).sum(1)
+        stated = self.accuracy.distributions(self._uniform(CONFIDENCE, key, off, prompt))
+        rank = (self._uniform(RANK, key, off, prompt)[:, None] >= stated.cumsum(1)).sum(1)
         count = min(children, stated.shape[1], self.vocabulary - 1)
         told = right & (position + 1 < len(answer))
         truth = answer[np.where(told, position + 1, 0)]
-        tokens = self._wrong(self._uniform(TOKENS, key, off), truth, count)
+        tokens = self._wrong(self._uniform(TOKENS, key, off, prompt), truth, count)
         shown = np.flatnonzero(told & (rank < count))
         tokens[shown, rank[shown]] = truth[shown]
         with np.errstate(divide="ignore"):  # a rank that never hits is no candidate
@@ -265,7 +267,9 @@ class SyntheticSource:
         return (truth[:, None] + 1 + steps % others) % self.vocabulary
 
     def _uniform(self, stream: int, *keys: np.ndarray) -> np.ndarray:
-        """Numbers in [0, 1) that depend on the seed, the stream and the keys `[nodes]` alone.
+        """Numbers in [0, 1) that depend on the seed, the stream and the keys alone, `[nodes]`.
+
+        A key may be `[1]`, for all nodes.
 
         A counter-based generator: the finaliser of SplitMix64 over the keys.
         """
