@@ -25,6 +25,7 @@ from pipespec.text import StopChecker
 from pipespec.trace import Timeline
 from pipespec.transport import Transport
 from pipespec.transport.distributed import DistributedTransport
+from pipespec.transport.paced import PacedTransport
 from pipespec.types import Request
 from pipespec.worker import Worker
 
@@ -50,7 +51,7 @@ class Plan:
 
     @property
     def layout(self) -> Layout:
-        return Layout(len(self.layers), self.config.cluster.group_sizes)
+        return Layout(len(self.layers), self.config.cluster.group_sizes, self.config.cluster.sync)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -186,7 +187,9 @@ def load_model(plan: Plan, rank: int) -> ModelSlice | None:
     # Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it
     # has expanded. One batch more of each is on its way in before a verdict frees the last.
     feed = plan.config.feed
-    nodes = (plan.num_ranks + 1) * feed.max_rows if rank else feed.capacity
+    # Running free, every link can hold a batch, and so can every rank.
+    in_flight = plan.num_ranks + 1 if plan.config.cluster.sync == "lockstep" else 2 * plan.num_ranks
+    nodes = in_flight * feed.max_rows if rank else feed.capacity
     return ModelSlice.load(
         info.path,
         layers,
@@ -205,6 +208,8 @@ def serve(
 ) -> None:
     """Run the loop of a rank until the head says stop."""
     config = plan.config
+    # Word from the last stage goes to the head's machine, and from there to the rank's.
+    delay_ms = config.link.latency_ms * config.pace.scale * (2 if rank else 1)
     timeline = Timeline(record=config.trace is not None)
     stage = None if model is None else Stage(model, model.num_slots)
     # Joining the controller tells whoever waits that this rank has loaded its model.
@@ -212,6 +217,8 @@ def serve(
         where.url, namespace=where.namespace, epoch=where.epoch, rank=rank
     ) as controller:
         link = connect()
+        if config.link:
+            link = PacedTransport(link, config.link, config.pace.scale)
         try:
             if rank:
                 assert stage is not None
@@ -221,6 +228,7 @@ def serve(
                     controller,
                     plan.layout,
                     pace=config.pace,
+                    delay_ms=delay_ms,
                     timeline=timeline,
                 ).run()
             else:
@@ -235,6 +243,7 @@ def serve(
                     context_limit=plan.context,
                     stop_check=stop_check(plan),
                     pace=config.pace,
+                    delay_ms=delay_ms,
                     timeline=timeline,
                 ).run()
         finally:

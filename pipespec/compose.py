@@ -225,7 +225,7 @@ def _check_key(key: str, base: DictConfig, chosen: list[str]) -> None:
 def _build(section: str, node: DictConfig) -> Any:
     """The dataclass or policy of one section, types checked."""
     from hydra.errors import HydraException
-    from hydra.utils import get_class, instantiate
+    from hydra.utils import get_class
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -237,8 +237,7 @@ def _build(section: str, node: DictConfig) -> Any:
         assert isinstance(values, dict)
         target = values.pop("_target_", None)
         cls = SECTIONS[section] if target is None else get_class(target)
-        checked = _typed_fields(section, cls, values)
-        return cls(**checked) if target is None else instantiate({"_target_": target, **checked})
+        return cls(**_typed_fields(section, cls, values))
     except (HydraException, OmegaConfBaseException) as error:
         raise _config_error(error) from error
 

@@ -16,11 +16,12 @@ from pipespec.errors import ConfigError
 
 if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
     from pipespec.feed import FeedPolicy
-    from pipespec.pace import Pace
+    from pipespec.pace import Link, Pace
     from pipespec.source import SourceSpec
     from pipespec.verify import VerifierSpec
 
 DTYPES = ("auto", "float32", "bfloat16")
+SYNCS = ("lockstep", "free")
 BACKENDS = ("auto", "gloo", "nccl")
 URL_SCHEMES = ("redis", "rediss", "unix")
 LARGEST_PORT = 65535
@@ -55,15 +56,19 @@ class ClusterConfig:
 
     `groups` are PipeDec's G_i, consecutive stages that together form one pipeline step: their
     sizes, or one size for all, or None for every stage by itself.
+    `sync` is "lockstep" (a rank sends when it knows the verdict of its step) or "free" (it does
+    not wait for it).
     `devices` holds one entry for every rank, or one per rank with the head's first.
     """
 
     stages: int = 4
     groups: int | list[int] | None = None
+    sync: str = "lockstep"
     devices: list[str] = field(default_factory=lambda: ["auto"])
 
     def __post_init__(self) -> None:
         check_at_least("cluster.stages", self.stages, 1)
+        check_choice("cluster.sync", self.sync, SYNCS)
         sizes = self.group_sizes
         if sizes is not None and (min(sizes, default=0) < 1 or sum(sizes) != self.stages):
             raise ConfigError(
@@ -158,6 +163,7 @@ class Config:
     controller: ControllerConfig
     transport: TransportConfig
     pace: Pace
+    link: Link
     trace: str | None = None
 
     def __post_init__(self) -> None:
@@ -166,6 +172,7 @@ class Config:
                 "model.draft is null, but this source guesses with a draft model; name its folder "
                 "or choose source=ngram, which needs none."
             )
+        self.pace.check(self.cluster.stages)
         if self.trace is None:
             return
         if not self.trace or Path(self.trace).is_dir():

@@ -10,7 +10,9 @@ leave on the right lead into the next step:
     rank 2   compute ─────┴──── prune ───────> compute(2, t+1)
                                 join <── the last task of every rank
 
-The compute of the last rank is followed by every prune: that edge carries the verdict.
+The compute of the last rank is followed by every prune: that edge carries the verdict. Running
+free, a transfer waits for no prune, but for the compute of the next rank in the step before:
+once that is over, the link is empty.
 The counterpart in PipeDec is appendix B. Everything here is pure.
 """
 
@@ -128,6 +130,15 @@ class Layout:
         """Whether what `rank` sends is computed by the next rank in the same step."""
         return self.group_of[rank] == self.group_of[rank + 1]
 
+    def asks_for_link(self, rank: int, step: int) -> bool:
+        """Whether `rank` may send only once the next rank has taken the batch before.
+
+        So a link between steps holds at most one batch, and guesses do not pile up in front of
+        a slow stage. In lockstep the verdict sees to that.
+        """
+        free = self.sync == "free" and step > 0
+        return free and rank != self.last and not self.same_group(rank)
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -170,6 +181,8 @@ def step_graph(layout: Layout, step: int) -> Graph:
         computed, pruned, sent = compute(rank, step), prune(rank, step), transfer(rank, step)
         tasks += [computed, pruned]
         edge(computed, pruned)
+        if layout.asks_for_link(rank, step):
+            edge(compute(rank + 1, step - 1), sent)
         if rank != layout.last:
             tasks.append(sent)
             edge(compute(layout.last, step), pruned)  # the verdict
@@ -182,8 +195,9 @@ def step_graph(layout: Layout, step: int) -> Graph:
         for end in _ends(layout, rank, step):
             edge(end, join(step))
     tasks.append(join(step))
-    announced = frozenset(prune(rank, step) for rank in layout.ranks if rank != layout.last)
-    return Graph(step, tuple(tasks), tuple(edges), announced)
+    announced = {prune(rank, step) for rank in layout.ranks if rank != layout.last}
+    announced |= {transfer(rank, step) for rank in layout.ranks if layout.asks_for_link(rank, step)}
+    return Graph(step, tuple(tasks), tuple(edges), frozenset(announced))
 
 
 def _sends_early(layout: Layout, rank: int) -> bool:

@@ -8,7 +8,7 @@ stage. It decodes one request after another; everything it sends names the reque
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,19 @@ from pipespec.trace import Timeline
 from pipespec.transport import Transport
 from pipespec.tree import ROOT, Tree
 from pipespec.types import Batch, Request, Verdict
-from pipespec.verdict import hear
+from pipespec.verdict import Ear
 
 # Says whether the text so far ends the request: given one more token, True if a stop string
 # is complete.
 StopCheck = Callable[[int], bool]
+
+
+# Running free: a batch is sent when so much of the first stage's work on the one before is left.
+EARLY = 0.15
+# How much a new sample weighs in the estimate of that work's length.
+PACE_MEMORY = 0.2
+# A moment that is further off was told by another machine's clock.
+OTHER_CLOCK_NS = 10**9
 
 
 @dataclass(slots=True)
@@ -120,6 +128,7 @@ class Head:
         context_limit: int,
         stop_check: Callable[[Request], StopCheck],
         pace: Pace,
+        delay_ms: float,
         timeline: Timeline,
     ):
         self.link = link
@@ -135,6 +144,7 @@ class Head:
         self.timeline = timeline
         self.step = 0
         self.session: Session | None = None
+        self.ear = Ear(controller, 0, timeline, delay_ms)
         self.meter = Meter(layout.num_steps)
         self._began = 0  # when this step began, on the timeline's clock
         self._guesses: bool | None = None  # whether this step knows any; None: it is not decoding
@@ -142,6 +152,11 @@ class Head:
         self._released: tuple[int, ...] = ()
         self._busy_until = 0  # the step in which the last batch that matters leaves the pipeline
         self._done: list[Task] = []
+        self._submitted = 0  # steps
+        self._unsettled: list[Verdict] = []  # followed, but neither logged nor told to the source
+        self._fed = (0, 0)  # rows of the batch before the last, and of the last
+        self._taken = 0  # when the first stage took the last batch
+        self._stage_ns = 0.0  # how long the first stage computes
 
     def run(self) -> None:
         """Serve requests until there will be no more, then stop the stages."""
@@ -149,8 +164,8 @@ class Head:
             self.begin()
             self.grow()
             self.hear()
-            self.catch_up()
             self.send(self.feed())
+            self.settle()
             self.measure()
         self.stop()
 
@@ -176,7 +191,7 @@ class Head:
         return True
 
     def begin(self) -> None:
-        """Lay out the tasks of the step."""
+        """A step begins."""
         self.timeline.step = self.step
         self._began = self.timeline.clock()
         self._decided = 0
@@ -184,8 +199,16 @@ class Head:
         decoding = session is not None and session.generated > 0
         self._guesses = session.guesses_in_flight if session and decoding else None
         self.meter.begin()
+        # Running free, a stage may be ahead of the head, by its place in the pipeline at most.
+        ahead = self.layout.num_steps if self.layout.sync == "free" else 0
+        self.submit(self.step + ahead)
+
+    def submit(self, last: int) -> None:
+        """Lay out the tasks of the steps up to `last`."""
         with self.timeline("control"):
-            self.controller.submit(step_graph(self.layout, self.step))
+            while self._submitted <= last:
+                self.controller.submit(step_graph(self.layout, self._submitted))
+                self._submitted += 1
 
     def grow(self) -> None:
         """Let the source expand the tree while the stages compute."""
@@ -205,7 +228,7 @@ class Head:
             candidates = self.source.expand(
                 session.context, session.tree, nodes, self.policy.children
             )
-            session.counts["overruns"] += not hold(start, self.pace.draft_ms)
+            session.counts["overruns"] += not hold(start, self.pace.of_round)
         session.counts["rounds"] += 1
         self.meter.round(self._since(start), measured=candidates is not None)
         if candidates is not None:
@@ -223,20 +246,61 @@ class Head:
         return (self.timeline.clock() - start) / 1e6
 
     def hear(self) -> None:
-        """Wait for the verdict of this step and follow it."""
+        """Wait until this step's batch is due, and follow the verdicts that come until then.
+
+        In lockstep it is due when the verdict of the step has come. Running free, it is due
+        when the first stage is about to need it, or with that verdict, whichever is earlier;
+        without anything to feed there is nothing to hurry for.
+        """
         drafted, start = self._since(self._began), self.timeline.clock()
-        done = [*self._done, compute(0, self.step)]
-        verdicts = hear(self.controller, done, prune(0, self.step), self.timeline)
+        done, self._done = [*self._done, compute(0, self.step)], []
+        with self.timeline("control"):
+            self.controller.complete(done)
+        due = self.due() if self.layout.asks_for_link(0, self.step) else None
+        while self.ear.heard <= self.step:
+            left = (due - self.timeline.clock()) / 1e9 if due and self.has_work() else None
+            verdicts = self.ear.verdict(None if left is None else max(left, 0.0))
+            if verdicts is None:
+                break
+            self.follow(verdicts)
         if self._guesses is not None:
             self.meter.verdict(drafted, self._since(start))
-        self._done = [prune(0, self.step)]
         if self.session is not None:
             self.session.counts["steps"] += 1
+
+    def due(self) -> int:
+        """When the batch of this step should be sent: shortly before the first stage needs it.
+
+        The sooner it is sent, the less of what is being decided does its choice know. The first
+        stage took the batch before at a known moment, and if that had rows it is at work for
+        about as long as it was the last times.
+        """
+        taken = self.ear.link(self.step)
+        now = self.timeline.clock()
+        if not 0 <= now - taken < OTHER_CLOCK_NS:
+            taken = now
+        if self._fed[0] and self._taken:
+            self._stage_ns += (taken - self._taken - self._stage_ns) * PACE_MEMORY
+        self._taken = taken
+        return taken + round(self._stage_ns * (1 - EARLY)) if self._fed[1] else taken
+
+    def has_work(self) -> bool:
+        """Whether a batch of this step would carry anything."""
+        session = self.session
+        if self._released or session is None or session.prompt_left:
+            return bool(self._released or session)
+        if not session.tree.fed[ROOT]:
+            return True
+        return len(session.useful(self.policy.feed(session.tree, self.state(session)))) > 0
+
+    def follow(self, verdicts: list[Verdict]) -> None:
+        """Apply the verdict of the step after those followed so far."""
         with self.timeline("prune"):
             for verdict in verdicts:
-                self.follow(verdict)
+                self.move(verdict)
+        self._done.append(prune(0, self.ear.heard - 1))
 
-    def follow(self, verdict: Verdict) -> None:
+    def move(self, verdict: Verdict) -> None:
         """Move the root along a verdict's tokens, up to the one that ends the request."""
         session = self.session
         if session is None or verdict.request != session.request.id:
@@ -244,18 +308,25 @@ class Head:
         assert verdict.base == len(session.context.tokens), "a verdict is missing"
         now = self.timeline.clock()
         reason = None
-        accepted: list[int] = []
+        count = 0
         for token in verdict.tokens:
-            accepted.append(token)
+            count += 1
             reason = session.accept(token, now)
             if reason:
                 break
-        self._decided += len(accepted)
-        logprobs = verdict.logprobs[: len(accepted)]
-        self.controller.accept(verdict.request, verdict.base, accepted, logprobs)
-        self.source.accept(verdict)
+        self._decided += count
+        logprobs = verdict.logprobs[:count]
+        self._unsettled.append(replace(verdict, tokens=verdict.tokens[:count], logprobs=logprobs))
         if reason:
+            self.settle()
             self.finish(reason)
+
+    def settle(self) -> None:
+        """Log what was accepted and tell the source; the next batch is on its way already."""
+        for verdict in self._unsettled:
+            self.controller.accept(verdict.request, verdict.base, verdict.tokens, verdict.logprobs)
+            self.source.accept(verdict)
+        self._unsettled.clear()
 
     def finish(self, reason: str) -> None:
         """Close the request; the next batch tells the stages to free what it holds."""
@@ -269,15 +340,22 @@ class Head:
         self._released = (session.request.id,)
         self.session = None
 
-    def catch_up(self) -> None:
-        """Draft what a method must have before it can feed anything: the pipeline idles anyway."""
-        session = self.session
-        while session is not None and not session.prompt_left:
+    def choose(self, session: Session) -> np.ndarray:
+        """The nodes to feed now.
+
+        What a method must have before it can feed anything is drafted first: the pipeline idles
+        anyway.
+        """
+        while True:
+            nodes = session.useful(self.policy.feed(session.tree, self.state(session)))
+            if len(nodes) or session.tree.fed[ROOT]:
+                return nodes
             growth = self.policy.grow(session.tree, self.state(session))
-            nodes = session.useful(growth.nodes)
-            if not len(nodes) or not growth.urgent:
-                return
-            self.expand(session, nodes, growth.limit)
+            missing = session.useful(growth.nodes)
+            if not len(missing) or not growth.urgent:
+                return nodes
+            self.settle()
+            self.expand(session, missing, growth.limit)
 
     def feed(self) -> Batch:
         """The prompt's next chunk, or the nodes that the policy chooses."""
@@ -290,7 +368,7 @@ class Head:
             rows = session.context.rows(session.prefilled, end)
             session.prefilled = end
         else:
-            nodes = session.useful(self.policy.feed(session.tree, self.state(session)))
+            nodes = self.choose(session)
             assert len(nodes) <= self.policy.max_rows, "the KV pools are made for no more"
             rows = session.tree.rows(session.request.id, nodes)
             session.tree.fed[nodes] = True
@@ -304,6 +382,7 @@ class Head:
             self.link.send(batch)
         self._done.append(transfer(0, self.step))
         self.meter.fed(len(batch))
+        self._fed = (self._fed[1], len(batch))
         self.step += 1
 
     def measure(self) -> None:
@@ -314,6 +393,5 @@ class Head:
 
     def stop(self) -> None:
         """Send the last batch, and lay out the steps in which it passes the stages."""
-        for step in range(self.step, self.step + self.layout.num_steps + 1):
-            self.controller.submit(step_graph(self.layout, step))
+        self.submit(self.step + self.layout.num_steps)
         self.send(Batch(self.step, stop=True))

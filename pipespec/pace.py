@@ -1,34 +1,162 @@
-"""Emulated stages: hold a step to a stated time after its real computation.
+"""Emulated machines: ranks held to the times of another machine after their real computation.
 
 It exists so that nine processes on two cores can show what the runtime does on nine GPUs.
-Results under a pace are emulated and are labelled so everywhere.
+Results under a pace are emulated and are labelled so everywhere. A rank that needs longer than
+its pace over-runs it; over-runs are counted and shown, never hidden.
 """
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from pipespec.clock import monotonic_ns
 from pipespec.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Milliseconds that a stage's step and a draft round last at least; 0: as fast as they go."""
+class TimeCurve:
+    """Milliseconds that a stage takes for a batch of so many rows, `(rows, ms)` by rising rows.
 
-    stage_ms: float = 0.0
-    draft_ms: float = 0.0
+    Between the points the time is linear; below the first it is constant; above the last it
+    goes on as steeply as between the last two. Raises ConfigError.
+    """
+
+    points: tuple[tuple[int, float], ...]
 
     def __post_init__(self) -> None:
-        for name in ("stage_ms", "draft_ms"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(
-                    f"pace.{name} is {getattr(self, name)}, but must be 0 or more milliseconds."
-                )
+        rows = [rows for rows, _ in self.points]
+        if not rows or rows != sorted(set(rows)) or rows[0] < 1:
+            raise ConfigError(
+                f"A stage's times are given for {rows} rows, but must be for rising numbers from 1."
+            )
+        for _, ms in self.points:
+            if not 0 <= ms < math.inf:
+                raise ConfigError(f"A stage's time is {ms} ms, but must be 0 or more.")
+
+    @classmethod
+    def parse(cls, text: str) -> TimeCurve:
+        """A curve from its points, as in "1:37.8 64:41"; a time alone is that of one row."""
+        return cls(tuple(point(part) for part in text.split()))
+
+    def ms(self, rows: int) -> float:
+        """No rows take no time."""
+        if rows == 0:
+            return 0.0
+        last, most = self.points[-1]
+        if rows > last and len(self.points) > 1:
+            earlier, less = self.points[-2]
+            return most + (rows - last) * (most - less) / (last - earlier)
+        counts, times = np.array(self.points, float).T
+        return float(np.interp(rows, counts, times))
+
+
+def point(text: str) -> tuple[int, float]:
+    """A point of a time curve, "64:41"; a time alone is that of one row. Raises ConfigError."""
+    rows, _, ms = text.rpartition(":")
+    try:
+        return int(rows or 1), float(ms)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is no time of a stage; write ROWS:MS, as in 64:41.") from error
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long stages and draft last at least.
+
+    Attributes:
+        stage_ms: milliseconds of a stage's step by its rows: one number or curve
+            (`TimeCurve.parse`) for all stages, or a list with one for each; 0: as fast as it goes.
+        draft_ms: milliseconds of a draft round.
+        jitter_ms: the mean of what a step of a stage lasts longer by chance, drawn for every
+            stage and step from an exponential distribution.
+        scale: multiplies every emulated time, links included. On a machine with few cores a
+            longer time base leaves more room for the real computation; whoever reports times
+            divides by it.
+    """
+
+    stage_ms: float | str | list[str] = 0.0
+    draft_ms: float = 0.0
+    jitter_ms: float = 0.0
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("draft_ms", "jitter_ms", "scale"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"pace.{name} is {getattr(self, name)}, but must be 0 or more.")
+        if self.scale == 0:
+            raise ConfigError("pace.scale is 0, but must be above 0.")
+        if not self.curves:
+            raise ConfigError("pace.stage_ms is an empty list; give one time, or one per stage.")
+
+    @cached_property
+    def curves(self) -> tuple[TimeCurve, ...]:
+        """One for all stages, or one per stage."""
+        entries = self.stage_ms if isinstance(self.stage_ms, list) else [self.stage_ms]
+        try:
+            return tuple(TimeCurve.parse(str(entry)) for entry in entries)
+        except ConfigError as error:
+            raise ConfigError(f"pace.stage_ms: {error}") from error
+
+    def check(self, num_stages: int) -> None:
+        """Raise ConfigError unless there is a time for every stage."""
+        if len(self.curves) not in (1, num_stages):
+            raise ConfigError(
+                f"pace.stage_ms has times of {len(self.curves)} stages, but "
+                f"cluster.stages is {num_stages}."
+            )
 
     def __bool__(self) -> bool:
-        return self.stage_ms > 0 or self.draft_ms > 0
+        slow = any(ms for curve in self.curves for _, ms in curve.points)
+        return slow or self.draft_ms > 0 or self.jitter_ms > 0
+
+    def of_stage(self, rank: int, step: int, rows: int) -> float:
+        """Milliseconds of a stage's step with so many rows; no rows take no time."""
+        if not rows:
+            return 0.0
+        ms = self.curves[(rank - 1) % len(self.curves)].ms(rows)
+        if self.jitter_ms:
+            ms += random.Random(f"{rank}:{step}").expovariate(1 / self.jitter_ms)
+        return ms * self.scale
+
+    @property
+    def of_round(self) -> float:
+        """Milliseconds of a draft round."""
+        return self.draft_ms * self.scale
+
+
+@dataclass(frozen=True)
+class Link:
+    """An emulated network between any two ranks.
+
+    Attributes:
+        latency_ms: one way.
+        gbit_per_s: what a batch's hidden states travel at; 0: at once.
+        row_bytes: of a row's hidden states in the emulated model, such as 8192 in bfloat16.
+    """
+
+    latency_ms: float = 0.0
+    gbit_per_s: float = 0.0
+    row_bytes: int = 16384
+
+    def __post_init__(self) -> None:
+        for name in ("latency_ms", "gbit_per_s", "row_bytes"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"link.{name} is {getattr(self, name)}, but must be 0 or more.")
+
+    def __bool__(self) -> bool:
+        return self.latency_ms > 0 or self.gbit_per_s > 0
+
+    def ms(self, rows: int) -> float:
+        """Milliseconds on the way of a message with the hidden states of so many rows."""
+        if not self.gbit_per_s:
+            return self.latency_ms
+        return self.latency_ms + rows * self.row_bytes * 8 / (self.gbit_per_s * 1e6)
 
 
 def hold(start_ns: int, milliseconds: float) -> bool:

@@ -36,6 +36,7 @@ from pipespec.feed.meter import Meter
 from pipespec.feed.root import Root
 from pipespec.feed.rounds import check_rounds, fits
 from pipespec.feed.static_tree import StaticTree
+from pipespec.pace import TimeCurve
 from pipespec.source import Context
 from pipespec.source.synthetic import Accuracy, SyntheticSource
 from pipespec.tree import ROOT, Tree
@@ -47,38 +48,6 @@ BEYOND = 512
 SAME = 0.01
 
 Rounds = int | str
-
-
-@dataclass(frozen=True)
-class TimeCurve:
-    """Milliseconds that a stage takes for a batch of so many rows, `(rows, ms)` by rising rows.
-
-    Between the points the time is linear; below the first it is constant; above the last it
-    goes on as steeply as between the last two. Raises ConfigError.
-    """
-
-    points: tuple[tuple[int, float], ...]
-
-    def __post_init__(self) -> None:
-        rows = [rows for rows, _ in self.points]
-        if not rows or rows != sorted(set(rows)) or rows[0] < 1:
-            raise ConfigError(
-                f"A stage's times are given for {rows} rows, but must be for rising numbers from 1."
-            )
-        for _, ms in self.points:
-            if not 0 <= ms < math.inf:
-                raise ConfigError(f"A stage's time is {ms} ms, but must be 0 or more.")
-
-    def ms(self, rows: int) -> float:
-        """No rows take no time."""
-        if rows == 0:
-            return 0.0
-        last, most = self.points[-1]
-        if rows > last and len(self.points) > 1:
-            earlier, less = self.points[-2]
-            return most + (rows - last) * (most - less) / (last - earlier)
-        counts, times = np.array(self.points, float).T
-        return float(np.interp(rows, counts, times))
 
 
 @dataclass(frozen=True)

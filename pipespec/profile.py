@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.errors import ConfigError
-from pipespec.plan import Machine, TimeCurve
+from pipespec.pace import TimeCurve, point
+from pipespec.plan import Machine
 from pipespec.source.synthetic import Accuracy
 
 Curve = Sequence[str | float]
@@ -65,22 +66,15 @@ class Profile:
                 f"stage_ms has times of {len(curves)} stages, but there are {self.stages}."
             )
         per_stage = curves or [[*self.stage_ms]] * self.stages
-        stages = tuple(TimeCurve(tuple(map(_point, curve))) for curve in per_stage)
+        stages = tuple(
+            TimeCurve(tuple(point(str(entry)) for entry in curve)) for curve in per_stage
+        )
         return Machine(stages, _number("hop_ms", self.hop_ms), _number("draft_ms", self.draft_ms))
 
     def accuracy(self) -> Accuracy:
         """Raises ConfigError."""
         _list("curve", self.curve)
         return Accuracy.parse([str(point) for point in self.curve], _number("spread", self.spread))
-
-
-def _point(text: Any) -> tuple[int, float]:
-    """A point of a time curve, "64:41"; a time alone is that of one row."""
-    rows, _, ms = str(text).rpartition(":")
-    try:
-        return int(rows or 1), float(ms)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is no time of a stage; write ROWS:MS, as in 64:41.") from error
 
 
 def _list(name: str, value: Any) -> None:

@@ -30,7 +30,8 @@ class Batch:
     `rows` is int64 `[rows, 6]`: request, node, parent, token, position, kind.
     `hidden` is `[rows, hidden]` in the model's dtype, or None where token ids enter the
     first stage. `released` names requests that end here: a stage frees all they hold.
-    `stop` ends the worker that receives it, after it has passed the batch on.
+    `stop` ends the worker that receives it, after it has passed the batch on. `sent_ns` is when
+    it was sent, on the sender's clock, where a network is emulated.
     """
 
     step: int
@@ -38,6 +39,7 @@ class Batch:
     hidden: torch.Tensor | None = None
     released: tuple[int, ...] = ()
     stop: bool = False
+    sent_ns: int = 0
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from pipespec.control.client import Controller
-from pipespec.graph import Task
+from pipespec.graph import Task, prune, transfer
+from pipespec.pace import hold
 from pipespec.trace import Timeline
 from pipespec.types import TokenLogprobs, Verdict
 
@@ -57,20 +58,56 @@ def unpack(payload: bytes) -> tuple[list[Verdict], int]:
     return verdicts, drawn_ns
 
 
-def hear(
-    controller: Controller, done: Sequence[Task], prune: Task, timeline: Timeline
-) -> list[Verdict]:
-    """Report what is done and wait for the verdict that `prune` needs.
+class Ear:
+    """What the controller tells one rank: verdicts, in the order of their steps, and free links.
 
-    What counts as the controller's time is the call and, of the wait, the part after the
-    verdict was drawn; before that the pipeline was at work.
+    `delay_ms` is how long word takes on an emulated network.
     """
-    with timeline("control"):
-        controller.complete(done)
-    start = timeline.clock()
-    with timeline("wait"):
-        payload = controller.wait(prune)
-    verdicts, drawn_ns = unpack(payload)
-    now = timeline.clock()
-    timeline.totals["control"] += min(max(now - max(drawn_ns, start), 0), now - start)
-    return verdicts
+
+    def __init__(
+        self, controller: Controller, rank: int, timeline: Timeline, delay_ms: float = 0.0
+    ) -> None:
+        self.controller = controller
+        self.rank = rank
+        self.timeline = timeline
+        self.delay_ms = delay_ms
+        self.heard = 0  # verdicts so far, and the step of the next
+        self._payload: bytes | None = None  # of the next verdict, still on the emulated network
+
+    def verdict(self, timeout: float | None = None) -> list[Verdict] | None:
+        """The verdict of step `heard`; None: it has not come within `timeout` seconds.
+
+        What counts as the controller's time is, of the wait, the part after the verdict was
+        drawn; before that the pipeline was at work.
+        """
+        start = self.timeline.clock()
+        with self.timeline("wait"):
+            if self._payload is None:
+                self._payload = self._told(prune(self.rank, self.heard), timeout)
+            if self._payload is None:
+                return None
+            verdicts, drawn_ns = unpack(self._payload)
+            left_ms = self.delay_ms - (self.timeline.clock() - drawn_ns) / 1e6
+            if timeout is not None and self.delay_ms and left_ms > timeout * 1e3:
+                return None
+            hold(drawn_ns, self.delay_ms)
+        now = self.timeline.clock()
+        self.timeline.totals["control"] += min(max(now - max(drawn_ns, start), 0), now - start)
+        self._payload = None
+        self.heard += 1
+        return verdicts
+
+    def link(self, step: int) -> int:
+        """Wait until the batch of `step` may be sent; when the next rank took the one before,
+        on its clock."""
+        with self.timeline("wait"):
+            payload = self._told(transfer(self.rank, step), None)
+            assert payload is not None
+            taken_ns = int(np.frombuffer(payload, "<i8", 1)[0])
+            hold(taken_ns, self.delay_ms)
+        return taken_ns
+
+    def _told(self, task: Task, timeout: float | None) -> bytes | None:
+        if timeout is None:
+            return self.controller.wait(task)
+        return self.controller.poll(task, timeout)

@@ -1,7 +1,7 @@
 """A batch as the bytes that travel between neighbours, and back. Pure packing, no I/O.
 
     message   [ header 16 x int64 | rows num_rows x 6 x int64 | 0..63 bytes | hidden states ]
-    header    epoch, step, num_rows, flags, num_released, released (8), 3 unused
+    header    epoch, step, num_rows, flags, num_released, released (8), sent_ns, 2 unused
 
 The hidden states start at a multiple of 64 bytes, so that the receiver uses them where they
 arrived. A message is only as long as its rows need; the receiver keeps `capacity` bytes ready.
@@ -21,6 +21,7 @@ from pipespec.types import NUM_COLUMNS, Batch
 MAX_RELEASED = 8
 
 _EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_RELEASED, _RELEASED = range(6)
+_SENT = _RELEASED + MAX_RELEASED
 _HEADER = 16
 _STOP, _HIDDEN = 1, 2
 _INT = np.dtype(np.int64).itemsize
@@ -67,6 +68,7 @@ class Wire:
         ints[_FLAGS] = _STOP * batch.stop | _HIDDEN * (hidden is not None)
         ints[_NUM_RELEASED] = len(batch.released)
         ints[_RELEASED : _RELEASED + len(batch.released)] = batch.released
+        ints[_SENT] = batch.sent_ns
         ints[_HEADER : _HEADER + rows * NUM_COLUMNS] = batch.rows.reshape(-1)
         if hidden is not None and carried:
             message[start:].view(self.dtype).view(rows, self.hidden_size).copy_(hidden)
@@ -104,6 +106,7 @@ class Wire:
             hidden=hidden,
             released=tuple(ints[_RELEASED : _RELEASED + num_released].tolist()),
             stop=bool(ints[_FLAGS] & _STOP),
+            sent_ns=int(ints[_SENT]),
         )
 
     def has_hidden(self, message: torch.Tensor) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipespec import verdict
 from pipespec.control.client import Controller
 from pipespec.graph import Layout, Task, compute, prune, transfer
 from pipespec.pace import Pace, hold
 from pipespec.stage import Stage
 from pipespec.trace import Timeline
 from pipespec.transport import Transport
-from pipespec.types import Batch
+from pipespec.types import Batch, Verdict
+from pipespec.verdict import Ear, pack
 from pipespec.verify import Judge
 
 
@@ -21,6 +21,8 @@ class Worker:
     In lockstep every rank does the same in step t: compute the batch that its neighbour sent
     in step t-1, hear the verdict of step t, drop what it ruled out, send on. Inside a group
     (PipeDec's G_i) the batch goes on within the step, so it is sent before the verdict is heard.
+    Running free, a rank applies the verdicts that have come, before and after it computes, and
+    waits for none.
     """
 
     def __init__(
@@ -31,18 +33,22 @@ class Worker:
         layout: Layout,
         *,
         pace: Pace,
+        delay_ms: float,
         timeline: Timeline,
     ):
         self.stage = stage
         self.link = link
         self.controller = controller
         self.rank = link.rank
+        self.layout = layout
         self.last = link.rank == layout.last
+        self.free = layout.sync == "free"
         # A neighbour in the same group computes the same batch in the same step.
         self.joins_previous = layout.same_group(link.rank - 1)
         self.joins_next = not self.last and layout.same_group(link.rank)
         self.pace = pace
         self.timeline = timeline
+        self.ear = Ear(controller, self.rank, timeline, delay_ms)
         self.step = 0
         self._done: list[Task] = []
         self._judges: dict[int, Judge] = {}  # of the open requests, at the last stage
@@ -54,6 +60,8 @@ class Worker:
         """Work until a batch says stop."""
         while True:
             batch = self.receive()
+            if self.free:
+                self.catch_up()
             computed = self.compute(batch)
             if self.joins_next:
                 self.send(computed)
@@ -63,6 +71,8 @@ class Worker:
             for request in batch.released:
                 self.release(request)
             if batch.stop:
+                while not self.last and self.ear.heard <= self.step:
+                    self.follow(self.ear.verdict())
                 self.controller.complete(self._done)
                 return
             self.step += 1
@@ -85,7 +95,8 @@ class Worker:
         self._counts["steps"] += self._since is not None
         with self.timeline("compute"):
             computed = self.stage.compute(batch)
-            if len(batch) and not hold(start, self.pace.stage_ms):
+            pace_ms = self.pace.of_stage(self.rank, self.step, len(computed))
+            if not hold(start, pace_ms):
                 self._counts["overruns"] += 1
         self._counts["rows"] += len(computed)
         self._counts["dropped"] += len(batch) - len(computed)
@@ -93,20 +104,38 @@ class Worker:
         return computed
 
     def hear(self, computed: Batch) -> None:
-        """Agree on the verdict of this step and apply it. The last stage is who draws it."""
-        done = [*self._done, compute(self.rank, self.step)]
+        """Say that this step is computed; follow the verdicts that must be, or can be, known.
+
+        The last stage is who draws them.
+        """
+        done, self._done = [*self._done, compute(self.rank, self.step)], []
+        verdicts: list[Verdict] = []
         if self.last:
             with self.timeline("verify"):
                 verdicts = self.stage.verdicts(computed, self.judge)
-            with self.timeline("control"):
-                self.controller.complete(done, verdict.pack(verdicts, self.timeline.clock()))
+        with self.timeline("control"):
+            self.controller.complete(done, pack(verdicts, self.timeline.clock()))
+        if self.last:
+            self.ear.heard += 1
+            self.follow(verdicts)
+        elif not self.free:
+            self.follow(self.ear.verdict())
         else:
-            verdicts = verdict.hear(
-                self.controller, done, prune(self.rank, self.step), self.timeline
-            )
+            if self.layout.asks_for_link(self.rank, self.step):
+                self.ear.link(self.step)
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Follow every verdict that has come."""
+        while not self.last and (verdicts := self.ear.verdict(timeout=0.0)) is not None:
+            self.follow(verdicts)
+
+    def follow(self, verdicts: list[Verdict] | None) -> None:
+        """Apply the verdict of the step after those followed so far."""
+        assert verdicts is not None
         with self.timeline("prune"):
             self.stage.apply(verdicts)
-        self._done = [prune(self.rank, self.step)]
+        self._done.append(prune(self.rank, self.ear.heard - 1))
 
     def judge(self, request: int) -> Judge:
         """Who decides the tokens of a request; what it asks for is looked up at its first row."""

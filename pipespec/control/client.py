@@ -129,12 +129,14 @@ class Controller(RequestLog):
             self._hear(max(0.0, left))
         return payload
 
-    def poll(self, task: Task) -> bytes | None:
-        """The payload of an announced task of this rank if it is ready, else None."""
-        while (payload := self._take(task)) is None and self._hear(0.0):
-            pass
-        if payload is None:
-            self._pipe.drain()
+    def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
+        """The payload of an announced task of this rank if it is ready within `timeout` seconds,
+        else None."""
+        deadline = time.monotonic() + timeout
+        while (payload := self._take(task)) is None:
+            if not self._hear(max(0.0, deadline - time.monotonic())):
+                self._pipe.drain()
+                return None
         return payload
 
     def report(self, request: int, stats: dict[str, Any]) -> None:

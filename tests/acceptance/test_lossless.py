@@ -29,6 +29,7 @@ POLICIES = {
 }
 ON_ALL_PROMPTS = ("root", "level", "best_first")
 IN_GROUPS = 12  # tokens per prompt
+RUNNING_FREE = 8
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,32 @@ def test_stages_in_groups_say_the_same_in_fewer_steps(demo, redis, stages, group
         assert per_step == [pytest.approx(1 / steps)] * len(per_step)
     else:
         assert min(per_step) >= 1 / (steps + 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("stages", "groups"), [(1, "null"), (4, "null"), (8, "null"), (6, "2")])
+def test_running_free_says_the_same(demo, redis, stages, groups, policy):
+    """Stages of unequal and changing speed, verdicts that come late: the same text."""
+    folder, prompts, expected = demo
+    some = slice(1, None, 8)
+    plan = cluster.make_plan(
+        folder / "target",
+        folder / "draft",
+        "cluster.sync=free",
+        f"cluster.stages={stages}",
+        f"cluster.groups={groups}",
+        "pace=fixed",
+        f"pace.stage_ms={[str(1 + rank % 2) for rank in range(stages)]}".replace(" ", ""),
+        "pace.jitter_ms=1",
+        "link.latency_ms=1",
+        *POLICIES[policy],
+    )
+    requests = [
+        {"prompt": tuple(ids), "max_new_tokens": RUNNING_FREE, "eos": plan.target.eos}
+        for ids in prompts[some]
+    ]
+    answers = cluster.decode(plan, redis, requests)
+    assert [tokens for tokens, *_ in answers] == [e[:RUNNING_FREE] for e in expected[some]]
 
 
 def test_a_prompt_longer_than_a_chunk_is_read_in_pieces(demo, redis):

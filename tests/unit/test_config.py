@@ -22,7 +22,7 @@ from pipespec.feed.best_first import BestFirst
 from pipespec.feed.level import Level
 from pipespec.feed.root import Root
 from pipespec.feed.static_tree import StaticTree
-from pipespec.pace import Pace
+from pipespec.pace import Link, Pace
 from pipespec.resources import resource_dir
 from pipespec.source.draft_model import DraftModel
 from pipespec.source.hybrid import Hybrid
@@ -36,6 +36,8 @@ NEEDED = {
     ("model", "custom"): ["model.target=/models/target", "model.draft=/models/draft"],
     ("controller", "url"): ["controller.url=redis://localhost:6379/0"],
     ("source", "synthetic"): [f"source.truth={__file__}"],
+    ("pace", "rtx3090_14"): ["cluster.stages=14"],
+    ("pace", "mixed_21"): ["cluster.stages=21"],
 }
 CLASSES = {
     ("feed", "root"): Root,
@@ -51,8 +53,8 @@ CLASSES = {
     ("verify", "sample"): Sample,
     ("verify", "relaxed"): Relaxed,
     ("verify", "strict"): Strict,
-    ("pace", "none"): Pace,
-    ("pace", "fixed"): Pace,
+    **{("pace", name): Pace for name in options("pace")},
+    **{("link", name): Link for name in options("link")},
 }
 
 
@@ -68,7 +70,7 @@ def test_every_shipped_file_names_every_setting(group: str, option: str) -> None
     """What is missing in the file could not be overridden."""
     cls = SECTIONS.get(group) or CLASSES[group, option]
     text = (resource_dir("conf") / group / f"{option}.yaml").read_text()
-    named = {line.partition(":")[0] for line in text.splitlines() if not line.startswith("#")}
+    named = {line.partition(":")[0] for line in text.splitlines() if line[0] not in "# "}
     fixed = {"max_rows", "children", "capacity"} if cls is Root else set()
     assert named - {"_target_"} == {f.name for f in fields(cls)} - fixed
 
@@ -80,7 +82,7 @@ def test_the_defaults_of_files_and_classes_agree() -> None:
     assert made.controller == ControllerConfig()
     assert made.transport == TransportConfig()
     assert (made.feed, made.source) == (BestFirst(), DraftModel())
-    assert (made.verify, made.pace) == (Greedy(), Pace())
+    assert (made.verify, made.pace, made.link) == (Greedy(), Pace(), Link())
     assert Path(made.model.target) == resource_dir("demo") / "target"
     assert Path(made.model.draft) == resource_dir("demo") / "draft"
     assert (made.model.dtype, made.model.context, made.trace) == ("auto", None, None)
@@ -218,7 +220,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
             ["'/no/such,file'", "must name a file"],
         ),
         ("model.draft=null", ["model.draft is null", "source=ngram"]),
-        ("pace.stage_ms=-1", ["pace.stage_ms is -1.0"]),
+        ("pace.stage_ms=-1", ["pace.stage_ms", "0 or more"]),
         ("model.context=1", ["model.context is 1", "from 2 up"]),
         ("model.target=", ["model.target is empty"]),
         ("model.target=null", ["model.target is None", "a text"]),

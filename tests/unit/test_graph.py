@@ -117,10 +117,23 @@ def test_a_verdict_reaches_every_rank_once_and_in_order(layout: Layout) -> None:
                 assert prune(rank, step - 1) in above[prune(rank, step)]
     graph = step_graph(layout, 3)
     announced = {prune(rank, 3) for rank in layout.ranks if rank != layout.last}
-    assert graph.announced == announced
+    assert {task for task in graph.announced if task.kind is Kind.PRUNE} == announced
     # What an announcement waits for is the verdict and nothing else.
-    told = [edge for edge in graph.told if edge[1].kind is not Kind.JOIN]
+    told = [edge for edge in graph.told if edge[1].kind is Kind.PRUNE]
     assert sorted(told) == sorted((compute(layout.last, 3), task) for task in announced)
+
+
+@given(layouts())
+def test_running_free_a_rank_is_told_when_the_next_one_has_taken_the_batch_before(
+    layout: Layout,
+) -> None:
+    graph = step_graph(layout, 3)
+    told = [edge for edge in graph.told if edge[1].kind is Kind.TRANSFER]
+    links = [
+        rank for rank in range(layout.last) if layout.sync == "free" and not layout.same_group(rank)
+    ]
+    assert sorted(told) == sorted((compute(rank + 1, 2), transfer(rank, 3)) for rank in links)
+    assert {transfer(rank, 3) for rank in links} <= graph.announced
 
 
 @given(layouts())
