@@ -51,6 +51,7 @@ class Worker:
         self.ear = Ear(controller, self.rank, timeline, delay_ms)
         self.step = 0
         self._done: list[Task] = []
+        self._verdicts: list[Verdict] = []  # of this step, at the last stage
         self._judges: dict[int, Judge] = {}  # of the open requests, at the last stage
         self._counts = dict.fromkeys(("steps", "rows", "dropped", "overruns"), 0)
         # When the current request's first row came; None between requests.
@@ -65,7 +66,7 @@ class Worker:
             computed = self.compute(batch)
             if self.joins_next:
                 self.send(computed)
-            self.hear(computed)
+            self.hear()
             if not (self.last or self.joins_next):
                 self.send(self.prune(computed))
             for request in batch.released:
@@ -88,6 +89,10 @@ class Worker:
         return batch
 
     def compute(self, batch: Batch) -> Batch:
+        """Run the batch through the slice; at the last stage, draw the verdict too.
+
+        Under a pace both belong to the stage's time, as they do on the machine that is emulated.
+        """
         start = self.timeline.clock()
         if self._since is None and len(batch):
             self.timeline.take()
@@ -95,29 +100,25 @@ class Worker:
         self._counts["steps"] += self._since is not None
         with self.timeline("compute"):
             computed = self.stage.compute(batch)
-            pace_ms = self.pace.of_stage(self.rank, self.step, len(computed))
-            if not hold(start, pace_ms):
-                self._counts["overruns"] += 1
+        if self.last:
+            with self.timeline("verify"):
+                self._verdicts = self.stage.verdicts(computed, self.judge)
+        with self.timeline("pace"):
+            paced = hold(start, self.pace.of_stage(self.rank, self.step, len(computed)))
+        self._counts["overruns"] += not paced
         self._counts["rows"] += len(computed)
         self._counts["dropped"] += len(batch) - len(computed)
         computed.step = self.step
         return computed
 
-    def hear(self, computed: Batch) -> None:
-        """Say that this step is computed; follow the verdicts that must be, or can be, known.
-
-        The last stage is who draws them.
-        """
+    def hear(self) -> None:
+        """Say that this step is computed; follow the verdicts that must be, or can be, known."""
         done, self._done = [*self._done, compute(self.rank, self.step)], []
-        verdicts: list[Verdict] = []
-        if self.last:
-            with self.timeline("verify"):
-                verdicts = self.stage.verdicts(computed, self.judge)
         with self.timeline("control"):
-            self.controller.complete(done, pack(verdicts, self.timeline.clock()))
+            self.controller.complete(done, pack(self._verdicts, self.timeline.clock()))
         if self.last:
             self.ear.heard += 1
-            self.follow(verdicts)
+            self.follow(self._verdicts)
         elif not self.free:
             self.follow(self.ear.verdict())
         else:
@@ -169,7 +170,7 @@ class Worker:
         report = {
             "rank": self.rank,
             "elapsed_ns": now - self._since if self._since is not None else 0,
-            "busy_ns": totals["compute"] + totals["verify"],
+            "busy_ns": totals["compute"] + totals["verify"] + totals["pace"],
             "control_ns": totals["control"],
             **self._counts,
             "events": events,

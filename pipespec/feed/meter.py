@@ -9,6 +9,8 @@ from pipespec.feed import PipelineState, Rate
 
 # Steps (or rounds) that an average remembers: a newer one weighs 1/MEMORY.
 MEMORY = 64
+# What it takes to hear a verdict that has been there.
+AT_ONCE_MS = 0.3
 
 
 @dataclass(slots=True)
@@ -61,12 +63,12 @@ class Meter:
     def verdict(self, elapsed_ms: float, wait_ms: float) -> None:
         """The head began to wait when the step had lasted `elapsed_ms`; then the verdict came.
 
-        Who hardly waited does not know how long the verdict had been there, only that the
-        last round may have been one too many: the sample is where that round began.
+        Who did not wait does not know how long the verdict had been there, only that the last
+        round may have been one too many: the sample is where that round began.
         """
         if not any(self._in_flight):
             return  # an empty pipeline takes no time
-        late = wait_ms < self._last_round_ms / 4
+        late = wait_ms < AT_ONCE_MS
         self._verdict.add(elapsed_ms - self._last_round_ms if late else elapsed_ms + wait_ms)
 
     def step(self, ms: float, tokens: int, *, guesses: bool) -> None:
