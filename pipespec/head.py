@@ -88,6 +88,11 @@ class Session:
         return "length" if self.context_full else None
 
     @property
+    def misses_per_step(self) -> float:
+        """Tokens that had to be fed after they were decided."""
+        return (self.generated - self.hits) / max(self.counts["steps"], 1)
+
+    @property
     def guesses_in_flight(self) -> bool:
         return bool(self.tree.fed[1:].any())
 
@@ -156,7 +161,9 @@ class Head:
         self._unsettled: list[Verdict] = []  # followed, but neither logged nor told to the source
         self._fed = (0, 0)  # rows of the batch before the last, and of the last
         self._taken = 0  # when the first stage took the last batch
+        self._takes: dict[int, int] = {}  # the same of the steps whose verdicts are to come
         self._stage_ns = 0.0  # how long the first stage computes
+        self._verdict_ns = 0.0  # from when it took a batch to the verdict of the step
 
     def run(self) -> None:
         """Serve requests until there will be no more, then stop the stages."""
@@ -256,24 +263,30 @@ class Head:
         done, self._done = [*self._done, compute(0, self.step)], []
         with self.timeline("control"):
             self.controller.complete(done)
-        due = self.due() if self.layout.asks_for_link(0, self.step) else None
+        due = self.due(self.session) if self.layout.asks_for_link(0, self.step) else None
         while self.ear.heard <= self.step:
             left = (due - self.timeline.clock()) / 1e9 if due and self.has_work() else None
             verdicts = self.ear.verdict(None if left is None else max(left, 0.0))
             if verdicts is None:
                 break
+            taken = self._takes.pop(self.ear.heard - 1, None)
+            if taken is not None:
+                after = self.timeline.clock() - taken
+                self._verdict_ns += (after - self._verdict_ns) * PACE_MEMORY
             self.follow(verdicts)
         if self._guesses is not None:
             self.meter.verdict(drafted, self._since(start))
         if self.session is not None:
             self.session.counts["steps"] += 1
 
-    def due(self) -> int:
-        """When the batch of this step should be sent: shortly before the first stage needs it.
+    def due(self, session: Session | None) -> int:
+        """When the batch of this step should be sent, with or without the verdict of the step.
 
-        The sooner it is sent, the less of what is being decided does its choice know. The first
-        stage took the batch before at a known moment, and if that had rows it is at work for
-        about as long as it was the last times.
+        The first stage took the batch before at a known moment, and if that had rows it is at
+        work for about as long as it was the last times. A batch that is chosen without the
+        verdict costs one step more whenever that verdict misses the tree. So the verdict is
+        worth waiting for, beyond the end of that work, for the share of the work that is the
+        rate of misses; where it comes later still, the batch is sent shortly before the end.
         """
         taken = self.ear.link(self.step)
         now = self.timeline.clock()
@@ -282,7 +295,14 @@ class Head:
         if self._fed[0] and self._taken:
             self._stage_ns += (taken - self._taken - self._stage_ns) * PACE_MEMORY
         self._taken = taken
-        return taken + round(self._stage_ns * (1 - EARLY)) if self._fed[1] else taken
+        if not self._fed[1]:
+            return taken
+        self._takes[self.step] = taken
+        end = taken + round(self._stage_ns)
+        patience = round(self._stage_ns * (session.misses_per_step if session else 0.0))
+        if self._verdict_ns <= self._stage_ns + patience:
+            return end + patience
+        return end - round(self._stage_ns * EARLY)
 
     def has_work(self) -> bool:
         """Whether a batch of this step would carry anything."""
