@@ -180,12 +180,12 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(tmp_path):
 @pytest.fixture
 def refuse(capsys, monkeypatch):
     """Run the command in this process; it must end with code 2 and one sentence."""
-    import pipespec.generate
+    import pipespec.session
 
     def no_rank(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(pipespec.generate, "launch", no_rank)
+    monkeypatch.setattr(pipespec.session, "launch", no_rank)
 
     def run(*arguments: str, prompt: str = PROMPT) -> str:
         capsys.readouterr()  # what building a model has printed

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from pipespec import cli, compose
+from pipespec import compose
 from pipespec.cli import main
+from pipespec.commands import bench as bench_command
+from pipespec.commands.generate import print_statistics
 
 PIPESPEC = [sys.executable, "-m", "pipespec"]
 
@@ -28,9 +30,12 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return err
 
 
-def test_help_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_help_lists_every_setting_with_its_default(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main(["generate", "--help"])
+        main([command, "--help"])
     out = capsys.readouterr().out
     for setting in compose.settings():
         assert f"{setting.name}={setting.default}" in out
@@ -46,7 +51,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "part"),
     [
         ([], "No command"),
-        (["generat"], "'generate', 'plan', 'check'"),
+        (["generat"], "'generate', 'bench', 'plan', 'check'"),
         (["generate"], "Pass the prompt in one way"),
         (["generate", "--prompt", "a", "-"], "Pass the prompt in one way"),
         (["generate", "--prompt", "a", "--prompt-file", "f"], "Pass the prompt in one way"),
@@ -58,6 +63,18 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--prompt", "a", "--jsn"], "did you mean --json?"),
         (["generate", "--prompt", "a", "feed.widht=3"], "did you mean feed.width?"),
         (["generate", "--prompt", "a", "feed.width=0", "--json"], "feed.width is 0"),
+        (["bench", "concurrency=0"], "concurrency is 0, but must be a whole number from 1 up"),
+        (["bench", "--num-prompts", "few"], "num_prompts is few"),
+        (["bench", "prompt_tokens=-1"], "prompt_tokens is -1"),
+        (["bench", "--concurrency", "2", "concurrency=2"], "concurrency is given twice"),
+        (["bench", "num_prompts=1", "num_prompts=2"], "num_prompts is given twice"),
+        (["bench", "dataset="], "dataset has no value"),
+        (["bench", "dataset=/no/such/file"], "No such file"),
+        (["bench", "--output", "/no/such/folder/file"], "the folder of that file is missing"),
+        (["bench", "--output", "/"], "must name a file"),
+        (["bench", "--nun-prompts=3"], "did you mean --num-prompts?"),
+        (["bench", "feed.widht=3"], "did you mean feed.width?"),
+        (["bench", "feed.width"], "is not a setting"),
         (["check", "feed=level"], "takes no settings"),
         (["check", "--jason"], "did you mean --json?"),
         (["plan", "feed=level"], "takes options and no settings"),
@@ -90,6 +107,13 @@ def test_a_prompt_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFi
     assert "prompt is empty" in refused(capsys, "generate", "--prompt-file", str(file))
 
 
+def test_without_a_checkout_a_data_set_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_command, "files", lambda package: tmp_path / package)
+    assert "only a source checkout has one of its own" in refused(capsys, "bench")
+
+
 @pytest.mark.parametrize("argv", [["-"], ["--prompt-file", "-"]])
 def test_the_prompt_can_come_from_standard_input(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -113,6 +137,7 @@ def test_mistakes_and_help_do_not_wait_for_torch() -> None:
     code = (
         "import sys; from pipespec.cli import main; "
         "main(['generate', '--prompt', 'a', 'feed.widht=1']); "
+        "main(['bench', 'feed.widht=1']); "
         "print('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -148,7 +173,7 @@ def test_what_is_not_the_plain_truth_is_labelled(
 
     for stated in (False, True):
         stats = {"lossy": False, "emulated": False, "synthetic": False, flag: stated}
-        cli._print_statistics(Result("a", [1], None, 1, 1, "length", stats))
+        print_statistics(Result("a", [1], None, 1, 1, "length", stats))
         assert (label in capsys.readouterr().err) is stated
 
 

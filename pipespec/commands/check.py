@@ -1,0 +1,40 @@
+"""`pipespec check`: what this machine can run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from pipespec.commands.arguments import finish, overrides
+from pipespec.commands.terminal import output, write
+from pipespec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipespec.commands.arguments import Commands
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    finish(commands.add_parser("check", help="say what this machine can run"), run)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Say what this machine can run; 0 if `generate` can."""
+    if overrides(rest, arguments.known_options):
+        raise ConfigError(f"`pipespec check` takes no settings, but got {rest[0]!r}.")
+
+    from pipespec.check import survey, table
+
+    findings = survey()
+    if arguments.json:
+        write(json.dumps(findings, indent=2) + "\n")
+    else:
+        from rich.console import Console
+
+        with output():
+            Console().print(table(findings))
+    for problem in findings["problems"]:
+        print(f"pipespec: {problem}", file=sys.stderr)
+    return 0 if findings["ok"] else 1
