@@ -1,75 +1,245 @@
-"""Memory of each stage beyond its weights and its KV pool (budget: 300 MiB).
+"""Memory of every rank, predicted and measured, and what the tree costs: PipeDec's Table 1.
 
-    python -m benchmarks.memory [--stages 8] [--json FILE]
+    python -m benchmarks.memory [--stages 8] [--json FILE] [--plot PATH]
 
-Each rank loads its part of the demo pair, computes a batch of 64 rows, and then reports what
-belongs to it alone (USS) and all that it maps (RSS, which counts the shared libraries of torch
-in every rank anew).
+Each rank loads its part of the demo pair, computes a batch of 64 rows, and then reports what it
+holds, what belongs to it alone (USS) and all that it maps (RSS, which counts the shared
+libraries of torch in every rank anew). Budget beyond weights and KV pool: 300 MiB.
+
+The prediction is arithmetic on the model's shape: a slice's weights, and a KV slot for every
+token of the context, every row of the steps in flight and one batch on its way in. The same for
+Llama-3.1-70B in bfloat16 is COMPUTED, not measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.report import store
+from benchmarks import emulated
+from benchmarks.inflate import Shape, read_config
+from benchmarks.report import publish_table
 from pipespec import build
 from pipespec.compose import compose
 from pipespec.launch import launch
+from pipespec.partition import split_evenly
 from pipespec.source import Context
 from pipespec.stage import Stage
 from pipespec.types import Batch
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 ROWS = 64
+# The published config.json of meta-llama/Llama-3.1-70B.
+LLAMA_70B = Shape(
+    hidden=8192,
+    layers=80,
+    intermediate=28672,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128256,
+    tied=False,
+)
+BFLOAT16 = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one rank needs, in bytes: its weights, and KV by what the slots are for."""
+
+    weights: int
+    context: int
+    tree: int
+    batch: int
+
+    @property
+    def kv(self) -> int:
+        return self.context + self.tree + self.batch
+
+
+def predict(
+    shape: Shape, layers: range, item: int, *, context: int, tree: int, batch: int
+) -> Memory:
+    """A slice of a Llama whose numbers take `item` bytes; the slots of each kind are given."""
+    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    layer = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
+    first, last = layers.start == 0, layers.stop == shape.layers
+    # A tied head is the embedding, but a rank that lacks the first layer has to hold it too.
+    embeddings = first + (last and not (first and shape.tied))
+    weights = len(layers) * layer + embeddings * shape.vocab * shape.hidden + last * shape.hidden
+    slot = len(layers) * 2 * shape.kv_heads * shape.head_dim
+    return Memory(weights * item, *(slots * slot * item for slots in (context, tree, batch)))
+
+
+def tree_slots(stages: int, width: int) -> int:
+    """Rows that a stage may hold beside the text: a batch per rank, and one more."""
+    return (stages + 2) * width
 
 
 def measure(plan: build.Plan) -> dict[str, float]:
-    """The entrypoint of every rank: its memory in MiB after one batch."""
+    """The entrypoint of every rank: bytes after one batch."""
     rank = int(os.environ["RANK"])
     model = build.load_model(plan, rank)
+    assert model is not None
     context = Context(1, [1] * ROWS, list(range(ROWS)))
     hidden = None if rank < 2 else torch.zeros(ROWS, model.hidden_size, dtype=model.dtype)
     Stage(model, model.num_slots).compute(Batch(0, context.rows(0), hidden))
     memory = psutil.Process().memory_full_info()
-    held = (model.num_weight_bytes + model.num_kv_bytes) / MIB
     return {
         "rank": rank,
-        "weights_and_kv": held,
-        "uss_beyond": memory.uss / MIB - held,
-        "rss_beyond": memory.rss / MIB - held,
+        "weights": model.num_weight_bytes,
+        "kv": model.num_kv_bytes,
+        "uss": memory.uss,
+        "rss": memory.rss,
     }
+
+
+def row(plan: build.Plan, found: dict[str, float]) -> dict[str, str | float]:
+    """A rank's line of the table, in MiB."""
+    rank = int(found["rank"])
+    info = plan.target if rank else plan.draft
+    assert info is not None
+    feed = plan.config.feed
+    expected = predict(
+        Shape.of(read_config(info.path)),
+        plan.layers[rank - 1] if rank else range(info.num_layers),
+        plan.dtype.itemsize,
+        context=plan.context,
+        # The draft computes every node that it expands.
+        tree=tree_slots(len(plan.layers), feed.max_rows) if rank else feed.capacity,
+        batch=plan.max_rows,
+    )
+    held = found["weights"] + found["kv"]
+    return {
+        "rank": f"stage {rank}" if rank else "head",
+        "weights_predicted": expected.weights / MIB,
+        "weights_held": found["weights"] / MIB,
+        "kv_predicted": expected.kv / MIB,
+        "kv_held": found["kv"] / MIB,
+        "kv_of_tree": expected.tree / MIB,
+        "kv_of_context": expected.context / MIB,
+        "uss_beyond": (found["uss"] - held) / MIB,
+        "rss_beyond": (found["rss"] - held) / MIB,
+    }
+
+
+def computed(stages: int, width: int, context: int, chunk: int) -> list[dict[str, str | float]]:
+    """Llama-3.1-70B in bfloat16 over `stages` stages, GiB."""
+    rows: list[dict[str, str | float]] = []
+    for number, layers in enumerate(split_evenly(LLAMA_70B.layers, stages), 1):
+        need = predict(
+            LLAMA_70B,
+            layers,
+            BFLOAT16,
+            context=context,
+            tree=tree_slots(stages, width),
+            batch=max(width, chunk),
+        )
+        rows.append(
+            {
+                "rank": f"stage {number}",
+                "weights": need.weights / GIB,
+                "kv_of_context": need.context / GIB,
+                "kv_of_tree": need.tree / GIB,
+                "kv_of_batch": need.batch / GIB,
+                "sum": (need.weights + need.kv) / GIB,
+                "tree_share": need.tree / (need.weights + need.kv),
+            }
+        )
+    return rows
+
+
+def draw(
+    rows: list[dict[str, Any]], large: list[dict[str, Any]], titles: list[str], path: Path
+) -> None:
+    from benchmarks import plot
+
+    with plot.figure(
+        path,
+        "Memory per rank",
+        columns=2,
+        size=(10.4, 3.6),
+        note="Left: what belongs to a rank alone; libraries that all ranks share are left out. "
+        "Right: KV of the tree and of one batch are too small to be seen.",
+    ) as (left, right):
+        plot.stack(
+            left,
+            [str(row["rank"]).removeprefix("stage ") for row in rows],
+            {
+                "weights": [row["weights_held"] for row in rows],
+                "KV pool": [row["kv_held"] for row in rows],
+                "beyond": [row["uss_beyond"] for row in rows],
+            },
+            xlabel="rank",
+            ylabel="MiB",
+        )
+        plot.stack(
+            right,
+            [str(row["rank"]).removeprefix("stage ") for row in large],
+            {
+                "weights": [row["weights"] for row in large],
+                "KV: context": [row["kv_of_context"] for row in large],
+                "KV: tree, batch": [row["kv_of_tree"] + row["kv_of_batch"] for row in large],
+            },
+            xlabel="stage",
+            ylabel="GiB",
+        )
+        for axes, title in zip((left, right), titles, strict=True):
+            axes.set_title(title, loc="left", fontsize=8.5)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    emulated.add_output(parser)
     parser.add_argument("--stages", type=int, default=8)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--width", type=int, default=64, help="(64)")
+    parser.add_argument("--context", type=int, default=32768, help="of the 70B, tokens (32768)")
     args = parser.parse_args()
-    plan = build.plan(compose([f"cluster.stages={args.stages}", "cluster.devices=[cpu]"]))
+    large_stages = args.stages
+    if args.quick:
+        args.stages = 2
+    overrides = [
+        f"cluster.stages={args.stages}",
+        "cluster.devices=[cpu]",
+        f"feed.width={args.width}",
+    ]
+    config = compose(overrides)
+    plan = build.plan(config)
     # A script's own functions cannot be found by the ranks; the module's can.
     from benchmarks.memory import measure as entrypoint
 
     with launch(entrypoint, (plan,), num_ranks=plan.num_ranks) as cluster:
-        rows = cluster.wait()
-    table = Table(title="Memory per rank, MiB (budget beyond weights and KV pool: 300)")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(
-            *(f"{value:.1f}" if isinstance(value, float) else str(value) for value in row.values())
-        )
-    Console().print(table)
-    print(f"median USS beyond: {np.median([row['uss_beyond'] for row in rows]):.0f} MiB")
-    if args.json:
-        store(args.json, {"title": "memory", "unit": "MiB", "rows": rows})
+        rows = [row(plan, found) for found in cluster.wait()]
+    large = computed(large_stages, args.width, args.context, config.decode.prefill_chunk)
+    large_title = (
+        f"COMPUTED, GiB: Llama-3.1-70B in bfloat16, {large_stages} stages, width {args.width}, "
+        f"context {args.context}"
+    )
+    title = (
+        f"Measured, MiB: demo pair, {args.stages} stages, width {args.width}, context "
+        f"{plan.context}"
+    )
+    publish_table(
+        f"{title} (budget beyond weights and KV pool: 300)",
+        rows,
+        path=args.json,
+        unit="MiB",
+        computed={"title": large_title, "unit": "GiB", "rows": large},
+        overrides=overrides,
+        settings=emulated.settings(config),
+    )
+    publish_table(large_title, large, path=None)
+    beyond = float(np.median([line["uss_beyond"] for line in rows]))
+    print(f"Median of what a rank has of its own beyond weights and KV: {beyond:.0f} MiB.")
+    if args.plot:
+        draw(rows, large, [title, large_title], args.plot)
 
 
 if __name__ == "__main__":

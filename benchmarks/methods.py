@@ -2,6 +2,7 @@
 
     python -m benchmarks.methods --json benchmarks/results/methods.json
     python -m benchmarks.methods --prompts 4 --tokens 32 --widths 16,64 --children 8
+    python -m benchmarks.methods --source methods.json --plot methods    # only draws it
 
 Every figure comes from whole runs of the product on the demo pair, prompts of all four kinds
 that are shipped; the answers are compared with those of `root`, token for token. A step's
@@ -11,15 +12,23 @@ number of draft rounds is fixed, so that no figure depends on how fast this mach
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.progress import track
 
+from benchmarks import emulated
+from benchmarks.emulated import numbers
 from benchmarks.pair import Pair
 from benchmarks.report import publish_table
+from pipespec.compose import compose
 from pipespec.control.server import EmbeddedRedis
+
+# Methods whose size no setting of this table changes.
+FIXED = ("root", "static_tree")
 
 
 @dataclass(frozen=True)
@@ -49,8 +58,47 @@ def ways(widths: list[int], children: list[int], rounds: list[int]) -> Iterator[
                 yield Way("best_first", width, count, most, size)
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
+    """Tokens per step against the width and against the children; the other is the largest.
+
+    The methods whose size is not set stand as dashed lines.
+    """
+    from benchmarks import plot
+
+    fixed = {row["policy"]: row for row in rows if row["policy"] in FIXED}
+    sized = [row for row in rows if row["policy"] not in FIXED]
+    if not sized:
+        raise SystemExit("Only level and best_first can be drawn, and there is neither.")
+    named: dict[str, list[dict[str, Any]]] = {}
+    for row in sized:
+        rounds = f", rounds {row['rounds']}" if row["policy"] == "best_first" else ""
+        named.setdefault(row["policy"] + rounds, []).append(row)
+    colours = dict(zip(named, plot.COLOURS[4::-2], strict=False)) | plot.METHODS
+    with plot.figure(path, title, columns=2, size=(8.4, 3.6)) as panels:
+        for axes, varies, other in (
+            (panels[0], "width", "children"),
+            (panels[1], "children", "width"),
+        ):
+            most = max(row[other] for row in sized)
+            lines = {
+                name: [(row[varies], row["tokens_per_step"]) for row in mine if row[other] == most]
+                for name, mine in named.items()
+            }
+            ends = sorted({row[varies] for row in sized})
+            level = {
+                name: [(end, row["tokens_per_step"]) for end in (ends[0], ends[-1])]
+                for name, row in fixed.items()
+            }
+            plot.lines(
+                axes,
+                lines | level,
+                xlabel=f"{varies} ({other} {most})",
+                ylabel="tokens per step",
+                colours=colours,
+                log_x=True,
+                dashed=[*level],
+                legend=varies == "width",
+            )
 
 
 def main() -> None:
@@ -64,7 +112,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="decoded after each prompt (64)")
     parser.add_argument("--policy", help="only this one, and root")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw it: this path with .png and .svg")
+    parser.add_argument("--source", type=Path, help="draw this stored result and run nothing")
     options = parser.parse_args()
+    if options.source:
+        if not options.plot:
+            parser.error("--source FILE draws what is stored; say where with --plot PATH.")
+        stored = json.loads(options.source.read_text())
+        draw(stored["title"], stored["rows"], options.plot)
+        return
 
     pair = Pair()
     prompts = pair.prompts(options.prompts, options.prompt_tokens)
@@ -75,11 +131,10 @@ def main() -> None:
         for way in ways(options.widths, options.children, options.rounds)
         if way.policy == "root" or options.policy in (None, way.policy)
     ]
+    overrides = [[f"cluster.stages={options.stages}", *way.overrides] for way in chosen]
     with EmbeddedRedis() as server:
-        for way in track(chosen, "decoding"):
-            ran = pair.decode(
-                server, prompts, options.tokens, f"cluster.stages={options.stages}", *way.overrides
-            )
+        for way, given in track([*zip(chosen, overrides, strict=True)], "decoding"):
+            ran = pair.decode(server, prompts, options.tokens, *given)
             expected = expected or ran.answers
             assert ran.answers == expected, f"{way} changed the text"
             rows.append(
@@ -98,7 +153,15 @@ def main() -> None:
         f"{options.stages} stages, demo pair, {len(prompts)} prompts × {options.tokens} tokens, "
         "equal text in all rows"
     )
-    publish_table(title, rows, path=options.json)
+    publish_table(
+        title,
+        rows,
+        path=options.json,
+        overrides=overrides,
+        settings=[emulated.settings(compose(given)) for given in overrides],
+    )
+    if options.plot:
+        draw(title, rows, options.plot)
 
 
 if __name__ == "__main__":

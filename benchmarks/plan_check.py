@@ -24,7 +24,8 @@ from benchmarks.pair import Measured, Pair
 from benchmarks.report import publish_table
 from pipespec import plan
 from pipespec.control.server import EmbeddedRedis
-from pipespec.plan import Choice, Machine, TimeCurve
+from pipespec.pace import TimeCurve
+from pipespec.plan import Choice, Machine
 from pipespec.source.synthetic import Accuracy
 
 # Tokens recorded beyond those decoded, so that the synthetic draft does not run out of answer.

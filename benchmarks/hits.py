@@ -1,0 +1,98 @@
+"""Hit rate against time between tokens, a dot per request and method: SpecPipe's Figure 14.
+
+    python -m benchmarks.hits --source benchmarks/results/tbt.json \\
+        --json benchmarks/results/hits.json --plot benchmarks/results/hits
+
+Nothing is run: the requests are those of a result of `benchmarks.tbt` (or `.sampled`). The line
+is what the hit rate alone would give: a hit costs a step, a miss the whole pipeline.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import emulated
+from benchmarks.report import publish_table
+
+
+def expected_ms(hit_rate: float, step_ms: float, stages: int) -> float:
+    """Time between tokens if a hit takes one step and a miss refills the pipeline."""
+    return step_ms * (hit_rate + (1 - hit_rate) * stages)
+
+
+def row(method: str, requests: list[dict[str, Any]]) -> dict[str, str | int | float]:
+    """The requests of a method in one line; the correlation is Pearson's (0: all are equal)."""
+    hits, tbt = (np.array([r[name] for r in requests]) for name in ("hit_rate", "tbt_ms"))
+    varies = len(requests) > 1 and hits.std() > 0 and tbt.std() > 0
+    return {
+        "method": method,
+        "requests": len(requests),
+        "hit_rate": float(hits.mean()),
+        "lowest_hit_rate": float(hits.min()),
+        "highest_hit_rate": float(hits.max()),
+        "tbt_ms": float(tbt.mean()),
+        "correlation": float(np.corrcoef(hits, tbt)[0, 1]) if varies else 0.0,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    emulated.add_output(parser)
+    parser.add_argument(
+        "--source", type=Path, default=Path("benchmarks/results/tbt.json"), help="(%(default)s)"
+    )
+    options = parser.parse_args()
+    measured = json.loads(options.source.read_text())
+    requests = measured["requests"]
+    methods = list(dict.fromkeys(request["method"] for request in requests))
+    by_method = {
+        method: [request for request in requests if request["method"] == method]
+        for method in methods
+    }
+    stages = next(iter(measured["settings"].values()))["cluster"]["stages"]
+    # A step as the plain pipeline has it: nothing but the root is in it.
+    step_ms = float(np.median([request["tbt_ms"] for request in by_method["root"]])) / stages
+    title = f"Hit rate and time between tokens; {measured['title']}"
+    publish_table(
+        title,
+        [row(method, mine) for method, mine in by_method.items()],
+        path=options.json,
+        source={key: measured[key] for key in ("title", "date", "commit", "command", "hardware")},
+        step_ms=step_ms,
+        settings=measured["settings"],
+        overrides=measured["overrides"],
+    )
+    if options.plot:
+        from benchmarks import plot
+
+        shares = np.linspace(0, 1, 21)
+        with plot.figure(
+            options.plot,
+            measured["title"],
+            size=(6.4, 4.2),
+            note="Dashed: a hit costs one step, a miss the whole pipeline. Below it: several "
+            "tokens per step, or the right guess entered before the miss was known.",
+        ) as (axes,):
+            axes.plot(
+                shares,
+                [expected_ms(share, step_ms, stages) for share in shares],
+                color="#8c9096",
+                linestyle="--",
+                linewidth=1,
+            )
+            plot.dots(
+                axes,
+                {m: [(r["hit_rate"], r["tbt_ms"]) for r in mine] for m, mine in by_method.items()},
+                xlabel="hit rate of a request",
+                ylabel="time between tokens, ms",
+                colours=plot.METHODS,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The pure parts of the benchmarks: no cluster is started here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import emulated, hits, memory, methods, overhead, scaling, timeline
+from benchmarks.inflate import Shape, read_config
+from benchmarks.timeline import Span, Trace
+from pipespec.checkpoint import inspect
+from pipespec.compose import compose
+from pipespec.trace import write_chrome_trace
+
+MS = 1_000_000
+
+
+@pytest.fixture
+def plot():
+    """The module that draws; it needs matplotlib, which belongs to the `bench` extra."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: bench)")
+    from benchmarks import plot
+
+    return plot
+
+
+def two_ranks(steps: int, pace_ms: float = 40.0) -> Trace:
+    """A head and one stage; a step lasts 1.5 ms longer than the pace."""
+    head: list[Span] = []
+    stage: list[Span] = []
+    for step in range(steps):
+        start = step * (pace_ms + 1.5)
+        told = start + 0.1 + pace_ms
+        stage += [
+            Span("receive", start - 0.5, 0.5, step),
+            Span("compute", start + 0.1, 5, step),
+            Span("verify", start + 5.1, 1, step),
+            Span("pace", start + 6.1, pace_ms - 6, step),
+            Span("control", told, 0.1, step),
+            Span("prune", told + 0.1, 0.1, step),
+        ]
+        head += [
+            Span("draft", start, 20, step),
+            Span("wait", start + 20, told + 0.3 - start - 20, step),
+            Span("prune", told + 0.3, 0.1, step),
+            Span("send", told + 0.6, 0.2, step),
+        ]
+    return Trace(["head", "stage 1"], [head, stage])
+
+
+# --- drawing ------------------------------------------------------------------------------------
+
+
+def draw_bars(plot, path: Path) -> None:
+    with plot.figure(path, "Title", note="A note") as (axes,):
+        values = {"root": [3.0, None], "level": [1.0, 2.0]}
+        plot.bars(axes, ["a", "b"], values, ylabel="ms", colours=plot.METHODS)
+
+
+def test_a_figure_is_written_as_png_and_as_svg(plot, tmp_path):
+    draw_bars(plot, tmp_path / "v1.bars")  # a name with a dot keeps it
+    assert (tmp_path / "v1.bars.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "v1.bars.svg").read_text()
+    assert "Title" in svg and "A note" in svg and "ms" in svg
+
+
+def test_equal_figures_are_equal_files(plot, tmp_path):
+    for name in ("a", "b"):
+        draw_bars(plot, tmp_path / name)
+    for suffix in ("png", "svg"):
+        first, second = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("a", "b"))
+        assert first == second
+    assert "<dc:date>" not in (tmp_path / "a.svg").read_text()
+
+
+@pytest.mark.usefixtures("plot")
+def test_the_timeline_draws_the_request_and_some_steps(tmp_path):
+    timeline.draw(two_ranks(12), "EMULATED: a request", tmp_path / "timeline")
+    drawn = sorted(path.name for path in tmp_path.iterdir())
+    both = ("timeline_request", "timeline_steps")
+    assert drawn == sorted(f"{name}.{kind}" for name in both for kind in ("png", "svg"))
+    assert "EMULATED" in (tmp_path / "timeline_steps.svg").read_text()
+
+
+@pytest.mark.usefixtures("plot")
+def test_a_stored_table_of_methods_can_be_drawn(tmp_path):
+    rows = [
+        {"policy": policy, "width": width, "children": 8, "rounds": 1, "tokens_per_step": 0.3}
+        for policy, width in [("root", 1), ("static_tree", 21), ("level", 4), ("level", 8)]
+    ]
+    methods.draw("Tokens per step", rows, tmp_path / "methods")
+    assert (tmp_path / "methods.svg").exists()
+    with pytest.raises(SystemExit, match="level and best_first"):
+        methods.draw("Tokens per step", rows[:2], tmp_path / "none")
+
+
+# --- timeline -----------------------------------------------------------------------------------
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path):
+    file = tmp_path / "trace.json"
+    head = [("wait", 3 * MS, MS, 0), ("draft", MS, 2 * MS, 0)]
+    stage = [("compute", MS, 2 * MS, 0), ("verify", 3 * MS, MS, 0), ("pace", 4 * MS, MS, 0)]
+    write_chrome_trace(file, [(1, "stage 1: layers 0..3", stage), (0, "head: draft", head)])
+    trace = Trace.read(file)
+    assert trace.labels == ["head", "stage 1"]
+    assert trace.ranks[0] == [Span("draft", 1, 2, 0), Span("wait", 3, 1, 0)]
+    assert trace.verdicts() == {0: 5}
+    assert trace.computed(1) == {0: Span("compute", 1, 4, 0)}
+
+
+def test_a_window_cuts_joins_and_leaves_out():
+    spans = [
+        Span("compute", 0, 10, 0),  # begins before the window
+        Span("receive", 10, 2, 1),
+        Span("wait", 12, 3, 1),  # of one kind with the one before, and touches it
+        Span("prune", 15, 0.01, 1),  # too narrow to be seen
+        Span("send", 15.01, 20, 1),  # ends behind the window
+        Span("compute", 40, 1, 2),  # outside
+    ]
+    assert timeline.boxes(spans, begin=5, end=20, visible=0.1) == [
+        ("compute", 0, 5),
+        ("wait", 5, 5),
+        ("send", pytest.approx(10.01), pytest.approx(4.99)),
+    ]
+
+
+def test_the_steps_shown_are_from_the_middle():
+    verdicts = {step: 40.0 * step for step in range(3, 23)}
+    assert timeline.middle(verdicts, 4) == [11, 12, 13, 14, 15]
+    assert timeline.middle({1: 0.0, 2: 40.0}, 4) == [1, 2]
+
+
+def test_phases_are_medians_per_step():
+    head, stage = timeline.phases(two_ranks(9))
+    assert head["rank"] == "head" and head["draft"] == 20
+    assert stage["compute"] == 5 and stage["pace"] == pytest.approx(34)
+    assert stage["draft"] == 0
+
+
+# --- overhead -----------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_step_add_up_to_what_it_takes_beyond_its_pace():
+    steps = overhead.chain(two_ranks(5), pace_ms=40.0)
+    assert len(steps) == 4  # the first has none before it
+    for step in steps:
+        assert step["beyond"] == pytest.approx(1.5)
+        assert sum(step[part] for part in overhead.PARTS) == pytest.approx(1.5)
+        assert step["neighbour"] == 0
+        assert step["verdict"] == pytest.approx(0.3)
+        assert step["prune"] == pytest.approx(0.3)
+        assert step["python"] == pytest.approx(0.1)
+        assert step["late"] == pytest.approx(0.0)
+
+
+def test_a_neighbour_that_listens_late_is_told_from_a_slow_verdict():
+    trace = two_ranks(3)
+    late = [
+        Span("wait", span.end - 0.1, 0.1, span.step) if span.phase == "wait" else span
+        for span in trace.ranks[0]
+    ]
+    for step in overhead.chain(Trace(trace.labels, [late, trace.ranks[1]]), pace_ms=40.0):
+        assert step["neighbour"] == pytest.approx(0.2)
+        assert step["verdict"] == pytest.approx(0.1)
+
+
+def test_a_step_without_rows_is_no_step_of_the_pace():
+    trace = two_ranks(5)
+    short = [
+        Span("pace", span.start, 0.0, 2) if (span.phase, span.step) == ("pace", 2) else span
+        for span in trace.ranks[1]
+    ]
+    # Neither it counts nor the one that began with its verdict.
+    assert len(overhead.chain(Trace(trace.labels, [trace.ranks[0], short]), pace_ms=40.0)) == 2
+
+
+def test_typical_parts_add_up_and_ignore_what_is_rare():
+    steps = [{"wire": float(i), "late": 1.0, "beyond": i + 1.0} for i in range(8)]
+    steps += [{"wire": 500.0, "late": 1.0, "beyond": 501.0}]
+    found = overhead.typical(steps)
+    assert found["wire"] + found["late"] == pytest.approx(found["beyond"])
+    assert found == {"wire": 4.0, "late": 1.0, "beyond": 5.0}
+
+
+def test_bookkeeping_is_timed_for_head_and_stage():
+    parts = overhead.bookkeeping(context=700, width=4, stages=3, steps=8)
+    assert set(parts) == {
+        *("head_grow", "head_feed", "head_follow"),
+        *("stage_admit", "stage_apply", "stage_prune"),
+    }
+    assert all(ms > 0 for ms in parts.values())
+
+
+# --- arithmetic ---------------------------------------------------------------------------------
+
+
+def test_the_model_takes_the_same_time_however_it_is_cut():
+    for stages in (1, 2, 8, 21):
+        assert stages * scaling.stage_ms(stages) == pytest.approx(scaling.MODEL_MS)
+
+
+def test_a_target_is_inflated_only_for_more_stages_than_it_has_layers(tmp_path):
+    assert scaling.target(16, tmp_path) == []
+    (setting,) = scaling.target(17, tmp_path)
+    assert inspect(setting.removeprefix("model.target=")).num_layers == 17
+
+
+def test_the_line_of_hits_goes_from_the_whole_pipeline_to_one_step():
+    assert hits.expected_ms(0.0, step_ms=40, stages=8) == 320
+    assert hits.expected_ms(1.0, step_ms=40, stages=8) == 40
+
+
+def test_memory_is_predicted_to_the_byte_for_the_demo_target():
+    info = inspect(scaling.TARGET)
+    shape = Shape.of(read_config(scaling.TARGET))
+    whole = memory.predict(shape, range(shape.layers), 2, context=0, tree=0, batch=0)
+    assert whole.weights == info.num_bytes
+    assert whole.kv == 0
+    # Two slices hold what the whole does, and the tied embedding once more.
+    parts = [
+        memory.predict(shape, layers, 2, context=100, tree=10, batch=1)
+        for layers in (range(7), range(7, shape.layers))
+    ]
+    assert sum(part.weights for part in parts) == whole.weights + info.embedding_bytes
+    per_token = shape.layers * 2 * shape.kv_heads * shape.head_dim * 2
+    assert sum(part.context for part in parts) == 100 * per_token
+    assert sum(part.kv for part in parts) == 111 * per_token
+
+
+def test_a_70b_has_the_published_number_of_weights():
+    rows = memory.computed(stages=8, width=64, context=8192, chunk=128)
+    parameters = sum(row["weights"] for row in rows) * memory.GIB / memory.BFLOAT16
+    assert parameters == pytest.approx(70.55e9, rel=1e-3)
+
+
+# --- what is stored -----------------------------------------------------------------------------
+
+
+def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
+    truth = tmp_path / "truth.jsonl"
+    truth.write_text("[1,2]\n")
+    given = ["feed=static_tree", "source=synthetic", f"source.truth={truth}", "pace=rtx3090_8"]
+    settings = emulated.settings(compose(given), tmp_path)
+    assert settings["feed"]["class"] == "StaticTree"
+    assert settings["feed"]["shape"] == [1, 1, 3, 1, 1, 1, 1, 1]
+    assert settings["source"]["truth"] == "truth.jsonl"
+    assert settings["model"]["target"] == "demo/target"
+    assert settings["pace"]["draft_ms"] == 17.0
+    assert str(tmp_path) not in json.dumps(settings)
+    assert emulated.overrides(given, tmp_path)[2] == "source.truth=truth.jsonl"
