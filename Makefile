@@ -10,7 +10,9 @@ PROMPT ?= Once upon a time there was a little girl who
 # Greedy text of so small a model goes round in circles; a fixed seed tells one story to everybody.
 SETTINGS ?= verify=sample verify.temperature=0.7 verify.top_p=0.9 verify.seed=2
 
-.PHONY: demo test check format clean
+QUICK := build/bench
+
+.PHONY: demo test check bench-quick format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -25,6 +27,15 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/unit
+
+# Every figure of docs/benchmarks.md at a small size, in less than ten minutes.
+bench-quick: $(VENV)/.bench
+	mkdir -p $(QUICK)
+	for name in memory curves timeline tbt sampled scaling overhead; do \
+	  $(BIN)/python -m benchmarks.$$name --quick --json $(QUICK)/$$name.json --plot $(QUICK)/$$name || exit 1; \
+	done
+	$(BIN)/python -m benchmarks.tbt --quick --source synthetic --json $(QUICK)/tbt_synthetic.json --plot $(QUICK)/tbt_synthetic
+	$(BIN)/python -m benchmarks.hits --source $(QUICK)/tbt_synthetic.json --json $(QUICK)/hits.json --plot $(QUICK)/hits
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
@@ -53,6 +64,10 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.test: $(VENV)/.run
 	$(PIP) -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.test
+	$(PIP) -c constraints.txt -e '.[bench]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test

@@ -38,8 +38,8 @@ from typing import Any, NoReturn
 from pipespec.errors import ConfigError, RankFailed
 
 LOOPBACK = "127.0.0.1"
-# What almost every rank needs and what takes longest to import.
-PRELOAD = ("torch.distributed", "transformers.modeling_utils")
+# What almost every rank needs and what takes longest to import (numpy.ma: for `np.unique`).
+PRELOAD = ("torch.distributed", "transformers.modeling_utils", "numpy.ma")
 
 # Seconds until the processes that do not end when asked to are killed.
 _PATIENCE = 5.0

@@ -1,0 +1,138 @@
+"""Lockstep against free running: equal and unequal stages, jitter, links.
+
+    python -m benchmarks.sync --json benchmarks/results/sync.json --plot benchmarks/results/sync
+
+The same prompts on the same emulated cluster, once with every rank waiting for the verdict of
+its step and once with none; the answers are compared token for token. `unequal`: stages from
+70 % of the slowest one's time up to all of it; `jitter`: every step of every stage longer by a
+random time, a tenth of a step in the mean; the others are links of conf/link/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import emulated
+from benchmarks.emulated import Ran
+from benchmarks.report import publish_table
+from benchmarks.tbt import ALL, table
+
+STAGE_MS = 37.8  # an RTX 3090 with 10 layers of a 70B, see conf/pace/rtx3090_8.yaml
+DRAFT_MS = 17.0
+UNEQUAL = 0.7  # of the slowest stage's time, the fastest one's
+JITTER = 0.1  # of a stage's time
+CONDITIONS = ("equal", "unequal", "jitter", "10gbe", "wan")
+SYNCS = ("lockstep", "free")
+
+
+def circumstance(name: str, stages: int) -> list[str]:
+    """The overrides of one condition."""
+    times = [STAGE_MS] * stages
+    if name == "unequal":
+        share = (1 - UNEQUAL) / max(stages - 1, 1)
+        times = [STAGE_MS * (UNEQUAL + share * ((7 * i) % stages)) for i in range(stages)]
+    given = [
+        "pace=fixed",
+        f"pace.stage_ms=[{','.join(repr(f'{ms:.4g}') for ms in times)}]",
+        f"pace.draft_ms={DRAFT_MS:g}",
+    ]
+    if name == "jitter":
+        given.append(f"pace.jitter_ms={JITTER * STAGE_MS:.4g}")
+    if name not in ("equal", "unequal", "jitter"):
+        given.append(f"link={name}")
+    return given
+
+
+def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
+    from benchmarks import plot
+
+    groups = list(dict.fromkeys((row["stages"], row["condition"]) for row in rows))
+    with plot.figure(path, title, size=(8.4, 3.8)) as (axes,):
+        plot.bars(
+            axes,
+            [f"{stages}\n{condition}" for stages, condition in groups],
+            {sync: [row["tbt_ms"] for row in rows if row["sync"] == sync] for sync in SYNCS},
+            ylabel="time between tokens, ms",
+            colours={"lockstep": "#7fa8c9", "free": "#5a7d58"},
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    emulated.add_output(parser)
+    emulated.add_draft(parser)
+    emulated.add_prompts(parser, prompts=4, tokens=32, prompt_tokens=48)
+    parser.add_argument("--stages", type=emulated.numbers, default=[4, 8, 14])
+    parser.add_argument("--conditions", type=emulated.names, default=CONDITIONS)
+    parser.add_argument("--method", default="best_first", help="(best_first)")
+    parser.add_argument("--scale", type=float, default=2.0, help="emulate so much slower (2)")
+    parser.add_argument("--width", type=int, default=64, help="(64)")
+    parser.add_argument("--children", type=int, default=16, help="(16)")
+    options = parser.parse_args()
+    if options.quick:
+        options.stages, options.conditions = [4], ["equal", "jitter"]
+        options.num_prompts, options.tokens = 2, 12
+
+    prompts = emulated.samples(options)
+    rows: list[dict[str, Any]] = []
+    done: dict[str, Ran] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        truth = emulated.record(options, folder, prompts)
+        for stages in options.stages:
+            for condition in options.conditions:
+                for sync in SYNCS:
+                    key = f"{stages} stages, {condition}, {sync}"
+                    ran = done[key] = emulated.run(
+                        key,
+                        [
+                            f"cluster.stages={stages}",
+                            "cluster.devices=[cpu]",
+                            f"cluster.sync={sync}",
+                            *circumstance(condition, stages),
+                            f"pace.scale={options.scale:g}",
+                            *emulated.draft(options, truth),
+                            *emulated.method(options.method, options.width, options.children),
+                            *emulated.answer(options),
+                        ],
+                        prompts,
+                        prompt_tokens=options.prompt_tokens,
+                        temporary=[folder],
+                    )
+                    (row,) = (r for r in table({"root": ran}) if r["data_set"] == ALL)
+                    step_ms = row["tbt_ms"] * row["tokens_per_step"]
+                    kept = ("tbt_ms", "tokens_per_step", "hit_rate", "overruns_per_step")
+                    rows.append(
+                        {"stages": stages, "condition": condition, "sync": sync}
+                        | {name: row[name] for name in kept}
+                        | {"step_ms": step_ms}
+                    )
+    first = next(iter(done.values()))
+    differing = {key: ran.differing(first) for key, ran in done.items()}
+    synthetic = f", SYNTHETIC draft ({options.curve})" if options.source == "synthetic" else ""
+    title = (
+        f"EMULATED{synthetic}: lockstep and free running, {options.method}, width "
+        f"{options.width}, {len(prompts)} prompts × {options.tokens} tokens"
+    )
+    publish_table(
+        title,
+        rows,
+        path=options.json,
+        note=f"Emulated {options.scale:g} times slower.",
+        differing_answers=differing,
+        overrides={key: ran.given for key, ran in done.items()},
+        settings={key: ran.settings for key, ran in done.items()},
+    )
+    if options.plot:
+        draw(title, rows, options.plot)
+    if any(differing.values()):
+        sys.exit(f"Answers differ: {differing}.")
+    print("The answers are equal, token for token.")
+
+
+if __name__ == "__main__":
+    main()
