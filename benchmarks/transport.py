@@ -1,11 +1,12 @@
 """Hop time of one batch between two processes over gloo, beside a bare gloo message.
 
-    python -m benchmarks.transport [--rounds 300] [--repeats 3]
+    python -m benchmarks.transport [--rounds 300] [--repeats 3] [--pause-ms 40]
 
 A hop is the time from just before `send` in one process to just after `recv` in the other, by
 the clock that the processes of one machine share. `bare` sends the hidden states alone into a
 posted buffer of exactly their size. The two take turns, and the quickest repeat's median is
-shown beside the 90th percentile over all repeats.
+shown beside the 90th percentile over all repeats. With `--pause-ms` the processes idle before
+every message, as ranks do while a stage computes: what waking up costs is then in the figures.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ DTYPES = {128: torch.float32, 8192: torch.bfloat16}
 BARE_TAG, TURN_TAG = 8, 9
 
 
-def measure(rounds: int, repeats: int) -> dict[tuple, list[int]]:
+def measure(rounds: int, repeats: int, pause_ms: float) -> dict[tuple, list[int]]:
     """The entrypoint of both ranks: for each series, when its messages left (rank 0) or came
     (rank 1), in nanoseconds."""
     torch.set_num_threads(1)
@@ -37,19 +38,20 @@ def measure(rounds: int, repeats: int) -> dict[tuple, list[int]]:
     for rows, hidden_size in SHAPES:
         hidden = torch.zeros(rows, hidden_size, dtype=DTYPES[hidden_size])
         for repeat in range(repeats):
-            series["batch", rows, hidden_size, repeat] = hops_of_batches(hidden, rounds)
-            series["bare", rows, hidden_size, repeat] = hops_of_tensors(hidden, rounds)
+            series["batch", rows, hidden_size, repeat] = hops_of_batches(hidden, rounds, pause_ms)
+            series["bare", rows, hidden_size, repeat] = hops_of_tensors(hidden, rounds, pause_ms)
     dist.destroy_process_group()
     return series
 
 
-def hops_of_batches(hidden: torch.Tensor, rounds: int) -> list[int]:
+def hops_of_batches(hidden: torch.Tensor, rounds: int, pause_ms: float) -> list[int]:
     wire = Wire(1, MAX_ROWS, hidden.shape[1], hidden.dtype)
     transport = DistributedTransport(dist.get_rank(), 2, wire, torch.device("cpu"))
     table = np.zeros((len(hidden), NUM_COLUMNS), np.int64)
     times = []
     for step in range(rounds):
         if transport.rank == 0:
+            time.sleep(pause_ms / 1e3)
             times.append(time.monotonic_ns())
             transport.send(Batch(step, table, hidden, stop=step == rounds - 1))
         else:
@@ -59,12 +61,13 @@ def hops_of_batches(hidden: torch.Tensor, rounds: int) -> list[int]:
     return times
 
 
-def hops_of_tensors(hidden: torch.Tensor, rounds: int) -> list[int]:
+def hops_of_tensors(hidden: torch.Tensor, rounds: int, pause_ms: float) -> list[int]:
     buffer = torch.empty_like(hidden)
     times = []
     for _ in range(rounds):
         if dist.get_rank() == 0:
             take_turns()
+            time.sleep(pause_ms / 1e3)
             times.append(time.monotonic_ns())
             dist.send(hidden, 1, tag=BARE_TAG)
         else:
@@ -88,8 +91,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pause-ms", type=float, default=0.0, help="before every message (0)")
     arguments = parser.parse_args()
-    with launch(measure, (arguments.rounds, arguments.repeats), num_ranks=2, preload=()) as cluster:
+    given = (arguments.rounds, arguments.repeats, arguments.pause_ms)
+    with launch(measure, given, num_ranks=2, preload=()) as cluster:
         left, came = cluster.wait()
     print("| rows | hidden | bytes | hop µs (p90) | bare µs (p90) | ratio |")
     print("|---|---|---|---|---|---|")

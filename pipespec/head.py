@@ -15,7 +15,7 @@ import numpy as np
 
 from pipespec.control.client import Controller
 from pipespec.feed import FeedPolicy, PipelineState
-from pipespec.feed.meter import Meter
+from pipespec.feed.meter import Average, Meter
 from pipespec.feed.rounds import fits
 from pipespec.graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.pace import Pace, hold
@@ -33,8 +33,8 @@ StopCheck = Callable[[int], bool]
 
 # Running free: a batch is sent when so much of the first stage's work on the one before is left.
 EARLY = 0.15
-# How much a new sample weighs in the estimate of that work's length.
-PACE_MEMORY = 0.2
+# Steps that the estimate of that work's length remembers.
+PACE_MEMORY = 8
 # A moment that is further off was told by another machine's clock.
 OTHER_CLOCK_NS = 10**9
 
@@ -162,8 +162,10 @@ class Head:
         self._fed = (0, 0)  # rows of the batch before the last, and of the last
         self._taken = 0  # when the first stage took the last batch
         self._takes: dict[int, int] = {}  # the same of the steps whose verdicts are to come
-        self._stage_ns = 0.0  # how long the first stage computes
-        self._verdict_ns = 0.0  # from when it took a batch to the verdict of the step
+        self._stage_ns = Average(PACE_MEMORY)  # how long the first stage computes
+        self._verdict_ns = Average(
+            PACE_MEMORY
+        )  # from when it took a batch to the verdict of the step
 
     def run(self) -> None:
         """Serve requests until there will be no more, then stop the stages."""
@@ -271,16 +273,16 @@ class Head:
                 break
             taken = self._takes.pop(self.ear.heard - 1, None)
             if taken is not None:
-                after = self.timeline.clock() - taken
-                self._verdict_ns += (after - self._verdict_ns) * PACE_MEMORY
+                self._verdict_ns.add(self.timeline.clock() - taken)
             self.follow(verdicts)
         if self._guesses is not None:
             self.meter.verdict(drafted, self._since(start))
         if self.session is not None:
             self.session.counts["steps"] += 1
 
-    def due(self, session: Session | None) -> int:
-        """When the batch of this step should be sent, with or without the verdict of the step.
+    def due(self, session: Session | None) -> int | None:
+        """When the batch of this step should be sent, with or without the verdict of the step;
+        None: with it, as nothing is known yet.
 
         The first stage took the batch before at a known moment, and if that had rows it is at
         work for about as long as it was the last times. A batch that is chosen without the
@@ -293,16 +295,18 @@ class Head:
         if not 0 <= now - taken < OTHER_CLOCK_NS:
             taken = now
         if self._fed[0] and self._taken:
-            self._stage_ns += (taken - self._taken - self._stage_ns) * PACE_MEMORY
+            self._stage_ns.add(taken - self._taken)
         self._taken = taken
         if not self._fed[1]:
             return taken
         self._takes[self.step] = taken
-        end = taken + round(self._stage_ns)
-        patience = round(self._stage_ns * (session.misses_per_step if session else 0.0))
-        if self._verdict_ns <= self._stage_ns + patience:
-            return end + patience
-        return end - round(self._stage_ns * EARLY)
+        stage_ns, verdict_ns = self._stage_ns.value, self._verdict_ns.value
+        if stage_ns is None or verdict_ns is None:
+            return None
+        patience = stage_ns * (session.misses_per_step if session else 0.0)
+        if verdict_ns <= stage_ns + patience:
+            return taken + round(stage_ns + patience)
+        return taken + round(stage_ns * (1 - EARLY))
 
     def has_work(self) -> bool:
         """Whether a batch of this step would carry anything."""

@@ -15,15 +15,16 @@ AT_ONCE_MS = 0.3
 
 @dataclass(slots=True)
 class Average:
-    """A mean in which older samples fade; the first MEMORY samples count alike."""
+    """A mean in which older samples fade; the first `memory` samples count alike."""
 
+    memory: int = MEMORY
     value: float | None = None
     samples: int = 0
 
     def add(self, sample: float) -> None:
         self.samples += 1
         old = sample if self.value is None else self.value
-        self.value = old + (sample - old) / min(self.samples, MEMORY)
+        self.value = old + (sample - old) / min(self.samples, self.memory)
 
 
 class Meter:
