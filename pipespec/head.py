@@ -276,7 +276,7 @@ class Head:
                 self._verdict_ns.add(self.timeline.clock() - taken)
             self.follow(verdicts)
         if self._guesses is not None:
-            self.meter.verdict(drafted, self._since(start))
+            self.meter.verdict(drafted, self._since(start), self._decided)
         if self.session is not None:
             self.session.counts["steps"] += 1
 

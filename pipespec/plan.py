@@ -179,8 +179,8 @@ class _Run:
         self.meter.begin()
         self.grow()
         computed_ms = self.machine.slowest_ms(self.in_flight())
-        self.meter.verdict(self.drafted_ms, max(computed_ms - self.drafted_ms, 0.0))
         decided = self.hear()
+        self.meter.verdict(self.drafted_ms, max(computed_ms - self.drafted_ms, 0.0), decided)
         ms = max(computed_ms, self.drafted_ms) + self.catch_up() + self.machine.hop_ms
         fed = self.feed(ms)
         self.meter.fed(fed)

@@ -43,7 +43,7 @@ class PipelineState:
         rounds: draft rounds that this step has had already.
         elapsed_ms: how long this step has lasted.
         draft_ms: one draft round.
-        verdict_ms: from the start of a step until its verdict has come.
+        verdict_ms: from the start of a step until its verdict has come, where that decided tokens.
         tokens_per_step: tokens decided per step while guesses are made.
         step_ms: a whole step by the largest batch in the pipeline, `(rows, ms)` by rising rows;
             empty if unknown.

@@ -61,14 +61,18 @@ class Meter:
         if measured:
             self._draft.add(ms)
 
-    def verdict(self, elapsed_ms: float, wait_ms: float) -> None:
-        """The head began to wait when the step had lasted `elapsed_ms`; then the verdict came.
+    def verdict(self, elapsed_ms: float, wait_ms: float, tokens: int) -> None:
+        """The head began to wait when the step had lasted `elapsed_ms`; then the verdict came
+        and decided so many tokens.
+
+        One that decided none may have come at once, as the last stage had nothing to compute;
+        the others still do, so it does not tell how long a step lasts.
 
         Who did not wait does not know how long the verdict had been there, only that the last
         round may have been one too many: the sample is where that round began.
         """
-        if not any(self._in_flight):
-            return  # an empty pipeline takes no time
+        if not tokens:
+            return
         late = wait_ms < AT_ONCE_MS
         self._verdict.add(elapsed_ms - self._last_round_ms if late else elapsed_ms + wait_ms)
 

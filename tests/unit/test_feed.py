@@ -302,7 +302,7 @@ def rounds_per_step(meter: Meter, draft_ms: float, stage_ms: float, steps: int) 
         while fits(AUTO, meter.state(step, end=9, elapsed_ms=elapsed)):
             elapsed += draft_ms
             meter.round(draft_ms)
-        meter.verdict(elapsed, max(0.0, stage_ms - elapsed))
+        meter.verdict(elapsed, max(0.0, stage_ms - elapsed), tokens=1)
         out.append(meter.rounds)
     return out
 
