@@ -12,9 +12,10 @@ import torch
 from pipespec.checkpoint import CheckpointInfo, compare_vocabularies, inspect
 from pipespec.config import Config
 from pipespec.control.client import Controller
+from pipespec.decoding import StopCheck
 from pipespec.errors import ConfigError, PromptError
 from pipespec.graph import Layout
-from pipespec.head import Head, StopCheck
+from pipespec.head import Head
 from pipespec.model import ModelSlice
 from pipespec.partition import split_evenly
 from pipespec.sampling import check_vocabulary

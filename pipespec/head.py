@@ -8,28 +8,23 @@ stage. It decodes one request after another; everything it sends names the reque
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
 from pipespec.control.client import Controller
+from pipespec.decoding import Session, StopCheck
 from pipespec.feed import FeedPolicy, PipelineState
 from pipespec.feed.meter import Average, Meter
 from pipespec.feed.rounds import fits
 from pipespec.graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.pace import Pace, hold
-from pipespec.source import Context, TokenSource
+from pipespec.source import TokenSource
 from pipespec.trace import Timeline
 from pipespec.transport import Transport
-from pipespec.tree import ROOT, Tree
+from pipespec.tree import ROOT
 from pipespec.types import Batch, Request, Verdict
 from pipespec.verdict import Ear
-
-# Says whether the text so far ends the request: given one more token, True if a stop string
-# is complete.
-StopCheck = Callable[[int], bool]
-
 
 # Running free: a batch is sent when so much of the first stage's work on the one before is left.
 EARLY = 0.15
@@ -37,84 +32,6 @@ EARLY = 0.15
 PACE_MEMORY = 8
 # A moment that is further off was told by another machine's clock.
 OTHER_CLOCK_NS = 10**9
-
-
-@dataclass(slots=True)
-class Session:
-    """The one request that is being decoded: its text, its tree, its counts."""
-
-    request: Request
-    context: Context
-    tree: Tree
-    stops: StopCheck
-    last_position: int
-    prefilled: int = 0
-    generated: int = 0
-    hits: int = 0
-    counts: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0)
-    )
-    started_ns: int = 0
-    token_ns: list[int] = field(default_factory=list)
-    first_token: dict[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, request: Request, stops: StopCheck, context_limit: int, now: int) -> Session:
-        """Positions are numbered from 0; a prompt row's node id is its position."""
-        length = len(request.prompt)
-        context = Context(request.id, list(request.prompt), list(range(length)))
-        root = length - 1
-        tree = Tree(root, root - 1, request.prompt[-1], root, fed=True)
-        last = min(length + request.max_new_tokens, context_limit) - 1
-        return cls(request, context, tree, stops, last_position=last, started_ns=now)
-
-    @property
-    def prompt_left(self) -> bool:
-        return self.prefilled < len(self.request.prompt)
-
-    def accept(self, token: int, now: int) -> str | None:
-        """One decided token moves the root; the reason if it is the last one."""
-        if not self.generated:
-            self.first_token = dict(self.counts)
-        self.tree.advance(token)
-        # A hit had entered the pipeline before it was decided; a miss must be fed now.
-        self.hits += bool(self.tree.fed[ROOT])
-        self.context.tokens.append(token)
-        self.context.nodes.append(int(self.tree.id[ROOT]))
-        self.generated += 1
-        self.token_ns.append(now)
-        if token in self.request.eos or self.stops(token):
-            return "stop"
-        return "length" if self.context_full else None
-
-    @property
-    def misses_per_step(self) -> float:
-        """Tokens that had to be fed after they were decided."""
-        return (self.generated - self.hits) / max(self.counts["steps"], 1)
-
-    @property
-    def guesses_in_flight(self) -> bool:
-        return bool(self.tree.fed[1:].any())
-
-    @property
-    def context_full(self) -> bool:
-        return len(self.context.tokens) > self.last_position
-
-    def useful(self, nodes: np.ndarray) -> np.ndarray:
-        """Those of the nodes whose logits can still matter: not the last token, nor beyond."""
-        return nodes[self.tree.position[nodes] < self.last_position]
-
-    def statistics(self) -> dict[str, Any]:
-        """Counts of the whole request, and those when its first token came."""
-        return {
-            "prompt_tokens": len(self.request.prompt),
-            "completion_tokens": self.generated,
-            "hits": self.hits,
-            "started_ns": self.started_ns,
-            "token_ns": self.token_ns,
-            "counts": self.counts,
-            "first_token": self.first_token,
-        }
 
 
 class Head:
