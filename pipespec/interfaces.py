@@ -1,0 +1,65 @@
+"""Network interfaces of this machine: what each is called, its addresses, which one leads where."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+
+# Asking for a route needs a port and sends nothing; this is "discard".
+ANY_PORT = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface. `mbit_per_s` is what its driver states, 0 if it states nothing."""
+
+    name: str
+    addresses: tuple[str, ...]
+    up: bool
+    mbit_per_s: int
+    mtu: int
+
+
+def interfaces() -> list[Interface]:
+    """All interfaces of this machine."""
+    states = psutil.net_if_stats()
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = tuple(
+            entry.address.partition("%")[0]
+            for entry in entries
+            if entry.family in (socket.AF_INET, socket.AF_INET6)
+        )
+        state = states.get(name)
+        up, speed, mtu = (state.isup, state.speed, state.mtu) if state else (False, 0, 0)
+        found.append(Interface(name, addresses, up, speed, mtu))
+    return found
+
+
+def resolve(address: str) -> str:
+    """The number of a host name or address. Raises OSError."""
+    return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def holding(address: str, among: Iterable[Interface]) -> Interface | None:
+    """The interface that has this numeric address; all of 127.0.0.0/8 is the loopback's."""
+    if address.startswith("127."):
+        address = "127.0.0.1"
+    return next((interface for interface in among if address in interface.addresses), None)
+
+
+def towards(address: str, among: Iterable[Interface]) -> Interface | None:
+    """The interface through which packets to `address` leave; None if there is no route."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            address, ANY_PORT, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as asked:
+            asked.connect(place)
+            own = asked.getsockname()[0]
+    except OSError:
+        return None
+    return holding(own, among)

@@ -1,0 +1,406 @@
+"""`pipespec doctor` on boxes that are processes of this machine, each at a loopback address."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipespec import doctor, linkcheck, probe
+from pipespec.cli import main
+from pipespec.interfaces import interfaces
+from pipespec.linkcheck import Door, NotReached, Peer, Place
+from pipespec.resources import resource_dir
+from tests import testbed
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "t" * 64
+BOXES = ("alpha", "beta", "gamma")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe is found by what runs these tests, installed or not."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+def hosts_file(folder: Path, **entries: dict[str, Any]) -> str:
+    """Boxes on this machine: alpha, beta, gamma and whatever else is named.
+
+    `entries` are further settings of some of them, by name.
+    """
+    names = dict.fromkeys([*BOXES, *entries])
+    hosts = [
+        {"name": name, "address": f"127.0.0.{index}", **entries.get(name, {})}
+        for index, name in enumerate(names, 1)
+    ]
+    file = folder / "hosts.yaml"
+    defaults = {"ssh": "local", "devices": ["cpu"]}
+    file.write_text(yaml.safe_dump({"defaults": defaults, "hosts": hosts}))
+    return str(file)
+
+
+def examined(
+    capsys: pytest.CaptureFixture[str], *argv: str, code: int
+) -> tuple[dict[str, Any], list[str]]:
+    """The report of `pipespec doctor --json`, and the lines on standard error."""
+    assert main(["doctor", "--json", *argv]) == code
+    out, err = capsys.readouterr()
+    report: dict[str, Any] = json.loads(out)
+    lines = err.splitlines()
+    assert len(lines) == len(report["findings"])
+    assert all(
+        line.endswith(finding["sentence"])
+        for line, finding in zip(lines, report["findings"], strict=True)
+    )
+    assert report["ok"] is (code == 0)
+    return report, lines
+
+
+def python(folder: Path, *lines: str) -> str:
+    """A program for the `python` of a box: a shell script."""
+    file = folder / f"python-{len(list(folder.iterdir()))}"
+    file.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    file.chmod(0o755)
+    return str(file)
+
+
+RUN_PYTHON = f'exec "{sys.executable}" "$@"'
+
+
+def test_three_boxes_in_good_health(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, _ = examined(capsys, hosts_file(tmp_path), code=0)
+    assert report["findings"] == []
+    assert list(report["boxes"]) == list(BOXES)
+    for box in report["boxes"].values():
+        assert box["failure"] is None
+        assert box["inventory"]["versions"]["torch"]
+        assert box["inventory"]["models"].keys() == {"target", "draft"}
+        assert box["listening"]["carrier"] == "lo"
+        # One machine, one clock.
+        assert abs(box["clock"]["offset_s"]) <= box["clock"]["margin_s"]
+    pairs = [(link["source"], link["to"]) for link in report["links"]]
+    assert pairs == [(a, b) for a in BOXES for b in BOXES if a != b]
+    for link in report["links"]:
+        assert link["reach"]["interface"] == "lo"
+        assert link["reach"]["problem"] is None
+        assert 0 < link["measured"]["rtt_ms"] < 1000
+        assert link["measured"]["gbit_per_s"] > 0
+
+
+def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", hosts_file(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "Boxes" in out and "Links" in out
+    assert all(f"│ {name} " in out for name in BOXES)
+
+
+def test_a_model_that_differs_and_one_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(resource_dir("demo") / "target", tmp_path / "other")
+    (other / "config.json").write_text("{}")
+    file = hosts_file(tmp_path, beta={"target": str(other)}, gamma={"draft": "/no/such/draft"})
+    _, (error, warning) = examined(capsys, file, code=1)
+    assert f"The target {other} on beta is another than on alpha and gamma: config.json" in error
+    assert "warning: The draft /no/such/draft on gamma is missing" in warning
+
+
+def test_the_models_may_be_given_as_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [hosts_file(tmp_path), "model.target=/no/such/target", "model.draft=null"]
+    report, lines = examined(capsys, *argv, code=1)
+    assert [line.partition(" is missing")[0] for line in lines] == [
+        f"pipespec: The target /no/such/target on {name}" for name in BOXES
+    ]
+    assert all(box["inventory"]["models"].keys() == {"target"} for box in report["boxes"].values())
+
+
+def test_a_version_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metadata = tmp_path / "torch-1.2.3.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    file = hosts_file(tmp_path, gamma={"env": {"PYTHONPATH": path}})
+    _, (line,) = examined(capsys, file, code=1)
+    assert "on alpha and beta and 1.2.3 on gamma; install one version on all." in line
+
+
+def test_an_unreachable_box_does_not_keep_the_others_from_being_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if shutil.which("ssh") is None:
+        pytest.skip("needs an ssh client")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    # Nobody listens there any more.
+    file = hosts_file(tmp_path, beta={"ssh": "127.0.0.1", "port": port})
+    report, (line,) = examined(capsys, file, code=1)
+    assert line.startswith("pipespec: beta: ssh: connect to host 127.0.0.1 port")
+    assert "Connection refused; start sshd there" in line
+    assert [(link["source"], link["to"]) for link in report["links"]] == [
+        ("alpha", "gamma"),
+        ("gamma", "alpha"),
+    ]
+    assert all(link["measured"] for link in report["links"])
+
+
+def test_probes_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    programs = {
+        "bare": (["echo 'No module named pipespec' >&2", "exit 1"], "install pipespec there"),
+        "broken": (["echo oops >&2", "exit 3"], "ended with exit code 3: oops"),
+        "empty": (["exit 127"], "set `python` of the box"),
+        "late": (["read line", "echo oops >&2", "exit 3"], "ended with exit code 3: oops"),
+        "old": (["read line", 'echo \'{"id": 1, "value": 0}\'', "read line"], "another version"),
+    }
+    entries = {name: {"python": python(tmp_path, *lines)} for name, (lines, _) in programs.items()}
+    report, lines = examined(capsys, hosts_file(tmp_path, **entries), code=1)
+    assert [line.split(": ")[1] for line in lines] == list(programs)
+    for line, (_, part) in zip(lines, programs.values(), strict=True):
+        assert part in line
+    assert {link["source"] for link in report["links"]} == set(BOXES)
+
+
+def test_a_box_that_does_not_answer_is_given_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "HELLO_TIMEOUT_S", 2.0)
+    file = hosts_file(tmp_path, beta={"python": python(tmp_path, "exec sleep 600")})
+    _, (line,) = examined(capsys, file, code=1)
+    assert "beta: the probe did not answer within 2 s; check the load" in line
+
+
+def test_what_a_login_script_prints_is_ignored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chatty = python(tmp_path, "echo Welcome", "echo 3", "echo '{}'", RUN_PYTHON)
+    report, _ = examined(capsys, hosts_file(tmp_path, beta={"python": chatty}), code=0)
+    assert report["boxes"]["beta"]["clock"]
+
+
+def test_an_address_that_leads_to_another_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """beta lives in a network namespace of its own, where 127.0.0.2 is another one."""
+    apart = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    trial = [*apart, "ip", "link", "set", "lo", "up"]
+    if shutil.which("unshare") is None or subprocess.run(trial, capture_output=True).returncode:
+        pytest.skip("needs unshare and ip, and leave to make a network namespace")
+    alone = f"exec {' '.join(apart)} sh -c 'ip link set lo up; {RUN_PYTHON}' sh \"$@\""
+    file = hosts_file(tmp_path, beta={"python": python(tmp_path, alone)})
+    report, lines = examined(capsys, file, code=1)
+    assert {line.split(" at ")[0] for line in lines} == {
+        "pipespec: beta cannot reach alpha",
+        "pipespec: alpha and gamma cannot reach beta",
+        "pipespec: beta cannot reach gamma",
+    }
+    assert all("is refused" in line and "firewall" in line for line in lines)
+    open_pairs = {(k["source"], k["to"]) for k in report["links"] if k["measured"]}
+    assert open_pairs == {("alpha", "gamma"), ("gamma", "alpha")}
+
+
+def test_addresses_at_which_boxes_cannot_be_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = hosts_file(
+        tmp_path,
+        far={"address": "203.0.113.7"},
+        cardless={"interface": "none0"},
+        self={"address": "localhost"},
+        nameless={"address": "no-such.invalid"},
+    )
+    _, lines = examined(capsys, file, code=1)
+    parts = (
+        "No interface of far has its address 203.0.113.7",
+        "cardless has no interface 'none0'",
+        "On self itself its address 'localhost' means",
+        "nameless cannot resolve its own address 'no-such.invalid'",
+    )
+    assert len(lines) == len(parts)
+    assert all(part in line for part, line in zip(parts, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "required: HOSTS.YAML"),
+        (["/no/such/hosts.yaml"], "No such file"),
+        (["hosts.yaml", "model.tagret=a"], "did you mean model.target?"),
+        (["hosts.yaml", "--jsn"], "did you mean --json?"),
+    ],
+)
+def test_mistakes_come_before_anything_starts(
+    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert part in err
+
+
+# --- the probe by itself ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def place() -> Place:
+    """Where a probe of a box called beta listens."""
+    return Door("beta", TOKEN).open("127.0.0.1")
+
+
+def test_only_those_who_hold_the_token_are_let_in(place: Place) -> None:
+    with Peer(place, "beta", TOKEN) as peer:
+        assert peer.round_trip() > 0
+        assert peer.burst(0.0) > 0
+    for wrong in ("x" * 64, TOKEN[:-1] + "x"):
+        with pytest.raises(NotReached) as refused:
+            Peer(place, "beta", wrong)
+        assert (refused.value.problem, refused.value.who) == ("stranger", None)
+
+
+def test_a_stranger_is_told_nothing(place: Place) -> None:
+    with socket.create_connection((place.address, place.port)) as stranger:
+        stranger.settimeout(10)
+        stranger.sendall(b"GET / HTTP/1.1\r\n".ljust(64))
+        assert stranger.recv(1) == b""
+
+
+def test_a_crowd_of_silent_strangers_is_not_let_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linkcheck, "MAX_PEERS", 2)
+    crowded = Door("beta", TOKEN).open("127.0.0.1")
+    strangers = [socket.create_connection((crowded.address, crowded.port)) for _ in range(3)]
+    try:
+        strangers[2].settimeout(10)
+        assert strangers[2].recv(1) == b""  # one too many
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_batches_may_have_an_interface_of_their_own() -> None:
+    named = [
+        (known.name, address)
+        for known in interfaces()
+        for address in known.addresses
+        if known.up and ":" not in address and not address.startswith("127.")
+    ]
+    if not named:
+        pytest.skip("needs an interface with an IPv4 address beside the loopback")
+    name, address = named[0]
+    listening = probe.listen("beta", TOKEN, "127.0.0.2", name)
+    assert (listening.carrier, listening.problem) == (name, None)
+    assert [place.address for place in listening.places] == ["127.0.0.2", address]
+    for place in listening.places:
+        Peer(place, "beta", TOKEN).close()
+    # With the address on that interface there is one place.
+    assert len(probe.listen("beta", TOKEN, address, name).places) == 1
+
+
+def test_another_box_at_the_address_says_who_it_is(place: Place) -> None:
+    with pytest.raises(NotReached) as refused:
+        Peer(place, "alpha", TOKEN)
+    assert (refused.value.problem, refused.value.who) == ("stranger", "beta")
+
+
+def test_a_port_where_nobody_listens_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    answers = probe.reach(TOKEN, {"beta": [{"address": "127.0.0.1", "port": port}]})
+    assert answers["beta"].problem == "refused"
+    assert answers["beta"].place == Place("127.0.0.1", port)
+    assert answers["beta"].interface == "lo"
+    measured = probe.measure(TOKEN, "beta", {"address": "127.0.0.1", "port": port})
+    assert isinstance(measured, probe.Reach)
+    assert measured.problem == "refused"
+
+
+def test_the_rate_leaves_out_how_a_burst_begins() -> None:
+    # 1 MB at once, then 1 MB every 0.1 s: 80 Mbit/s.
+    arrivals = [(0.1 * step, 10**6 * (step + 1)) for step in range(10)]
+    arrivals[0] = (0.0, 10**6)
+    assert linkcheck.rate(arrivals) == pytest.approx(0.08)
+    assert linkcheck.rate([(0.0, 10**7), *((t, n + 10**7) for t, n in arrivals[1:])]) == (
+        pytest.approx(0.08)
+    )
+    assert linkcheck.rate([]) == linkcheck.rate([(1.0, 10)]) == 0.0
+
+
+def test_a_probe_ends_with_its_standard_input() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipespec.probe"],
+        input=b'{"id": 7, "do": "hello"}\n',
+        capture_output=True,
+        timeout=60,
+    )
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == {"id": 7, "value": probe.PROTOCOL}
+
+
+# --- boxes with addresses of their own --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[testbed.Testbed]:
+    if (lacking := testbed.missing()) is not None:
+        pytest.skip(lacking)
+    with testbed.Testbed(boxes=3, delay_ms=2.0, gbit=0.5) as made:
+        yield made
+
+
+def bed_report(bed: testbed.Testbed) -> tuple[int, dict[str, Any]]:
+    """What the doctor says when it is run on the first box, through every box's sshd."""
+    file = bed.hosts_file()
+    hosts = yaml.safe_load(file.read_text())
+    hosts["defaults"]["env"]["PYTHONPATH"] = str(ROOT)
+    file.write_text(yaml.safe_dump(hosts))
+    done = bed.run("a", [sys.executable, "-m", "pipespec", "doctor", "--json", str(file)])
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_links_are_measured_as_they_are(bed: testbed.Testbed) -> None:
+    code, report = bed_report(bed)
+    assert code == 0
+    assert len(report["links"]) == 6
+    for link in report["links"]:
+        assert link["reach"]["interface"] == "net0"
+        assert 2 * bed.delay_ms <= link["measured"]["rtt_ms"] < 10 * bed.delay_ms
+        assert link["measured"]["gbit_per_s"] < 1.2 * bed.gbit
+
+
+def test_a_cut_link_names_the_pair(bed: testbed.Testbed) -> None:
+    bed.cut("b", "c")
+    try:
+        code, report = bed_report(bed)
+    finally:
+        bed.mend("b", "c")
+    assert code == 1
+    errors = [finding for finding in report["findings"] if finding["error"]]
+    assert [error["boxes"] for error in errors] == [["b", "c"], ["c", "b"]]
+    assert all("does not answer" in error["sentence"] for error in errors)
+    measured = {(link["source"], link["to"]) for link in report["links"] if link["measured"]}
+    assert measured == {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")}
+
+
+def test_a_box_whose_links_are_all_cut(bed: testbed.Testbed) -> None:
+    for other in ("a", "b"):
+        bed.cut(other, "c")
+    try:
+        code, report = bed_report(bed)
+    finally:
+        for other in ("a", "b"):
+            bed.mend(other, "c")
+    assert code == 1
+    (error,) = [finding for finding in report["findings"] if finding["error"]]
+    assert error["boxes"] == ["c"]
+    assert "timed out" in error["sentence"]
