@@ -5,6 +5,7 @@
 -- KEYS[3]  events of the request
 -- KEYS[4]  queue of requests
 -- KEYS[5]  admitted requests
+-- KEYS[6]  number of finished requests
 -- ARGV[1]  epoch of the caller
 -- ARGV[2]  id of the request
 -- ARGV[3]  reason
@@ -30,6 +31,7 @@ redis.call('HSET', KEYS[2], 'reason', ARGV[3])
 redis.call('XADD', KEYS[3], known[1] .. '-1', 'reason', ARGV[3])
 redis.call('LREM', KEYS[4], 1, ARGV[2])
 redis.call('LREM', KEYS[5], 1, ARGV[2])
+redis.call('INCR', KEYS[6])
 redis.call('EXPIRE', KEYS[2], ARGV[4])
 redis.call('EXPIRE', KEYS[3], ARGV[4])
 return 1

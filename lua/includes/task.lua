@@ -11,6 +11,11 @@
 --       <id>$                   the payloads of its predecessors so far
 --   <ready>:<rank>       list   "<id> <payloads>" of every announced task that became ready
 --
+-- A graph is of no use once its ranks have lost Redis: the epoch ends. So it goes neither to the
+-- append-only file nor to replicas, which would cost every step some microseconds and the file a
+-- kilobyte per rank and step.
+redis.set_repl(redis.REPL_NONE)
+
 -- rank_and_step(id) -> two strings, or nil if it is not an id.
 local function rank_and_step(id)
   return string.match(id, '^%a:(%d+):(%d+)$')

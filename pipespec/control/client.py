@@ -30,7 +30,8 @@ class Controller(RequestLog):
     """
 
     def __init__(self, url: str, *, namespace: str, epoch: int, rank: int):
-        super().__init__(url, namespace=namespace, epoch=epoch)
+        # An epoch ends with a rank's connection.
+        super().__init__(url, namespace=namespace, epoch=epoch, patience=0)
         self.rank = rank
         self._graph = (
             self._keys.epoch,
@@ -52,15 +53,29 @@ class Controller(RequestLog):
         return cls(url, namespace=namespace, epoch=epoch, rank=rank)
 
     @staticmethod
-    def new_epoch(url: str, namespace: str) -> int:
-        """Ends the current epoch of a namespace, if there is one, and begins the next."""
+    def new_epoch(url: str, namespace: str, plan: str = "") -> int:
+        """Ends the current epoch of a namespace, if there is one, and begins the next.
+
+        `plan` is what `Membership.epoch` tells of it.
+        """
         keys = Keys(namespace)
         pipe = Pipe(url)
         try:
             load(pipe)
             return pipe.call(
                 *evalsha(
-                    "new_epoch", (keys.epoch, keys.queue, keys.admitted), keys.epochs, KEEP_STALE_S
+                    "new_epoch",
+                    (
+                        keys.epoch,
+                        keys.queue,
+                        keys.admitted,
+                        keys.plans,
+                        keys.counter,
+                        keys.arrivals,
+                    ),
+                    keys.epochs,
+                    KEEP_STALE_S,
+                    plan,
                 )
             )
         finally:

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import re
+import socket
 import ssl
+import time
+from collections.abc import Callable
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
-from redis.connection import ConnectionInterface, ConnectionPool, parse_url
+from redis.connection import (
+    ConnectionInterface,
+    ConnectionPool,
+    UnixDomainSocketConnection,
+    parse_url,
+)
 from redis.retry import Retry
 
-from pipespec.control.scripts import translate
+from pipespec.control.scripts import ScriptsLost, translate
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 
 MIN_VERSION = (6, 0)
 # A Redis that takes longer to connect or to answer is taken for dead.
 ANSWER_TIMEOUT_S = 3.0
+# A link that is cut is noticed within about this time and one second more, also by who only
+# listens: silence is probed every second, and what is not acknowledged in time ends it.
+LINK_TIMEOUT_S = 3
+# How often to look whether a Redis that is away has come back.
+RETRY_S = 0.05
 
 
 class Pipe:
@@ -29,22 +42,28 @@ class Pipe:
         self._url = url
         self._timeout = timeout
         self._owed = 0  # replies that Redis still owes to `send`
+        self._answered = False  # whether Redis has replied on this connection
         self._connection = _connection(url, timeout)
+        self.open()
+
+    def open(self) -> None:
+        """Connects. Raises Unreachable."""
+        self._answered = False
         try:
             self._connection.connect()
         except (redis.RedisError, OSError) as error:
-            raise explain(url, error, timeout) from None
+            raise self._explained(error) from None
 
     def send(self, *command: Any) -> None:
         """Sends a command; `drain` or `call` will see its reply."""
         # A connection that was lost would silently be made anew, its replies gone.
         if not self._connection.is_connected:
-            raise Unreachable(f"The connection to Redis at {place(self._url)} was lost.")
+            raise lost(self._url)
         try:
             packed = self._connection.pack_command(*command)
             self._connection.send_packed_command(packed, check_health=False)
-        except redis.ConnectionError as error:
-            raise explain(self._url, error, self._timeout) from None
+        except (redis.RedisError, OSError) as error:
+            raise self._explained(error) from None
         self._owed += 1
 
     def drain(self) -> None:
@@ -72,22 +91,67 @@ class Pipe:
         try:
             return self._connection.can_read(timeout)
         except (redis.RedisError, OSError) as error:
-            raise explain(self._url, error, self._timeout) from None
+            raise self._explained(error) from None
 
     def read(self, timeout: float = 0.0) -> Any:
         """The next reply owed, as bytes, int, list or None."""
         self._owed -= 1
         try:
-            return self._connection.read_response(
+            reply = self._connection.read_response(
                 disable_decoding=True, timeout=timeout + self._timeout
             )
+            self._answered = True
+            return reply
         except redis.ResponseError as error:
             raise translate(error) from None
         except (redis.RedisError, OSError) as error:
-            raise explain(self._url, error, self._timeout) from None
+            raise self._explained(error) from None
 
     def close(self) -> None:
+        """Ends the connection; replies that are still owed are lost."""
         self._connection.disconnect()
+        self._owed = 0
+
+    def _explained(self, error: Exception) -> Unreachable:
+        if self._answered and not isinstance(error, (redis.TimeoutError, TimeoutError)):
+            return lost(self._url)
+        return explain(self._url, error, self._timeout)
+
+
+class PatientPipe(Pipe):
+    """A Pipe whose `call` outlives a restart of Redis: it connects anew and repeats itself.
+
+    So `call` is for commands that may run twice. It waits for at most `patience` seconds; 0
+    makes it that of a Pipe. What `send` was given is never repeated: if its reply is lost,
+    the next `call` raises Unreachable. `prepare` is done on every new connection.
+    """
+
+    def __init__(self, url: str, prepare: Callable[[Pipe], None], patience: float):
+        self._prepare = prepare
+        self._patience = patience
+        super().__init__(url)
+
+    def open(self) -> None:
+        super().open()
+        self._prepare(self)
+
+    def call(self, *command: Any, timeout: float = 0.0) -> Any:
+        if not self._patience:
+            return super().call(*command, timeout=timeout)
+        give_up: float | None = None
+        while True:
+            unanswered = self._owed
+            try:
+                if not self._connection.is_connected and not unanswered:
+                    self.open()
+                return super().call(*command, timeout=timeout)
+            except (Unreachable, ScriptsLost):
+                self.close()
+                now = time.monotonic()
+                give_up = give_up or now + self._patience
+                if unanswered or now >= give_up:
+                    raise
+                time.sleep(RETRY_S)
 
 
 def check_server(url: str, timeout: float = ANSWER_TIMEOUT_S) -> str:
@@ -122,8 +186,13 @@ def place(url: str) -> str:
     return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
 
 
+def lost(url: str) -> Unreachable:
+    """One sentence for a connection that worked before."""
+    return Unreachable(f"The connection to Redis at {place(url)} was lost.")
+
+
 def explain(url: str, error: Exception, timeout: float) -> Unreachable:
-    """One sentence for a failed connection."""
+    """One sentence for a connection that did not come about."""
     where = f"Redis at {place(url)}"
     secure = url.startswith("rediss:")
     cause = error.__context__
@@ -142,7 +211,8 @@ def explain(url: str, error: Exception, timeout: float) -> Unreachable:
     if isinstance(cause, (ConnectionRefusedError, FileNotFoundError)):
         return Unreachable(f"{where} refused the connection: start it, or check controller.url.")
     hint = "" if secure else "; if it speaks TLS, use rediss://"
-    return Unreachable(f"{where} cannot be reached: {cause or error}{hint}.")
+    reason = str(cause or error).rstrip(".")
+    return Unreachable(f"{where} cannot be reached: {reason}{hint}.")
 
 
 def _parse(url: str) -> dict[str, Any]:
@@ -157,7 +227,8 @@ def _parse(url: str) -> dict[str, Any]:
 
 
 def _connection(url: str, timeout: float) -> ConnectionInterface:
-    _parse(url)
+    options = _parse(url)
+    local = options.get("connection_class") is UnixDomainSocketConnection
     pool = ConnectionPool.from_url(
         url,
         protocol=2,
@@ -166,5 +237,17 @@ def _connection(url: str, timeout: float) -> ConnectionInterface:
         retry=Retry(NoBackoff(), 0),
         # Nothing here retries in silence: a lost reply would be a lost task.
         retry_on_error=[],
+        **({} if local else {"socket_keepalive": True, "socket_keepalive_options": _probes()}),
     )
     return pool.make_connection()
+
+
+def _probes() -> dict[int, int]:
+    """Options of a TCP socket with which a cut link is noticed, as far as the system has them."""
+    wanted = {
+        "TCP_KEEPIDLE": 1,
+        "TCP_KEEPINTVL": 1,
+        "TCP_KEEPCNT": LINK_TIMEOUT_S,
+        "TCP_USER_TIMEOUT": 1000 * LINK_TIMEOUT_S,
+    }
+    return {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}

@@ -30,6 +30,21 @@ class Keys:
     def epochs(self) -> str:
         return self._key("epochs")
 
+    @property
+    def plans(self) -> str:
+        """The stream of epochs, each with its plan."""
+        return self._key("plans")
+
+    @property
+    def suspicions(self) -> str:
+        return self._key("suspicions")
+
+    def lease(self, member: str) -> str:
+        return self._key("leases", member)
+
+    def meeting(self, epoch: int) -> str:
+        return self._key("epochs", epoch, "meeting")
+
     def ranks(self, epoch: int) -> str:
         return self._key("epochs", epoch, "ranks")
 
@@ -46,6 +61,11 @@ class Keys:
     @property
     def counter(self) -> str:
         return self._key("counter")
+
+    @property
+    def finished(self) -> str:
+        """How many requests have finished."""
+        return self._key("finished")
 
     @property
     def queue(self) -> str:

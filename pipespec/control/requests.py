@@ -6,22 +6,27 @@ It is the only durable state of a cluster; everything else can be rebuilt from i
 from __future__ import annotations
 
 import json
+import secrets
 import time
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, Self
 
-from pipespec.control.connection import Pipe
+from pipespec.control.connection import RETRY_S, PatientPipe, Pipe
 from pipespec.control.keys import Keys
 from pipespec.control.scripts import load_scripts
-from pipespec.errors import ControllerError
+from pipespec.errors import ControllerError, Unreachable
 from pipespec.types import Request, TokenLogprobs
 
 # How long a finished request can still be read.
 KEEP_FINISHED_S = 3600
 # A blocking read is renewed this often, so that a silent Redis is noticed.
 LISTEN_S = 5.0
+# How long a user waits for a Redis that is away.
+PATIENCE_S = 30.0
+# How long Redis remembers that it has taken a request; longer than anybody's patience.
+KEEP_TICKET_S = 600
 # How often to look for something that Redis does not announce.
 POLL_S = 0.02
 
@@ -60,15 +65,19 @@ class RequestLog:
     Users enqueue and stream; the head takes requests, accepts tokens and finishes; every
     rank reports. What a stale epoch writes is refused with StaleEpoch. `accept`, `finish`
     and `report` do not wait for Redis: an error of theirs surfaces at a later call.
+
+    When Redis goes away, everything else connects again for up to `patience` seconds and goes
+    on where it was, so that a restart of a Redis that keeps its data is not seen. After that
+    Unreachable is raised. The three above are not repeated.
     """
 
-    def __init__(self, url: str, *, namespace: str, epoch: int):
+    def __init__(self, url: str, *, namespace: str, epoch: int, patience: float = PATIENCE_S):
         self._url = url
         self._keys = Keys(namespace)
         self._epoch = epoch
         self._arrival = "0"
-        self._pipe = Pipe(url)
-        load(self._pipe)
+        self._patience = patience
+        self._pipe = PatientPipe(url, prepare=load, patience=patience)
 
     def __enter__(self) -> Self:
         return self
@@ -98,13 +107,17 @@ class RequestLog:
             (keys.counter, keys.queue, keys.arrivals, keys.requests),
             json.dumps(spec),
             len(request.prompt),
+            # If the reply is lost with the connection, the second try finds the first.
+            secrets.token_hex(8),
+            KEEP_TICKET_S,
         )
 
-    def close_queue(self) -> None:
-        """Says that no request will follow, in this epoch, those that are in the queue."""
-        keys = self._keys
-        closed = keys.closed(self._epoch)
-        self._call("close_queue", (keys.epoch, keys.counter, keys.arrivals, closed), self._epoch)
+    def close_queue(self, epoch: int | None = None) -> None:
+        """Says that no request will follow those that are in the queue, in this epoch or
+        another."""
+        keys, epoch = self._keys, self._epoch if epoch is None else epoch
+        closed = keys.closed(epoch)
+        self._call("close_queue", (keys.epoch, keys.counter, keys.arrivals, closed), epoch)
 
     def next_request(self, timeout: float | None = None) -> Request | None:
         """Takes the next request off the queue.
@@ -127,10 +140,7 @@ class RequestLog:
 
     def request(self, request: int) -> Request:
         """What was asked for in a request. Raises ControllerError if it is not in the log."""
-        asked = self._pipe.call("HGET", self._keys.request(request), "asked")
-        if asked is None:
-            raise ControllerError(f"Request {request} is not in the log.")
-        return _revive(request, asked)
+        return _revive(request, self._asked(self._pipe, request))
 
     def accept(
         self,
@@ -162,7 +172,14 @@ class RequestLog:
         keys = self._keys
         self._send(
             "finish",
-            (keys.epoch, keys.request(request), keys.events(request), keys.queue, keys.admitted),
+            (
+                keys.epoch,
+                keys.request(request),
+                keys.events(request),
+                keys.queue,
+                keys.admitted,
+                keys.finished,
+            ),
             self._epoch,
             request,
             reason,
@@ -184,19 +201,35 @@ class RequestLog:
         names as `base` the length of the sequence (prompt included) that it already has.
         With `heartbeat` the iterator yields None whenever so many seconds pass without an
         event, so that the caller can look whether the cluster is alive.
+        None comes also while Redis is away, for at most `patience` seconds.
         Raises ControllerError if the request is not in the log.
         """
-        self.request(request)
-        pipe = Pipe(self._url)
+        pipe: Pipe | None = None
         position = f"{base}-0"
+        give_up: float | None = None
         try:
             while True:
                 deadline = None if heartbeat is None else time.monotonic() + heartbeat
-                entries = self._read_stream(
-                    self._keys.events(request), position, deadline, pipe=pipe
-                )
+                try:
+                    if pipe is None:
+                        pipe = Pipe(self._url)
+                        self._asked(pipe, request)
+                    entries = self._read_stream(
+                        self._keys.events(request), position, deadline, pipe
+                    )
+                    give_up = None
+                except Unreachable:
+                    now = time.monotonic()
+                    give_up = give_up or now + self._patience
+                    if now >= give_up:
+                        raise
+                    if pipe:
+                        pipe.close()
+                    pipe = entries = None
+                    time.sleep(RETRY_S)
                 if entries is None:
-                    yield None
+                    if heartbeat is not None:
+                        yield None
                     continue
                 position = entries[-1][0]
                 for _, fields in entries:
@@ -205,28 +238,24 @@ class RequestLog:
                     if isinstance(event, Finished):
                         return
         finally:
-            pipe.close()
+            if pipe:
+                pipe.close()
 
-    def await_ranks(self, count: int, timeout: float) -> int:
-        """How many ranks have joined the epoch; waits until there are `count` or time is up."""
-        deadline = time.monotonic() + timeout
-        while True:
-            joined = int(self._pipe.call("SCARD", self._keys.ranks(self._epoch)))
-            if joined >= count or time.monotonic() >= deadline:
-                return joined
-            time.sleep(POLL_S)
-
-    def reports(self, request: int, count: int, timeout: float) -> dict[int, dict[str, Any]]:
+    def reports(
+        self, request: int, count: int, timeout: float, *, partial: bool = False
+    ) -> dict[int, dict[str, Any]]:
         """The report of every rank on a request, by rank; a later report replaces an earlier.
 
-        Waits for `count` ranks. Raises ControllerError if they take longer than `timeout`
-        seconds.
+        Waits for `count` ranks. If they take longer than `timeout` seconds it raises
+        ControllerError or, if `partial`, returns what there is.
         """
         deadline = time.monotonic() + timeout
         found: dict[int, dict[str, Any]] = {}
         position = "0"
         while len(found) < count:
             entries = self._read_stream(self._keys.reports(request), position, deadline)
+            if entries is None and partial:
+                break
             if entries is None:
                 raise ControllerError(
                     f"Only {len(found)} of {count} ranks ({sorted(found)}) reported on request "
@@ -248,6 +277,12 @@ class RequestLog:
             json.dumps(stats),
             KEEP_FINISHED_S,
         )
+
+    def _asked(self, pipe: Pipe, request: int) -> bytes:
+        asked = pipe.call("HGET", self._keys.request(request), "asked")
+        if asked is None:
+            raise ControllerError(f"Request {request} is not in the log.")
+        return bytes(asked)
 
     def _send(self, script: str, keys: Sequence[str], *arguments: Any) -> None:
         """Runs a transition without waiting. Raises what the replies that came so far mean."""
@@ -277,7 +312,7 @@ def load(pipe: Pipe) -> None:
     """Gives Redis every transition."""
     for script in load_scripts().values():
         pipe.send("SCRIPT", "LOAD", script.source)
-    pipe.call("PING")
+    pipe.flush()
 
 
 def evalsha(script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, ...]:

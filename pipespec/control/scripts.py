@@ -24,6 +24,11 @@ ERRORS: Mapping[str, type[ControllerError]] = {
     "REQUEST": ControllerError,
 }
 
+
+class ScriptsLost(ControllerError):
+    """Redis does not know a transition any more. It has not run."""
+
+
 _INCLUDE = re.compile(r'^--- @include "(\w+)"\n', re.MULTILINE)
 
 
@@ -66,7 +71,7 @@ def resolve(path: Path) -> str:
 def translate(error: redis.ResponseError) -> ControllerError:
     """The exception that an error reply of Redis stands for."""
     if isinstance(error, redis.exceptions.NoScriptError):
-        return ControllerError(
+        return ScriptsLost(
             "Redis has lost the scripts of this epoch (it was restarted, or its scripts were "
             "flushed): start the cluster again."
         )

@@ -22,6 +22,7 @@ import pipespec
 from pipespec.control import server as server_module
 from pipespec.control.client import Controller
 from pipespec.control.connection import Pipe, check_server, place
+from pipespec.control.listen import free_port
 from pipespec.control.requests import RequestLog
 from pipespec.control.server import EmbeddedRedis, find_redis
 from pipespec.errors import ConfigError, ControllerError, Unreachable
@@ -29,14 +30,12 @@ from pipespec.errors import ConfigError, ControllerError, Unreachable
 REPOSITORY = Path(pipespec.__file__).parent.parent
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+LOOPBACK = "127.0.0.1"
 
 
 @pytest.fixture(scope="module")
 def loopback() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(port=free_port()) as server:
+    with EmbeddedRedis(port=0) as server:
         yield server
 
 
@@ -93,22 +92,23 @@ def test_ctrl_c_on_the_terminal_is_not_for_the_server() -> None:
 
 
 def test_the_request_log_outlives_a_server_that_keeps_a_file(tmp_path: Path) -> None:
+    request = 0
     for start in range(2):
         with EmbeddedRedis(data=tmp_path / "data") as server:
             epoch = Controller.new_epoch(server.url, "n")
             assert epoch == start + 1
             with RequestLog(server.url, namespace="n", epoch=epoch) as log:
                 if start == 0:
-                    assert log.enqueue(prompt=(1,), max_new_tokens=5) == 1
+                    request = log.enqueue(prompt=(1,), max_new_tokens=5)
                     log.next_request(timeout=1)
-                    log.accept(1, 1, [7, 8])
-                assert log.tokens(1) == (7, 8)
-                assert log.request(1).max_new_tokens == 5
+                    log.accept(request, 1, [7, 8])
+                assert log.tokens(request) == (7, 8)
+                assert log.request(request).max_new_tokens == 5
 
 
 def test_a_port_in_use_is_named(loopback: EmbeddedRedis) -> None:
-    port = loopback.url.rpartition(":")[2]
-    with pytest.raises(ControllerError, match=port), EmbeddedRedis(port=int(port)):
+    port = loopback.port
+    with pytest.raises(ControllerError, match=f"{port}.* in use"), EmbeddedRedis(port=port):
         pass
 
 
@@ -121,11 +121,11 @@ def test_no_server_at_all_is_one_sentence_with_a_remedy(monkeypatch: pytest.Monk
 
 
 def test_a_user_with_a_password_can_connect(loopback: EmbeddedRedis) -> None:
-    admin = Pipe(loopback.url)
+    admin = Pipe(loopback.url_at(LOOPBACK))
     admin.call("ACL", "SETUSER", "ann", "on", ">p@ss:1", "allkeys", "allcommands")
     admin.call("ACL", "SETUSER", "bob", "on", ">secret", "-@all")
     admin.close()
-    address = place(loopback.url)
+    address = place(loopback.url_at(LOOPBACK))
     assert check_server(f"redis://ann:p%40ss%3A1@{address}/0")
     with pytest.raises(Unreachable, match="refuses this user"):
         check_server(f"redis://bob:secret@{address}/0")
@@ -134,13 +134,13 @@ def test_a_user_with_a_password_can_connect(loopback: EmbeddedRedis) -> None:
 @pytest.mark.parametrize("user", ["", ":wrong-secret@", "ann:wrong-secret@"])
 def test_a_wrong_password_is_said_and_not_repeated(loopback: EmbeddedRedis, user: str) -> None:
     with pytest.raises(Unreachable, match="refused the user name or password") as refusal:
-        check_server(f"redis://{user}{place(loopback.url)}")
+        check_server(f"redis://{user}{place(loopback.url_at(LOOPBACK))}")
     assert "wrong-secret" not in str(refusal.value)
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
     with pytest.raises(Unreachable, match="refused the connection"):
-        check_server(f"redis://:hidden@127.0.0.1:{free_port()}")
+        check_server(f"redis://:hidden@127.0.0.1:{free_port([LOOPBACK])}")
     with pytest.raises(Unreachable, match=r"/nowhere/redis\.sock refused the connection"):
         check_server("unix:///nowhere/redis.sock?password=hidden")
     with pytest.raises(Unreachable, match=r"no-such-host\.invalid:6379 cannot be reached"):
@@ -217,7 +217,7 @@ def secure_port(loopback: EmbeddedRedis, authority: trustme.CA) -> Iterator[int]
     """A TLS endpoint in front of the server, as stunnel would be."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("localhost").configure_cert(context)
-    target = ("127.0.0.1", int(loopback.url.rpartition(":")[2]))
+    target = (LOOPBACK, loopback.port)
 
     def copy(source: socket.socket, sink: socket.socket) -> None:
         try:
@@ -253,9 +253,9 @@ def test_a_server_behind_tls_can_be_used(
     loopback: EmbeddedRedis, authority: trustme.CA, secure_port: int, tmp_path: Path
 ) -> None:
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    password = loopback.url.partition("//:")[2].partition("@")[0]
+    password = loopback.url_at(LOOPBACK).partition("//:")[2].partition("@")[0]
     url = f"rediss://:{password}@localhost:{secure_port}?ssl_ca_certs={tmp_path}/ca.pem"
-    check_server(url)
+    assert check_server(url)
     epoch = Controller.new_epoch(url, "tls")
     with Controller.connect(url, namespace="tls", epoch=epoch, rank=0) as controller:
         request = controller.enqueue(prompt=(1,), max_new_tokens=5)
@@ -272,7 +272,7 @@ def test_tls_and_plain_taken_for_each_other_are_said(
     loopback: EmbeddedRedis, secure_port: int
 ) -> None:
     with pytest.raises(Unreachable, match="use redis://"):
-        check_server(loopback.url.replace("redis://", "rediss://"), timeout=1)
+        check_server(loopback.url_at(LOOPBACK).replace("redis://", "rediss://"), timeout=1)
     with pytest.raises(Unreachable, match="use rediss://"):
         check_server(f"redis://:hidden@localhost:{secure_port}", timeout=1)
 

@@ -1,0 +1,465 @@
+"""A Redis that ends and comes back: what it kept, and who goes on without seeing it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipespec.control import kept
+from pipespec.control.client import Controller
+from pipespec.control.connection import Pipe, check_server
+from pipespec.control.requests import Accepted, Finished, RequestLog
+from pipespec.control.server import EmbeddedRedis
+from pipespec.errors import ConfigError, ControllerError, Unreachable
+from pipespec.graph import Layout, compute, step_graph
+from tests import testbed
+from tests.testbed import Testbed
+
+NAMESPACE = "restart"
+LOOPBACK = "127.0.0.1"
+ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9}
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis(port=0) as server:
+        yield server
+
+
+@pytest.fixture
+def user(server: EmbeddedRedis) -> Iterator[RequestLog]:
+    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    with RequestLog(server.url, namespace=NAMESPACE, epoch=epoch) as log:
+        yield log
+
+
+@contextmanager
+def head(server: EmbeddedRedis) -> Iterator[Controller]:
+    """Rank 0 of a new epoch."""
+    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    with Controller.connect(server.url, namespace=NAMESPACE, epoch=epoch, rank=0) as controller:
+        yield controller
+
+
+def queued(controller: Controller) -> list[int]:
+    """Takes all requests off the queue; their ids."""
+    return [request.id for request in iter(lambda: controller.next_request(timeout=0), None)]
+
+
+def kill(server: EmbeddedRedis) -> None:
+    """Ends the server as a crash would; returns when it is gone."""
+    process = os.pidfd_open(server.pid)
+    os.kill(server.pid, signal.SIGKILL)
+    os.waitid(os.P_PIDFD, process, os.WEXITED | os.WNOWAIT)
+    os.close(process)
+
+
+# The server ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, None])
+def test_a_restarted_server_is_the_same_one(
+    server: EmbeddedRedis, number: signal.Signals | None
+) -> None:
+    """After a crash, when it hangs, and while it runs well."""
+    known = server.url, server.url_at(LOOPBACK)
+    pipe = Pipe(server.url)
+    for value in range(1000):
+        pipe.call("SET", "last", value)
+    pid = server.pid
+    if number == signal.SIGKILL:
+        kill(server)
+        assert not server.alive()
+    elif number:
+        os.kill(pid, number)
+    server.restart()
+    assert server.alive()
+    assert server.pid != pid
+    assert known == (server.url, server.url_at(LOOPBACK))
+    for url in known:
+        again = Pipe(url)
+        assert again.call("GET", "last") == b"999"
+        again.close()
+    with pytest.raises(Unreachable, match=r"The connection to Redis at .* was lost\."):
+        pipe.call("PING")
+
+
+def test_data_password_and_port_outlive_the_server(tmp_path: Path) -> None:
+    data = tmp_path / 'a "folder"'
+    with EmbeddedRedis(addresses=[LOOPBACK], data=data) as first:
+        Pipe(first.url).call("SET", "kept", "yes")
+        url, password = first.url_at(LOOPBACK), first.url.partition("=")[2]
+    with EmbeddedRedis(addresses=[LOOPBACK], data=data) as second:
+        assert second.url_at(LOOPBACK) == url
+        assert Pipe(url).call("GET", "kept") == b"yes"
+    assert data.stat().st_mode & 0o777 == 0o700
+    readable = [file for file in data.rglob("*") if file.is_file()]
+    assert all(file.stat().st_mode & 0o077 == 0 for file in readable)
+    assert [file.name for file in readable if password.encode() in file.read_bytes()] == [
+        "server.json"
+    ]
+
+
+def test_a_port_that_clients_know_is_not_given_up(tmp_path: Path) -> None:
+    with EmbeddedRedis(port=0, data=tmp_path) as first:
+        port = first.port
+    with (
+        socket.create_server((LOOPBACK, port)),
+        pytest.raises(ControllerError, match=rf"{port}, which is in use: .* controller\.port"),
+        EmbeddedRedis(port=0, data=tmp_path),
+    ):
+        pass
+
+
+def test_a_folder_is_for_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "LOCK_TIMEOUT_S", 0)
+    with EmbeddedRedis(data=tmp_path) as first:
+        with pytest.raises(ConfigError, match="another running cluster"):
+            EmbeddedRedis(data=tmp_path).__enter__()
+        assert check_server(first.url)
+
+
+def test_a_server_whose_starter_is_gone_still_holds_its_folder(tmp_path: Path) -> None:
+    """Until the server has ended too, nobody else writes to its file."""
+    with EmbeddedRedis(data=tmp_path) as server:
+        held = {
+            os.readlink(f"/proc/{server.pid}/fd/{n}") for n in os.listdir(f"/proc/{server.pid}/fd")
+        }
+    assert str(tmp_path / "server.lock") in held
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"password": 3, "port": null}', '{"pass": "s3cret"}'])
+def test_a_damaged_identity_is_named_and_not_repeated(tmp_path: Path, text: str) -> None:
+    (tmp_path / "server.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"server\.json .* remove it") as refusal:
+        EmbeddedRedis(data=tmp_path).__enter__()
+    assert "s3cret" not in str(refusal.value)
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"controller\.data .*file/data"):
+        EmbeddedRedis(data=tmp_path / "file" / "data").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("192.0.2.1", "192.0.2.1, which is not an address of this machine"),
+        ("0.0.0.0", "every network"),
+        ("no-such-host.invalid", "'no-such-host.invalid' is not an address"),
+    ],
+)
+def test_an_address_that_redis_cannot_have_is_named(address: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        EmbeddedRedis(addresses=[address]).__enter__()
+
+
+def test_only_the_given_addresses_can_be_reached() -> None:
+    with EmbeddedRedis(addresses=["127.0.0.2"]) as server:
+        assert check_server(server.url_at("127.0.0.2"))
+        with pytest.raises(Unreachable, match="refused the connection"):
+            check_server(server.url_at("127.0.0.3"))
+
+
+def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
+    """It is of no use after a restart, and would fill the file."""
+    with head(server) as controller:
+        controller.submit(step_graph(Layout(2), 0))
+        controller.complete([compute(0, 0)])
+        request = controller.enqueue(**ASKED)
+        controller.accept(request, 3, [8])
+    server.restart()
+    pipe = Pipe(server.url)
+    names = {name.decode() for name in pipe.call("KEYS", "*")}
+    assert any(name.endswith(":events") for name in names)
+    assert not any(":graph" in name for name in names)
+
+
+# Who goes on ---------------------------------------------------------------------------------
+
+
+def test_a_reader_goes_on_after_a_restart_and_hears_each_token_once(
+    server: EmbeddedRedis, user: RequestLog
+) -> None:
+    request = user.enqueue(**ASKED)
+    events = user.stream(request)
+    with head(server) as first:
+        first.accept(request, 3, [10, 11])
+    assert next(events) == Accepted(3, (10, 11))
+    with head(server) as second:
+        second.accept(request, 5, [12])
+    kill(server)
+    server.restart()
+    with head(server) as third:
+        # What a new head has decoded again is not told again.
+        third.accept(request, 4, [11, 12, 13, 14])
+        third.finish(request, "length")
+    assert list(events) == [Accepted(5, (12,)), Accepted(6, (13, 14)), Finished("length")]
+
+
+def test_a_reader_that_waits_is_told_after_the_restart(
+    server: EmbeddedRedis, user: RequestLog
+) -> None:
+    request = user.enqueue(**ASKED)
+    found: list[object] = []
+    reader = threading.Thread(target=lambda: found.extend(user.stream(request)))
+    reader.start()
+    for _ in range(3):
+        server.restart()
+    with head(server) as controller:
+        controller.accept(request, 3, [10])
+        controller.finish(request, "stop")
+    reader.join(60)
+    assert found == [Accepted(3, (10,)), Finished("stop")]
+
+
+def test_no_token_is_lost_or_doubled_over_many_crashes(
+    server: EmbeddedRedis, user: RequestLog
+) -> None:
+    """Crashes at any moment of a head that goes on from what the log has."""
+    count = 30
+    request = user.enqueue(**ASKED)
+    allowed = threading.Semaphore(0)
+
+    def decode() -> None:
+        turns = 0
+        while True:
+            try:
+                with head(server) as controller:
+                    for token in range(len(controller.tokens(request)), count):
+                        while turns <= token:
+                            allowed.acquire()
+                            turns += 1
+                        controller.accept(request, 3 + token, [token])
+                        controller.tokens(request)  # waits for Redis
+                    controller.finish(request, "length")
+                return
+            except Unreachable:
+                continue  # the next head
+
+    decoding = threading.Thread(target=decode, daemon=True)
+    decoding.start()
+    events = user.stream(request)
+    heard: list[int] = []
+    for turn in range(count):
+        allowed.release()
+        if turn % 3 == 0:
+            kill(server)
+            server.restart()
+        if turn % 2 and turn > 10:
+            continue  # let several come at once
+        while len(heard) <= turn:
+            event = next(events)
+            assert isinstance(event, Accepted)
+            assert event.base == 3 + len(heard)
+            heard += event.tokens
+    *rest, last = events
+    for event in rest:
+        heard += event.tokens
+    decoding.join(60)
+    assert heard == list(range(count))
+    assert last == Finished("length")
+
+
+def test_a_reader_with_a_heartbeat_is_not_held_up_while_redis_is_away(
+    server: EmbeddedRedis, user: RequestLog
+) -> None:
+    request = user.enqueue(**ASKED)
+    events = user.stream(request, heartbeat=0.01)
+    assert next(events) is None
+    kill(server)
+    assert [next(events) for _ in range(3)] == [None] * 3
+    server.restart()
+    with head(server) as controller:
+        controller.finish(request, "stop")
+    assert next(event for event in events if event) == Finished("stop")
+
+
+def test_a_reader_gives_up_when_redis_stays_away(server: EmbeddedRedis) -> None:
+    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    log = RequestLog(server.url, namespace=NAMESPACE, epoch=epoch, patience=0.2)
+    request = log.enqueue(**ASKED)
+    events = log.stream(request, heartbeat=0.01)
+    kill(server)
+    with pytest.raises(Unreachable, match=r"redis\.sock refused the connection"):
+        list(events)
+    with pytest.raises(Unreachable):
+        log.enqueue(**ASKED)
+
+
+def test_a_request_that_redis_did_not_keep_ends_its_reader(
+    server: EmbeddedRedis, user: RequestLog
+) -> None:
+    request = user.enqueue(**ASKED)
+    events = user.stream(request, heartbeat=0.01)
+    assert next(events) is None
+    Pipe(server.url).call("FLUSHALL")
+    server.restart()
+    with pytest.raises(ControllerError, match=f"Request {request} is not in the log"):
+        list(events)
+
+
+def test_a_user_who_was_idle_goes_on(server: EmbeddedRedis, user: RequestLog) -> None:
+    first = user.enqueue(**ASKED)
+    server.restart()
+    assert user.request(first).max_new_tokens == 9
+    server.restart()
+    assert user.tokens(first) == ()
+    server.restart()
+    second = user.enqueue(**ASKED)
+    server.restart()
+    with head(server) as controller:
+        assert queued(controller) == [first, second]
+        controller.report(first, {"rank": 0})
+    server.restart()
+    assert user.reports(first, 1, timeout=5) == {0: {"rank": 0}}
+
+
+def test_a_request_that_comes_while_redis_is_away_waits_for_it(
+    server: EmbeddedRedis, user: RequestLog
+) -> None:
+    kill(server)
+    found: list[int] = []
+    asking = threading.Thread(target=lambda: found.append(user.enqueue(**ASKED)))
+    asking.start()
+    server.restart()
+    asking.join(60)
+    assert user.request(found[0]).max_new_tokens == 9
+
+
+class Between:
+    """A proxy that loses the first reply to a transition, and the connection with it."""
+
+    def __init__(self, target: str):
+        self._target = target
+        self._losses = 1
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return  # closed: the test is over
+            with client, socket.socket(socket.AF_UNIX) as redis:
+                redis.connect(self._target)
+                self._relay(client, redis)
+
+    def _relay(self, client: socket.socket, redis: socket.socket) -> None:
+        lose = False
+        while True:
+            for source in select.select([client, redis], [], [])[0]:
+                data = source.recv(1 << 16)
+                if not data or (source is redis and lose):
+                    return
+                if b"EVALSHA" in data and self._losses:
+                    self._losses -= 1
+                    lose = True
+                (redis if source is client else client).sendall(data)
+
+
+def test_a_request_whose_reply_was_lost_is_not_asked_twice(server: EmbeddedRedis) -> None:
+    path, _, password = server.url.removeprefix("unix://").partition("?password=")
+    between = Between(path)
+    url = f"redis://:{password}@{LOOPBACK}:{between.port}"
+    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    with RequestLog(url, namespace=NAMESPACE, epoch=epoch) as log:
+        asked = [log.enqueue(**ASKED) for _ in range(2)]
+    with head(server) as controller:
+        assert queued(controller) == asked
+    between.close()
+
+
+def test_scripts_that_redis_lost_are_given_to_it_again(
+    server: EmbeddedRedis, user: RequestLog
+) -> None:
+    Pipe(server.url).call("SCRIPT", "FLUSH")
+    request = user.enqueue(**ASKED)
+    with head(server) as controller:
+        assert queued(controller) == [request]
+
+
+def test_a_rank_does_not_come_back(server: EmbeddedRedis) -> None:
+    """Its epoch has ended: what it had sent may be lost."""
+    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    rank = Controller.connect(server.url, namespace=NAMESPACE, epoch=epoch, rank=1)
+    request = rank.enqueue(**ASKED)
+    server.restart()
+    attempts: list[Callable[[], object]] = [
+        lambda: rank.next_request(timeout=5),
+        lambda: rank.tokens(request),
+        lambda: rank.enqueue(**ASKED),
+    ]
+    for attempt in attempts:
+        with pytest.raises(Unreachable):
+            attempt()
+    rank.close()
+
+
+# A cut link ----------------------------------------------------------------------------------
+
+SERVE = """
+import sys
+from pipespec.control.client import Controller
+from pipespec.control.server import EmbeddedRedis
+with EmbeddedRedis(addresses=[sys.argv[1]]) as server:
+    Controller.new_epoch(server.url, "n")
+    print(server.url_at(sys.argv[1]), flush=True)
+    sys.stdin.read()
+"""
+LISTEN = """
+import sys
+from pipespec.control.client import Controller
+from pipespec.control.requests import RequestLog
+from pipespec.errors import Unreachable
+from pipespec.graph import prune
+url, kind = input(), sys.argv[1]
+try:
+    if kind == "rank":
+        with Controller.connect(url, namespace="n", epoch=1, rank=1) as rank:
+            print("listening", flush=True)
+            rank.wait(prune(1, 0))
+    else:
+        with RequestLog(url, namespace="n", epoch=1, patience=0) as log:
+            events = log.stream(log.enqueue(prompt=(1,), max_new_tokens=1))
+            print("listening", flush=True)
+            next(events)
+except Unreachable as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("kind", ["rank", "reader"])
+def test_who_listens_over_a_link_that_is_cut_learns_of_it(kind: str) -> None:
+    """Nobody has anything to send, and the wait itself has no end."""
+    if reason := testbed.missing():
+        pytest.skip(reason)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with Testbed(boxes=2) as bed:
+        serve = [sys.executable, "-c", SERVE, bed.address("a")]
+        listen = [sys.executable, "-c", LISTEN, kind]
+        with bed.popen("a", serve, **pipes) as redis, bed.popen("b", listen, **pipes) as listener:
+            listener.stdin.write(redis.stdout.readline())
+            listener.stdin.flush()
+            assert listener.stdout.readline() == "listening\n"
+            bed.cut("a", "b")
+            said, _ = listener.communicate(timeout=30)
+            redis.communicate()
+    assert f"Redis at {bed.address('a')}:" in said
