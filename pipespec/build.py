@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from pipespec.checkpoint import CheckpointInfo, compare_vocabularies, inspect
-from pipespec.config import Config
+from pipespec.config import ClusterConfig, Config
 from pipespec.control.client import Controller
+from pipespec.costs import Member, Needs, Problem
 from pipespec.decoding import StopCheck
 from pipespec.errors import ConfigError, PromptError
 from pipespec.graph import Layout
 from pipespec.head import Head
+from pipespec.hosts import Box, load_hosts, this_machine
 from pipespec.model import ModelSlice
-from pipespec.partition import split_evenly
+from pipespec.partition import Placement, plan_slices, split_evenly
+from pipespec.placement import num_slots, unmeasured
 from pipespec.sampling import check_vocabulary
 from pipespec.source import TokenSource
 from pipespec.source.draft_model import DraftModelSource
@@ -25,7 +28,6 @@ from pipespec.stage import Stage
 from pipespec.text import StopChecker
 from pipespec.trace import Timeline
 from pipespec.transport import Transport
-from pipespec.transport.distributed import DistributedTransport
 from pipespec.transport.paced import PacedTransport
 from pipespec.types import Request
 from pipespec.worker import Worker
@@ -35,16 +37,39 @@ from pipespec.worker import Worker
 class Plan:
     """All that a rank must know, decided before any rank starts. It travels by pickle.
 
-    `draft` is None where the source needs none. `layers` and `devices` have one entry per stage
-    and per rank. `context` is the longest sequence in tokens that the KV pools are made for.
+    `draft` is None where the source needs none. `placement` says which members of the `boxes`
+    begin at which rank. `layers` has one entry per stage and `devices` one per rank; in a later
+    epoch they may be others. `context` is the longest sequence in tokens that the KV pools are
+    made for.
     """
 
     config: Config
     target: CheckpointInfo
     draft: CheckpointInfo | None
+    placement: Placement
     layers: tuple[range, ...]
     devices: tuple[str, ...]
     context: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Who holds each rank at first, the head's first."""
+        return self.placement.members_by_rank
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Members that hold none until one is needed."""
+        return self.placement.spares
+
+    def device_of(self, member: str) -> str:
+        """The device of a member."""
+        return next(
+            device
+            for box in self.boxes
+            for name, device in zip(box.members, box.devices, strict=True)
+            if name == member
+        )
 
     @property
     def num_ranks(self) -> int:
@@ -70,15 +95,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class Where:
-    """Which controller, and which life of the cluster."""
+    """Which controller, which life of the cluster, and what its ranks know one another by."""
 
-    url: str
+    url: str = field(repr=False)  # it holds a password
     namespace: str
-    epoch: int
+    epoch: int = 0
+    secret: str = field(default="", repr=False)
 
 
-def plan(config: Config) -> Plan:
-    """Look at the checkpoints and the machine. Raises ConfigError, in one sentence."""
+def plan(config: Config, placement: Placement | None = None) -> Plan:
+    """Look at the checkpoints and the machine.
+
+    `placement` is what was planned from measured figures; without it devices count as equal.
+    Raises ConfigError, in one sentence.
+    """
     target = inspect(config.model.target)
     draft = None
     if config.source.needs_draft:
@@ -93,9 +123,39 @@ def plan(config: Config) -> Plan:
             )
         context = config.model.context
     check_vocabulary(config.verify.sampling(fresh_seed=0), target.vocab_size)
-    layers = split_evenly(target.num_layers, config.cluster.stages)
-    devices = resolve_devices(config.cluster.devices, len(layers) + 1)
-    return Plan(config, target, draft, tuple(layers), devices, context)
+    if config.cluster.hosts is None:
+        count = config.cluster.stages + 1 + config.cluster.spares
+        boxes: tuple[Box, ...] = (this_machine(resolve_devices(config.cluster.devices, count)),)
+        placement = place_here(boxes[0].members, target.num_layers, config.cluster)
+    else:
+        hosts = load_hosts(config.cluster.hosts)
+        boxes = hosts.boxes
+        if config.cluster.stages != hosts.num_stages:
+            raise ConfigError(
+                f"cluster.stages is {config.cluster.stages}, but {config.cluster.hosts} has "
+                f"members for {hosts.num_stages} stages; leave cluster.stages out."
+            )
+        if config.cluster.split is not None:
+            hosts = replace(hosts, split=tuple(config.cluster.split))
+        if placement is None:
+            placement = plan_slices(unmeasured(hosts, config, target, draft, context))
+    found = Plan(config, target, draft, placement, placement.layers, (), context, boxes)
+    return replace(found, devices=tuple(map(found.device_of, placement.members_by_rank)))
+
+
+def place_here(members: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
+    """The layout of a cluster on this machine, whose members are equals. Raises ConfigError."""
+    stages = cluster.stages
+    split = tuple(cluster.split or map(len, split_evenly(num_layers, stages)))
+    return plan_slices(
+        Problem(
+            tuple(map(Member, members)),
+            Needs((0,) * num_layers),
+            draft=members[0],
+            split=split,
+            spares=tuple(members[stages + 1 :]),
+        )
+    )
 
 
 def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
@@ -161,42 +221,19 @@ def fit_context(plan: Plan, prompt_length: int) -> Plan:
     return replace(plan, context=min(plan.context, reach))
 
 
-def run_rank(plan: Plan, where: Where) -> None:
-    """A rank's life, in a process that `pipespec.launch` started."""
-    rank = int(os.environ["RANK"])
-    model = load_model(plan, rank)
-
-    def connect() -> Transport:
-        return DistributedTransport.connect(
-            plan.devices,
-            backend=plan.config.transport.backend,
-            epoch=where.epoch,
-            max_rows=plan.max_rows,
-            hidden_size=plan.target.hidden_size,
-            dtype=plan.dtype,
-        )
-
-    serve(plan, where, rank, model, connect)
-
-
 def load_model(plan: Plan, rank: int) -> ModelSlice | None:
     """The rank's part of the target, or at rank 0 the whole draft, if there is one."""
     info = plan.target if rank else plan.draft
     if info is None:
         return None
     layers = plan.layers[rank - 1] if rank else range(info.num_layers)
-    # Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it
-    # has expanded. One batch more of each is on its way in before a verdict frees the last.
-    feed = plan.config.feed
-    # Running free, every link can hold a batch, and so can every rank.
-    in_flight = plan.num_ranks + 1 if plan.config.cluster.sync == "lockstep" else 2 * plan.num_ranks
-    nodes = in_flight * feed.max_rows if rank else feed.capacity
+    slots = num_slots(plan.config, context=plan.context, num_ranks=plan.num_ranks, head=rank == 0)
     return ModelSlice.load(
         info.path,
         layers,
         dtype=plan.dtype,
         device=plan.devices[rank],
-        num_slots=plan.context + nodes + plan.max_rows,
+        num_slots=slots,
     )
 
 
@@ -206,8 +243,12 @@ def serve(
     rank: int,
     model: ModelSlice | None,
     connect: Callable[[], Transport],
+    guard: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> None:
-    """Run the loop of a rank until the head says stop."""
+    """Run the loop of a rank until the head says stop.
+
+    `connect` joins the rank to its neighbours; `guard` is what may end the links meanwhile.
+    """
     config = plan.config
     # Word from the last stage goes to the head's machine, and from there to the rank's.
     delay_ms = config.link.latency_ms * config.pace.scale * (2 if rank else 1)
@@ -217,36 +258,37 @@ def serve(
     with Controller.connect(
         where.url, namespace=where.namespace, epoch=where.epoch, rank=rank
     ) as controller:
-        link = connect()
+        link = inner = connect()
         if config.link:
-            link = PacedTransport(link, config.link, config.pace.scale)
+            link = PacedTransport(inner, config.link, config.pace.scale)
         try:
-            if rank:
-                assert stage is not None
-                Worker(
-                    stage,
-                    link,
-                    controller,
-                    plan.layout,
-                    pace=config.pace,
-                    delay_ms=delay_ms,
-                    timeline=timeline,
-                ).run()
-            else:
-                Head(
-                    link,
-                    controller,
-                    make_source(plan, stage),
-                    config.feed,
-                    plan.layout,
-                    rounds=config.source.rounds,
-                    chunk=config.decode.prefill_chunk,
-                    context_limit=plan.context,
-                    stop_check=stop_check(plan),
-                    pace=config.pace,
-                    delay_ms=delay_ms,
-                    timeline=timeline,
-                ).run()
+            with guard(inner.abort):
+                if rank:
+                    assert stage is not None
+                    Worker(
+                        stage,
+                        link,
+                        controller,
+                        plan.layout,
+                        pace=config.pace,
+                        delay_ms=delay_ms,
+                        timeline=timeline,
+                    ).run()
+                else:
+                    Head(
+                        link,
+                        controller,
+                        make_source(plan, stage),
+                        config.feed,
+                        plan.layout,
+                        rounds=config.source.rounds,
+                        chunk=config.decode.prefill_chunk,
+                        context_limit=plan.context,
+                        stop_check=stop_check(plan),
+                        pace=config.pace,
+                        delay_ms=delay_ms,
+                        timeline=timeline,
+                    ).run()
         finally:
             link.close()
 

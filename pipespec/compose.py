@@ -24,9 +24,11 @@ from pipespec.config import (
     DecodeConfig,
     ModelConfig,
     TransportConfig,
+    masked,
     suggest,
 )
 from pipespec.errors import ConfigError
+from pipespec.hosts import load_hosts
 from pipespec.resources import resource_dir
 
 if TYPE_CHECKING:  # `pipespec generate --help` can do without
@@ -55,6 +57,14 @@ def compose(overrides: Sequence[str] = ()) -> Config:
         parts[name] = _build(name, section) if hasattr(section, "keys") else section
     parts["trace"] = _typed("trace", parts["trace"], str | None)
     return Config(**parts)
+
+
+def compose_section(name: str, overrides: Sequence[str] = ()) -> Any:
+    """One section of `SECTIONS` by itself, without the policies, which would import torch.
+
+    Raises ConfigError as `compose` does.
+    """
+    return _build(name, _compose(overrides)[name])
 
 
 # --- what may be set --------------------------------------------------------------------------
@@ -106,6 +116,19 @@ def options(group: str) -> list[str]:
 # --- composing --------------------------------------------------------------------------------
 
 
+def _with_hosts(overrides: Sequence[str]) -> list[str]:
+    """`cluster=FILE.yaml` as the settings that it stands for. Raises ConfigError."""
+    found = []
+    for text in overrides:
+        name, _, value = text.partition("=")
+        if name == "cluster" and value.endswith((".yaml", ".yml")):
+            hosts = load_hosts(value)
+            found += [f"cluster.hosts={value}", f"cluster.stages={hosts.num_stages}"]
+        else:
+            found.append(text)
+    return found
+
+
 def _compose(overrides: Sequence[str]) -> DictConfig:
     """The raw tree of settings, all names known."""
     from hydra.errors import HydraException
@@ -114,7 +137,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
 
     OmegaConf.register_new_resolver("resource", lambda name: str(resource_dir(name)), replace=True)
     chosen, values = [], []
-    for text in overrides:
+    for text in _with_hosts(overrides):
         literal = _quoted(text)
         override = _parse(literal)
         if override.key_or_group in groups():
@@ -151,19 +174,19 @@ def _parse(text: str) -> Override:
     from hydra.errors import HydraException
 
     if "=" not in text:
-        raise ConfigError(f"{text!r} is not a setting; write it as name=value.")
+        raise ConfigError(f"{masked(text)!r} is not a setting; write it as name=value.")
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
         raise ConfigError(
-            f"The setting {text!r} cannot be read: put a value that has spaces, commas or "
+            f"The setting {masked(text)!r} cannot be read: put a value that has spaces, commas or "
             "brackets in quotes, as in 'decode.stop=[\"a b\"]'."
         ) from error
     if override.is_sweep_override():
         name = override.key_or_group
-        raise ConfigError(f"{text!r} holds several values; write a list as {name}=[a,b].")
+        raise ConfigError(f"{masked(text)!r} holds several values; write a list as {name}=[a,b].")
     if override.package or override.is_add() or override.is_delete() or override.is_force_add():
-        raise ConfigError(f"{text!r} adds or deletes a setting; write it as name=value.")
+        raise ConfigError(f"{masked(text)!r} adds or deletes a setting; write it as name=value.")
     return override
 
 

@@ -59,15 +59,34 @@ class ClusterConfig:
     `sync` is "lockstep" (a rank sends when it knows the verdict of its step) or "free" (it does
     not wait for it).
     `devices` holds one entry for every rank, or one per rank with the head's first.
+    `hosts` is a hosts file (`pipespec.hosts`), None: all ranks run on this machine.
+    `split` are the layers of each stage, None: as even as can be, or as the hosts file says.
+    `spares` members of this machine hold no layers until one is needed.
+    `patience_s`: how long a lost box, or a Redis that is not ours, is waited for.
+    `stall_s`: how long a step may take before the ranks meet anew.
     """
 
     stages: int = 4
     groups: int | list[int] | None = None
     sync: str = "lockstep"
     devices: list[str] = field(default_factory=lambda: ["auto"])
+    hosts: str | None = None
+    split: list[int] | None = None
+    spares: int = 0
+    patience_s: float = 30.0
+    stall_s: float = 30.0
 
     def __post_init__(self) -> None:
         check_at_least("cluster.stages", self.stages, 1)
+        check_at_least("cluster.spares", self.spares, 0)
+        for name in ("patience_s", "stall_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"cluster.{name} is {getattr(self, name)}, but must be above 0.")
+        if self.split is not None and (len(self.split) != self.stages or min(self.split) < 1):
+            raise ConfigError(
+                f"cluster.split is {self.split}, but must be a positive number of layers for each "
+                f"of {self.stages} stages."
+            )
         check_choice("cluster.sync", self.sync, SYNCS)
         sizes = self.group_sizes
         if sizes is not None and (min(sizes, default=0) < 1 or sum(sizes) != self.stages):
@@ -114,13 +133,35 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class ControllerConfig:
-    """Which Redis; no `url` means a private server for this run."""
+    """Which Redis; no `url` means a private server for this cluster.
 
-    url: str | None = None
+    Of a private server: the TCP port where other boxes reach it (0: a free one), the folder in
+    which it keeps its data beyond its end, and the folder with cert.pem, key.pem and ca.pem if
+    TCP is to be TLS.
+    """
+
+    url: str | None = field(default=None, repr=False)  # it may hold a password
     namespace: str = "pipespec"
+    port: int = 0
+    data: str | None = None
+    tls: str | None = None
 
     def __post_init__(self) -> None:
+        if not 0 <= self.port <= LARGEST_PORT:
+            raise ConfigError(
+                f"controller.port is {self.port}, but must be from 0 (a free one) to "
+                f"{LARGEST_PORT}."
+            )
+        for name in ("data", "tls"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"controller.{name} is empty, but must name a folder or be null.")
         if self.url is not None:
+            for name in ("port", "data", "tls"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"controller.{name} is for the private server, but controller.url names "
+                        "another: leave one of them out."
+                    )
             scheme, separator, _ = self.url.partition("://")
             # The URL itself may hold a password, so no message repeats it.
             if not separator or scheme not in URL_SCHEMES:
@@ -179,6 +220,12 @@ class Config:
             raise ConfigError(f"trace is {self.trace!r}, but must name a file.")
         if not Path(self.trace).resolve().parent.is_dir():
             raise ConfigError(f"trace is {self.trace!r}, but the folder of that file is missing.")
+
+
+def masked(text: str) -> str:
+    """A setting as messages and results may show it: without the password of a URL."""
+    text = re.sub(r"://\S*@", "://***@", text)
+    return re.sub(r"password=[^&\s]*", "password=***", text)
 
 
 def check_at_least(name: str, value: int, limit: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ class Session:
     tree: Tree
     stops: StopCheck
     last_position: int
+    replayed: int  # tokens of the answer that were decided before this session
     prefilled: int = 0
     generated: int = 0
     hits: int = 0
@@ -35,24 +36,59 @@ class Session:
     started_ns: int = 0
     token_ns: list[int] = field(default_factory=list)
     first_token: dict[str, int] = field(default_factory=dict)
+    ended: str | None = None  # why the request was over before this session
 
     @classmethod
-    def open(cls, request: Request, stops: StopCheck, context_limit: int, now: int) -> Session:
-        """Positions are numbered from 0; a prompt row's node id is its position."""
-        length = len(request.prompt)
-        context = Context(request.id, list(request.prompt), list(range(length)))
-        root = length - 1
-        tree = Tree(root, root - 1, request.prompt[-1], root, fed=True)
-        last = min(length + request.max_new_tokens, context_limit) - 1
-        return cls(request, context, tree, stops, last_position=last, started_ns=now)
+    def open(
+        cls,
+        request: Request,
+        stops: StopCheck,
+        context_limit: int,
+        now: int,
+        answer: Sequence[int] = (),
+    ) -> Session:
+        """Positions are numbered from 0; a decided row's node id is its position.
+
+        `answer` is what an earlier epoch decided: it is read like the prompt, and counts as
+        decided now.
+        """
+        known = [*request.prompt, *answer]
+        context = Context(request.id, known, list(range(len(known))))
+        root = len(known) - 1
+        tree = Tree(root, root - 1, known[-1], root, fed=True)
+        last = min(len(request.prompt) + request.max_new_tokens, context_limit) - 1
+        session = cls(
+            request,
+            context,
+            tree,
+            stops,
+            last_position=last,
+            replayed=len(answer),
+            generated=len(answer),
+            started_ns=now,
+            token_ns=[now] * len(answer),
+        )
+        for token in answer:
+            session.ended = session.ending(token)
+        return session
+
+    @property
+    def known(self) -> int:
+        """How many tokens were decided before this session, prompt included."""
+        return len(self.request.prompt) + self.replayed
 
     @property
     def prompt_left(self) -> bool:
-        return self.prefilled < len(self.request.prompt)
+        return self.prefilled < self.known
+
+    @property
+    def decoding(self) -> bool:
+        """Whether a token was decided in this session."""
+        return self.generated > self.replayed
 
     def accept(self, token: int, now: int) -> str | None:
         """One decided token moves the root; the reason if it is the last one."""
-        if not self.generated:
+        if not self.decoding:
             self.first_token = dict(self.counts)
         self.tree.advance(token)
         # A hit had entered the pipeline before it was decided; a miss must be fed now.
@@ -61,6 +97,10 @@ class Session:
         self.context.nodes.append(int(self.tree.id[ROOT]))
         self.generated += 1
         self.token_ns.append(now)
+        return self.ending(token)
+
+    def ending(self, token: int) -> str | None:
+        """Why the newest token of the answer is the last one; None: it is not."""
         if token in self.request.eos or self.stops(token):
             return "stop"
         return "length" if self.context_full else None
@@ -68,7 +108,7 @@ class Session:
     @property
     def misses_per_step(self) -> float:
         """Tokens that had to be fed after they were decided."""
-        return (self.generated - self.hits) / max(self.counts["steps"], 1)
+        return (self.generated - self.replayed - self.hits) / max(self.counts["steps"], 1)
 
     @property
     def guesses_in_flight(self) -> bool:
@@ -87,6 +127,7 @@ class Session:
         return {
             "prompt_tokens": len(self.request.prompt),
             "completion_tokens": self.generated,
+            "replayed": self.replayed,
             "hits": self.hits,
             "started_ns": self.started_ns,
             "token_ns": self.token_ns,

@@ -108,8 +108,11 @@ class Head:
                 stops = self.stop_check(request)
                 now = self.timeline.clock()
                 self.timeline.take()
-                self.session = Session.open(request, stops, self.context_limit, now)
+                answer = self.controller.tokens(request.id)
+                self.session = Session.open(request, stops, self.context_limit, now, answer)
                 self.source.begin(self.session.context)
+                if self.session.ended:
+                    self.finish(self.session.ended)
             elif draining:
                 break
             else:
@@ -122,8 +125,7 @@ class Head:
         self._began = self.timeline.clock()
         self._decided = 0
         session = self.session
-        decoding = session is not None and session.generated > 0
-        self._guesses = session.guesses_in_flight if session and decoding else None
+        self._guesses = session.guesses_in_flight if session and session.decoding else None
         self.meter.begin()
         # Running free, a stage may be ahead of the head, by its place in the pipeline at most.
         ahead = self.layout.num_steps if self.layout.sync == "free" else 0
@@ -305,7 +307,7 @@ class Head:
         if session is None:
             return Batch(self.step, released=released)
         if session.prompt_left:
-            end = min(session.prefilled + self.chunk, len(session.request.prompt))
+            end = min(session.prefilled + self.chunk, session.known)
             rows = session.context.rows(session.prefilled, end)
             session.prefilled = end
         else:

@@ -1,54 +1,51 @@
-"""Start the ranks of a cluster on this machine, and end them whatever happens.
+"""Start the members of a cluster on its boxes, and end them whatever happens.
 
-    this process ── agent ── fork server ── rank 0 .. rank n
+    this process ─┬─ agent of this machine ── ...          (pipespec.agent)
+                  └─ ssh ── agent of another box ── ...
 
-The *agent* runs torchrun's elastic launcher in its main thread, where that launcher's signal
-handlers must live, and keeps its log out of the terminal. The *fork server* imports torch, the
-models and the entrypoint once; the ranks are forked from it, so that seventeen of them start
-almost as fast as one. It stays a process of one thread without a CUDA context, as forking needs.
-
-Nobody survives: the agent's standard input is a pipe that nobody writes to, and its end (closed
-by us, or by the kernel when we are killed) ends the agent and with it the ranks. A rank whose
-agent is killed ends itself. All processes of the tree hold the agent's standard output, so the
-end of that pipe tells that the last of them is gone. They form a session of their own: Ctrl-C
-reaches this process alone, and one signal to the group ends what hangs.
+Nobody survives: an agent's standard input is a pipe that nobody else writes to, and its end
+(closed by us, by the kernel when we are killed, or by SSH) ends the agent and with it the box.
+All processes of this machine hold their agent's standard output, so the end of that pipe tells
+that the last of them is gone. They form a session of their own: Ctrl-C reaches this process
+alone, and one signal to the group ends what hangs.
 """
 
 from __future__ import annotations
 
-import gc
-import io
 import json
 import os
 import pickle
+import queue
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import connection, forkserver, parent_process
-from pathlib import Path
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
+from pipespec import ssh
+from pipespec.agent import PATIENCE_S, PULSE_S, Job, Setup, how_it_ended, last_line, make_directory
 from pipespec.errors import ConfigError, RankFailed
+from pipespec.hosts import LOCAL, Box, this_machine
 
 LOOPBACK = "127.0.0.1"
 # What almost every rank needs and what takes longest to import (numpy.ma: for `np.unique`).
 PRELOAD = ("torch.distributed", "transformers.modeling_utils", "numpy.ma")
-
-# Seconds until the processes that do not end when asked to are killed.
-_PATIENCE = 5.0
-# Seconds for which a rank that lost a neighbour leaves the agent time to notice the neighbour.
-_LINGER = 3.0
-# The longest name of a Unix socket, in bytes; macOS has the smallest limit.
-_MAX_SOCKET = 103
-# Seconds between two looks of the agent at its ranks.
-_MONITOR_INTERVAL = 0.1
+# Seconds between two looks at who ended.
+_MONITOR_S = 0.1
+# Seconds between two tries to start the agent of a box that was lost.
+_RETRY_S = 1.0
+# Seconds for which the connection to a box may be silent: a link that comes back in time finds
+# the members and their weights alive.
+_CUT_S = 25
+# Seconds after which a silent agent is taken for cut off, and for which one must have been heard
+# again before its members count as hanging rather than as not yet back.
+_SILENT_S, _BACK_S = 3.0, 5.0
 
 
 def check_port(port: int) -> None:
@@ -69,15 +66,22 @@ def check_port(port: int) -> None:
             ) from error
 
 
+@dataclass(frozen=True)
+class Death:
+    """A member was ended by a signal, and replaced; `how` names the signal."""
+
+    member: str
+    how: str
+
+
 def launch(
     entrypoint: Callable[..., Any],
     args: Sequence[Any] = (),
     *,
     num_ranks: int,
-    port: int = 0,
     preload: Sequence[str] = PRELOAD,
-) -> LocalCluster:
-    """Run `entrypoint(*args)` in `num_ranks` processes and return while they start.
+) -> Cluster:
+    """Run `entrypoint(*args)` in `num_ranks` processes here, and return while they start.
 
     `entrypoint` is a function of an importable module (not of `__main__`); it and `args` must
     pickle. Each rank finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
@@ -86,107 +90,290 @@ def launch(
         with launch(run_rank, (config,), num_ranks=5) as cluster:
             ...             # the ranks run meanwhile
             cluster.wait()
-
-    Raises:
-        ConfigError: the port is in use.
     """
     assert num_ranks > 0
-    assert entrypoint.__module__ != "__main__", "the ranks must be able to import the entrypoint"
-    check_port(port)
-    return LocalCluster(entrypoint, tuple(args), num_ranks, port, (*preload, entrypoint.__module__))
+    return Cluster([this_machine(["cpu"] * num_ranks)], entrypoint, args, preload=preload)
 
 
-class LocalCluster:
-    """The running ranks. Leaving the `with` block ends those that still run."""
+class Cluster:
+    """The running members. Leaving the `with` block ends those that still run.
+
+    Args:
+        boxes: where they run, one member per device.
+        restart: whether a member that a signal ended, or a box that was lost, is started again;
+            else it ends the cluster.
+        name: with the names of the boxes, what no two clusters share.
+        on_log: called with the member's name and a line that it wrote.
+
+    Raises:
+        HostFailed: a box cannot be reached.
+    """
 
     def __init__(
         self,
+        boxes: Sequence[Box],
         entrypoint: Callable[..., Any],
-        args: tuple[Any, ...],
-        num_ranks: int,
-        port: int,
-        preload: tuple[str, ...],
+        args: Sequence[Any] = (),
+        *,
+        preload: Sequence[str] = PRELOAD,
+        restart: bool = False,
+        name: str | None = None,
+        on_log: Callable[[str, str], None] | None = None,
     ) -> None:
-        job = pickle.dumps((entrypoint, args, num_ranks, port))
-        self.num_ranks = num_ranks
-        self._directory = _make_directory()
-        with (self._directory / "agent.log").open("wb") as log:
-            self._agent = subprocess.Popen(
-                [sys.executable, "-c", "from pipespec.launch import _agent; _agent()"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=_environment(num_ranks, self._directory),
-                start_new_session=True,
-            )
-        self._ended = threading.Thread(target=self._agent.stdout.read, daemon=True)  # type: ignore[union-attr]
-        self._ended.start()
-        self._stopped = False
-        self._outcome: list[Any] | str = "the ranks were stopped before their work was done."
+        assert entrypoint.__module__ != "__main__", (
+            "the ranks must be able to import the entrypoint"
+        )
+        modules = (*preload, entrypoint.__module__)
+        self.deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
+        self.members = tuple(member for box in boxes for member in box.members)
+        self._boxes: list[RunningBox] = []
         try:
-            pickle.dump((str(self._directory), preload), self._agent.stdin)  # type: ignore[arg-type]
-            self._agent.stdin.write(job)  # type: ignore[union-attr]
-            self._agent.stdin.flush()  # type: ignore[union-attr]
-        except BrokenPipeError:
-            pass  # The agent is gone already; wait() says why.
+            for box in boxes:
+                lock = None if name is None or box.local else f"{name}-{box.name}"
+                job = Job(
+                    entrypoint, tuple(args), box.members, _titles(box), restart, on_log is not None
+                )
+                self._boxes.append(RunningBox(box, job, modules, lock, self.deaths, on_log))
         except BaseException:
             self.stop()
             raise
 
     def poll(self) -> bool:
-        """Whether the ranks still run.
+        """Whether the members still run.
 
         Raises:
-            RankFailed: a rank ended before its work did; all others have been ended too.
+            RankFailed: a member ended before its work did; all others have been ended too.
         """
-        if self._ended.is_alive() and self._agent.poll() is None:
+        if all(box.running for box in self._boxes):
             return True
         self.wait()
         return False
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """What the ranks returned, rank 0's first, once they and all helpers are gone.
+        """What the members of this machine returned, once they and all helpers are gone.
 
         `timeout` is in seconds.
 
         Raises:
-            RankFailed: a rank ended before its work did; all others have been ended too.
-            TimeoutError: the ranks still run.
+            RankFailed: a member ended before its work did; all others have been ended too.
+            TimeoutError: the members still run.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self._ended.is_alive() and self._agent.poll() is None:
+        while any(box.running for box in self._boxes) and not any(
+            box.failed for box in self._boxes
+        ):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"The ranks still run after {timeout} s.")
-            self._ended.join(_MONITOR_INTERVAL)
-        if not self._stopped:
-            self._end_processes()
-            self._outcome = self._read_outcome()
+            next((box for box in self._boxes if box.running), self._boxes[0]).join(_MONITOR_S)
+        for box in self._boxes:
+            if not box.running:
+                box.settle()
+        failed = next((box.outcome for box in self._boxes if isinstance(box.outcome, str)), None)
         self.stop()
-        if isinstance(self._outcome, str):
-            raise RankFailed(self._outcome)
-        return self._outcome
+        if failed is not None:
+            raise RankFailed(failed)
+        return [result for box in self._boxes for result in box.outcome]
+
+    def kill(self, member: str) -> None:
+        """End a member that hangs, unless its box is cut off; its keeper starts another."""
+        for box in self._boxes:
+            if member in box.box.members:
+                box.kill(box.box.members.index(member))
+
+    def mend(self) -> None:
+        """Start the agents anew of boxes that were lost."""
+        for box in self._boxes:
+            box.mend()
 
     def stop(self) -> None:
-        """End every rank and helper and remove their files; harmless when called again."""
+        """End every member and helper and remove their files; harmless when called again."""
+        for box in self._boxes:
+            box.hang_up()
+        for box in self._boxes:
+            box.stop()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def _titles(box: Box) -> tuple[str, ...]:
+    """What messages call the members: on one machine a member is a rank."""
+    if box.name == LOCAL:
+        return tuple(f"rank {number}" for number in range(len(box.devices)))
+    return box.members
+
+
+class RunningBox:
+    """The agent of one box, and what it tells."""
+
+    def __init__(
+        self,
+        box: Box,
+        job: Job,
+        modules: tuple[str, ...],
+        lock: str | None,
+        deaths: queue.SimpleQueue[Death],
+        on_log: Callable[[str, str], None] | None,
+    ) -> None:
+        self.box = box
+        # What the members returned (on this machine), or the sentence that says what failed.
+        self.outcome: list[Any] | str = "the ranks were stopped before their work was done."
+        self._job, self._modules, self._lock = job, modules, lock
+        self._deaths, self._on_log = deaths, on_log
+        self._stopped = False
+        self._reached = False  # whether an agent of the box ever said a word
+        self._start()
+
+    def _start(self) -> None:
+        self._told: dict[str, Any] | None = None  # the agent's last word
+        self._began = self._heard = self._back = time.monotonic()
+        self._directory = make_directory()
+        setup = Setup(
+            directory=str(self._directory) if self.box.local else None,
+            preload=self._modules,
+            num_members=len(self.box.devices),
+            address=self.box.address,
+            interface=self.box.interface,
+            lock=self._lock,
+            remote=not self.box.local,
+        )
+        options: dict[str, Any] = {"start_new_session": True}
+        if self.box.local:
+            path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+            options["env"] = {**os.environ, "PYTHONPATH": path}
+        with (self._directory / "agent.log").open("wb") as log:
+            self._agent = ssh.popen(
+                self.box,
+                "pipespec.agent",
+                alive_count=_CUT_S,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                **options,
+            )
+        self._ended = threading.Thread(target=self._listen, args=(self._agent,), daemon=True)
+        self._ended.start()
+        self._writing = threading.Lock()
+        try:
+            assert self._agent.stdin is not None
+            pickle.dump(setup, self._agent.stdin)
+            self._agent.stdin.write(pickle.dumps(self._job))
+            self._agent.stdin.flush()
+        except BrokenPipeError:
+            pass  # The agent is gone already; wait() says why.
+        except BaseException:
+            self.stop()
+            raise
+        if not self.box.local:
+            threading.Thread(target=self._pulse, args=(self._agent,), daemon=True).start()
+
+    @property
+    def running(self) -> bool:
+        """Whether anything of the box still runs; a lost one that will be mended counts."""
+        if self._stopped:
+            return False
+        return self._here or (self._job.restart and self._lost)
+
+    @property
+    def _here(self) -> bool:
+        # The end of what the agent tells comes after its own end, and may say what to make of it.
+        return self._ended.is_alive() and (self._job.restart or self._agent.poll() is None)
+
+    @property
+    def _lost(self) -> bool:
+        """Whether the agent, or the connection to it, ended without an outcome."""
+        # Once all that it told is read: its last word may be the outcome.
+        return self._reached and not self._ended.is_alive() and self._told is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the box ended before its work did."""
+        return not self.running and not (self._told and "ended" in self._told)
+
+    def join(self, timeout: float) -> None:
+        """Wait for the end of the box, up to `timeout` seconds."""
+        self._ended.join(timeout)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send the agent a line."""
+        stdin = self._agent.stdin
+        assert stdin is not None
+        with self._writing, suppress(OSError, ValueError):  # It is gone, or hung up on.
+            stdin.write(json.dumps(message).encode() + b"\n")
+            stdin.flush()
+
+    def kill(self, number: int) -> None:
+        """End a member, unless the box is, or was just, cut off."""
+        now = time.monotonic()
+        if self.box.local or (now - self._heard < _SILENT_S and now - self._back > _BACK_S):
+            self.tell({"kill": number})
+
+    def mend(self) -> None:
+        """Start the agent of a lost box again; one that still runs there ends first."""
+        if not self._stopped and self._lost and time.monotonic() - self._began > _RETRY_S:
+            self._end_processes()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            for member in self.box.members:
+                self._deaths.put(Death(member, "its box was lost"))
+            self._start()
+
+    def settle(self) -> None:
+        """Read the outcome of a box that has ended, and end what it left."""
+        if not self._stopped:
+            self._end_processes()
+            self.outcome = self._read_outcome()
+
+    def hang_up(self) -> None:
+        """Ask the agent to end."""
+        assert self._agent.stdin is not None
+        with self._writing, suppress(OSError):  # It ended before it had read its job.
+            self._agent.stdin.close()
+
+    def stop(self) -> None:
+        """End every member and helper and remove their files; harmless when called again."""
         if not self._stopped:
             self._stopped = True
             self._end_processes()
             shutil.rmtree(self._directory, ignore_errors=True)
 
+    def _listen(self, agent: subprocess.Popen[bytes]) -> None:
+        assert agent.stdout is not None
+        for line in agent.stdout:
+            message = json.loads(line)
+            self._reached = True
+            now = time.monotonic()
+            if now - self._heard > _SILENT_S:
+                self._back = now
+            self._heard = now
+            if "died" in message:
+                member = self.box.members[message["died"]]
+                self._deaths.put(Death(member, message["how"]))
+            elif "log" in message:
+                if self._on_log is not None:
+                    self._on_log(self.box.members[message["log"]], message["line"])
+            elif message and "lost" not in message:
+                self._told = message
+
+    def _pulse(self, agent: subprocess.Popen[bytes]) -> None:
+        while agent.poll() is None and not self._stopped:
+            self.tell({})
+            time.sleep(PULSE_S)
+
     def _end_processes(self) -> None:
-        assert self._agent.stdin is not None
         assert self._agent.stdout is not None
-        with suppress(BrokenPipeError):  # The agent ended before it had read its job.
-            self._agent.stdin.close()
+        self.hang_up()
         try:
-            self._agent.wait(_PATIENCE)
+            self._agent.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._agent.kill()
             self._agent.wait()
         # Spare us the fork server's teardown; multiprocessing's resource tracker, which removes
         # leaked semaphores, ignores this signal.
         self._signal_group(signal.SIGTERM)
-        self._ended.join(_PATIENCE)
+        self._ended.join(PATIENCE_S)
         self._signal_group(signal.SIGKILL)
         self._ended.join()
         self._agent.stdout.close()
@@ -198,178 +385,15 @@ class LocalCluster:
                 os.killpg(self._agent.pid, number)
 
     def _read_outcome(self) -> list[Any] | str:
-        """What the ranks returned, or the sentence that says what failed."""
-        outcome = self._directory / "outcome"
-        if outcome.exists():
-            return pickle.loads(outcome.read_bytes())
-        ended = _how_it_ended(self._agent.returncode)
-        reason = _last_line(self._directory / "agent.log")
-        return f"the launcher of the ranks on host {socket.gethostname()} ({ended}): {reason}"
-
-    def __enter__(self) -> LocalCluster:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stop()
-
-
-def _make_directory() -> Path:
-    """A private directory in which the fork server's socket can have its name."""
-    base = tempfile.gettempdir()
-    name = os.path.join(base, "pipespec-12345678", "pymp-12345678", "listener-12345678")
-    return Path(
-        tempfile.mkdtemp(prefix="pipespec-", dir=base if len(name) < _MAX_SOCKET else "/tmp")
-    )
-
-
-def _environment(num_ranks: int, directory: Path) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0))
-    environment = dict(os.environ)
-    # Several ranks share the cores. OpenBLAS keeps idle threads from import on, and a process
-    # with threads must not fork.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
-    environment["OPENBLAS_NUM_THREADS"] = "1"
-    # `torch.cuda.is_available` asks NVML, so that no import makes the fork server use CUDA.
-    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # Whatever a killed process leaves is removed with the directory.
-    environment["TMPDIR"] = str(directory)
-    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    for _, interface in socket.if_nameindex():
-        if interface in ("lo", "lo0"):
-            environment["GLOO_SOCKET_IFNAME"] = interface
-    return environment
-
-
-# --- in the agent ---------------------------------------------------------------------------
-
-
-def _agent() -> None:
-    """The agent's main: read the job from standard input, run the ranks, leave the outcome."""
-    stdin = sys.stdin.buffer
-    directory, preload = pickle.load(stdin)
-    # The fork server imports while this process does.
-    forkserver.set_forkserver_preload(list(preload))
-    forkserver.ensure_running()
-    entrypoint, args, num_ranks, port = pickle.load(stdin)
-    # Until the elastic launcher installs its own handler.
-    signal.signal(signal.SIGTERM, lambda *_: _leave_nothing(directory))
-    threading.Thread(target=_end_with_launcher, args=(stdin,), daemon=True).start()
-    outcome = _run_ranks(Path(directory), entrypoint, args, num_ranks, port)
-    # Written in one go: a launcher that finds it finds all of it.
-    partial = Path(directory, "outcome.partial")
-    partial.write_bytes(pickle.dumps(outcome))
-    partial.rename(Path(directory, "outcome"))
-    # Half a second of dismantling torch would serve nobody.
-    gc.collect()
-    os._exit(0)
-
-
-def _end_with_launcher(stdin: io.BufferedReader) -> None:
-    stdin.read()
-    # The elastic launcher's handler ends the ranks; the second signal never meets it.
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _run_ranks(
-    directory: Path,
-    entrypoint: Callable[..., Any],
-    args: tuple[Any, ...],
-    num_ranks: int,
-    port: int,
-) -> list[Any] | str:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_ranks,
-        run_id=directory.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{LOOPBACK}:{port}",
-        rdzv_configs={"is_host": True},
-        local_addr=LOOPBACK,
-        max_restarts=0,
-        monitor_interval=_MONITOR_INTERVAL,
-        start_method="forkserver",
-        logs_specs=DefaultLogsSpecs(str(directory / "logs"), redirects=Std.ALL),
-        shutdown_timeout=int(_PATIENCE) - 2,
-    )
-    try:
-        results = elastic_launch(config, _rank)(str(directory), entrypoint, args)
-        return [results[rank] for rank in range(num_ranks)]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return _blame(directory, rank, failure.exitcode)
-    except SignalException:
-        _leave_nothing(str(directory))
-
-
-def _leave_nothing(directory: str) -> NoReturn:
-    # Nobody reads the outcome, and a launcher that was killed cannot remove its directory.
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(1)
-
-
-def _blame(directory: Path, rank: int, exitcode: int) -> str:
-    """The sentence about the rank that failed first.
-
-    `rank` is the first one that the agent saw end. If it raised, so may others have done before
-    it within the agent's interval: the earliest of those that did not merely lose a neighbour
-    is to blame.
-    """
-    raised = [json.loads(path.read_text()) for path in directory.glob("raised-*.json")]
-    if any(record["rank"] == rank for record in raised):
-        first = min(raised, key=lambda record: (record["lost_neighbour"], record["time"]))
-        if first["rank"] != rank:
-            rank, exitcode = first["rank"], 1
-        reason = first["line"]
-    else:
-        (log,) = directory.glob(f"logs/*/attempt_0/{rank}/stderr.log")
-        reason = _last_line(log)
-    return f"rank {rank} on host {socket.gethostname()} ({_how_it_ended(exitcode)}): {reason}"
-
-
-def _how_it_ended(exitcode: int) -> str:
-    return f"exit code {exitcode}" if exitcode >= 0 else signal.Signals(-exitcode).name
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    # The interpreter follows a crash's cause with the stacks of its threads.
-    crashes = [line for line in lines if line.startswith("Fatal Python error")]
-    return (crashes or lines or ["it left no message."])[-1]
-
-
-# --- in the ranks ---------------------------------------------------------------------------
-
-
-def _rank(directory: str, entrypoint: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    agent = parent_process()
-    assert agent is not None
-    threading.Thread(target=_end_with_agent, args=(agent.sentinel,), daemon=True).start()
-    try:
-        return entrypoint(*args)
-    except Exception as error:
-        lost_neighbour = isinstance(error, RankFailed)
-        record = {
-            "rank": int(os.environ["RANK"]),
-            "time": time.monotonic_ns(),
-            "lost_neighbour": lost_neighbour,
-            "line": _one_line(error),
-        }
-        Path(directory, f"raised-{record['rank']}.json").write_text(json.dumps(record))
-        if lost_neighbour:
-            time.sleep(_LINGER)
-        raise
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *lines[:1]])
-
-
-def _end_with_agent(sentinel: int) -> None:
-    connection.wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+        if self._told is not None and "failed" in self._told:
+            return str(self._told["failed"])
+        if self._told is not None:
+            results = self._directory / "results"
+            return pickle.loads(results.read_bytes()) if self.box.local else []
+        log = self._directory / "agent.log"
+        if not self.box.local:
+            code = self._agent.returncode
+            return str(ssh.failure(self.box, "pipespec.agent", code, log.read_bytes()))
+        ended = how_it_ended(self._agent.returncode)
+        host = socket.gethostname()
+        return f"the launcher of the ranks on host {host} ({ended}): {last_line(log)}"

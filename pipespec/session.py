@@ -12,8 +12,9 @@ wait in the request log.
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,18 @@ from pipespec import build
 from pipespec.config import Config, ControllerConfig
 from pipespec.control.client import Controller
 from pipespec.control.connection import check_server
+from pipespec.control.listen import TlsFiles
+from pipespec.control.members import Membership
 from pipespec.control.requests import Accepted, Finished, RequestLog
 from pipespec.control.server import EmbeddedRedis
-from pipespec.errors import RankFailed
-from pipespec.launch import LocalCluster, launch
-from pipespec.stats import Report, summarise
+from pipespec.errors import ConfigError, RankFailed, StaleEpoch
+from pipespec.hosts import Box
+from pipespec.launch import Cluster, check_port
+from pipespec.member import run_member
+from pipespec.partition import remaining
+from pipespec.recovery import Fault, Recovery
+from pipespec.roster import Roster
+from pipespec.stats import Report, blank, summarise
 from pipespec.text import Detokenizer, StopStrings
 from pipespec.trace import write_chrome_trace
 from pipespec.types import Sampling, TokenLogprobs
@@ -34,6 +42,9 @@ from pipespec.types import Sampling, TokenLogprobs
 # How often a silent cluster is looked at, and how long its ranks may take to report at the end.
 HEARTBEAT_S = 0.05
 REPORTS_TIMEOUT_S = 60.0
+LOST_REPORTS_S = 2.0
+# A port to which nothing is sent.
+DISCARD = 9
 # A seed nobody chose is short enough to be typed again, and exact wherever JSON is read.
 SEED_BITS = 32
 
@@ -41,10 +52,67 @@ SEED_BITS = 32
 class ClusterSession:
     """The running cluster, as whoever asks it for text sees it. Not for several threads."""
 
-    def __init__(self, plan: build.Plan, log: RequestLog, cluster: LocalCluster):
+    def __init__(
+        self,
+        plan: build.Plan,
+        url: str,
+        elsewhere: str,
+        namespace: str,
+        log: RequestLog,
+        cluster: Cluster,
+        recovery: Recovery,
+    ):
         self.plan = plan
+        # Passwords included: not for messages or command lines.
+        self.url = url
+        self.elsewhere = elsewhere  # where other boxes reach it
+        self.namespace = namespace
         self._log = log
         self._cluster = cluster
+        self._recovery = recovery
+
+    @property
+    def epoch(self) -> int:
+        return self._recovery.epoch
+
+    @property
+    def faults(self) -> Sequence[Fault]:
+        """What has ended epochs so far."""
+        return self._recovery.faults
+
+    def poll(self) -> bool:
+        """Whether the ranks still run. Raises RankFailed if the cluster has failed."""
+        self._recovery.check()
+        return self._cluster.poll()
+
+    def await_ranks(self, on_loaded: Callable[[int, int], None]) -> None:
+        """Wait until every rank has loaded its model and joined."""
+        joined, count = -1, self.plan.num_ranks
+        with Membership(self.url, self.namespace) as shared:
+            while joined < count:
+                if not self.poll():
+                    raise RankFailed("The ranks ended before they had any work.")
+                now = shared.await_attached(self.epoch, max(joined + 1, 0), HEARTBEAT_S)
+                if now != joined:
+                    joined = now
+                    on_loaded(joined, count)
+
+    def finish(self) -> None:
+        """Wait until all that was submitted is done and the ranks have ended."""
+        closed = None
+        with Membership(self.url, self.namespace) as shared:
+            while True:
+                if closed != self.epoch:
+                    closed = self.epoch
+                    with suppress(StaleEpoch):
+                        self._log.close_queue(closed)
+                try:
+                    self._recovery.check()
+                    self._cluster.wait(HEARTBEAT_S)
+                    return
+                except TimeoutError:
+                    if self.faults and shared.idle():
+                        return  # whoever was lost at the end is not worth another epoch
 
     def submit(
         self,
@@ -77,17 +145,25 @@ class ClusterSession:
         for event in self._log.stream(request, heartbeat=HEARTBEAT_S):
             if event is not None:
                 yield event
-            elif not self._cluster.poll():
+            elif not self.poll():
                 raise RankFailed("The ranks ended before the request was finished.")
 
     def reports(self, request: int) -> list[Report]:
-        """What every rank says of a finished request, the head's first."""
-        return list(self._log.reports(request, self.plan.num_ranks, REPORTS_TIMEOUT_S).values())
+        """What every rank says of a finished request, the head's first.
+
+        One that was lost with what it had to say has a blank report.
+        """
+        count = self.plan.num_ranks
+        timeout = LOST_REPORTS_S if self.faults else REPORTS_TIMEOUT_S
+        found = self._log.reports(request, count, timeout, partial=bool(self.faults))
+        return [found.get(rank) or blank(rank) for rank in range(count)]
 
 
 @contextmanager
 def start(
-    plan: build.Plan, on_loaded: Callable[[int, int], None] = lambda ranks, of: None
+    plan: build.Plan,
+    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
+    on_log: Callable[[str, str], None] | None = None,
 ) -> Iterator[ClusterSession]:
     """Start the cluster of a plan, wait until all ranks are ready, and end it afterwards.
 
@@ -95,60 +171,103 @@ def start(
 
     Args:
         on_loaded: called with how many ranks have loaded their models, and of how many.
+        on_log: called with a member's name and a line that it wrote.
 
     Raises:
-        ConfigError, Unreachable: before any rank starts.
-        RankFailed: a rank died; the others have been ended.
+        ConfigError, Unreachable, HostFailed: before any rank starts.
+        RankFailed: a rank failed, or was lost again and again; the others have been ended.
     """
-    with controller(plan.config.controller) as (url, namespace):
-        epoch = Controller.new_epoch(url, namespace)
-        where = build.Where(url, namespace, epoch)
-        with (
-            RequestLog(url, namespace=namespace, epoch=epoch) as log,
-            launch(
-                build.run_rank,
-                (plan, where),
-                num_ranks=plan.num_ranks,
-                port=plan.config.transport.port,
-            ) as cluster,
-        ):
-            await_ranks(log, cluster, plan.num_ranks, on_loaded)
-            yield ClusterSession(plan, log, cluster)
-            log.close_queue()
-            cluster.wait()
+    check_port(plan.config.transport.port)
+    address = own_address(plan.boxes)
+    with controller(plan.config.controller, address) as (url, elsewhere, namespace, server):
+        roster = Roster(plan.members, plan.layers, address_of(plan, plan.members[0], address))
+        with Recovery(
+            url,
+            namespace,
+            roster,
+            replan=replanner(plan, address),
+            server=server,
+            patience_s=plan.config.cluster.patience_s,
+            stall_s=plan.config.cluster.stall_s,
+        ) as recovery:
+            where = build.Where(elsewhere, namespace, secret=secrets.token_urlsafe(24))
+            boxes = {member: box for box in plan.boxes for member in box.members}
+            with (
+                RequestLog(url, namespace=namespace, epoch=recovery.epoch) as log,
+                Cluster(
+                    plan.boxes,
+                    run_member,
+                    (plan, where, boxes),
+                    restart=True,
+                    name=f"{namespace}-{secrets.token_hex(4)}",
+                    on_log=on_log,
+                ) as cluster,
+            ):
+                session = ClusterSession(plan, url, elsewhere, namespace, log, cluster, recovery)
+                recovery.watch(cluster)
+                session.await_ranks(on_loaded)
+                yield session
+                session.finish()
+
+
+def own_address(boxes: Sequence[Box]) -> str | None:
+    """This machine's address towards the boxes; None: it is all the cluster."""
+    far = next((box.address for box in boxes if not box.local), None)
+    if far is None:
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((far, DISCARD))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"This machine has no route to {far} ({error.strerror}); correct the address."
+        ) from error
+
+
+def address_of(plan: build.Plan, member: str, own: str | None) -> str:
+    """The address of a member's box, `own` being this machine's."""
+    box = next(box for box in plan.boxes if member in box.members)
+    return own if own is not None and box.local else box.address
+
+
+def replanner(plan: build.Plan, own: str | None) -> Callable[[set[str]], Roster]:
+    """What makes a roster without the members that are lost."""
+
+    def replan(lost: set[str]) -> Roster:
+        found = remaining(plan.placement, lost)
+        head = found.members_by_rank[0]
+        return Roster(found.members_by_rank, found.layers, address_of(plan, head, own))
+
+    return replan
 
 
 @contextmanager
-def controller(config: ControllerConfig) -> Iterator[tuple[str, str]]:
-    """URL and namespace to use: the user's Redis, once it has answered, or a private one.
+def controller(
+    config: ControllerConfig, address: str | None
+) -> Iterator[tuple[str, str, str, EmbeddedRedis | None]]:
+    """URL here and for the members, namespace, server: the user's Redis, once it has answered,
+    or a private one, which other boxes reach at `address`.
 
     In a Redis that others use too, this run's keys have a namespace of their own, and are gone
     after it.
     """
     if config.url is None:
-        with EmbeddedRedis() as server:
-            yield server.url, config.namespace
+        with EmbeddedRedis(
+            addresses=() if address is None else (address,),
+            port=None if address is None else config.port,
+            data=None if config.data is None else Path(config.data),
+            tls=None if config.tls is None else TlsFiles.of(Path(config.tls)),
+        ) as server:
+            elsewhere = server.url if address is None else server.url_at(address)
+            yield server.url, elsewhere, config.namespace, server
         return
     check_server(config.url)
     namespace = f"{config.namespace}:{secrets.token_hex(4)}"
     try:
-        yield config.url, namespace
+        yield config.url, config.url, namespace, None
     finally:
         Controller.forget(config.url, namespace)
-
-
-def await_ranks(
-    log: RequestLog, cluster: LocalCluster, count: int, on_loaded: Callable[[int, int], None]
-) -> None:
-    """Wait until every rank has loaded its model and joined."""
-    joined = -1
-    while joined < count:
-        if not cluster.poll():
-            raise RankFailed("The ranks ended before they had any work.")
-        now = log.await_ranks(joined + 1, timeout=HEARTBEAT_S)
-        if now != joined:
-            joined = now
-            on_loaded(joined, count)
 
 
 # --- one request ------------------------------------------------------------------------------

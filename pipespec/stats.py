@@ -10,6 +10,23 @@ import numpy as np
 Report = dict[str, Any]
 
 
+def blank(rank: int) -> Report:
+    """The report of a rank that was lost before it could make one."""
+    if rank:
+        counts = dict.fromkeys(("elapsed_ns", "busy_ns", "steps", "rows", "dropped", "overruns"), 0)
+        return {"rank": rank, "control_ns": 0, "events": [], **counts}
+    return {
+        "rank": 0,
+        "control_ns": 0,
+        "events": [],
+        "hits": 0,
+        "replayed": 0,
+        "token_ns": [],
+        "counts": dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0),
+        "first_token": {},
+    }
+
+
 def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     """The statistics of one request.
 

@@ -1,7 +1,7 @@
 """A batch as the bytes that travel between neighbours, and back. Pure packing, no I/O.
 
     message   [ header 16 x int64 | rows num_rows x 6 x int64 | 0..63 bytes | hidden states ]
-    header    epoch, step, num_rows, flags, num_released, released (8), sent_ns, 2 unused
+    header    epoch, step, num_rows, flags, num_released, released (8), sent_ns, token (2)
 
 The hidden states start at a multiple of 64 bytes, so that the receiver uses them where they
 arrived. A message is only as long as its rows need; the receiver keeps `capacity` bytes ready.
@@ -9,12 +9,14 @@ arrived. A message is only as long as its rows need; the receiver keeps `capacit
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pipespec.errors import StaleEpoch
+from pipespec.errors import RankFailed, StaleEpoch
 from pipespec.types import NUM_COLUMNS, Batch
 
 # A batch names at most this many ended requests; further ones go with the next batch.
@@ -22,17 +24,29 @@ MAX_RELEASED = 8
 
 _EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_RELEASED, _RELEASED = range(6)
 _SENT = _RELEASED + MAX_RELEASED
+_TOKEN = slice(_SENT + 1, _SENT + 3)
 _HEADER = 16
 _STOP, _HIDDEN = 1, 2
 _INT = np.dtype(np.int64).itemsize
 _ALIGNMENT = 64
 
 
+def token(secret: str, epoch: int, purpose: str = "wire") -> tuple[int, int]:
+    """What proves, in each message of an epoch, that its sender holds the cluster's secret.
+
+    That of another purpose tells nothing of it.
+    """
+    digest = hmac.digest(secret.encode(), f"{purpose} {epoch}".encode(), hashlib.sha256)
+    first, second = np.frombuffer(digest[:16], np.int64).tolist()
+    return first, second
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """What both ends of every link of one cluster agree on.
 
-    `inline` tells whether hidden states are part of the message or travel apart from it.
+    `inline` tells whether hidden states are part of the message or travel apart from it;
+    `token` is what the function of that name made of the cluster's secret.
     """
 
     epoch: int
@@ -40,6 +54,7 @@ class Wire:
     hidden_size: int
     dtype: torch.dtype
     inline: bool = True
+    token: tuple[int, int] = (0, 0)
 
     @property
     def capacity(self) -> int:
@@ -69,6 +84,7 @@ class Wire:
         ints[_NUM_RELEASED] = len(batch.released)
         ints[_RELEASED : _RELEASED + len(batch.released)] = batch.released
         ints[_SENT] = batch.sent_ns
+        ints[_TOKEN] = self.token
         ints[_HEADER : _HEADER + rows * NUM_COLUMNS] = batch.rows.reshape(-1)
         if hidden is not None and carried:
             message[start:].view(self.dtype).view(rows, self.hidden_size).copy_(hidden)
@@ -82,12 +98,18 @@ class Wire:
 
         Raises:
             StaleEpoch: the message belongs to another life of the cluster.
+            RankFailed: its sender does not hold the cluster's secret.
         """
         ints = self._header(message)
         if ints[_EPOCH] != self.epoch:
             raise StaleEpoch(
                 f"A batch of epoch {ints[_EPOCH]} reached a rank of epoch {self.epoch}; "
                 "all ranks of a cluster must be started together."
+            )
+        if not hmac.compare_digest(ints[_TOKEN].tobytes(), np.array(self.token).tobytes()):
+            raise RankFailed(
+                "A batch came from a process that does not hold the cluster's secret; keep the "
+                "network of the ranks to yourself."
             )
         rows = int(ints[_NUM_ROWS])
         num_released = int(ints[_NUM_RELEASED])

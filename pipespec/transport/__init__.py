@@ -32,5 +32,8 @@ class Transport(Protocol):
             StaleEpoch: the batch belongs to another life of the cluster.
         """
 
+    def abort(self) -> None:
+        """From another thread: let whoever waits in `send` or `recv` have RankFailed."""
+
     def close(self) -> None:
         """Drop both links at once; a neighbour that waits on one of them is told."""

@@ -15,34 +15,79 @@ otherwise they are part of it, by way of CPU memory.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from pipespec.errors import RankFailed
 from pipespec.types import Batch
-from pipespec.wire import Wire
+from pipespec.wire import Wire, token
 
-# How long the ranks wait for one another when they meet: loading a large model takes minutes.
-_MEET = timedelta(minutes=30)
+# How long the ranks wait for one another when they meet, all of them being ready.
+MEET_S = 20.0
 # A stage may idle for days between two requests; a neighbour that dies closes its connection.
 _FOREVER = timedelta(days=3650)
 _TAG = 1
+# Of messages that nobody sends.
+_NOBODY = 2
+_AT_ONCE = timedelta(milliseconds=1)
 
 
-def choose_backend(devices: Sequence[str]) -> str:
+# Where ranks find one another's addresses.
+Meeting = TCPStore
+
+
+def host_meeting(address: str, port: int) -> Meeting:
+    """A store at which ranks can meet, on this machine, at this address only.
+
+    `port` 0 is any free one. Raises RankFailed if it is taken.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise RankFailed(
+            f"The ranks cannot meet at {address}:{port} ({os.strerror(error.errno or 0)})."
+        ) from error
+    port = listener.getsockname()[1]
+    with _blaming(f"The ranks cannot meet at {address}:{port}"):
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=MEET_S),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def join_meeting(address: str, port: int) -> Meeting:
+    """The store that another rank hosts. Raises RankFailed."""
+    with _blaming(f"The ranks' meeting at {address}:{port} was not found"):
+        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=MEET_S))
+
+
+def choose_backend(devices: Sequence[str], boxes: Sequence[str] = ()) -> str:
     """What carries hidden states between stages: "nccl" or "gloo".
 
-    `devices` are the ranks' devices, the head's first. The head neither sends nor receives
-    hidden states, so it may share its device or have none. NCCL refuses two ranks on a GPU.
+    `devices` are the ranks' devices, the head's first, and `boxes` the machines that they are
+    in, if those differ. The head neither sends nor receives hidden states, so it may share its
+    device or have none. NCCL refuses two ranks on a GPU.
     """
     stages = [torch.device(device) for device in devices[1:]]
-    distinct = len({device.index for device in stages}) == len(stages)
+    places = boxes[1:] or [""] * len(stages)
+    distinct = {(place, device.index) for place, device in zip(places, stages, strict=True)}
     on_cuda = all(device.type == "cuda" and device.index is not None for device in stages)
-    return "nccl" if len(stages) > 1 and on_cuda and distinct else "gloo"
+    return "nccl" if len(stages) > 1 and on_cuda and len(distinct) == len(stages) else "gloo"
 
 
 class DistributedTransport:
@@ -66,33 +111,42 @@ class DistributedTransport:
         cls,
         devices: Sequence[str],
         *,
-        backend: str = "auto",
+        store: Store,
+        rank: int,
         epoch: int,
+        secret: str,
         max_rows: int,
         hidden_size: int,
         dtype: torch.dtype,
+        backend: str = "auto",
     ) -> DistributedTransport:
-        """Meet the other ranks at the address in the environment (`pipespec.launch` sets it).
+        """Meet the other ranks at a store (`host_meeting`, `join_meeting`).
 
         `devices` holds every rank's device, the head's first; `backend` "auto" lets
-        `choose_backend` choose; `max_rows` limits a batch;
-        `hidden_size` and `dtype` are the target's.
+        `choose_backend` choose; `max_rows` limits a batch; `hidden_size` and `dtype` are the
+        target's. Only ranks of the same epoch and secret find one another.
 
         Raises:
             RankFailed: a rank did not come.
         """
         if backend == "auto":
             backend = choose_backend(devices)
+        proof = token(secret, epoch)
         with _blaming("The ranks did not meet"):
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo", timeout=_MEET
+                "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+                # Ranks of another secret look for other names. Who can reach the store can list
+                # them, so they are not made of what proves a message's sender.
+                store=PrefixStore("{}:{}".format(*token(secret, epoch, "meeting")), store),
+                rank=rank,
+                world_size=len(devices),
+                timeout=timedelta(seconds=MEET_S),
             )
-        rank = dist.get_rank()
-        assert dist.get_world_size() == len(devices), "one device per rank"
         device = torch.device(devices[rank])
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        wire = Wire(epoch, max_rows, hidden_size, dtype, inline=backend == "gloo")
+        inline = backend == "gloo"
+        wire = Wire(epoch, max_rows, hidden_size, dtype, inline=inline, token=proof)
         return cls(rank, len(devices), wire, device)
 
     def send(self, batch: Batch) -> None:
@@ -127,6 +181,18 @@ class DistributedTransport:
                     dist.recv(batch.hidden, self.rank - 1)
         return batch
 
+    def abort(self) -> None:
+        """Close the links from another thread: whoever waits in `send` or `recv` gets RankFailed.
+
+        gloo knows no such call, but it closes a link on which a receive has timed out.
+        """
+        for neighbour in (self.rank - 1, self.rank + 1):
+            if 0 <= neighbour <= self._last_rank:
+                with suppress(RuntimeError):
+                    work = dist.irecv(torch.empty(1), neighbour, tag=_NOBODY)
+                    assert work is not None
+                    work.wait(_AT_ONCE)
+
     def close(self) -> None:
         self._outbox.clear()
         self._inbox = None
@@ -158,4 +224,6 @@ def _blaming(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankFailed(f"{what}: {str(error).splitlines()[0]}") from error
+        # gloo goes on with guesses of what may have happened.
+        cause = str(error).splitlines()[0].partition(" This is typically")[0]
+        raise RankFailed(f"{what}: {cause}") from error

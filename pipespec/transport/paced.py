@@ -31,5 +31,8 @@ class PacedTransport:
         hold(batch.sent_ns, self._link.ms(rows) * self._scale)
         return batch
 
+    def abort(self) -> None:
+        self._inner.abort()
+
     def close(self) -> None:
         self._inner.close()

@@ -71,6 +71,9 @@ class ThreadTransport:
         assert self._previous is not None, "rank 0 has nobody to receive from"
         return self._previous.get()
 
+    def abort(self) -> None:
+        self.close()
+
     def close(self) -> None:
         for link in (self._previous, self._following):
             if link is not None:

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from pipespec.errors import ConfigError, OutOfSlots, RankFailed
-from pipespec.launch import launch
-from pipespec.transport.distributed import DistributedTransport
+from pipespec.launch import check_port, launch
+from pipespec.transport.distributed import DistributedTransport, join_meeting
 from pipespec.types import Batch
 
 PATIENCE = 60
@@ -28,8 +28,16 @@ LIMIT_S = 10
 
 
 def connect(num_ranks: int) -> DistributedTransport:
+    store = join_meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     return DistributedTransport.connect(
-        ["cpu"] * num_ranks, epoch=1, max_rows=4, hidden_size=8, dtype=torch.float32
+        ["cpu"] * num_ranks,
+        store=store,
+        rank=int(os.environ["RANK"]),
+        epoch=1,
+        secret="",
+        max_rows=4,
+        hidden_size=8,
+        dtype=torch.float32,
     )
 
 
@@ -194,7 +202,7 @@ def test_a_signal_to_the_launching_process_ends_everything(number, meeting):
         import sys
         sys.path[:0] = {sys.path!r}
         from {__name__} import wait_for_batches
-        from pipespec.launch import launch
+        from pipespec.launch import check_port, launch
         with launch(wait_for_batches, (2, {str(meeting)!r}), num_ranks=2, preload=()) as cluster:
             cluster.wait()
     """
@@ -229,17 +237,9 @@ def test_a_port_in_use_is_refused_before_any_rank_starts():
         holder.listen()
         port = holder.getsockname()[1]
         with pytest.raises(ConfigError, match=f"transport.port={port} cannot be used"):
-            launch(describe, num_ranks=2, port=port)
+            check_port(port)
 
 
 def test_a_number_that_is_no_port_is_refused():
     with pytest.raises(ConfigError, match=r"transport\.port=65536 is no port"):
-        launch(describe, num_ranks=2, port=65536)
-
-
-def test_the_ranks_meet_at_a_given_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with launch(describe, num_ranks=2, port=port, preload=()) as cluster:
-        assert len(cluster.wait(PATIENCE)) == 2
+        check_port(65536)

@@ -1,0 +1,453 @@
+"""What runs on each box: the agent, and the keepers of its members.
+
+    agent ── fork server ─┬─ keeper ── member (box/0)
+                          └─ keeper ── member (box/1)
+
+The *agent* runs torchrun's elastic launcher in its main thread, where that launcher's signal
+handlers must live. The *fork server* imports torch, the models and the entrypoint once; keepers
+are forked from it, so that seventeen of them start almost as fast as one. It stays a process of
+one thread without a CUDA context, as forking needs. What torchrun takes for a rank is a
+*keeper*: it forks the member that does the work, and, in a cluster that mends itself, forks
+another when a signal has ended it; the others of the box go on.
+
+The agent reads its job from standard input, then one JSON object per line: {"kill": number} ends
+a member, anything else says that the launcher lives. The end of standard input, or on a box
+behind SSH SILENCE_S without a line, ends the agent and with it the box. It writes one JSON object
+per line to standard output: {"died": number, "how": ...}, {"log": number, "line": ...}, and at
+last {"failed": sentence}, {"lost": sentence} or {"ended": true}; {} says that it lives. All
+processes of the box hold that standard output, so its end tells that the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import connection, forkserver, parent_process
+from pathlib import Path
+from typing import IO, Any, BinaryIO, NoReturn
+
+from pipespec.errors import RankFailed
+from pipespec.interfaces import holding, interfaces, resolve
+
+# Seconds until what does not end when asked to is killed.
+PATIENCE_S = 5.0
+# Seconds without a word from the launcher after which a box behind SSH gives up.
+SILENCE_S = 40.0
+# Seconds between two signs of life.
+PULSE_S = 1.0
+# Seconds for which a rank that lost a neighbour leaves the agent time to notice the neighbour.
+_LINGER_S = 3.0
+# Seconds between two looks at the members.
+_MONITOR_S = 0.1
+# The longest name of a Unix socket, in bytes; macOS has the smallest limit.
+_MAX_SOCKET = 103
+MEMBER = "PIPESPEC_MEMBER"
+
+_leftovers: list[Path] = []  # to be removed when the agent ends
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the agent must know before it can start its fork server.
+
+    Attributes:
+        directory: where everything of this box lies; None: the agent makes and removes one.
+        preload: modules to import once for all members.
+        address: of the box, for the interface that carries the batches.
+        interface: its name, if that address does not tell.
+        lock: what no two agents of a box may share; the older one is ended.
+        remote: whether the launcher is at the other end of an SSH connection.
+    """
+
+    directory: str | None
+    preload: tuple[str, ...]
+    num_members: int
+    address: str
+    interface: str | None = None
+    lock: str | None = None
+    remote: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the members run: `entrypoint(*args)`, with the member's name in the environment.
+
+    Attributes:
+        members: their names, and what messages call them.
+        restart: whether one that a signal ended is replaced by another.
+        logs: whether what the members write is passed on, line by line.
+    """
+
+    entrypoint: Callable[..., Any]
+    args: tuple[Any, ...]
+    members: tuple[str, ...]
+    titles: tuple[str, ...]
+    restart: bool
+    logs: bool
+
+
+def make_directory() -> Path:
+    """A private directory in which the fork server's socket can have its name."""
+    base = tempfile.gettempdir()
+    name = os.path.join(base, "pipespec-12345678", "pymp-12345678", "listener-12345678")
+    return Path(
+        tempfile.mkdtemp(prefix="pipespec-", dir=base if len(name) < _MAX_SOCKET else "/tmp")
+    )
+
+
+def main() -> None:
+    """Read the job from standard input, run the members, leave the outcome."""
+    try:
+        _main(sys.stdin.buffer)
+    except BaseException:  # noqa: BLE001 - the launcher reads the last line of it
+        traceback.print_exc()
+        _tidy()
+    finally:
+        # Half a second of dismantling torch would serve nobody.
+        gc.collect()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _main(stdin: BinaryIO) -> NoReturn:
+    setup: Setup = pickle.load(stdin)
+    with _alone(setup.lock):
+        directory = Path(setup.directory) if setup.directory else make_directory()
+        if setup.directory is None:
+            _leftovers.append(directory)
+        _prepare(setup, directory)
+        # The fork server imports while this process does.
+        forkserver.set_forkserver_preload(list(setup.preload))
+        forkserver.ensure_running()
+        job: Job = pickle.load(stdin)
+        # Until the elastic launcher installs its own handler.
+        signal.signal(signal.SIGTERM, lambda *_: _leave_nothing(directory))
+        listener = _Listener(stdin, directory, patient=not setup.remote)
+        threading.Thread(target=listener.run, daemon=True).start()
+        teller = _Teller(directory, job)
+        threading.Thread(target=teller.run, daemon=True).start()
+        outcome = _run_keepers(directory, job)
+        teller.stop()
+        if isinstance(outcome, Lost):
+            _tell({"lost": outcome.sentence})
+        elif isinstance(outcome, str):
+            _tell({"failed": outcome})
+        else:
+            # Results are for a launcher on this machine, which reads them there.
+            partial = directory / "results.partial"
+            partial.write_bytes(pickle.dumps(outcome))
+            partial.rename(directory / "results")
+            _tell({"ended": True})
+        _tidy()
+        os._exit(0)
+
+
+def _tell(message: dict[str, Any]) -> None:
+    with suppress(OSError):  # The launcher is gone; standard input says so too.
+        os.write(1, json.dumps(message).encode() + b"\n")
+
+
+@contextmanager
+def _alone(name: str | None) -> Iterator[None]:
+    """End the agent of that name, if there is one, and keep the name while this one runs."""
+    if name is None:
+        yield
+        return
+    path = Path(tempfile.gettempdir(), f"pipespec-{os.getuid()}-{name.replace('/', '_')}.lock")
+    with path.open("a+") as file:
+        deadline = time.monotonic() + PATIENCE_S
+        while not _locked(file):
+            file.seek(0)
+            holder = file.read().strip()
+            if holder.isdigit():
+                kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
+                with suppress(ProcessLookupError):
+                    os.kill(int(holder), kind)
+            time.sleep(_MONITOR_S)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        _leftovers.append(path)
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _prepare(setup: Setup, directory: Path) -> None:
+    """The environment of every process of this box."""
+    cores = len(os.sched_getaffinity(0))
+    environment = os.environ
+    # Several members share the cores. OpenBLAS keeps idle threads from import on, and a process
+    # with threads must not fork.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // setup.num_members)))
+    environment["OPENBLAS_NUM_THREADS"] = "1"
+    # `torch.cuda.is_available` asks NVML, so that no import makes the fork server use CUDA.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # Whatever a killed process leaves is removed with the directory.
+    environment["TMPDIR"] = tempfile.tempdir = str(directory)
+    found = holding(resolve(setup.address), interfaces())
+    interface = setup.interface or (found.name if found else None)
+    if interface:
+        environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = interface
+
+
+class _Listener:
+    """Does what the launcher says."""
+
+    def __init__(self, stdin: BinaryIO, directory: Path, *, patient: bool) -> None:
+        self._stdin = stdin
+        self._directory = directory
+        self._heard = time.monotonic()
+        if not patient:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def run(self) -> None:
+        for line in self._stdin:
+            self._heard = time.monotonic()
+            number = json.loads(line).get("kill")
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if number is not None:
+                    os.kill(int((self._directory / f"{number}.pid").read_text()), signal.SIGKILL)
+        self._end()
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._heard < SILENCE_S:
+            time.sleep(PULSE_S)
+        self._end()
+
+    def _end(self) -> None:
+        # The elastic launcher's handler ends the keepers; the second signal never meets it.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _Teller:
+    """Tells the launcher what happens on this box."""
+
+    def __init__(self, directory: Path, job: Job) -> None:
+        self._directory = directory
+        self._job = job
+        self._read: dict[Path, int] = {}  # bytes of the logs that were passed on
+        self._done = threading.Event()
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        pulse = time.monotonic()
+        while True:
+            last = self._done.wait(_MONITOR_S)
+            for path in sorted(self._directory.glob("died-*.json")):
+                _tell(json.loads(path.read_text()))
+                path.unlink()
+            if self._job.logs:
+                for path in sorted(self._directory.glob("logs/*/attempt_0/*/*.log")):
+                    self._pass_on(path, last)
+            if time.monotonic() - pulse > PULSE_S:
+                pulse = time.monotonic()
+                _tell({})
+            if last:
+                self._over.set()
+                return
+
+    def stop(self) -> None:
+        """Tell the rest."""
+        self._done.set()
+        self._over.wait(PATIENCE_S)
+
+    def _pass_on(self, path: Path, last: bool) -> None:
+        with path.open("rb") as log:
+            log.seek(self._read.get(path, 0))
+            text = log.read()
+        whole = len(text) if last else text.rfind(b"\n") + 1
+        self._read[path] = self._read.get(path, 0) + whole
+        for line in text[:whole].decode(errors="replace").splitlines():
+            _tell({"log": int(path.parent.name), "line": line})
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A signal ended a keeper; the box may be started again."""
+
+    sentence: str
+
+
+def _run_keepers(directory: Path, job: Job) -> list[Any] | str | Lost:
+    """What the members returned, or the sentence that says what failed."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The members meet elsewhere (`pipespec.transport.distributed`), anew in every epoch.
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=len(job.members),
+        run_id=directory.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        rdzv_configs={"is_host": True},
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=_MONITOR_S,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(str(directory / "logs"), redirects=Std.ALL),
+        shutdown_timeout=int(PATIENCE_S) - 2,
+    )
+    try:
+        results = elastic_launch(config, _keep)(str(directory), job)
+        return [results[number] for number in range(len(job.members))]
+    except ChildFailedError as error:
+        number, failure = error.get_first_failure()
+        sentence = _blame(directory, job, number, failure.exitcode)
+        return Lost(sentence) if job.restart and failure.exitcode < 0 else sentence
+    except SignalException:
+        _leave_nothing(directory)
+
+
+def _leave_nothing(directory: Path) -> NoReturn:
+    # Nobody reads the outcome, and a launcher that was killed cannot remove its directory.
+    shutil.rmtree(directory, ignore_errors=True)
+    _tidy()
+    os._exit(1)
+
+
+def _tidy() -> None:
+    """Remove what this agent made itself."""
+    for path in _leftovers:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _blame(directory: Path, job: Job, number: int, exitcode: int) -> str:
+    """The sentence about the member that failed first.
+
+    `number` is the first one that the agent saw end. If it raised, so may others have done
+    before it within the agent's interval: the earliest of those that did not merely lose a
+    neighbour is to blame.
+    """
+    raised = [json.loads(path.read_text()) for path in directory.glob("raised-*.json")]
+    if any(record["number"] == number for record in raised):
+        first = min(raised, key=lambda record: (record["lost_neighbour"], record["time"]))
+        if first["number"] != number:
+            number, exitcode = first["number"], 1
+        reason = first["line"]
+    else:
+        (log,) = directory.glob(f"logs/*/attempt_0/{number}/stderr.log")
+        reason = last_line(log)
+    how = how_it_ended(exitcode)
+    return f"{job.titles[number]} on host {socket.gethostname()} ({how}): {reason}"
+
+
+def how_it_ended(exitcode: int) -> str:
+    return f"exit code {exitcode}" if exitcode >= 0 else signal.Signals(-exitcode).name
+
+
+def last_line(log: Path) -> str:
+    """What a process wrote last, or the interpreter's word on why it crashed."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    # The interpreter follows a crash's cause with the stacks of its threads.
+    crashes = [line for line in lines if line.startswith("Fatal Python error")]
+    return (crashes or lines or ["it left no message."])[-1]
+
+
+# --- in the keepers and the members ---------------------------------------------------------
+
+
+def _keep(directory: str, job: Job) -> Any:
+    """Have a member at work until it has done it; its result."""
+    agent = parent_process()
+    assert agent is not None
+    number = int(os.environ["LOCAL_RANK"])
+    os.environ[MEMBER] = job.members[number]
+    here, lives = Path(directory), 0
+    while True:
+        # Each of the two ends of a pipe tells the other process when this one is gone.
+        ours, theirs = os.pipe(), os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(ours[0])
+            os.close(theirs[1])
+            _live(here, number, job, theirs[0])
+        os.close(ours[1])
+        os.close(theirs[0])
+        (here / f"{number}.pid.partial").write_text(str(pid))
+        (here / f"{number}.pid.partial").rename(here / f"{number}.pid")
+        if agent.sentinel in connection.wait([ours[0], agent.sentinel]):
+            os.kill(pid, signal.SIGKILL)
+            os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        (here / f"{number}.pid").unlink()
+        os.close(ours[0])
+        os.close(theirs[1])
+        if code == 0:
+            return pickle.loads((here / f"result-{number}").read_bytes())
+        if code > 0:
+            os._exit(code)
+        if not job.restart:
+            os.kill(os.getpid(), -code)
+        lives += 1
+        died = {"died": number, "how": how_it_ended(code)}
+        (here / f"died-{number}.partial").write_text(json.dumps(died))
+        (here / f"died-{number}.partial").rename(here / f"died-{number}-{lives}.json")
+
+
+def _live(directory: Path, number: int, job: Job, keeper: int) -> NoReturn:
+    """A member, which ends with its keeper."""
+    threading.Thread(target=_end_with, args=(keeper,), daemon=True).start()
+    code = 1
+    try:
+        result = job.entrypoint(*job.args)
+        (directory / f"result-{number}").write_bytes(pickle.dumps(result))
+        code = 0
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else 1
+    except Exception as error:  # noqa: BLE001 - whatever it is, somebody must be told
+        lost_neighbour = isinstance(error, RankFailed)
+        record = {
+            "number": number,
+            "time": time.monotonic_ns(),
+            "lost_neighbour": lost_neighbour,
+            "line": _one_line(error),
+        }
+        (directory / f"raised-{number}.json").write_text(json.dumps(record))
+        sys.excepthook(type(error), error, error.__traceback__)
+        if lost_neighbour:
+            time.sleep(_LINGER_S)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _one_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+def _end_with(pipe: int) -> None:
+    os.read(pipe, 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    # What the members run is pickled by this module's name.
+    from pipespec.agent import main as imported_main
+
+    imported_main()

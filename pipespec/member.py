@@ -1,0 +1,156 @@
+"""A member's life: it holds a rank in one epoch after another, and keeps its weights meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pipespec import build
+from pipespec.agent import MEMBER
+from pipespec.checkpoint import inspect
+from pipespec.control.members import Membership
+from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
+from pipespec.hosts import Box
+from pipespec.model import ModelSlice
+from pipespec.pulse import Pulse
+from pipespec.roster import Roster
+from pipespec.transport.distributed import (
+    MEET_S,
+    DistributedTransport,
+    Meeting,
+    choose_backend,
+    host_meeting,
+    join_meeting,
+)
+
+# Seconds between two looks at whether all ranks are there.
+LOOK_S = 0.5
+
+log = logging.getLogger(__name__)
+
+
+def run_member(plan: build.Plan, where: build.Where, boxes: Mapping[str, Box]) -> None:
+    """The entrypoint of every member; `boxes` are its own and the others', by member.
+
+    Returns when the head says stop, or the cluster is over. Raises Unreachable when Redis is
+    gone for good, and whatever is wrong with this member rather than with its neighbours.
+    """
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+    member = os.environ[MEMBER]
+    here = on_this_box(plan, boxes[member])
+    weights = Weights()
+    number = 0
+    with Pulse(
+        where.url, where.namespace, member, patience_s=plan.config.cluster.patience_s
+    ) as pulse:
+        while True:
+            epoch = pulse.next(number)
+            number = epoch.number
+            if not epoch.plan:
+                return
+            roster = Roster.decode(epoch.plan)
+            rank = roster.rank_of(member)
+            if rank is None:
+                log.info("epoch %d: spare", number)
+                continue
+            devices = tuple(map(plan.device_of, roster.members))
+            mine = replace(here, layers=roster.layers, devices=devices)
+            try:
+                epoch_where = replace(where, epoch=number)
+                model = weights.of(mine, rank)
+                log.info("epoch %d: rank %d of %d", number, rank, mine.num_ranks)
+                serve(mine, epoch_where, rank, model, roster, boxes, pulse)
+                return
+            except (RankFailed, StaleEpoch, Unreachable) as error:
+                log.info("epoch %d ended: %s", number, error)
+                pulse.suspect(number, str(error))
+
+
+def on_this_box(plan: build.Plan, box: Box) -> build.Plan:
+    """The plan with the checkpoints as they lie on this box. Raises ConfigError."""
+
+    def here(path: Path, given: str | None, kind: str) -> Path:
+        found = Path(given).expanduser() if given else path
+        if not found.is_dir():
+            raise ConfigError(
+                f"Box {box.name} has no folder {found}; put the {kind} model there, or name its "
+                f"folder as {kind} of that box in the hosts file."
+            )
+        return found
+
+    target = here(Path(plan.target.path), box.target, "target")
+    plan = replace(
+        plan, target=plan.target if str(target) == str(plan.target.path) else inspect(str(target))
+    )
+    if plan.draft is not None and box.draft is not None:
+        plan = replace(plan, draft=inspect(str(here(Path(plan.draft.path), box.draft, "draft"))))
+    return plan
+
+
+class Weights:
+    """The part of a model that this member holds, kept from one epoch to the next."""
+
+    def __init__(self) -> None:
+        self._what: tuple[object, ...] | None = None
+        self._model: ModelSlice | None = None
+
+    def of(self, plan: build.Plan, rank: int) -> ModelSlice | None:
+        """What a rank needs; loaded unless it is here already."""
+        layers = plan.layers[rank - 1] if rank else None
+        what = (rank > 0, layers, plan.devices[rank], plan.num_ranks, plan.dtype)
+        if what != self._what:
+            # Freed first: the device may not hold both.
+            self._model = None
+            self._model = build.load_model(plan, rank)
+            self._what = what
+        return self._model
+
+
+def serve(
+    plan: build.Plan,
+    where: build.Where,
+    rank: int,
+    model: ModelSlice | None,
+    roster: Roster,
+    boxes: Mapping[str, Box],
+    pulse: Pulse,
+) -> None:
+    """Hold a rank for one epoch."""
+
+    def connect() -> DistributedTransport:
+        with Membership(where.url, where.namespace) as shared:
+            while len(shared.attached(where.epoch)) < plan.num_ranks:
+                pulse.check(where.epoch)
+                shared.await_attached(where.epoch, plan.num_ranks, LOOK_S)
+            store = meet(shared, roster.address, plan.config.transport.port)
+        return DistributedTransport.connect(
+            plan.devices,
+            store=store,
+            rank=rank,
+            backend=backend,
+            epoch=where.epoch,
+            secret=where.secret,
+            max_rows=plan.max_rows,
+            hidden_size=plan.target.hidden_size,
+            dtype=plan.dtype,
+        )
+
+    def meet(shared: Membership, address: str, port: int) -> Meeting:
+        if rank == 0:
+            store = host_meeting(address, port)
+            shared.invite(where.epoch, f"{address}:{store.port}")
+            return store
+        place = shared.meeting(where.epoch, MEET_S)
+        if place is None:
+            raise RankFailed(f"The head did not say within {MEET_S:g} s where to meet.")
+        host, _, number = place.rpartition(":")
+        return join_meeting(host, int(number))
+
+    backend = plan.config.transport.backend
+    if backend == "auto":
+        backend = choose_backend(plan.devices, [boxes[member].name for member in roster.members])
+    build.serve(plan, where, rank, model, connect, lambda alarm: pulse.guard(where.epoch, alarm))

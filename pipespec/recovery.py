@@ -1,0 +1,286 @@
+"""Watches a cluster's members, and begins a new epoch when one of them is lost.
+
+Four things tell that something is wrong: a member's lease that has run out (it hangs, or its
+box is cut off), a keeper that replaced a member ended by a signal, a suspicion (a neighbour
+whose link broke), and a request for which no step is completed. What follows is always the
+same: the next epoch begins, with the same roster or, where a member stays away, with a spare in
+its place or over fewer stages. The requests that were open return to the queue, the ranks that
+live join again with their weights in memory, and the head reads prompt and accepted tokens like
+a prompt and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from pipespec.control.client import Controller
+from pipespec.control.members import Membership
+from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
+from pipespec.roster import Roster
+
+# Seconds between two looks at the leases.
+LOOK_S = 0.1
+# Seconds in which a member that was started in the place of another must say something.
+KILL_S = 5.0
+# So many faults in a row, without a token or so many quiet seconds in between, end the cluster.
+FRUITLESS = 16
+LONG_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Death(Protocol):
+    """A member was ended by a signal; its keeper starts another."""
+
+    @property
+    def member(self) -> str: ...
+
+    @property
+    def how(self) -> str: ...
+
+
+class Members(Protocol):
+    """The processes that hold ranks."""
+
+    deaths: queue.SimpleQueue[Any]  # of Death
+    members: tuple[str, ...]
+
+    def kill(self, member: str) -> None:
+        """End one that hangs; another is started in its place."""
+
+    def mend(self) -> None:
+        """Start what was lost, as far as it can be reached."""
+
+
+class Server(Protocol):
+    """A private Redis."""
+
+    def alive(self) -> bool: ...
+
+    def restart(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ended an epoch; `at_s` is on the monotonic clock."""
+
+    epoch: int
+    reason: str
+    at_s: float
+
+
+class Recovery:
+    """A thread that keeps one cluster going.
+
+        with Recovery(url, namespace, roster, replan=..., server=server) as recovery:
+            recovery.watch(cluster)
+
+    Args:
+        roster: of the first epoch, which begins at once.
+        replan: makes a roster without members that are lost, or raises ConfigError.
+        server: the private Redis, if there is one; it is started again when it has ended.
+        patience_s: how long a lost member is waited for before the roster changes, and a Redis
+            that is not ours before all ends.
+        stall_s: how long a step may take.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        roster: Roster,
+        *,
+        replan: Callable[[set[str]], Roster],
+        server: Server | None = None,
+        patience_s: float = 30.0,
+        stall_s: float = 30.0,
+    ):
+        self._url, self._namespace = url, namespace
+        self._replan = replan
+        self._server = server
+        self._patience_s = patience_s
+        self._stall_s = stall_s
+        self._members: Members | None = None
+        self._alive: set[str] = set()  # members that hold a lease
+        self._lost: dict[str, float] = {}  # when a lease ran out
+        self._killed: dict[str, float] = {}  # when a lost member was ended
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._fruitless = 0  # faults since something was decided
+        self._events = 0  # faults since the last judgement
+        self._latest = ""
+        self._quiet = time.monotonic()  # since the last fault
+        self._moved: tuple[object, ...] = ()  # what changes as long as the cluster works
+        self._moved_at = time.monotonic()
+        self._progress: tuple[tuple[int, int], ...] = ()
+        self._failure: RankFailed | None = None
+        self.faults: list[Fault] = []
+        self.roster = roster
+        self.epoch = Controller.new_epoch(url, namespace, roster.encode())
+
+    def watch(self, members: Members) -> None:
+        """Begin to watch."""
+        self._members = members
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop watching; harmless when called again."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def check(self) -> None:
+        """Raise RankFailed if the cluster was given up."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        reached = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                with Membership(self._url, self._namespace) as shared:
+                    if self.faults and self.faults[-1].epoch == self.epoch:
+                        self._next(shared)
+                    while not self._stop.is_set():
+                        reached = time.monotonic()
+                        self._look(shared)
+            except Unreachable as error:
+                self._note("Redis went away")
+                if not self._revive() and time.monotonic() - reached > self._patience_s:
+                    self._give_up(str(error))
+            except ControllerError as error:
+                self._give_up(str(error))
+            self._stop.wait(LOOK_S)
+
+    def _revive(self) -> bool:
+        """Start our own Redis again if it has ended."""
+        if self._server is None or self._server.alive():
+            return False
+        try:
+            self._server.restart()
+        except ControllerError as error:
+            self._give_up(str(error))
+        return True
+
+    def _look(self, shared: Membership) -> None:
+        """Take in what has happened; begin the next epoch if it must be."""
+        assert self._members is not None
+        reasons = [
+            f"{told.member}: {told.reason}"
+            for told in shared.suspicions(LOOK_S)
+            if told.epoch == self.epoch
+        ]
+        here = shared.attached(self.epoch)
+        for death in self._deaths():
+            self._events += 1
+            self._latest = f"{death.member} ended ({death.how})"
+            # One that had not joined this epoch yet will join it when it is started again.
+            if self.roster.rank_of(death.member) in here:
+                reasons.append(self._latest)
+        reasons += [
+            f"{member} says nothing"
+            for member in self._silent(shared)
+            if self.roster.rank_of(member) in here
+        ]
+        if self._stalls(shared, complete=len(here) == len(self.roster.members)):
+            reasons.append(f"no step was completed for {self._stall_s:g} seconds")
+        self._members.mend()
+        if reasons:
+            self._note(reasons[0])
+        if reasons or self._must_replace():
+            self._next(shared)
+        elif self._events:
+            self._judge(shared)
+
+    def _stalls(self, shared: Membership, *, complete: bool) -> bool:
+        """Whether a request is open, all ranks are there, and yet nothing moves: two of them
+        may have lost one another, while both still reach Redis."""
+        now = time.monotonic()
+        moved = (self.epoch, complete, shared.oldest_step(self.epoch), shared.progress())
+        if moved != self._moved or not complete or shared.idle():
+            self._moved, self._moved_at = moved, now
+        return now - self._moved_at > self._stall_s
+
+    def _deaths(self) -> list[Death]:
+        assert self._members is not None
+        found: list[Death] = []
+        while not self._members.deaths.empty():
+            found.append(self._members.deaths.get())
+        return found
+
+    def _silent(self, shared: Membership) -> list[str]:
+        """Members whose leases have run out since the last look; what hangs there is ended."""
+        assert self._members is not None
+        alive, now = set(shared.alive(self._members.members)), time.monotonic()
+        silent = sorted(self._alive - alive)
+        self._alive = alive
+        for member in alive:
+            self._lost.pop(member, None)
+            self._killed.pop(member, None)
+        for member in silent:
+            self._lost[member] = now
+        for member in self._lost:
+            if now - self._killed.get(member, -KILL_S) >= KILL_S:
+                self._killed[member] = now
+                self._members.kill(member)
+        return silent
+
+    def _must_replace(self) -> bool:
+        """Whether a member of the roster has been away so long that others must do, and can."""
+        now = time.monotonic()
+        lost = [self._lost.get(member, now) for member in self.roster.members]
+        if now - min(lost) < self._patience_s:
+            return False
+        assert self._members is not None
+        away = set(self._members.members) - self._alive
+        try:
+            self.roster = self._replan(away)
+        except ConfigError as error:
+            self._give_up(f"{', '.join(sorted(away))} stayed away: {error}")
+            return False
+        self._note(f"{', '.join(sorted(away))} stayed away")
+        return True
+
+    def _note(self, reason: str) -> None:
+        """Keep the first reason why an epoch must end."""
+        if not self.faults or self.faults[-1].epoch != self.epoch:
+            self.faults.append(Fault(self.epoch, reason, time.monotonic()))
+            log.info("epoch %d: %s", self.epoch, reason)
+
+    def _next(self, shared: Membership) -> None:
+        self._events += 1
+        self._latest = self.faults[-1].reason
+        self._judge(shared)
+        if not self._stop.is_set():
+            self.epoch = Controller.new_epoch(self._url, self._namespace, self.roster.encode())
+            log.info("epoch %d begins", self.epoch)
+
+    def _judge(self, shared: Membership) -> None:
+        """Give up if there was fault after fault and nothing was decided in between."""
+        progress, now = shared.progress(), time.monotonic()
+        if progress != self._progress or now - self._quiet > LONG_S:
+            self._fruitless = 0  # faults since something was decided
+        self._events = 0  # faults since the last judgement
+        self._latest = ""
+        self._quiet = time.monotonic()  # since the last fault
+        self._progress, self._quiet = progress, now
+        self._fruitless += self._events
+        self._events = 0
+        if self._fruitless > FRUITLESS:
+            self._give_up(f"{self._latest}; {FRUITLESS} faults, and nothing was decided.")
+
+    def _give_up(self, reason: str) -> None:
+        self._failure = RankFailed(reason)
+        self._stop.set()

@@ -1,0 +1,172 @@
+"""Three boxes joined by links that can be cut, the real launcher between them.
+
+The namespaces share this machine's file system and processes, so a member is killed by its pid.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import reference
+from tests.driver import PROMPT
+from tests.testbed import Testbed, missing
+
+if (lacking := missing()) is not None:
+    pytest.skip(lacking, allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+TOKENS = 48
+AT = 8
+PATIENCE = 120
+# Eight stages over three boxes, the draft on the first.
+DEVICES = {"a": 4, "b": 3, "c": 2}
+GREEDY = [f"decode.max_new_tokens={TOKENS}", "verify=greedy"]
+SAMPLED = [f"decode.max_new_tokens={TOKENS}", "verify=sample", "verify.seed=5"]
+
+
+class Driver:
+    """A cluster over the boxes, started from box a."""
+
+    def __init__(self, bed: Testbed):
+        self.bed = bed
+        hosts = bed.hosts_file(devices=DEVICES, draft="a/0")
+        self.process = bed.popen(
+            "a",
+            [
+                sys.executable,
+                "-m",
+                "tests.driver",
+                f"cluster={hosts}",
+                "decode.ignore_eos=true",
+                "model.context=256",
+                "cluster.stall_s=5",
+            ],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.members = self.hear("ready")["ready"]
+
+    def hear(self, what: str) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        heard = []
+        for line in self.process.stdout:
+            message = json.loads(line)
+            if what in message:
+                return message
+            heard.append(line)
+        raise AssertionError("the cluster ended: " + "".join(heard[-20:]))
+
+    def say(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, settings: list[str], at: int = 0) -> list[int] | dict[str, Any]:
+        """The answer; with `at` what is known when so many tokens have come."""
+        self.say({"settings": settings, "at": at})
+        return self.hear("at") if at else self.hear("tokens")["tokens"]
+
+    def go_on(self) -> list[int]:
+        self.say({})
+        return self.hear("tokens")["tokens"]
+
+    def end(self) -> int:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[Testbed]:
+    with Testbed(boxes=3, delay_ms=0.1, gbit=10) as bed:
+        yield bed
+
+
+@pytest.fixture(scope="module")
+def cluster(bed) -> Iterator[Driver]:
+    driver = Driver(bed)
+    yield driver
+    assert driver.end() == 0
+    # What a killed agent left ends by itself.
+    until(lambda: not any(leftovers(bed, box) for box in bed.boxes))
+
+
+def leftovers(bed: Testbed, box: str) -> list[int]:
+    """Processes in a box that are not its sshd's."""
+    found = []
+    for pid in bed.processes(box):
+        with suppress(FileNotFoundError):
+            if b"python" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def texts(cluster) -> dict[str, list[int]]:
+    return {"greedy": cluster.ask(GREEDY), "sampled": cluster.ask(SAMPLED)}
+
+
+def test_eight_stages_over_three_boxes_say_what_hugging_face_says(texts):
+    from pipespec import build
+    from pipespec.compose import compose
+
+    plan = build.plan(compose(["cluster.devices=[cpu]"]))
+    prompt = build.encode(plan, build.load_tokenizers(plan), PROMPT)
+    assert texts["greedy"] == reference(Path(plan.target.path), [prompt], TOKENS)[0]
+
+
+def test_each_rank_is_killed_in_turn(cluster, texts):
+    for member in cluster.members:
+        found = cluster.ask(SAMPLED, AT)
+        os.kill(found["pids"][member], signal.SIGKILL)
+        assert cluster.go_on() == texts["sampled"]
+
+
+def test_a_rank_hangs(cluster, texts):
+    found = cluster.ask(SAMPLED, AT)
+    os.kill(found["pids"]["c/0"], signal.SIGSTOP)
+    assert cluster.go_on() == texts["sampled"]
+
+
+def test_redis_is_killed(cluster, texts):
+    found = cluster.ask(SAMPLED, AT)
+    os.kill(found["redis"], signal.SIGKILL)
+    assert cluster.go_on() == texts["sampled"]
+
+
+@pytest.mark.parametrize("link", ["ab", "bc", "ac"])
+def test_a_link_is_cut_until_an_epoch_has_ended(cluster, texts, link):
+    cluster.ask(SAMPLED, AT)
+    cluster.bed.cut(*link)
+    cluster.say({})
+    while "ended" not in cluster.hear("log")["line"]:
+        pass
+    cluster.bed.mend(*link)
+    assert cluster.hear("tokens")["tokens"] == texts["sampled"]
+
+
+def test_a_box_is_lost_and_comes_back(cluster, texts):
+    found = cluster.ask(SAMPLED, AT)
+    agent = os.getsid(found["pids"]["b/0"])
+    os.kill(agent, signal.SIGKILL)
+    assert cluster.go_on() == texts["sampled"]
