@@ -30,7 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from pipespec import build, session
+from pipespec import attached, build, session
+from pipespec.cards import Card
 from pipespec.clock import monotonic_ns
 from pipespec.compose import compose
 from pipespec.config import Config
@@ -125,6 +126,7 @@ def bench(
     prompt_tokens: int | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
+    on: Card | None = None,
 ) -> BenchResult:
     """Decode all samples on one cluster.
 
@@ -134,6 +136,7 @@ def bench(
         prompt_tokens: cut every prompt to its first so many tokens.
         on_done: called with how many requests are finished, and of how many.
         on_loaded: called with how many ranks have loaded their models, and of how many.
+        on: ask this running cluster instead; `config` is then `asking.configure`'s.
 
     Raises:
         ConfigError, Unreachable: before any rank starts, if anything is wrong.
@@ -144,15 +147,18 @@ def bench(
         check_positive("prompt_tokens", prompt_tokens)
     if not samples:
         raise ConfigError("There is no sample to decode; pass at least one.")
-    plan = build.plan(config)
+    plan = build.plan(config) if on is None else attached.plan_of(on, config)
     tokenizer = build.load_tokenizers(plan)
     prompts = [encode(plan, tokenizer, sample, prompt_tokens) for sample in samples]
-    plan = build.fit_context(plan, max(map(len, prompts)))
+    if on is None:
+        plan = build.fit_context(plan, max(map(len, prompts)))
     sampling = config.verify.sampling(fresh_seed=session.fresh_seed())
     eos = () if config.decode.ignore_eos else plan.target.eos
     results: list[RequestResult] = []
     traced: list[Report] = []
-    with session.start(plan, on_loaded) as cluster:
+    with (
+        session.start(plan, on_loaded) if on is None else attached.attach(on, on_loaded)
+    ) as cluster:
         waiting = deque(prompts)
         open_requests: deque[tuple[int, int]] = deque()  # number, when it was handed in
 

@@ -88,7 +88,8 @@ class CheckpointInfo:
     `path` is the local folder. `vocab_size` counts the rows of the embedding, which may be
     padded beyond the tokenizer's tokens. `context` is the longest sequence in tokens. `eos` are
     the token ids that end a text. `layer_bytes` has one entry per layer; `embedding_bytes` is
-    the input embedding, `head_bytes` all else: final norm and output head.
+    the input embedding, `head_bytes` all else: final norm and output head. `tied`: the embedding
+    is the output head too. `kv_size`: how many numbers K and V of one token in one layer are.
     """
 
     path: Path
@@ -101,6 +102,13 @@ class CheckpointInfo:
     layer_bytes: tuple[int, ...]
     embedding_bytes: int
     head_bytes: int
+    tied: bool
+    kv_size: int
+
+    @property
+    def stored_item_bytes(self) -> float:
+        """Bytes of a number of the embedding, as stored."""
+        return self.embedding_bytes / (self.vocab_size * self.hidden_size)
 
     @property
     def num_bytes(self) -> int:
@@ -159,6 +167,8 @@ def inspect(model: str | Path) -> CheckpointInfo:
         layer_bytes=tuple(layers),
         embedding_bytes=embedding,
         head_bytes=head,
+        tied=bool(config.tie_word_embeddings),
+        kv_size=_kv_size(config),
     )
 
 
@@ -231,6 +241,16 @@ def _config(path: Path) -> Any:
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{path / 'config.json'} is not valid: {reason}") from error
+
+
+def _kv_size(config: Any) -> int:
+    heads = config.num_attention_heads
+    if getattr(config, "qk_rope_head_dim", None) is not None:  # latent attention
+        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # A config.json may name what its architecture ignores; the class knows.
+    grouped = hasattr(type(config), "num_key_value_heads") and config.num_key_value_heads
+    return int(2 * head_dim * (grouped or heads))
 
 
 def _context(config: Any) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `pipespec generate`, `bench`, `plan` and `check`.
+"""The command line: `pipespec generate`, `bench`, `up` and the others in `COMMANDS`.
 
 Each command is a module of `pipespec.commands`. torch and transformers are imported only by
 the commands that need them, so that help and mistakes are answered at once.
@@ -15,12 +15,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from pipespec.commands import bench, check, generate, plan
+from pipespec.commands import (
+    bench,
+    check,
+    doctor,
+    down,
+    generate,
+    launch,
+    partition,
+    plan,
+    status,
+    up,
+)
 from pipespec.commands.arguments import Parser
 from pipespec.commands.terminal import OutputClosedError, write
 from pipespec.errors import ConfigError, PipespecError
 
-COMMANDS = (generate, bench, plan, check)
+COMMANDS = (generate, bench, plan, check, doctor, partition, launch, up, down, status)
 # What a shell reports for a program that a signal ended.
 SIGNALLED = 128
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipespec import build, session
+from pipespec import attached, build, session
+from pipespec.cards import Card
 from pipespec.clock import monotonic_ns
 from pipespec.config import Config
 from pipespec.text import Detokenizer, StopStrings
@@ -36,10 +37,12 @@ def generate(
     prompt: str,
     on_text: Callable[[str], None] = lambda piece: None,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
+    on: Card | None = None,
 ) -> Result:
     """Decode one prompt on a cluster that is started for it and ended after it.
 
     Args:
+        on: ask this running cluster instead; `config` is then `asking.configure`'s.
         on_text: called with each piece of text as soon as it is final.
         on_loaded: called with how many ranks have loaded their models, and of how many.
 
@@ -47,11 +50,14 @@ def generate(
         ConfigError, Unreachable: before any rank starts, if anything in the request is wrong.
         RankFailed: a rank died; the others have been ended.
     """
-    plan = build.plan(config)
+    plan = build.plan(config) if on is None else attached.plan_of(on, config)
     tokenizer = build.load_tokenizers(plan)
     ids = build.encode(plan, tokenizer, prompt)
-    plan = build.fit_context(plan, len(ids))
-    with session.start(plan, on_loaded) as cluster:
+    with (
+        session.start(build.fit_context(plan, len(ids)), on_loaded)
+        if on is None
+        else attached.attach(on, on_loaded)
+    ) as cluster:
         sampling = config.verify.sampling(fresh_seed=session.fresh_seed())
         enqueued = monotonic_ns()
         request = cluster.submit(

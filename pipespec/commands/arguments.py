@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipespec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pipespec.cards import Card
+    from pipespec.config import Config
+
     Commands = argparse._SubParsersAction["Parser"]
 
 STDIN = "-"
@@ -48,6 +51,32 @@ def finish(command: Parser, run: Callable[[argparse.Namespace, list[str]], int])
     )
     known = [name for action in command._actions for name in action.option_strings]
     command.set_defaults(command=run, known_options=known)
+
+
+def add_on(command: Parser) -> None:
+    """Add `--on`, for commands that can ask a cluster that is up already."""
+    command.add_argument(
+        "--on",
+        metavar="NAME",
+        help="ask the cluster that `pipespec up` started under this name; only decode.* and "
+        "verify.* may then be set",
+    )
+
+
+def configure(on: str | None, settings: Sequence[str]) -> tuple[Config, Card | None]:
+    """The configuration of a run, and the card of the running cluster if it is to ask one.
+
+    Raises ConfigError.
+    """
+    if on is None:
+        from pipespec.compose import compose
+
+        return compose(settings), None
+
+    from pipespec import asking, cards
+
+    card = cards.find(on)
+    return asking.configure(card, settings), card
 
 
 def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec import dataset
-from pipespec.commands.arguments import finish, overrides
+from pipespec.commands.arguments import add_on, configure, finish, overrides
 from pipespec.commands.terminal import labelled, output, progress, shown, write
+from pipespec.config import masked
 from pipespec.errors import ConfigError, PipespecError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def add(commands: Commands) -> None:
         "bench",
         show_settings=True,
         help="decode a data set of prompts and measure",
-        usage="pipespec bench [--json] [--output FILE] [dataset=PATH] [concurrency=N] "
+        usage="pipespec bench [--on NAME] [--json] [--output FILE] [dataset=PATH] [concurrency=N] "
         "[num_prompts=N] [prompt_tokens=N] [SETTING=VALUE ...]",
         description="Decode a data set of prompts on one cluster: latencies and throughput, named "
         "as by `vllm bench serve`, and what guessing brought. --dataset, --concurrency, "
@@ -72,6 +73,7 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--output", metavar="FILE", help="write the figures and every request to a JSON file"
     )
+    add_on(command)
     finish(command, run)
 
 
@@ -92,9 +94,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.output is not None:
         check_output(arguments.output)
 
-    from pipespec.compose import compose
-
-    config = compose(settings)
+    config, card = configure(arguments.on, settings)
 
     from pipespec.bench import bench
 
@@ -106,12 +106,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             prompt_tokens=prompt_tokens,
             on_done=on_done,
             on_loaded=on_loaded,
+            on=card,
         )
     figures = {
         **result.summary(),
         "dataset": str(where),
         "prompt_tokens": prompt_tokens,
-        "settings": settings,
+        "settings": list(map(masked, settings if card is None else [*card.overrides, *settings])),
         "benchmarks": result.by_benchmark(),
     }
     if arguments.output is not None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipespec.commands.arguments import STDIN, finish, overrides
+from pipespec.commands.arguments import STDIN, add_on, configure, finish, overrides
 from pipespec.commands.terminal import labelled, progress, shown, write
 from pipespec.errors import PromptError
 
@@ -33,8 +33,8 @@ def add(commands: Commands) -> None:
         "generate",
         show_settings=True,
         help="decode one prompt",
-        usage="pipespec generate (--prompt TEXT | --prompt-file FILE | -) [--chat] [--json] "
-        "[SETTING=VALUE ...]",
+        usage="pipespec generate (--prompt TEXT | --prompt-file FILE | -) [--chat] [--on NAME] "
+        "[--json] [SETTING=VALUE ...]",
         description="Decode one prompt: the text as it comes, then the statistics.",
     )
     command.add_argument("--prompt", metavar="TEXT", help="the prompt")
@@ -44,6 +44,7 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template"
     )
+    add_on(command)
     finish(command, run)
 
 
@@ -54,14 +55,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.chat:
         settings.append("decode.chat=true")
 
-    from pipespec.compose import compose
-
-    config = compose(settings)
+    config, card = configure(arguments.on, settings)
 
     from pipespec.generate import generate
 
+    show = _ignore if arguments.json else write
     with progress("loading") as (on_loaded,):
-        result = generate(config, prompt, _ignore if arguments.json else write, on_loaded)
+        result = generate(config, prompt, show, on_loaded, card)
     if arguments.json:
         write(json.dumps(asdict(result), allow_nan=False) + "\n")
     else:

@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
@@ -158,19 +157,18 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
     assert not run.leftovers()
 
 
-def test_a_rank_that_is_killed_ends_the_run_and_is_named(tmp_path):
-    run = Run(tmp_path, "--prompt", PROMPT, "cluster.stages=3", "decode.max_new_tokens=1500",
-              "decode.ignore_eos=true")  # fmt: skip
+def test_a_process_that_is_killed_does_not_show_in_the_text(tmp_path):
+    settings = ("--prompt", PROMPT, "cluster.stages=3", "decode.max_new_tokens=200",
+                "decode.ignore_eos=true")  # fmt: skip
+    code, text, _ = Run(tmp_path, *settings).finish()
+    assert code == 0
+    run = Run(tmp_path, *settings)
     run.await_text()
-    ranks = run.ranks()
-    assert len(ranks) == 4
-    killed = time.monotonic()
-    ranks[2].kill()
-    code, _, err = run.finish()
-    assert time.monotonic() - killed < 10
-    assert code == 1
-    assert f"on host {socket.gethostname()} (SIGKILL)" in err
-    assert "pipespec: rank " in err
+    run.ranks()[2].kill()
+    code, rest, err = run.finish()
+    assert code == 0, err
+    assert text.endswith(rest)
+    assert len(rest) > len(text) // 2
     assert not run.leftovers()
 
 
@@ -185,7 +183,7 @@ def refuse(capsys, monkeypatch):
     def no_rank(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(pipespec.session, "launch", no_rank)
+    monkeypatch.setattr(pipespec.session, "Cluster", no_rank)
 
     def run(*arguments: str, prompt: str = PROMPT) -> str:
         capsys.readouterr()  # what building a model has printed

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.attention import AttentionPlan, Segment, causal_plan
-from pipespec.checkpoint import ARCHITECTURES
+from pipespec.checkpoint import ARCHITECTURES, inspect
 from pipespec.errors import ModelError
 from pipespec.model import ModelSlice
 from tests.models import CONFIGS, NUM_LAYERS, VOCAB_SIZE, build
@@ -150,6 +150,14 @@ def test_shape_and_memory_are_told(checkpoint):
     assert not model.is_first
     assert not model.is_last
     assert model.num_kv_bytes == 2 * 2 * NUM_SLOTS * 2 * 12 * 2  # layers, K and V, ..., 2 bytes
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_the_pool_is_as_large_as_the_checkpoint_foretells(checkpoint, model_type):
+    path = checkpoint(model_type)
+    (whole,) = _load(path, 1)
+    slot_bytes = inspect(path).kv_size * NUM_LAYERS * whole.dtype.itemsize
+    assert whole.num_kv_bytes == whole.num_slots * slot_bytes
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused(tmp_path):

@@ -30,7 +30,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return err
 
 
-@pytest.mark.parametrize("command", ["generate", "bench"])
+@pytest.mark.parametrize("command", ["generate", "bench", "up"])
 def test_help_lists_every_setting_with_its_default(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +138,9 @@ def test_mistakes_and_help_do_not_wait_for_torch() -> None:
         "import sys; from pipespec.cli import main; "
         "main(['generate', '--prompt', 'a', 'feed.widht=1']); "
         "main(['bench', 'feed.widht=1']); "
+        "main(['up', 'feed.widht=1']); "
+        "main(['status', 'no-such-cluster']); "
+        "main(['generate', '--on', 'no-such-cluster', '--prompt', 'a']); "
         "print('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -16,6 +16,7 @@ from pipespec.config import (
     ControllerConfig,
     DecodeConfig,
     TransportConfig,
+    masked,
 )
 from pipespec.feed.adaptive import Adaptive
 from pipespec.feed.best_first import BestFirst
@@ -72,6 +73,8 @@ def test_every_shipped_file_names_every_setting(group: str, option: str) -> None
     text = (resource_dir("conf") / group / f"{option}.yaml").read_text()
     named = {line.partition(":")[0] for line in text.splitlines() if line[0] not in "# "}
     fixed = {"max_rows", "children", "capacity"} if cls is Root else set()
+    if (group, option) == ("controller", "url"):
+        fixed = {"port", "data", "tls"}  # of the private server
     assert named - {"_target_"} == {f.name for f in fields(cls)} - fixed
 
 
@@ -228,6 +231,16 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
         ("model=custom", ["model.target has no value", "pass model.target="]),
         ("controller=url", ["controller.url has no value"]),
         ("controller.namespace=a b", ["controller.namespace is 'a b'"]),
+        ("controller.port=65536", ["controller.port is 65536", "65535"]),
+        ("controller.data=", ["controller.data is empty"]),
+        (
+            ["controller.url=redis://host", "controller.tls=/certificates"],
+            ["controller.tls is for the private server", "controller.url"],
+        ),
+        (
+            ["controller=url", "controller.url=redis://host", "controller.data=x"],
+            ["controller=url"],
+        ),
         ("transport.port=65536", ["transport.port is 65536", "65535"]),
         ("transport.port=-1", ["transport.port is -1"]),
         ("trace=/no/such/folder/t.json", ["/no/such/folder/t.json", "folder"]),
@@ -258,8 +271,25 @@ def test_a_policy_without_settings_says_so() -> None:
     assert "with feed=root, which has no settings" in sentence(["feed=root", "feed.width=3"])
 
 
-def test_a_password_is_never_repeated() -> None:
-    assert "secret" not in sentence(["controller.url=http://user:secret@host"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "controller.url=http://user:secret@host",
+        "controller.ulr=redis://:secret@host",
+        "+controller.url=redis://:secret@host",
+        "redis://:secret@host",
+        "unix:///redis.sock?password=secret",
+    ],
+)
+def test_a_password_is_never_repeated(override: str) -> None:
+    assert "secret" not in sentence([override])
+
+
+def test_what_may_hold_a_password_is_not_shown() -> None:
+    for url in ("redis://ann:se@ret@host:1/0", "unix:///redis.sock?password=se@ret"):
+        assert "ret" not in repr(ControllerConfig(url))
+        assert "se@ret" not in masked(f"controller.url={url}")
+    assert masked("model.target=/models/a@b") == "model.target=/models/a@b"
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.errors import StaleEpoch
+from pipespec.errors import RankFailed, StaleEpoch
 from pipespec.types import NUM_COLUMNS, Batch
-from pipespec.wire import MAX_RELEASED, Wire
+from pipespec.wire import MAX_RELEASED, Wire, token
 
 HIDDEN = 24
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -115,6 +115,15 @@ def test_apart_from_the_message_only_their_presence_is_told():
 def test_another_epoch_is_refused_by_name():
     with pytest.raises(StaleEpoch, match="epoch 4 reached a rank of epoch 5"):
         wire(epoch=5).unpack(wire(epoch=4).pack(batch_of(1)))
+
+
+def test_a_sender_without_the_secret_is_refused():
+    ours = wire(token=token("secret", 1))
+    assert ours.unpack(wire(token=token("secret", 1)).pack(batch_of(1))).step == 3
+    strangers = [(0, 0), token("", 1), token("other", 1), token("secret", 2)]
+    for stranger in [*strangers, token("secret", 1, "meeting"), (token("secret", 1)[0], 0)]:
+        with pytest.raises(RankFailed, match="does not hold the cluster's secret"):
+            ours.unpack(wire(token=stranger).pack(batch_of(1)))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,268 @@
+"""Cards of clusters that stay up: small files that say how to reach them.
+
+`pipespec up` holds its cluster's name from before the start until the end, by a lock on
+`<name>.lock`, which also says which process holds it. Once the cluster is ready there is a card
+beside it, `<name>.json`. Both are gone when the cluster is; what a killed process left behind
+counts for nothing and is replaced.
+
+A card holds the password of the cluster's Redis, so folder and files are for this user alone.
+Copied to the same folder on another box, it lets that box ask the cluster too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipespec.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+CARD, LOCK, LOG = ".json", ".lock", ".log"
+# The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# A process's start is told in wall-clock time, which may be set right meanwhile.
+CLOCK_DRIFT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, told apart from later ones with its number.
+
+    `created` is when it began, in seconds since 1970; `machine` is where its number means it.
+    """
+
+    pid: int
+    created: float
+    machine: str
+
+    @classmethod
+    def this(cls) -> Owner:
+        """The process that asks."""
+        return cls(os.getpid(), psutil.Process().create_time(), _machine())
+
+    @property
+    def here(self) -> bool:
+        """Whether its number and its clock mean something on this machine."""
+        return self.machine == _machine()
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is known to have ended; of a process elsewhere nothing is known."""
+        if not self.here:
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.created) < CLOCK_DRIFT_S
+            return not same or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
+@dataclass(frozen=True)
+class Card:
+    """How to reach a running cluster, and what its users must know of it.
+
+    `url` and `namespace` lead to its request log, `owner` is its `pipespec up`, on the box
+    `host`. `epoch` is the one it began with. `target` is the folder or hub id of the model,
+    `vocab_size`, `context` (tokens) and `eos` are the target's. `overrides` made the cluster,
+    except those of `controller`. `started` is in seconds since 1970.
+    """
+
+    name: str
+    url: str = field(repr=False)
+    namespace: str
+    epoch: int
+    owner: Owner
+    host: str
+    overrides: tuple[str, ...]
+    target: str
+    vocab_size: int
+    context: int
+    eos: tuple[int, ...]
+    num_ranks: int
+    started: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name that is taken. `card` is None while the cluster starts."""
+
+    name: str
+    owner: Owner
+    card: Card | None
+
+
+def folder() -> Path:
+    """Where cards lie: `$XDG_STATE_HOME/pipespec`, or `~/.local/state/pipespec`."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    return base / "pipespec"
+
+
+@contextmanager
+def claim(name: str) -> Iterator[None]:
+    """Hold a name; card and lock are removed afterwards.
+
+    Raises ConfigError if the name cannot be used, or a cluster that lives holds it.
+    """
+    check_name(name)
+    lock = folder() / (name + LOCK)
+    try:
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = _lock(lock)
+    except OSError as error:
+        raise ConfigError(
+            f"The folder of cards {str(folder())!r} cannot be used ({error.strerror}); set "
+            "XDG_STATE_HOME to a folder of yours."
+        ) from error
+    if descriptor is None:
+        raise ConfigError(
+            f"A cluster named {name!r} is up already; end it with `pipespec down {name}`, or "
+            "choose another --name."
+        )
+    card = folder() / (name + CARD)
+    try:
+        card.unlink(missing_ok=True)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, json.dumps(asdict(Owner.this())).encode())
+        yield
+    finally:
+        card.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def publish(card: Card) -> Path:
+    """Write the card of a name that this process holds, in one go; its file."""
+    file = folder() / (card.name + CARD)
+    partial = file.with_suffix(".partial")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        json.dump(asdict(card), stream)
+    partial.rename(file)
+    return file
+
+
+def held(name: str) -> Entry | None:
+    """Who has a name, None if nobody. Raises ConfigError if the card cannot be read."""
+    # The lock's holder is asked first: a card may be a killed one's.
+    holder, told = _read(folder() / (name + LOCK)), _read(folder() / (name + CARD))
+    owner = None if holder is None else Owner(**holder)
+    card = None if told is None else _card(told)
+    if owner is not None and not owner.gone:
+        return Entry(name, owner, card if card is not None and card.owner == owner else None)
+    if card is not None and not card.owner.here:
+        return Entry(name, card.owner, card)
+    return None
+
+
+def entries() -> list[Entry]:
+    """Every name that is taken, in order: by a process that lives, or on another machine.
+
+    Raises ConfigError if a card cannot be read.
+    """
+    names = {path.stem for path in folder().glob("*") if path.suffix in (CARD, LOCK)}
+    found = (held(name) for name in sorted(names))
+    return [entry for entry in found if entry is not None]
+
+
+def entry(name: str | None) -> Entry:
+    """The cluster of that name, or the only one there is. Raises ConfigError."""
+    taken = entries()
+    names = ", ".join(entry.name for entry in taken)
+    if name is None:
+        if len(taken) > 1:
+            raise ConfigError(f"Several clusters are up: {names}; name one.")
+        if not taken:
+            raise ConfigError("No cluster is up; start one with `pipespec up`.")
+        return taken[0]
+    check_name(name)
+    for candidate in taken:
+        if candidate.name == name:
+            return candidate
+    others = f"these are: {names}" if taken else "start it with `pipespec up`"
+    log = folder() / (name + LOG)
+    last = f" (the last one's log is {log})" if log.exists() else ""
+    raise ConfigError(f"No cluster named {name!r} is up; {others}{last}.")
+
+
+def find(name: str) -> Card:
+    """The card of a cluster that is ready. Raises ConfigError."""
+    card = entry(name).card
+    if card is None:
+        raise ConfigError(f"The cluster {name!r} is still loading; ask again when it is ready.")
+    return card
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless a cluster can have this name."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"The name of a cluster is {name!r}, but must be letters, digits, '_', '-' and '.', "
+            "and not begin with '.'."
+        )
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is none yet, or no more."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        # A lock that is just being taken says nothing yet.
+        value = json.loads(text) if text else None
+        fault = "" if value is None or _complete(value, file.suffix) else "it lacks entries"
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        fault = error.strerror or "unknown error"
+    except ValueError:
+        fault = "it is not JSON"
+    if fault:
+        raise ConfigError(
+            f"The file {str(file)!r} cannot be read ({fault}); remove it if its cluster is gone."
+        )
+    return value
+
+
+def _complete(value: Any, suffix: str) -> bool:
+    kind = Card if suffix == CARD else Owner
+    return isinstance(value, dict) and set(value) == {entry.name for entry in fields(kind)}
+
+
+def _card(told: dict[str, Any]) -> Card:
+    lists = {name: tuple(told[name]) for name in ("overrides", "eos")}
+    return Card(**{**told, **lists, "owner": Owner(**told["owner"])})
+
+
+def _lock(file: Path) -> int | None:
+    """The descriptor of a file that is locked as long as it is open; None if another has it."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+            return descriptor
+        # Its holder removed it between our two calls.
+        os.close(descriptor)
+
+
+def _machine() -> str:
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,41 @@
+"""What was measured on this machine once: small JSON files in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def cache_file(key: Mapping[str, Any]) -> Path:
+    """Where the figures of a key are kept: below XDG_CACHE_HOME, or `~/.cache`."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return home / "pipespec" / "measured" / f"{name}.json"
+
+
+def recall(key: Mapping[str, Any]) -> dict[str, float] | None:
+    """The figures of a key; None if there are none, or nothing that `keep` wrote."""
+    try:
+        kept = json.loads(cache_file(key).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(kept, dict) and all(type(v) in (int, float) for v in kept.values())
+    return kept if whole else None
+
+
+def keep(key: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+    """Keep figures, whole or not at all. A folder that cannot be written costs time alone."""
+    file = cache_file(key)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as stream:
+            json.dump(figures, stream)
+        os.replace(stream.name, file)
+    except OSError as error:
+        print(f"pipespec: {file} cannot be written: {error.strerror}.", file=sys.stderr)

@@ -1,0 +1,214 @@
+"""From measured figures to who does what on the boxes of a hosts file.
+
+`pipespec.gather` measures, `pipespec.partition` decides; here the one becomes what the other
+takes, with what the configuration asks of memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from pipespec.checkpoint import CheckpointInfo
+from pipespec.config import Config
+from pipespec.costs import ROW_HEADER_BYTES, Member, Needs, Problem, Route
+from pipespec.errors import ConfigError
+from pipespec.hosts import Hosts
+from pipespec.partition import GIB
+
+# What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
+RUNTIME_BYTES = 512 * 2**20
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured, as plain values that JSON can hold.
+
+    `rows` and `length` are the width and the text length of it, `dtype` the type of the weights.
+    `target` and `draft` are sizes of the model files in bytes; `members` maps a member to
+    `model` (of the device), `memory_bytes`, and as far as measured `stage` and `draft`
+    (`pipespec.measure`); `links` has `source`, `to`, `rtt_ms` and `gbit_s` for pairs of boxes.
+    """
+
+    rows: int
+    length: int
+    dtype: str
+    target: Mapping[str, Any]
+    draft: Mapping[str, Any] | None
+    members: Mapping[str, Mapping[str, Any]]
+    links: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, file: str) -> Figures:
+        """From what `pipespec partition --json` printed. Raises ConfigError."""
+        try:
+            values = json.loads(Path(file).read_text("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"The figures {file!r} cannot be read: {error.strerror}.") from error
+        except ValueError as error:
+            raise ConfigError(f"The figures {file!r} are not JSON: {error}.") from error
+        figures = values.get("figures") if isinstance(values, dict) else None
+        known = {f.name for f in fields(cls)}
+        if not isinstance(figures, dict) or figures.keys() != known:
+            raise ConfigError(
+                f"The figures {file!r} were not written by `pipespec partition --json`; "
+                "measure again."
+            )
+        return cls(**figures)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
+    """Token slots in the KV pool of a stage, or of the head's draft.
+
+    Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it has
+    expanded. One batch more of each is on its way in before a verdict frees the last.
+    """
+    feed = config.feed
+    # Running free, every link can hold a batch, and so can every rank.
+    in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
+    nodes = feed.capacity if head else in_flight * feed.max_rows
+    return context + nodes + max(feed.max_rows, config.decode.prefill_chunk)
+
+
+def choose_dtype(hosts: Hosts, config: Config) -> str:
+    """The type of the weights: bfloat16 if no stage can be on a CPU, where nothing else is said."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    stages = set(hosts.members) - {hosts.draft, *hosts.spare_members}
+    on_gpu = all(hosts.device_of(member).startswith("cuda") for member in stages)
+    return "bfloat16" if on_gpu else "float32"
+
+
+def problem(hosts: Hosts, figures: Figures, config: Config) -> Problem:
+    """What the planner is to lay out. Raises ConfigError if the figures are of something else."""
+    if figures.rows != config.feed.max_rows:
+        raise ConfigError(
+            f"The figures are of {figures.rows} rows a batch, but {config.feed.max_rows} are to be "
+            "fed; measure again, or set feed.width as it was."
+        )
+    try:
+        members = tuple(_member(hosts, figures, name) for name in _file_order(hosts))
+        return Problem(
+            members=members,
+            needs=_needs(hosts, figures, config),
+            routes={
+                (link["source"], link["to"]): Route(link["rtt_ms"], link["gbit_s"])
+                for link in figures.links
+            },
+            draft=hosts.draft,
+            order=hosts.order,
+            split=hosts.split,
+            spares=hosts.spare_members,
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"The figures are not complete ({error}); measure again with `pipespec partition`."
+        ) from error
+
+
+def unmeasured(
+    hosts: Hosts,
+    config: Config,
+    target: CheckpointInfo,
+    draft: CheckpointInfo | None,
+    context: int,
+) -> Problem:
+    """The same without figures: equal devices, with the memory that the hosts file grants them.
+
+    The head is the file's, or its first member; the boxes stand as in the file. `context` is
+    the longest sequence in tokens.
+    """
+    hosts = replace(hosts, draft=hosts.draft or hosts.members[0])
+    item = ITEM_BYTES[choose_dtype(hosts, config)]
+    num_ranks = hosts.num_stages + 1
+    slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
+    scale = item / target.stored_item_bytes
+    draft_bytes = 0
+    if draft is not None:
+        pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
+        weights = draft.num_bytes * item / draft.stored_item_bytes
+        draft_bytes = int(weights) + pool * draft.num_layers * draft.kv_size * item
+    return Problem(
+        members=tuple(
+            Member(name, memory_bytes=_granted(hosts, name, inf)) for name in _file_order(hosts)
+        ),
+        needs=Needs(
+            layer_bytes=tuple(int(weights * scale) for weights in target.layer_bytes),
+            embedding_bytes=int(target.embedding_bytes * scale),
+            head_bytes=int(target.head_bytes * scale),
+            tied=target.tied,
+            kv_layer_bytes=slots * target.kv_size * item,
+            runtime_bytes=RUNTIME_BYTES,
+            draft_bytes=draft_bytes,
+        ),
+        draft=hosts.draft,
+        order=hosts.order or tuple(box.name for box in hosts.boxes),
+        split=hosts.split,
+        spares=hosts.spare_members,
+    )
+
+
+def _granted(hosts: Hosts, member: str, free: float) -> float:
+    """What a member may use of what is free."""
+    limit = hosts.box_of(member).memory_gib
+    return free if limit is None else min(free, int(limit * GIB))
+
+
+def _file_order(hosts: Hosts) -> list[str]:
+    return [member for box in hosts.boxes for member in box.members]
+
+
+def _member(hosts: Hosts, figures: Figures, name: str) -> Member:
+    if name not in figures.members:
+        raise ConfigError(
+            f"There are no figures of {name}; measure again with `pipespec partition`."
+        )
+    found = figures.members[name]
+    stage = found.get("stage") or {}
+    draft_round_ms = 0.0
+    if "draft" in found:
+        draft_round_ms = inf if found["draft"] is None else found["draft"]["round_ms"]
+    return Member(
+        name,
+        **{key: stage[key] for key in ("layer_ms", "head_ms", "embedding_ms") if stage},
+        draft_round_ms=draft_round_ms,
+        memory_bytes=_granted(hosts, name, found["memory_bytes"]),
+    )
+
+
+def _needs(hosts: Hosts, figures: Figures, config: Config) -> Needs:
+    target, draft = figures.target, figures.draft
+    stages = [found["stage"] for found in figures.members.values() if found.get("stage")]
+    drafts = [found["draft"] for found in figures.members.values() if found.get("draft")]
+    scale = max(stage["scale"] for stage in stages)
+    context = min(config.model.context or target["context"], target["context"])
+    num_ranks = hosts.num_stages + 1
+    slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
+    draft_bytes = 0
+    if draft is not None and drafts:
+        pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
+        draft_bytes = max(d["weight_bytes"] + int(pool * d["kv_slot_bytes"]) for d in drafts)
+    elif draft is not None:
+        weights = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
+        draft_bytes = int(weights * scale)
+    rounds = config.source.rounds
+    return Needs(
+        layer_bytes=tuple(int(weights * scale) for weights in target["layer_bytes"]),
+        embedding_bytes=int(target["embedding_bytes"] * scale),
+        head_bytes=int(target["head_bytes"] * scale),
+        tied=target["tied"],
+        kv_layer_bytes=int(slots * max(stage["kv_slot_bytes"] for stage in stages)),
+        runtime_bytes=RUNTIME_BYTES,
+        draft_bytes=draft_bytes,
+        rows=figures.rows,
+        row_bytes=target["hidden_size"] * ITEM_BYTES[figures.dtype] + ROW_HEADER_BYTES,
+        rounds=rounds if isinstance(rounds, int) else 1,
+    )

@@ -1,0 +1,205 @@
+"""Measuring the devices of a box in a process of its own, and planning from what was measured."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from pipespec.cli import main
+from pipespec.compose import compose
+from pipespec.errors import ConfigError
+from pipespec.gather import gather
+from pipespec.hosts import load_hosts
+from pipespec.measure import Wish, measure
+from pipespec.partition import plan_slices
+from pipespec.placement import Figures, problem
+from pipespec.resources import resource_dir
+
+DEMO = resource_dir("demo")
+NUM_LAYERS = 16
+WISH = {
+    "target": str(DEMO / "target"),
+    "draft": str(DEMO / "draft"),
+    "devices": ["cpu", "cpu"],
+    "roles": [["draft"], ["stage"]],
+    "rows": 8,
+    "length": 64,
+    "children": 4,
+    "dtype": "float32",
+}
+HOSTS = """
+hosts:
+  - {name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
+  - {name: beta, address: 127.0.0.2, ssh: local, devices: [cpu, cpu]}
+"""
+SETTINGS = ["feed.width=8", "model.context=256"]
+
+
+def wish(**changes):
+    roles = tuple(map(tuple, WISH["roles"]))
+    return replace(Wish(**{**WISH, "devices": ("cpu", "cpu"), "roles": roles}), **changes)
+
+
+def measured(wish):
+    return subprocess.run(
+        [sys.executable, "-m", "pipespec.measure"],
+        input=json.dumps(wish),
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """A cache folder of this module's own."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def hosts_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("hosts") / "pair.yaml"
+    file.write_text(HOSTS)
+    return file
+
+
+@pytest.fixture(scope="module")
+def figures(hosts_file):
+    """Both boxes, measured."""
+    return gather(load_hosts(hosts_file), compose(["cluster.stages=3", *SETTINGS]))
+
+
+def test_a_box_says_times_sizes_and_memory():
+    done = measured(WISH)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    config = json.loads((DEMO / "target" / "config.json").read_text())
+    drafting, staging = answer["devices"]
+    assert drafting["draft"]["round_ms"] > 0
+    assert "stage" not in drafting
+    stage = staging["stage"]
+    assert stage["layer_ms"] > 0 and stage["head_ms"] > 0 and stage["embedding_ms"] >= 0
+    # K and V of a slot, in float32; the checkpoint is stored in bfloat16.
+    kv_size = config["num_key_value_heads"] * config["head_dim"]
+    assert stage["kv_slot_bytes"] == 2 * 4 * kv_size
+    assert stage["scale"] == 2
+    assert answer["target"]["tied"] == config["tie_word_embeddings"]
+    assert len(answer["target"]["layer_bytes"]) == NUM_LAYERS
+    assert drafting["memory_bytes"] > 0
+
+
+def test_what_was_measured_is_kept_and_belongs_to_its_rows(cache):
+    first, again = measure(wish()), measure(wish())
+    assert [found["stage"] for found in first["devices"][1:]] == [again["devices"][1]["stage"]]
+    assert first["devices"][0]["draft"] == again["devices"][0]["draft"]
+    files = set(cache.rglob("*.json"))
+    other = measure(wish(rows=4, roles=(("stage",), ("stage",))))
+    assert other["devices"][0]["stage"] == other["devices"][1]["stage"]
+    assert len(set(cache.rglob("*.json")) - files) == 1
+
+
+def test_a_spoilt_cache_is_measured_anew(cache):
+    measure(wish())
+    for file in cache.rglob("*.json"):
+        file.write_text('{"layer_ms": "a text"')
+    assert measure(wish())["devices"][1]["stage"]["layer_ms"] > 0
+
+
+def test_a_device_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match=r"cuda:99 is not there: this machine has \d+ CUDA"):
+        measure(wish(devices=("cuda:99", "cpu")))
+
+
+def test_what_cannot_be_measured_is_one_sentence():
+    done = measured({**WISH, "target": "/nowhere"})
+    assert done.returncode == 2
+    assert "no model folder /nowhere" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_figures_become_a_placement_of_all_layers(figures, hosts_file):
+    config = compose(["cluster.stages=3", *SETTINGS])
+    asked = problem(load_hosts(hosts_file), figures, config)
+    placement = plan_slices(asked)
+    assert sum(map(len, placement.layers)) == NUM_LAYERS
+    assert sorted(placement.members_by_rank) == ["alpha/0", "alpha/1", "beta/0", "beta/1"]
+    assert {(link["source"], link["to"]) for link in figures.links} == {
+        ("alpha", "beta"),
+        ("beta", "alpha"),
+    }
+    # The ends hold the (tied) embedding too.
+    needs = asked.needs
+    assert placement.bytes_by_rank[1] > needs.stage_bytes(range(1, 1 + len(placement.layers[0])))
+    assert needs.layer_bytes[0] == 2 * figures.target["layer_bytes"][0]
+
+
+def test_memory_gib_bounds_a_member(figures, hosts_file, tmp_path):
+    file = tmp_path / "small.yaml"
+    file.write_text(hosts_file.read_text().replace("devices", "memory_gib: 0.1, devices"))
+    asked = problem(load_hosts(file), figures, compose(["cluster.stages=3", *SETTINGS]))
+    with pytest.raises(ConfigError, match=r"but alpha/0 has 0\.100: 0\.4 GiB are missing"):
+        plan_slices(asked)
+
+
+def test_figures_of_another_width_are_refused(figures, hosts_file):
+    with pytest.raises(ConfigError, match="figures are of 8 rows a batch, but 16"):
+        problem(load_hosts(hosts_file), figures, compose(["cluster.stages=3"]))
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def stored(figures, folder):
+    file = folder / "figures.json"
+    file.write_text(json.dumps({"figures": figures.as_json()}))
+    return str(file)
+
+
+def test_the_command_plans_from_stored_figures(figures, hosts_file, tmp_path, capsys):
+    arguments = ["--measured", stored(figures, tmp_path), str(hosts_file), *SETTINGS]
+    assert main(["partition", *arguments]) == 0
+    printed = capsys.readouterr().out
+    for word in ("alpha/0", "beta/1", "sets the pace", "draft: ", "order: [", "split: ["):
+        assert word in printed
+    assert main(["partition", "--json", *arguments]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["step_ms"] == max(row["compute_ms"] + row["link_ms"] for row in answer["ranks"])
+    assert sum(answer["hosts"]["split"]) == NUM_LAYERS
+    assert answer["plain_step_ms"] >= answer["step_ms"]
+
+
+def test_what_it_says_to_write_makes_the_same_placement(figures, hosts_file, tmp_path, capsys):
+    source = stored(figures, tmp_path)
+    spare = tmp_path / "spare.yaml"
+    spare.write_text(f"{hosts_file.read_text()}spares: 1\n")
+    main(["partition", "--json", "--measured", source, str(spare), *SETTINGS])
+    first = json.loads(capsys.readouterr().out)
+    lines = "".join(f"{name}: {json.dumps(value)}\n" for name, value in first["hosts"].items())
+    fixed = tmp_path / "fixed.yaml"
+    fixed.write_text(spare.read_text() + lines)
+    main(["partition", "--json", "--measured", source, str(fixed), *SETTINGS])
+    again = json.loads(capsys.readouterr().out)
+    assert [row["member"] for row in again["ranks"]] == [row["member"] for row in first["ranks"]]
+    assert again["spares"] == first["spares"]
+    assert again["hosts"] == first["hosts"]
+
+
+def test_a_split_by_hand_is_checked(figures, hosts_file, tmp_path, capsys):
+    arguments = ["partition", "--measured", stored(figures, tmp_path), str(hosts_file), *SETTINGS]
+    assert main([*arguments, "cluster.split=[4,4,4]"]) == 2
+    assert "12 layers for 3 stages, but the target has 16" in capsys.readouterr().err
+    assert main([*arguments, "--json", "cluster.split=[4,4,8]"]) == 0
+    assert json.loads(capsys.readouterr().out)["hosts"]["split"] == [4, 4, 8]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "nothing", '{"figures": {"rows": 1}}'])
+def test_a_file_without_figures_is_refused(text, tmp_path):
+    file = tmp_path / "figures.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"figures\.json'"):
+        Figures.read(str(file))

@@ -1,0 +1,456 @@
+"""`pipespec up`, `status`, `down`, and requests to a cluster that is up already."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import AutoTokenizer
+
+from pipespec import asking, cards
+from pipespec.cli import main
+from pipespec.control.connection import Pipe
+from pipespec.control.members import Membership
+from pipespec.control.server import EmbeddedRedis
+from pipespec.errors import RankFailed
+from pipespec.generate import generate
+from pipespec.resources import resource_dir
+from tests import cluster
+
+pytestmark = pytest.mark.slow
+PIPESPEC = [sys.executable, "-m", "pipespec"]
+MARK = "PIPESPEC_TEST_RUN"
+NAME = "lab"
+NUM_TOKENS = 12
+PROMPTS = (
+    "Once upon a time there was a king who",
+    "The little girl ran out of the house and",
+    "Tom has three apples and buys four more. How many",
+)
+SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", f"decode.max_new_tokens={NUM_TOKENS}")
+LONG = ("decode.max_new_tokens=1500", "decode.ignore_eos=true")
+PATIENCE_S = 120  # a loaded machine takes its time to import torch
+ENDING_S = 60
+
+
+@dataclass
+class Place:
+    """A folder for cards, temporary files and a mark that every process started here carries."""
+
+    folder: Path
+    mark: str
+
+    @property
+    def environment(self) -> dict[str, str]:
+        temporary = self.folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        return os.environ | {
+            MARK: self.mark,
+            "XDG_STATE_HOME": str(self.folder),
+            "TMPDIR": str(temporary),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*PIPESPEC, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environment,
+            cwd=Path(__file__).parent.parent.parent,
+        )
+
+    def run(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(stdin, timeout=PATIENCE_S)
+        return process.returncode, out, err
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def files(self) -> list[str]:
+        """What lies there, logs of what was detached excepted."""
+        told = [*(self.folder / "tmp").iterdir(), *(self.folder / "pipespec").iterdir()]
+        return [path.name for path in told if path.suffix != cards.LOG]
+
+    def log(self, name: str) -> str:
+        return (self.folder / "pipespec" / f"{name}{cards.LOG}").read_text()
+
+    def kill(self) -> None:
+        for process in self.processes():
+            process.kill()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A place of one test; commands that run in this process use it too."""
+    place = Place(tmp_path, uuid.uuid4().hex)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    yield place
+    place.kill()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """A place where a cluster is up."""
+    place = Place(tmp_path_factory.mktemp("up"), uuid.uuid4().hex)
+    try:
+        code, out, err = place.run("up", "--detach", "--json", "--name", NAME, *SETTINGS)
+        assert (code, err) == (0, "")
+        told = json.loads(out)
+        assert (told["name"], told["num_ranks"], told["context"]) == (NAME, 3, 2048)
+        yield place
+        assert place.run("down") == (0, f"{NAME} has ended.\n", "")
+        assert place.processes() == []
+        assert place.files() == []
+    finally:
+        place.kill()
+
+
+@pytest.fixture
+def up(running: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """The running cluster, for commands of this process too."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(running.folder))
+    return running
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[int]]:
+    """What the target says after each prompt, by Hugging Face."""
+    folder = resource_dir("demo") / "target"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    return dict(zip(PROMPTS, cluster.reference(folder, prompts, NUM_TOKENS), strict=True))
+
+
+def until(condition: Callable[[], object], seconds: float = ENDING_S) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert main(["status", "--json", *arguments]) == 0
+    clusters: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["clusters"]
+    return clusters
+
+
+# --- one cluster, many requests ---------------------------------------------------------------
+
+
+def test_requests_of_several_users_queue_and_each_gets_its_own_text(
+    up: Place, expected: dict[str, list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (before,) = status(capsys)
+
+    def ask(prompt: str) -> tuple[int, str, str]:
+        return up.run("generate", "--on", NAME, "--json", "--prompt", prompt)
+
+    with ThreadPoolExecutor() as users:
+        answers = list(users.map(ask, PROMPTS))
+    assert [(code, err) for code, _, err in answers] == [(0, "")] * len(PROMPTS)
+    told = [json.loads(out) for _, out, _ in answers]
+    assert {p: a["token_ids"] for p, a in zip(PROMPTS, told, strict=True)} == expected
+    for answer in told:
+        assert 0 < answer["stats"]["ttft_ms"] < PATIENCE_S * 1e3
+        assert len(answer["stats"]["stage_busy"]) == 2
+    (after,) = status(capsys, NAME)
+    assert (after["state"], after["ranks"], after["num_ranks"]) == ("ready", 3, 3)
+    assert (after["open"], after["queued"], after["faults"]) == (0, 0, 0)
+    assert after["finished"] == before["finished"] + len(PROMPTS)
+    assert after["epoch"] == before["epoch"]
+    assert after["up_s"] > before["up_s"]
+
+
+@pytest.mark.usefixtures("up")
+def test_a_request_chooses_its_length_and_its_sampling(
+    expected: dict[str, list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompt = PROMPTS[0]
+    ask = ["generate", "--on", NAME, "--prompt", prompt]
+    assert main([*ask, "--json", "decode.max_new_tokens=3"]) == 0
+    assert json.loads(capfd.readouterr().out)["token_ids"] == expected[prompt][:3]
+    drawn = [*ask, "--json", "verify=sample", "verify.seed=5"]
+    assert main(drawn) == 0
+    first = json.loads(capfd.readouterr().out)
+    assert main(drawn) == 0
+    assert json.loads(capfd.readouterr().out)["token_ids"] == first["token_ids"]
+    assert first["token_ids"] != expected[prompt]
+    assert first["stats"]["seed"] == 5
+    # Text as it comes, statistics on the other stream.
+    assert main(ask) == 0
+    out, err = capfd.readouterr()
+    tokenizer = AutoTokenizer.from_pretrained(resource_dir("demo") / "target")
+    assert out == tokenizer.decode(expected[prompt]) + "\n"
+    assert f"{NUM_TOKENS} tokens after" in err
+
+
+@pytest.mark.usefixtures("up")
+def test_bench_measures_a_running_cluster(
+    expected: dict[str, list[int]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    data, file = tmp_path / "data.jsonl", tmp_path / "figures.json"
+    lines = [
+        json.dumps({"id": prompt, "benchmark": "tales", "prompt": prompt}) for prompt in PROMPTS
+    ]
+    data.write_text("\n".join(lines))
+    own = [f"dataset={data}", "concurrency=2", "decode.max_new_tokens=6"]
+    assert main(["bench", "--on", NAME, "--json", "--output", str(file), *own]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    figures = json.loads(out)
+    assert figures["completed"] == len(PROMPTS)
+    assert figures["settings"] == [*SETTINGS, "decode.max_new_tokens=6"]
+    assert (figures["emulated"], figures["synthetic"]) == (False, False)
+    requests = json.loads(file.read_text())["requests"]
+    assert {r["id"]: r["token_ids"] for r in requests} == {p: t[:6] for p, t in expected.items()}
+
+
+@pytest.mark.usefixtures("up")
+def test_times_of_a_cluster_with_another_clock_are_taken_here(
+    expected: dict[str, list[int]],
+) -> None:
+    here = cards.find(NAME)
+    far = replace(here, owner=replace(here.owner, machine="another kernel"))
+    for prompt, tokens in expected.items():
+        began = time.monotonic()
+        result = generate(asking.configure(far, []), prompt, on=far)
+        passed_ms = (time.monotonic() - began) * 1e3
+        assert result.token_ids == tokens
+        assert 0 < result.stats["ttft_ms"] < passed_ms
+        assert result.stats["tbt_ms"]["mean"] < passed_ms
+
+
+@pytest.mark.usefixtures("up")
+def test_a_setting_of_the_cluster_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--on", NAME, "--prompt", "a", "feed.width=2"]) == 2
+    assert "'feed.width' was settled when the cluster 'lab' started" in capsys.readouterr().err
+    assert main(["generate", "--on", NAME, "--prompt", "king " * 4000]) == 2
+    assert "the context holds 2048" in capsys.readouterr().err
+    assert main(["generate", "--on", "labs", "--prompt", "a"]) == 2
+    assert "No cluster named 'labs' is up; these are: lab" in capsys.readouterr().err
+
+
+def test_a_second_cluster_of_that_name_is_refused_and_the_first_goes_on(
+    up: Place, expected: dict[str, list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for mode in ([], ["--detach"]):
+        code, out, err = up.run("up", "--name", NAME, *mode, *SETTINGS)
+        assert (code, out) == (2, "")
+        assert err.startswith("pipespec: A cluster named 'lab' is up already")
+        assert err.count("\n") == 1
+    assert main(["generate", "--on", NAME, "--json", "--prompt", PROMPTS[0]]) == 0
+    assert json.loads(capfd.readouterr().out)["token_ids"] == expected[PROMPTS[0]]
+
+
+def test_the_password_is_in_the_card_alone(up: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    url = cards.find(NAME).url
+    password = url.partition("password=")[2]
+    assert len(password) > 20
+    for process in up.processes():
+        assert password not in " ".join(process.cmdline())
+        assert all(password not in value for value in process.environ().values())
+    assert main(["status"]) == 0
+    out = capsys.readouterr().out
+    assert NAME in out
+    assert "3/3" in out
+    assert password not in out + json.dumps(status(capsys)) + up.log(NAME)
+
+
+# --- how a cluster ends -------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_a_cluster_and_it_leaves_nothing(place: Place) -> None:
+    process = place.start("up", *SETTINGS)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("The cluster 'default' is ready: 3 ranks")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=ENDING_S)
+    assert (process.returncode, out) == (0, "")
+    # What the members said, each with its name.
+    assert all(line.startswith("local/") for line in err.splitlines())
+    assert place.processes() == []
+    assert place.files() == []
+
+
+def test_down_fails_what_is_open_with_one_sentence(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Settings come through standard input, and the Redis is the user's."""
+    with EmbeddedRedis() as server:
+        settings = "\n".join([*SETTINGS, f"controller.url={server.url}"])
+        code, _, err = place.run("up", "--detach", "--name", NAME, "-", stdin=settings)
+        assert (code, err) == (0, "")
+        assert all("password" not in " ".join(process.cmdline()) for process in place.processes())
+        assert "password" not in place.log(NAME)
+        reader = place.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
+        assert reader.stdout is not None
+        assert reader.stdout.read(1)
+        waiting = place.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
+        until(lambda: status(capsys)[0]["queued"] == 1, PATIENCE_S)
+        assert status(capsys)[0]["open"] == 1
+        assert main(["down", NAME]) == 0
+        for user in (reader, waiting):
+            _, err = user.communicate(timeout=ENDING_S)
+            assert user.returncode == 1
+            assert err.count("\n") == 1
+            assert "The cluster 'lab' on" in err
+            assert "ended before the request was finished" in err
+        assert place.processes() == []
+        assert place.files() == []
+        pipe = Pipe(server.url)
+        assert pipe.call("DBSIZE") == 0
+        pipe.close()
+
+
+def test_a_lost_rank_interrupts_no_request_and_is_counted(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert place.run("up", "--detach", "--name", NAME, *SETTINGS)[0] == 0
+    card = cards.find(NAME)
+    config = asking.configure(card, ["decode.max_new_tokens=60", "decode.ignore_eos=true"])
+    undisturbed = generate(config, PROMPTS[0], on=card)
+    pieces: list[str] = []
+
+    def kill(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 2:
+            with Membership(card.url, card.namespace) as shared:
+                (pid,) = shared.alive(["local/2"]).values()
+            os.kill(pid, signal.SIGKILL)
+
+    result = generate(config, PROMPTS[0], kill, on=card)
+    assert result.token_ids == undisturbed.token_ids
+    assert "".join(pieces) == result.text
+    until(lambda: status(capsys)[0]["state"] == "ready")
+    (told,) = status(capsys)
+    assert (told["faults"], told["epoch"], told["finished"]) == (1, card.epoch + 1, 2)
+    assert told["last_fault"].startswith(f"epoch {card.epoch}: local/")
+    assert main(["status"]) == 0
+    assert f"{NAME}: epoch {card.epoch}: local/" in capsys.readouterr().out
+    assert f"{NAME}: epoch {card.epoch} ended: " in place.log(NAME)
+    assert main(["down"]) == 0
+    assert place.processes() == []
+
+
+def test_a_killed_cluster_is_not_up_and_its_name_is_free(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert place.run("up", "--detach", *SETTINGS)[0] == 0
+    card = cards.find("default")
+    os.kill(card.owner.pid, signal.SIGKILL)
+    until(lambda: not place.processes())
+    assert (place.folder / "pipespec" / "default.json").exists()
+    assert status(capsys) == []
+    assert main(["generate", "--on", "default", "--prompt", "a"]) == 2
+    assert "No cluster named 'default' is up" in capsys.readouterr().err
+    assert main(["down"]) == 2
+    assert "No cluster is up" in capsys.readouterr().err
+    assert place.run("up", "--detach", *SETTINGS)[0] == 0
+    assert cards.find("default").owner.pid != card.owner.pid
+    assert main(["down"]) == 0
+    assert place.processes() == []
+
+
+def test_a_request_whose_cluster_is_killed_ends_with_one_sentence(place: Place) -> None:
+    assert place.run("up", "--detach", "--name", NAME, *SETTINGS)[0] == 0
+    card = cards.find(NAME)
+    pieces: list[str] = []
+
+    def kill(piece: str) -> None:
+        if not pieces:
+            os.kill(card.owner.pid, signal.SIGKILL)
+        pieces.append(piece)
+
+    with pytest.raises(RankFailed, match=r"'lab' on \S+ ended before the request was finished"):
+        generate(asking.configure(card, LONG), PROMPTS[0], kill, on=card)
+    until(lambda: not place.processes())
+
+
+def test_what_keeps_a_cluster_from_starting_is_told_and_nothing_stays(place: Place) -> None:
+    code, out, err = place.run("up", "--detach", "cluster.stages=17")
+    assert (code, out) == (2, "")
+    assert "only 16 layers" in err
+    assert err.count("\n") == 1
+    assert place.files() == []
+    assert list((place.folder / "pipespec").iterdir()) == []
+    assert place.processes() == []
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(place: Place) -> None:
+    process = place.start("up", "--detach", *SETTINGS)
+    until(lambda: cards.entries(), PATIENCE_S)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=ENDING_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    until(lambda: not place.processes())
+    assert place.files() == []
+
+
+def test_down_ends_a_cluster_that_is_still_loading(place: Place) -> None:
+    process = place.start("up", *SETTINGS)
+    until(lambda: cards.entries(), PATIENCE_S)
+    assert main(["down", "default"]) == 0
+    process.communicate(timeout=ENDING_S)
+    assert place.processes() == []
+    assert place.files() == []
+
+
+# --- refused, and nothing to do -----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["up", "trace=t.json"], "`pipespec up` writes no trace"),
+        (["up", "--name", "a/b"], "The name of a cluster is 'a/b'"),
+        (["up", "feed.widht=3"], "did you mean feed.width?"),
+        (["up", "--detatch"], "did you mean --detach?"),
+        (["down"], "No cluster is up"),
+        (["down", "lab"], "No cluster named 'lab' is up"),
+        (["down", "lab", "feed=level"], "takes one name and no settings, but got 'feed=level'"),
+        (["status", "lab"], "No cluster named 'lab' is up"),
+        (["bench", "--on", "lab"], "No cluster named 'lab' is up"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert part in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("place")
+def test_without_clusters_the_status_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out == "No cluster is up.\n"
+    assert status(capsys) == []
