@@ -179,7 +179,7 @@ def run(options: argparse.Namespace, folder: Path) -> Ran:
         ran = Ran(faults, asked)
         where = [f"cluster.stages={options.stages}", "cluster.devices=[cpu]"]
         if bed:
-            ran.rtt_ms = bed.measured_rtt_ms(*bed.boxes[:2])
+            ran.rtt_ms = bed.measured_rtt_ms(bed.boxes[0], bed.boxes[1])
             where = [f"cluster={hosts_file(bed, options.stages, folder)}"]
         settings = [*where, f"cluster.sync={options.sync}", f"model.context={CONTEXT}"]
         began = time.monotonic()

@@ -205,10 +205,15 @@ def _prepare(setup: Setup, directory: Path) -> None:
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Whatever a killed process leaves is removed with the directory.
     environment["TMPDIR"] = tempfile.tempdir = str(directory)
-    found = holding(resolve(setup.address), interfaces())
-    interface = setup.interface or (found.name if found else None)
+    choose_interface(setup.address, setup.interface)
+
+
+def choose_interface(address: str, name: str | None) -> None:
+    """Let torch.distributed use the interface of that name, or the one that has the address."""
+    found = holding(resolve(address), interfaces())
+    interface = name or (found.name if found else None)
     if interface:
-        environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = interface
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
 class _Listener:

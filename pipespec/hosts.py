@@ -9,7 +9,8 @@ is needed.
     hosts:
       - name: alpha                # the address
         address: 10.0.0.1          # where the other boxes reach it, and SSH if `ssh` is not given
-        ssh: alpha.lan             # another SSH destination; `local` is this machine, without SSH
+        ssh: alpha.lan             # another SSH destination; `local` is this machine, without SSH;
+                                   # `none`: its members are started by hand
         user: me
         port: 22
         identity: ~/.ssh/key
@@ -41,6 +42,7 @@ from pipespec.entries import Wrong
 from pipespec.errors import ConfigError
 
 LOCAL = "local"
+BY_HAND = "none"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Box:
     def local(self) -> bool:
         """Whether it is this machine, to be used without SSH."""
         return self.ssh == LOCAL
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether its members are started by others (`launch/torchrun.sh`)."""
+        return self.ssh == BY_HAND
 
     @property
     def members(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -49,7 +49,6 @@ class Members(Protocol):
     """The processes that hold ranks."""
 
     deaths: queue.SimpleQueue[Any]  # of Death
-    members: tuple[str, ...]
 
     def kill(self, member: str) -> None:
         """End one that hangs; another is started in its place."""
@@ -78,11 +77,12 @@ class Fault:
 class Recovery:
     """A thread that keeps one cluster going.
 
-        with Recovery(url, namespace, roster, replan=..., server=server) as recovery:
+        with Recovery(url, namespace, roster, members=..., replan=...) as recovery:
             recovery.watch(cluster)
 
     Args:
         roster: of the first epoch, which begins at once.
+        members: all that there are, spares included.
         replan: makes a roster without members that are lost, or raises ConfigError.
         server: the private Redis, if there is one; it is started again when it has ended.
         patience_s: how long a lost member is waited for before the roster changes, and a Redis
@@ -96,12 +96,14 @@ class Recovery:
         namespace: str,
         roster: Roster,
         *,
+        members: Sequence[str],
         replan: Callable[[set[str]], Roster],
         server: Server | None = None,
         patience_s: float = 30.0,
         stall_s: float = 30.0,
     ):
         self._url, self._namespace = url, namespace
+        self._everyone = tuple(members)
         self._replan = replan
         self._server = server
         self._patience_s = patience_s
@@ -223,7 +225,7 @@ class Recovery:
     def _silent(self, shared: Membership) -> list[str]:
         """Members whose leases have run out since the last look; what hangs there is ended."""
         assert self._members is not None
-        alive, now = set(shared.alive(self._members.members)), time.monotonic()
+        alive, now = set(shared.alive(self._everyone)), time.monotonic()
         silent = sorted(self._alive - alive)
         self._alive = alive
         for member in alive:
@@ -243,8 +245,7 @@ class Recovery:
         lost = [self._lost.get(member, now) for member in self.roster.members]
         if now - min(lost) < self._patience_s:
             return False
-        assert self._members is not None
-        away = set(self._members.members) - self._alive
+        away = set(self._everyone) - self._alive
         try:
             self.roster = self._replan(away)
         except ConfigError as error:

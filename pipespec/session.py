@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ from pipespec.types import Sampling, TokenLogprobs
 HEARTBEAT_S = 0.05
 REPORTS_TIMEOUT_S = 60.0
 LOST_REPORTS_S = 2.0
+# How long the ranks may take to end once there is nothing more to do.
+ENDING_S = 5.0
 # A port to which nothing is sent.
 DISCARD = 9
 # A seed nobody chose is short enough to be typed again, and exact wherever JSON is read.
@@ -99,20 +102,27 @@ class ClusterSession:
 
     def finish(self) -> None:
         """Wait until all that was submitted is done and the ranks have ended."""
-        closed = None
+        by_hand = [member for box in self.plan.boxes if box.by_hand for member in box.members]
+        closed, done_at = None, None
         with Membership(self.url, self.namespace) as shared:
             while True:
+                self._recovery.check()
                 if closed != self.epoch:
                     closed = self.epoch
                     with suppress(StaleEpoch):
                         self._log.close_queue(closed)
                 try:
-                    self._recovery.check()
                     self._cluster.wait(HEARTBEAT_S)
-                    return
+                    if not by_hand or not shared.alive(by_hand):
+                        return
                 except TimeoutError:
-                    if self.faults and shared.idle():
-                        return  # whoever was lost at the end is not worth another epoch
+                    pass
+                done_at = (done_at or time.monotonic()) if shared.idle() else None
+                if done_at is None:
+                    continue
+                # Spares learn of no end, and who was lost at the end is not worth another epoch.
+                if self.faults or self.plan.spares or time.monotonic() - done_at > ENDING_S:
+                    return
 
     def submit(
         self,
@@ -164,6 +174,7 @@ def start(
     plan: build.Plan,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
+    on_begun: Callable[[build.Where], None] = lambda where: None,
 ) -> Iterator[ClusterSession]:
     """Start the cluster of a plan, wait until all ranks are ready, and end it afterwards.
 
@@ -172,6 +183,7 @@ def start(
     Args:
         on_loaded: called with how many ranks have loaded their models, and of how many.
         on_log: called with a member's name and a line that it wrote.
+        on_begun: called with what members must know, when they may join.
 
     Raises:
         ConfigError, Unreachable, HostFailed: before any rank starts.
@@ -185,6 +197,7 @@ def start(
             url,
             namespace,
             roster,
+            members=(*plan.members, *plan.spares),
             replan=replanner(plan, address),
             server=server,
             patience_s=plan.config.cluster.patience_s,
@@ -195,7 +208,7 @@ def start(
             with (
                 RequestLog(url, namespace=namespace, epoch=recovery.epoch) as log,
                 Cluster(
-                    plan.boxes,
+                    [box for box in plan.boxes if not box.by_hand],
                     run_member,
                     (plan, where, boxes),
                     restart=True,
@@ -205,6 +218,7 @@ def start(
             ):
                 session = ClusterSession(plan, url, elsewhere, namespace, log, cluster, recovery)
                 recovery.watch(cluster)
+                on_begun(where)
                 session.await_ranks(on_loaded)
                 yield session
                 session.finish()

@@ -8,17 +8,20 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipespec.asking import group
 from pipespec.cards import LOG, Card, check_name, claim, folder, held, publish
 from pipespec.commands.arguments import STDIN, finish, overrides
 from pipespec.commands.terminal import progress, write
 from pipespec.errors import ConfigError, PipespecError
 
 if TYPE_CHECKING:
+    from pipespec.build import Plan, Where
     from pipespec.commands.arguments import Commands
     from pipespec.config import Config
     from pipespec.partition import Placement
@@ -27,6 +30,8 @@ DEFAULT_NAME = "default"
 # How often the ranks, or a cluster that is to become ready, are looked at.
 LOOK_S = 0.1
 MESSAGE = "pipespec: "
+# The end of the file that lets boxes started by hand take part.
+INVITATION = ".invitation"
 
 
 def add(commands: Commands) -> None:
@@ -114,7 +119,8 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
         try:
             with (
                 progress("loading") as (on_loaded,),
-                session.start(plan, on_loaded, on_log) as cluster,
+                invited(name, plan, settings) as on_begun,
+                session.start(plan, on_loaded, on_log, on_begun) as cluster,
             ):
                 card = card_of(name, cluster, settings)
                 publish(card)
@@ -132,6 +138,32 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
             if not ready:
                 raise
     return 0
+
+
+@contextmanager
+def invited(name: str, plan: Plan, settings: Sequence[str]) -> Iterator[Callable[[Where], None]]:
+    """What writes the invitation for boxes that are started by hand; it lasts as long as they."""
+    path = folder() / (name + INVITATION)
+    waiting = [box.name for box in plan.boxes if box.by_hand]
+
+    def begin(where: Where) -> None:
+        from pipespec.join import Invitation
+
+        kept = tuple(text for text in settings if group(text) != "controller")
+        Invitation(where.url, where.namespace, where.secret, kept).write(path)
+        hosts = plan.config.cluster.hosts
+        on_log(
+            name,
+            f"waiting for {', '.join(waiting)}: run `launch/torchrun.sh {hosts} BOX {path}` there",
+        )
+
+    if not waiting:
+        yield lambda where: None
+        return
+    try:
+        yield begin
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def placed(config: Config) -> Placement:

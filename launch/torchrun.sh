@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Start the members of one box with torchrun, by hand or as a step of a Slurm job:
+#
+#   box 1   pipespec up cluster=hosts.yaml            # with `ssh: none` at the boxes started so;
+#                                                     # it waits, and says where the invitation lies
+#   box 2   launch/torchrun.sh hosts.yaml beta invitation.json
+#   Slurm   srun bash -c 'launch/torchrun.sh hosts.yaml "$(hostname -s)" invitation.json'
+#
+# The invitation holds a password: copy it with scp, or keep it on a file system that all boxes
+# share and only you can read. torchrun starts the members again when one of them fails.
+set -euo pipefail
+if [ $# -ne 3 ]; then
+  echo "usage: launch/torchrun.sh HOSTS.yaml BOX INVITATION" >&2
+  exit 2
+fi
+python=${PYTHON:-python3}
+count=$("$python" -m pipespec.join --count "$1" "$2")
+exec "$python" -m torch.distributed.run --nnodes=1 --nproc-per-node="$count" \
+  --max-restarts=10 --monitor-interval=0.2 -m pipespec.join "$1" "$2" "$3"

@@ -1,0 +1,92 @@
+"""A member of a box that nobody starts over SSH: `launch/torchrun.sh` runs this.
+
+    torchrun --nproc-per-node=DEVICES -m pipespec.join HOSTS.yaml BOX INVITATION
+
+The invitation is what `pipespec up` wrote when it began to wait: how to reach the cluster's
+Redis, and the settings. Whoever holds it can take part, so it is for this user's eyes alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pipespec.agent import MEMBER, choose_interface
+from pipespec.errors import ConfigError, PipespecError
+from pipespec.hosts import Box, Hosts, load_hosts
+
+USAGE = "usage: python -m pipespec.join [--count] HOSTS.yaml BOX [INVITATION]"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a member must know to take part. `overrides` made the cluster."""
+
+    url: str
+    namespace: str
+    secret: str
+    overrides: tuple[str, ...]
+
+    def write(self, path: Path) -> None:
+        """Write it where only this user can read it."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+
+    @classmethod
+    def read(cls, path: Path) -> Invitation:
+        """Raises ConfigError, without a word of what the file holds."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return cls(found["url"], found["namespace"], found["secret"], tuple(found["overrides"]))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(
+                f"{path} is no invitation; copy the one that `pipespec up` wrote."
+            ) from None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print how many members a box has, or be one of them."""
+    counting = argv[:1] == ["--count"]
+    words = argv[1:] if counting else argv
+    if len(words) != (2 if counting else 3):
+        raise ConfigError(USAGE)
+    hosts = load_hosts(words[0])
+    box = box_of(hosts, words[0], words[1])
+    if counting:
+        print(len(box.devices))
+        return
+    invitation = Invitation.read(Path(words[2]))
+    os.environ[MEMBER] = box.members[int(os.environ["LOCAL_RANK"])]
+    choose_interface(box.address, box.interface)
+
+    from pipespec import build
+    from pipespec.compose import compose
+    from pipespec.member import run_member
+
+    settings = [text for text in invitation.overrides if not text.startswith("cluster=")]
+    plan = build.plan(compose([f"cluster={words[0]}", *settings]))
+    where = build.Where(invitation.url, invitation.namespace, secret=invitation.secret)
+    run_member(plan, where, {name: b for b in hosts.boxes for name in b.members})
+
+
+def box_of(hosts: Hosts, path: str, name: str) -> Box:
+    """The box of that name. Raises ConfigError."""
+    for box in hosts.boxes:
+        if box.name == name:
+            return box
+    known = ", ".join(box.name for box in hosts.boxes)
+    raise ConfigError(f"{path} has no box {name!r}; it has {known}.")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except PipespecError as error:
+        sys.exit(f"pipespec: {error}")
