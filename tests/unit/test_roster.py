@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipespec.roster import Roster
 
-ROSTER = Roster(("beta/1", "alpha/0", "beta/0"), (range(0, 3), range(3, 8)), "10.0.0.2")
+ROSTER = Roster(("beta/1", "alpha/0", "beta/0"), (range(3), range(3, 8)), "10.0.0.2")
 
 names = st.text(min_size=1)
 layers = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda at: range(at[0], sum(at)))

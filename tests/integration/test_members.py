@@ -1,0 +1,244 @@
+"""What the members of a cluster share in a real Redis: epochs, complaints, who is there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from typing import TypeVar
+
+import pytest
+
+from pipespec.control.client import Controller
+from pipespec.control.members import Epoch, Membership, Suspicion
+from pipespec.control.server import EmbeddedRedis
+from pipespec.errors import StaleEpoch, Unreachable
+from pipespec.graph import Layout, compute, prune, step_graph, transfer
+
+# For what comes; tests end as soon as it has.
+PATIENCE_S = 20.0
+# For what does not come.
+SHORT_S = 0.03
+ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9}
+names = count()
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+class Life:
+    """A namespace, and whoever connects to it."""
+
+    def __init__(self, url: str, stack: ExitStack):
+        self.url, self.namespace = url, f"members-{next(names)}"
+        self._stack = stack
+
+    def begin(self, plan: str = "") -> int:
+        return Controller.new_epoch(self.url, self.namespace, plan)
+
+    def member(self) -> Membership:
+        return self._stack.enter_context(Membership(self.url, self.namespace))
+
+    def rank(self, epoch: int, rank: int) -> Controller:
+        return self._stack.enter_context(
+            Controller.connect(self.url, namespace=self.namespace, epoch=epoch, rank=rank)
+        )
+
+
+@pytest.fixture
+def life(server: EmbeddedRedis) -> Iterator[Life]:
+    with ExitStack() as stack:
+        yield Life(server.url, stack)
+
+
+def during(wait: Callable[[], T], act: Callable[[], object]) -> T:
+    """What `wait` returns while another thread waits for it and this one acts."""
+    found: list[T] = []
+    waiter = threading.Thread(target=lambda: found.append(wait()))
+    waiter.start()
+    act()
+    waiter.join(2 * PATIENCE_S)
+    return found[0]
+
+
+# Epochs ---------------------------------------------------------------------------------------
+
+
+def test_the_newest_epoch_is_told_with_its_plan(life: Life) -> None:
+    shared = life.member()
+    assert shared.epoch(0, SHORT_S) is None
+    assert [life.begin(plan) for plan in ("first", "second", "drei → 3")] == [1, 2, 3]
+    for known in range(3):
+        assert shared.epoch(known, SHORT_S) == Epoch(3, "drei → 3")
+    assert shared.epoch(3, SHORT_S) is None
+    assert life.begin() == 4
+    assert shared.epoch(3, SHORT_S) == Epoch(4, "")  # the end
+
+
+def test_who_waits_for_an_epoch_is_woken(life: Life) -> None:
+    life.begin("first")
+    shared = life.member()
+    start = time.monotonic()
+    found = during(lambda: shared.epoch(1, PATIENCE_S), lambda: life.begin("second"))
+    assert found == Epoch(2, "second")
+    assert time.monotonic() - start < PATIENCE_S
+
+
+# Suspicions -----------------------------------------------------------------------------------
+
+
+def test_each_suspicion_is_told_once_in_order(life: Life) -> None:
+    teller, shared = life.member(), life.member()
+    assert shared.suspicions(SHORT_S) == []
+    teller.suspect(1, "alpha/0", "The link to rank 2 broke.")
+    teller.suspect(1, "beta/0", "späť\nno answer")
+    told = [
+        Suspicion(1, "alpha/0", "The link to rank 2 broke."),
+        Suspicion(1, "beta/0", "späť\nno answer"),
+    ]
+    assert shared.suspicions(PATIENCE_S) == told
+    assert shared.suspicions(SHORT_S) == []
+    teller.suspect(2, "alpha/0", "again")
+    assert shared.suspicions(PATIENCE_S) == [Suspicion(2, "alpha/0", "again")]
+    # Who comes later hears everything.
+    assert life.member().suspicions(PATIENCE_S) == [*told, Suspicion(2, "alpha/0", "again")]
+
+
+def test_who_waits_for_a_suspicion_is_woken(life: Life) -> None:
+    teller, shared = life.member(), life.member()
+    found = during(
+        lambda: shared.suspicions(PATIENCE_S), lambda: teller.suspect(3, "alpha/0", "silence")
+    )
+    assert found == [Suspicion(3, "alpha/0", "silence")]
+
+
+# Leases ---------------------------------------------------------------------------------------
+
+
+def test_only_members_that_said_so_are_alive(life: Life) -> None:
+    shared = life.member()
+    everybody = ["alpha/0", "alpha/1", "beta/0"]
+    assert shared.alive(everybody) == {}
+    shared.renew("alpha/1", 41)
+    shared.renew("beta/0", 42)
+    shared.renew("beta/0", 43)  # started again
+    assert life.member().alive(everybody) == {"alpha/1": 41, "beta/0": 43}
+    assert shared.alive(["alpha/0", "alpha/1"]) == {"alpha/1": 41}
+
+
+# Ranks and their work -------------------------------------------------------------------------
+
+
+def test_ranks_attach_to_one_epoch(life: Life) -> None:
+    shared, epoch = life.member(), life.begin()
+    assert shared.attached(epoch) == set()
+    assert shared.await_attached(epoch, 2, SHORT_S) == 0
+    for rank in (2, 0, 2):
+        life.rank(epoch, rank)
+    assert shared.attached(epoch) == {0, 2}
+    assert shared.await_attached(epoch, 3, SHORT_S) == 2
+    assert shared.await_attached(epoch, 2, 0) == 2
+    joined = during(
+        lambda: shared.await_attached(epoch, 3, PATIENCE_S), lambda: life.rank(epoch, 1)
+    )
+    assert joined == 3
+    later = life.begin()
+    assert shared.attached(later) == shared.attached(epoch) == set()
+    with pytest.raises(StaleEpoch):
+        life.rank(epoch, 0)
+
+
+def test_progress_is_the_length_of_every_open_sequence(life: Life) -> None:
+    shared, epoch = life.member(), life.begin()
+    assert shared.progress() == ()
+    assert shared.idle()
+    head = life.rank(epoch, 0)
+    first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
+    assert shared.progress() == ((first, 3), (second, 3))
+    assert not shared.idle()  # both wait
+    head.next_request(timeout=PATIENCE_S)
+    head.accept(first, 3, [8, 9])
+    head.tokens(first)
+    assert shared.progress() == ((first, 5), (second, 3))
+    head.next_request(timeout=PATIENCE_S)
+    assert not shared.idle()  # both are open
+    head.finish(first, "length")
+    head.tokens(first)
+    assert shared.progress() == ((second, 3),)
+    successor = life.rank(life.begin(), 0)
+    assert shared.progress() == ((second, 3),)
+    assert not shared.idle()  # it waits again
+    successor.finish(second, "stop")
+    successor.tokens(second)
+    assert shared.progress() == ()
+    assert shared.idle()
+
+
+def test_the_oldest_step_rises_with_each_that_all_ranks_complete(life: Life) -> None:
+    shared, epoch = life.member(), life.begin()
+    assert shared.oldest_step(epoch) == 0
+    head, stage = life.rank(epoch, 0), life.rank(epoch, 1)
+
+    def settled() -> int:
+        for rank in (head, stage):
+            rank.tokens(0)  # waits for Redis
+        return shared.oldest_step(epoch)
+
+    for step in range(3):
+        head.submit(step_graph(Layout(1), step))
+        stage.complete([compute(1, step)])
+        stage.complete([prune(1, step)])
+        assert settled() == step  # the head has not said anything yet
+        head.complete([compute(0, step), prune(0, step), transfer(0, step)])
+        assert settled() == step + 1
+    assert shared.oldest_step(life.begin()) == 0
+
+
+# Where the ranks meet -------------------------------------------------------------------------
+
+
+def test_a_meeting_that_nobody_calls_is_given_up(life: Life) -> None:
+    shared, epoch = life.member(), life.begin()
+    start = time.monotonic()
+    assert shared.meeting(epoch, SHORT_S) is None
+    assert SHORT_S <= time.monotonic() - start < PATIENCE_S
+
+
+def test_a_meeting_is_that_of_its_epoch(life: Life) -> None:
+    shared, epoch = life.member(), life.begin()
+    head = life.member()
+    place = "[fd00::1]:4242"
+    found = during(lambda: shared.meeting(epoch, PATIENCE_S), lambda: head.invite(epoch, place))
+    assert found == place
+    assert shared.meeting(epoch, 0) == place
+    later = life.begin()
+    assert shared.meeting(later, SHORT_S) is None
+    assert shared.meeting(epoch, 0) is None  # gone with its epoch
+
+
+# A Redis that is gone -------------------------------------------------------------------------
+
+
+def test_every_call_says_that_redis_is_gone() -> None:
+    with EmbeddedRedis() as server:
+        url = server.url
+        members = [Membership(url, "gone") for _ in range(3)]
+    for member, ask in zip(
+        members,
+        (
+            lambda shared: shared.renew("alpha/0", 1),
+            lambda shared: shared.epoch(0, PATIENCE_S),
+            lambda shared: shared.meeting(1, PATIENCE_S),
+        ),
+        strict=True,
+    ):
+        with member, pytest.raises(Unreachable, match="was lost"):
+            ask(member)
+    with pytest.raises(Unreachable):
+        Membership(url, "gone")
