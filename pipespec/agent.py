@@ -125,10 +125,10 @@ def main() -> None:
 
 def _main(stdin: BinaryIO) -> NoReturn:
     setup: Setup = pickle.load(stdin)
-    with _alone(setup.lock):
-        directory = Path(setup.directory) if setup.directory else make_directory()
-        if setup.directory is None:
-            _leftovers.append(directory)
+    directory = Path(setup.directory) if setup.directory else make_directory()
+    if setup.directory is None:
+        _leftovers.append(directory)
+    with _alone(setup.lock, directory):
         _prepare(setup, directory)
         # The fork server imports while this process does.
         forkserver.set_forkserver_preload(list(setup.preload))
@@ -162,27 +162,36 @@ def _tell(message: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _alone(name: str | None) -> Iterator[None]:
-    """End the agent of that name, if there is one, and keep the name while this one runs."""
+def _alone(name: str | None, directory: Path) -> Iterator[None]:
+    """End the agent of that name, if there is one, and keep the name while this one runs.
+
+    The lock's file names the holder, and its directory, which a killed one leaves to the next.
+    """
     if name is None:
         yield
         return
     path = Path(tempfile.gettempdir(), f"pipespec-{os.getuid()}-{name.replace('/', '_')}.lock")
-    with path.open("a+") as file:
-        deadline = time.monotonic() + PATIENCE_S
-        while not _locked(file):
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        with path.open("a+") as file:
+            held, status = _locked(file), os.fstat(file.fileno())
             file.seek(0)
-            holder = file.read().strip()
-            if holder.isdigit():
-                kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
-                with suppress(ProcessLookupError):
-                    os.kill(int(holder), kind)
-            time.sleep(_MONITOR_S)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        _leftovers.append(path)
-        yield
+            holder, _, left = file.read().partition("\n")
+            # Whoever held it before may have removed the file meanwhile.
+            if held and status.st_nlink:
+                if left and status.st_uid == os.getuid():
+                    shutil.rmtree(left, ignore_errors=True)
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n{directory}")
+                file.flush()
+                _leftovers.append(path)
+                yield
+                return
+        if not held and holder.isdigit():
+            kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
+            with suppress(ProcessLookupError):
+                os.kill(int(holder), kind)
+        time.sleep(_MONITOR_S)
 
 
 def _locked(file: IO[str]) -> bool:

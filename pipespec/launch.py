@@ -13,6 +13,7 @@ alone, and one signal to the group ends what hangs.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import queue
@@ -45,7 +46,7 @@ _RETRY_S = 1.0
 _CUT_S = 25
 # Seconds after which a silent agent is taken for cut off, and for which one must have been heard
 # again before its members count as hanging rather than as not yet back.
-_SILENT_S, _BACK_S = 3.0, 5.0
+_SILENT_S, _BACK_S = 2.0, 5.0
 
 
 def check_port(port: int) -> None:
@@ -174,11 +175,13 @@ class Cluster:
             raise RankFailed(failed)
         return [result for box in self._boxes for result in box.outcome]
 
-    def kill(self, member: str) -> None:
-        """End a member that hangs, unless its box is cut off; its keeper starts another."""
+    def kill(self, member: str, since: float) -> bool:
+        """End a member that has hung since a moment of the monotonic clock; its keeper starts
+        another. False: not now, its box may be cut off."""
         for box in self._boxes:
             if member in box.box.members:
-                box.kill(box.box.members.index(member))
+                return box.kill(box.box.members.index(member), since)
+        return False
 
     def mend(self) -> None:
         """Start the agents anew of boxes that were lost."""
@@ -229,7 +232,8 @@ class RunningBox:
 
     def _start(self) -> None:
         self._told: dict[str, Any] | None = None  # the agent's last word
-        self._began = self._heard = self._back = time.monotonic()
+        self._began = self._heard = time.monotonic()
+        self._back = -math.inf  # when it was heard again after a silence
         self._directory = make_directory()
         setup = Setup(
             directory=str(self._directory) if self.box.local else None,
@@ -305,11 +309,13 @@ class RunningBox:
             stdin.write(json.dumps(message).encode() + b"\n")
             stdin.flush()
 
-    def kill(self, number: int) -> None:
-        """End a member, unless the box is, or was just, cut off."""
-        now = time.monotonic()
-        if self.box.local or (now - self._heard < _SILENT_S and now - self._back > _BACK_S):
+    def kill(self, number: int, since: float) -> bool:
+        """End a member that has hung since then, unless the box is, or was just, cut off."""
+        back = time.monotonic() - self._back > _BACK_S
+        if self.box.local or (self._heard > since and back):
             self.tell({"kill": number})
+            return True
+        return False
 
     def mend(self) -> None:
         """Start the agent of a lost box again; one that still runs there ends first."""

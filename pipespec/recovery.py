@@ -27,7 +27,7 @@ from pipespec.roster import Roster
 # Seconds between two looks at the leases.
 LOOK_S = 0.1
 # Seconds in which a member that was started in the place of another must say something.
-KILL_S = 5.0
+KILL_S = 15.0
 # So many faults in a row, without a token or so many quiet seconds in between, end the cluster.
 FRUITLESS = 16
 LONG_S = 10.0
@@ -50,8 +50,9 @@ class Members(Protocol):
 
     deaths: queue.SimpleQueue[Any]  # of Death
 
-    def kill(self, member: str) -> None:
-        """End one that hangs; another is started in its place."""
+    def kill(self, member: str, since: float) -> bool:
+        """End one that has hung since then; another is started in its place. False: not now."""
+        ...
 
     def mend(self) -> None:
         """Start what was lost, as far as it can be reached."""
@@ -233,10 +234,10 @@ class Recovery:
             self._killed.pop(member, None)
         for member in silent:
             self._lost[member] = now
-        for member in self._lost:
-            if now - self._killed.get(member, -KILL_S) >= KILL_S:
+        for member, since in self._lost.items():
+            due = now - self._killed.get(member, -KILL_S) >= KILL_S
+            if due and self._members.kill(member, since):
                 self._killed[member] = now
-                self._members.kill(member)
         return silent
 
     def _must_replace(self) -> bool:

@@ -34,11 +34,11 @@ def make_plan(target: Path, draft: Path, *overrides: str) -> build.Plan:
     )
 
 
-def decode(
-    plan: build.Plan, server: EmbeddedRedis, requests: Sequence[dict[str, Any]]
-) -> list[tuple[list[int], str, dict[str, Any]]]:
-    """Token ids, finish reason and statistics of each request, decoded one after another."""
-    epoch = Controller.new_epoch(server.url, NAMESPACE)
+def serve(plan: build.Plan, server: EmbeddedRedis, epoch: int) -> None:
+    """Runs all ranks of an epoch; returns when its queue is closed and empty.
+
+    Raises what the first rank that failed raised.
+    """
     where = build.Where(server.url, NAMESPACE, epoch)
     errors: list[BaseException] = []
     links = thread_transports(plan.num_ranks)
@@ -54,15 +54,23 @@ def decode(
             Controller.new_epoch(server.url, NAMESPACE)
 
     threads = [threading.Thread(target=rank, args=(i,)) for i in range(plan.num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def decode(
+    plan: build.Plan, server: EmbeddedRedis, requests: Sequence[dict[str, Any]]
+) -> list[tuple[list[int], str, dict[str, Any]]]:
+    """Token ids, finish reason and statistics of each request, decoded one after another."""
+    epoch = Controller.new_epoch(server.url, NAMESPACE)
     with RequestLog(server.url, namespace=NAMESPACE, epoch=epoch) as log:
         numbers = [log.enqueue(**asked) for asked in requests]
         log.close_queue()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        serve(plan, server, epoch)
         out = []
         for number in numbers:
             *accepted, finished = log.stream(number)

@@ -225,20 +225,19 @@ def test_a_meeting_is_that_of_its_epoch(life: Life) -> None:
 # A Redis that is gone -------------------------------------------------------------------------
 
 
-def test_every_call_says_that_redis_is_gone() -> None:
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda shared: shared.renew("alpha/0", 1),
+        lambda shared: shared.epoch(0, PATIENCE_S),
+        lambda shared: shared.suspicions(PATIENCE_S),
+        lambda shared: shared.progress(),
+        lambda shared: shared.meeting(1, PATIENCE_S),
+    ],
+)
+def test_a_redis_that_is_gone_is_told_by_every_call(ask: Callable[[Membership], object]) -> None:
     with EmbeddedRedis() as server:
-        url = server.url
-        members = [Membership(url, "gone") for _ in range(3)]
-    for member, ask in zip(
-        members,
-        (
-            lambda shared: shared.renew("alpha/0", 1),
-            lambda shared: shared.epoch(0, PATIENCE_S),
-            lambda shared: shared.meeting(1, PATIENCE_S),
-        ),
-        strict=True,
-    ):
-        with member, pytest.raises(Unreachable, match="was lost"):
-            ask(member)
-    with pytest.raises(Unreachable):
-        Membership(url, "gone")
+        shared = Membership(server.url, "gone")
+        shared.renew("alpha/0", 1)
+    with shared, pytest.raises(Unreachable, match="was lost"):
+        ask(shared)

@@ -1,0 +1,264 @@
+"""A request that one epoch began and another finishes has the text of an uninterrupted one.
+
+The log holds the first tokens of an answer, as an epoch that ended left them; the ranks of the
+next epoch know nothing but the log. Wherever the border lies, they go on with the token that
+was next.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from pipespec import build, compose
+from pipespec.control.client import Controller
+from pipespec.control.requests import Accepted, Finished, RequestLog
+from pipespec.control.server import EmbeddedRedis
+from pipespec.resources import resource_dir
+from pipespec.types import Sampling, TokenLogprobs
+from tests import cluster, models
+
+NUM_TOKENS = 10
+# How much of an answer the earlier epoch has decided.
+BORDERS = (0, 1, 5, NUM_TOKENS - 1, NUM_TOKENS)
+PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (5, 17, 3, 8, 120, 44))
+SAMPLED = (
+    Sampling(1.0, seed=1),
+    Sampling(
+        1.2, min_p=0.05, repetition_penalty=1.3, presence_penalty=0.4, seed=2**63 - 1, logprobs=2
+    ),
+    Sampling(
+        temperature=0.9,
+        top_k=50,
+        top_p=0.95,
+        frequency_penalty=0.75,
+        logit_bias=((5, 3.0), (17, -100.0)),
+        seed=4,
+        logprobs=0,
+    ),
+    Sampling(repetition_penalty=1.4, frequency_penalty=0.5, logprobs=1),  # greedy
+)
+# The target is its own draft, so that many guesses are right.
+SHAPES = {
+    "lockstep": ("cluster.stages=3", "feed.children=4"),
+    "free": ("cluster.stages=3", "cluster.sync=free", "feed.children=4"),
+    "groups": ("cluster.stages=4", "cluster.groups=2", "feed=level", "feed.children=4"),
+    "chunks": ("cluster.stages=2", "decode.prefill_chunk=5"),  # the border lies within one
+    "no guesses": ("cluster.stages=2", "feed=root"),
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the events of a request say."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and what an earlier epoch has decided of it."""
+
+    fields: dict[str, Any]
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.build("llama", tmp_path_factory.mktemp("tiny"))
+
+
+def resume(plan: build.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[int]:
+    """Lets one epoch leave the requests as they are and another finish them; their ids."""
+    first = Controller.new_epoch(redis.url, cluster.NAMESPACE)
+    with Controller.connect(redis.url, namespace=cluster.NAMESPACE, epoch=first, rank=0) as earlier:
+        numbers = [earlier.enqueue(**asked.fields) for asked in requests]
+        for number, asked in zip(numbers, requests, strict=True):
+            earlier.next_request(timeout=10)
+            base = len(asked.fields["prompt"])
+            # In portions, as verdicts bring them.
+            borders = [0, *range(1, len(asked.tokens), 3), len(asked.tokens)]
+            for start, end in pairwise(borders):
+                new = slice(start, end)
+                earlier.accept(number, base + start, asked.tokens[new], asked.logprobs[new])
+    second = Controller.new_epoch(redis.url, cluster.NAMESPACE)
+    with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=second) as log:
+        log.close_queue()
+        cluster.serve(plan, redis, second)
+    return numbers
+
+
+def told(redis: EmbeddedRedis, number: int) -> Told:
+    """What a reader hears who was there from the start; no position is left out or told twice."""
+    with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=0) as log:
+        *accepted, finished = log.stream(number)
+        assert isinstance(finished, Finished)
+        end = len(log.request(number).prompt)
+    for event in accepted:
+        assert isinstance(event, Accepted)
+        assert event.base == end
+        end += len(event.tokens)
+    return Told(
+        tuple(token for event in accepted for token in event.tokens),
+        tuple(logprobs for event in accepted for logprobs in event.logprobs),
+        finished.reason,
+    )
+
+
+def resumed(plan: build.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[Told]:
+    return [told(redis, number) for number in resume(plan, redis, requests)]
+
+
+# --- greedy -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny: Path) -> list[tuple[int, ...]]:
+    """What Hugging Face says."""
+    return [tuple(answer) for answer in cluster.reference(tiny, PROMPTS, NUM_TOKENS)]
+
+
+def begun(expected: Sequence[Sequence[int]]) -> list[Asked]:
+    """Every greedy request with every border."""
+    return [
+        Asked({"prompt": prompt, "max_new_tokens": NUM_TOKENS}, answer[:border])
+        for prompt, answer in zip(PROMPTS, expected, strict=True)
+        for border in BORDERS
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_greedy_text_is_finished_as_hugging_face_would(tiny, redis, greedy, shape):
+    plan = cluster.make_plan(tiny, tiny, *SHAPES[shape])
+    assert resumed(plan, redis, begun(greedy)) == [
+        Told(answer, (), "length") for answer in greedy for _ in BORDERS
+    ]
+
+
+@pytest.mark.parametrize("source", compose.options("source"))
+def test_every_source_goes_on_from_the_border(tiny, redis, greedy, source, tmp_path):
+    overrides = [f"source={source}", "cluster.stages=2", "feed.children=4"]
+    if source == "synthetic":
+        truth = tmp_path / "truth.jsonl"
+        texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, greedy, strict=True)]
+        truth.write_text("".join(json.dumps(text) + "\n" for text in texts))
+        overrides.append(f"source.truth={truth}")
+    plan = cluster.make_plan(tiny, tiny, *overrides)
+    assert resumed(plan, redis, begun(greedy)) == [
+        Told(answer, (), "length") for answer in greedy for _ in BORDERS
+    ]
+
+
+def test_a_full_context_ends_it_at_the_same_token(tiny, redis, greedy):
+    room = 7
+    context = len(PROMPTS[0]) + room
+    plan = cluster.make_plan(tiny, tiny, "cluster.stages=2", f"model.context={context}")
+    fields = {"prompt": PROMPTS[0], "max_new_tokens": NUM_TOKENS}
+    answer = greedy[0][:room]
+    assert resumed(plan, redis, [Asked(fields, answer[:k]) for k in range(room + 1)]) == [
+        Told(answer, (), "length")
+    ] * (room + 1)
+
+
+def test_an_eos_ends_it_on_either_side_of_the_border(tiny, redis, greedy):
+    answer = greedy[1]
+    eos = next(token for i, token in enumerate(answer) if i >= 4 and token not in answer[:i])
+    length = answer.index(eos) + 1
+    plan = cluster.make_plan(tiny, tiny, "cluster.stages=2")
+    fields = {"prompt": PROMPTS[1], "max_new_tokens": NUM_TOKENS, "eos": (eos,)}
+    assert resumed(plan, redis, [Asked(fields, answer[:k]) for k in range(length + 1)]) == [
+        Told(answer[:length], (), "stop")
+    ] * (length + 1)
+
+
+# --- sampled ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", ["lockstep", "free"])
+def test_the_same_draws_follow_the_border(tiny, redis, shape):
+    """`test_sampled_text.py` has what an uninterrupted request draws."""
+    plan = cluster.make_plan(tiny, tiny, *SHAPES[shape])
+    fields = [
+        {"prompt": PROMPTS[i % len(PROMPTS)], "max_new_tokens": NUM_TOKENS, "sampling": asked}
+        for i, asked in enumerate(SAMPLED)
+    ]
+    whole = resumed(plan, redis, list(map(Asked, fields)))
+    assert len({told.tokens for told in whole}) == len(whole)
+    requests = [
+        Asked(asked, answer.tokens[:border], answer.logprobs[:border])
+        for asked, answer in zip(fields, whole, strict=True)
+        for border in BORDERS
+    ]
+    answers = resumed(plan, redis, requests)
+    expected = [answer for answer in whole for _ in BORDERS]
+    assert [told.tokens for told in answers] == [told.tokens for told in expected]
+    for found, wanted, asked in zip(answers, expected, requests, strict=True):
+        count = 0 if asked.fields["sampling"].logprobs is None else NUM_TOKENS
+        assert len(found.logprobs) == count
+        for mine, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
+            assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+            assert numbers_of(mine) == pytest.approx(numbers_of(theirs), abs=1e-4)
+
+
+def numbers_of(logprobs: TokenLogprobs) -> list[float]:
+    return [logprobs.logprob, *(value for _, value in logprobs.top)]
+
+
+# --- stop strings -----------------------------------------------------------------------------
+
+
+def test_a_stop_string_that_spans_the_border_is_seen(redis):
+    """Every border: before the string, at every token within it, and after it."""
+    folder = resource_dir("demo")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    prompt = tuple(tokenizer.encode("In the forest"))
+    (answer,) = cluster.reference(folder / "target", [prompt], 12)
+    texts = [tokenizer.decode(answer[:count]) for count in range(len(answer) + 1)]
+    # It begins within one token and ends within another.
+    stop = texts[8][len(texts[3]) + 2 : -1]
+    assert stop == "ing was very angr"
+    length = next(count for count, text in enumerate(texts) if stop in text)
+    assert length == 8
+    plan = cluster.make_plan(folder / "target", folder / "draft", "cluster.stages=2")
+    fields = {"prompt": prompt, "max_new_tokens": 12, "stop": ("no such text", stop)}
+    requests = [Asked(fields, answer[:border]) for border in range(length + 1)]
+    assert resumed(plan, redis, requests) == [
+        Told(tuple(answer[:length]), (), "stop") for _ in requests
+    ]
+
+
+# --- reports ----------------------------------------------------------------------------------
+
+
+def test_every_rank_reports_and_the_head_tells_what_was_replayed(tiny, redis, greedy):
+    """Also on requests of which nothing but the end was left to be told."""
+    plan = cluster.make_plan(tiny, tiny, "cluster.stages=2")
+    fields = {"prompt": PROMPTS[0], "max_new_tokens": NUM_TOKENS}
+    borders = (NUM_TOKENS, NUM_TOKENS, 3, NUM_TOKENS, 0, NUM_TOKENS)
+    numbers = resume(plan, redis, [Asked(fields, greedy[0][:border]) for border in borders])
+    with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=0) as log:
+        reports = [list(log.reports(n, plan.num_ranks, timeout=1).values()) for n in numbers]
+    for border, (head, *stages) in zip(borders, reports, strict=True):
+        assert head["replayed"] == border
+        assert head["completion_tokens"] == len(head["token_ns"]) == NUM_TOKENS
+        # The last token is never a row.
+        known = len(PROMPTS[0]) + NUM_TOKENS - 1
+        assert [stage["rank"] for stage in stages] == [1, 2]
+        for stage in stages:
+            assert stage["rows"] == 0 if border == NUM_TOKENS else stage["rows"] >= known
