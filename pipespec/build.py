@@ -81,9 +81,11 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The same in every epoch, whatever devices are left: it decides the text."""
         name = self.config.model.dtype
         if name == "auto":
-            on_gpu = all(device.startswith("cuda") for device in self.devices[1:])
+            stages = map(self.device_of, self.placement.members_by_rank[1:])
+            on_gpu = all(device.startswith("cuda") for device in stages)
             name = "bfloat16" if on_gpu else "float32"
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 

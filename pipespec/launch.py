@@ -227,6 +227,7 @@ class RunningBox:
         self._job, self._modules, self._lock = job, modules, lock
         self._deaths, self._on_log = deaths, on_log
         self._stopped = False
+        self._changing = threading.RLock()  # two threads start and stop it
         self._reached = False  # whether an agent of the box ever said a word
         self._start()
 
@@ -319,7 +320,9 @@ class RunningBox:
 
     def mend(self) -> None:
         """Start the agent of a lost box again; one that still runs there ends first."""
-        if not self._stopped and self._lost and time.monotonic() - self._began > _RETRY_S:
+        with self._changing:
+            if self._stopped or not self._lost or time.monotonic() - self._began < _RETRY_S:
+                return
             self._end_processes()
             shutil.rmtree(self._directory, ignore_errors=True)
             for member in self.box.members:
@@ -340,10 +343,11 @@ class RunningBox:
 
     def stop(self) -> None:
         """End every member and helper and remove their files; harmless when called again."""
-        if not self._stopped:
-            self._stopped = True
-            self._end_processes()
-            shutil.rmtree(self._directory, ignore_errors=True)
+        with self._changing:
+            if not self._stopped:
+                self._stopped = True
+                self._end_processes()
+                shutil.rmtree(self._directory, ignore_errors=True)
 
     def _listen(self, agent: subprocess.Popen[bytes]) -> None:
         assert agent.stdout is not None

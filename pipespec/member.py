@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,9 @@ from pipespec.transport.distributed import (
 
 # Seconds between two looks at whether all ranks are there.
 LOOK_S = 0.5
+# How much longer a member waits for Redis than for whoever watches it: a box that is cut off is
+# replaced before its members end.
+LONGER_S = 15.0
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +49,7 @@ def run_member(plan: build.Plan, where: build.Where, boxes: Mapping[str, Box]) -
     weights = Weights()
     number = 0
     with Pulse(
-        where.url, where.namespace, member, patience_s=plan.config.cluster.patience_s
+        where.url, where.namespace, member, patience_s=plan.config.cluster.patience_s + LONGER_S
     ) as pulse:
         while True:
             epoch = pulse.next(number)
@@ -59,6 +63,7 @@ def run_member(plan: build.Plan, where: build.Where, boxes: Mapping[str, Box]) -
                 continue
             devices = tuple(map(plan.device_of, roster.members))
             mine = replace(here, layers=roster.layers, devices=devices)
+            model = None
             try:
                 epoch_where = replace(where, epoch=number)
                 model = weights.of(mine, rank)
@@ -144,9 +149,11 @@ def serve(
             store = host_meeting(address, port)
             shared.invite(where.epoch, f"{address}:{store.port}")
             return store
-        place = shared.meeting(where.epoch, MEET_S)
-        if place is None:
-            raise RankFailed(f"The head did not say within {MEET_S:g} s where to meet.")
+        began = time.monotonic()
+        while (place := shared.meeting(where.epoch, LOOK_S)) is None:
+            pulse.check(where.epoch)
+            if time.monotonic() - began > MEET_S:
+                raise RankFailed(f"The head did not say within {MEET_S:g} s where to meet.")
         host, _, number = place.rpartition(":")
         return join_meeting(host, int(number))
 

@@ -126,7 +126,12 @@ def _replaced(placement: Placement, gone: set[str]) -> list[str] | None:
     for rank, name in enumerate(ranks):
         if name not in gone:
             continue
-        able = [s for s in spares if s.memory_bytes >= placement.bytes_by_rank[rank]]
+        able = [
+            spare
+            for spare in spares
+            if spare.memory_bytes >= placement.bytes_by_rank[rank]
+            and (rank or spare.draft_round_ms < inf)
+        ]
         if not able:
             return None
         chosen = min(able, key=lambda s: s.layer_ms if rank else s.draft_round_ms)

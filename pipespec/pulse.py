@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Self
 
 from pipespec.control.members import Epoch, Membership
-from pipespec.errors import StaleEpoch, Unreachable
+from pipespec.errors import ControllerError, StaleEpoch, Unreachable
 
 # Seconds between two renewals of the lease, and between two tries to reach a lost Redis.
 RENEW_S = 0.4
@@ -33,7 +33,7 @@ class Pulse:
         self._patience_s = patience_s
         self._changed = threading.Condition()
         self._epoch = Epoch(0, "")
-        self._gone: Unreachable | None = None
+        self._gone: ControllerError | None = None
         self._closed = False
         self._alarm: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -99,8 +99,12 @@ class Pulse:
                 if over:
                     return
                 time.sleep(RETRY_S)
+            except ControllerError as error:
+                # A full or read-only Redis: nothing can go on with it.
+                self._sound(gone=error)
+                return
 
-    def _sound(self, epoch: Epoch | None = None, gone: Unreachable | None = None) -> None:
+    def _sound(self, epoch: Epoch | None = None, gone: ControllerError | None = None) -> None:
         with self._changed:
             self._epoch = epoch or self._epoch
             self._gone = gone

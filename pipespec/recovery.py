@@ -28,7 +28,10 @@ from pipespec.roster import Roster
 LOOK_S = 0.1
 # Seconds in which a member that was started in the place of another must say something.
 KILL_S = 15.0
-# So many faults in a row, without a token or so many quiet seconds in between, end the cluster.
+# Seconds in which one whose lease has run out may still renew it.
+GRACE_S = 0.5
+# So many faults in a row end the cluster, unless a token was decided in between, or all ranks
+# were there for so many seconds.
 FRUITLESS = 16
 LONG_S = 10.0
 
@@ -118,7 +121,7 @@ class Recovery:
         self._fruitless = 0  # faults since something was decided
         self._events = 0  # faults since the last judgement
         self._latest = ""
-        self._quiet = time.monotonic()  # since the last fault
+        self._complete_at: float | None = None  # since when all ranks of this epoch are there
         self._moved: tuple[object, ...] = ()  # what changes as long as the cluster works
         self._moved_at = time.monotonic()
         self._progress: tuple[tuple[int, int], ...] = ()
@@ -163,8 +166,8 @@ class Recovery:
                 self._note("Redis went away")
                 if not self._revive() and time.monotonic() - reached > self._patience_s:
                     self._give_up(str(error))
-            except ControllerError as error:
-                self._give_up(str(error))
+            except Exception as error:  # noqa: BLE001 - nobody else would see to the next fault
+                self._give_up(f"{type(error).__name__}: {error}")
             self._stop.wait(LOOK_S)
 
     def _revive(self) -> bool:
@@ -185,8 +188,13 @@ class Recovery:
             for told in shared.suspicions(LOOK_S)
             if told.epoch == self.epoch
         ]
+        deaths = self._deaths()
         here = shared.attached(self.epoch)
-        for death in self._deaths():
+        if len(here) < len(self.roster.members):
+            self._complete_at = None
+        elif self._complete_at is None:
+            self._complete_at = time.monotonic()
+        for death in deaths:
             self._events += 1
             self._latest = f"{death.member} ended ({death.how})"
             # One that had not joined this epoch yet will join it when it is started again.
@@ -197,7 +205,7 @@ class Recovery:
             for member in self._silent(shared)
             if self.roster.rank_of(member) in here
         ]
-        if self._stalls(shared, complete=len(here) == len(self.roster.members)):
+        if self._stalls(shared):
             reasons.append(f"no step was completed for {self._stall_s:g} seconds")
         self._members.mend()
         if reasons:
@@ -207,10 +215,10 @@ class Recovery:
         elif self._events:
             self._judge(shared)
 
-    def _stalls(self, shared: Membership, *, complete: bool) -> bool:
+    def _stalls(self, shared: Membership) -> bool:
         """Whether a request is open, all ranks are there, and yet nothing moves: two of them
         may have lost one another, while both still reach Redis."""
-        now = time.monotonic()
+        now, complete = time.monotonic(), self._complete_at is not None
         moved = (self.epoch, complete, shared.oldest_step(self.epoch), shared.progress())
         if moved != self._moved or not complete or shared.idle():
             self._moved, self._moved_at = moved, now
@@ -235,7 +243,8 @@ class Recovery:
         for member in silent:
             self._lost[member] = now
         for member, since in self._lost.items():
-            due = now - self._killed.get(member, -KILL_S) >= KILL_S
+            # A moment more: after a silence of Redis all leases have run out.
+            due = now - self._killed.get(member, -KILL_S) > KILL_S and now - since > GRACE_S
             if due and self._members.kill(member, since):
                 self._killed[member] = now
         return silent
@@ -246,7 +255,13 @@ class Recovery:
         lost = [self._lost.get(member, now) for member in self.roster.members]
         if now - min(lost) < self._patience_s:
             return False
-        away = set(self._everyone) - self._alive
+        # Those that never came cannot take anybody's place.
+        away = {
+            member
+            for member in self._everyone
+            if now - self._lost.get(member, now) > self._patience_s
+            or (member not in self._lost and member not in self._alive)
+        }
         try:
             self.roster = self._replan(away)
         except ConfigError as error:
@@ -266,18 +281,19 @@ class Recovery:
         self._latest = self.faults[-1].reason
         self._judge(shared)
         if not self._stop.is_set():
-            self.epoch = Controller.new_epoch(self._url, self._namespace, self.roster.encode())
+            begun = Controller.new_epoch(self._url, self._namespace, self.roster.encode())
+            if begun <= self.epoch:
+                self._give_up("Redis came back without what it knew; start the cluster again.")
+            self.epoch, self._complete_at = begun, None
             log.info("epoch %d begins", self.epoch)
 
     def _judge(self, shared: Membership) -> None:
         """Give up if there was fault after fault and nothing was decided in between."""
-        progress, now = shared.progress(), time.monotonic()
-        if progress != self._progress or now - self._quiet > LONG_S:
-            self._fruitless = 0  # faults since something was decided
-        self._events = 0  # faults since the last judgement
-        self._latest = ""
-        self._quiet = time.monotonic()  # since the last fault
-        self._progress, self._quiet = progress, now
+        progress = shared.progress()
+        long = self._complete_at is not None and time.monotonic() - self._complete_at > LONG_S
+        if progress != self._progress or long:
+            self._fruitless = 0
+        self._progress = progress
         self._fruitless += self._events
         self._events = 0
         if self._fruitless > FRUITLESS:

@@ -28,7 +28,7 @@ from pipespec.control.listen import TlsFiles
 from pipespec.control.members import Membership
 from pipespec.control.requests import Accepted, Finished, RequestLog
 from pipespec.control.server import EmbeddedRedis
-from pipespec.errors import ConfigError, RankFailed, StaleEpoch
+from pipespec.errors import ConfigError, ControllerError, RankFailed, StaleEpoch, Unreachable
 from pipespec.hosts import Box
 from pipespec.launch import Cluster, check_port
 from pipespec.member import run_member
@@ -90,39 +90,63 @@ class ClusterSession:
 
     def await_ranks(self, on_loaded: Callable[[int, int], None]) -> None:
         """Wait until every rank has loaded its model and joined."""
-        joined, count = -1, self.plan.num_ranks
-        with Membership(self.url, self.namespace) as shared:
-            while joined < count:
-                if not self.poll():
-                    raise RankFailed("The ranks ended before they had any work.")
-                now = shared.await_attached(self.epoch, max(joined + 1, 0), HEARTBEAT_S)
-                if now != joined:
-                    joined = now
-                    on_loaded(joined, count)
+        joined = -1
+
+        def look(shared: Membership) -> bool:
+            nonlocal joined
+            if not self.poll():
+                raise RankFailed("The ranks ended before they had any work.")
+            count = len(self._recovery.roster.members)
+            now = shared.await_attached(self.epoch, max(joined + 1, 0), HEARTBEAT_S)
+            if now != joined:
+                joined = now
+                on_loaded(joined, count)
+            return joined >= count
+
+        self._until(look)
 
     def finish(self) -> None:
         """Wait until all that was submitted is done and the ranks have ended."""
         by_hand = [member for box in self.plan.boxes if box.by_hand for member in box.members]
-        closed, done_at = None, None
-        with Membership(self.url, self.namespace) as shared:
-            while True:
-                self._recovery.check()
-                if closed != self.epoch:
-                    closed = self.epoch
-                    with suppress(StaleEpoch):
-                        self._log.close_queue(closed)
-                try:
-                    self._cluster.wait(HEARTBEAT_S)
-                    if not by_hand or not shared.alive(by_hand):
-                        return
-                except TimeoutError:
-                    pass
-                done_at = (done_at or time.monotonic()) if shared.idle() else None
-                if done_at is None:
-                    continue
-                # Spares learn of no end, and who was lost at the end is not worth another epoch.
-                if self.faults or self.plan.spares or time.monotonic() - done_at > ENDING_S:
+        closed = 0
+        done_at: float | None = None
+
+        def look(shared: Membership) -> bool:
+            nonlocal closed, done_at
+            self._recovery.check()
+            if closed != self.epoch:
+                closed = self.epoch
+                with suppress(StaleEpoch):
+                    self._log.close_queue(closed)
+            try:
+                self._cluster.wait(HEARTBEAT_S)
+                if not by_hand or not shared.alive(by_hand):
+                    return True
+                time.sleep(HEARTBEAT_S)
+            except TimeoutError:
+                pass
+            done_at = (done_at or time.monotonic()) if shared.idle() else None
+            # Who was lost at the end is not worth another epoch.
+            return done_at is not None and (
+                bool(self.faults or self.plan.spares) or time.monotonic() - done_at > ENDING_S
+            )
+
+        self._until(look)
+
+    def _until(self, look: Callable[[Membership], bool]) -> None:
+        """Look until it is done, also while Redis is started again. Raises Unreachable."""
+        reached = time.monotonic()
+        while True:
+            try:
+                with Membership(self.url, self.namespace) as shared:
+                    while not look(shared):
+                        reached = time.monotonic()
                     return
+            except Unreachable:
+                self._recovery.check()
+                if time.monotonic() - reached > self.plan.config.cluster.patience_s:
+                    raise
+                time.sleep(HEARTBEAT_S)
 
     def submit(
         self,
@@ -163,7 +187,7 @@ class ClusterSession:
 
         One that was lost with what it had to say has a blank report.
         """
-        count = self.plan.num_ranks
+        count = len(self._recovery.roster.members)
         timeout = LOST_REPORTS_S if self.faults else REPORTS_TIMEOUT_S
         found = self._log.reports(request, count, timeout, partial=bool(self.faults))
         return [found.get(rank) or blank(rank) for rank in range(count)]
@@ -174,7 +198,7 @@ def start(
     plan: build.Plan,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
-    on_begun: Callable[[build.Where], None] = lambda where: None,
+    on_begun: Callable[[build.Where], None] | None = None,
 ) -> Iterator[ClusterSession]:
     """Start the cluster of a plan, wait until all ranks are ready, and end it afterwards.
 
@@ -183,12 +207,18 @@ def start(
     Args:
         on_loaded: called with how many ranks have loaded their models, and of how many.
         on_log: called with a member's name and a line that it wrote.
-        on_begun: called with what members must know, when they may join.
+        on_begun: called with what members must know, when those started by hand may join.
 
     Raises:
         ConfigError, Unreachable, HostFailed: before any rank starts.
         RankFailed: a rank failed, or was lost again and again; the others have been ended.
     """
+    by_hand = [box.name for box in plan.boxes if box.by_hand]
+    if by_hand and on_begun is None:
+        raise ConfigError(
+            f"The members of {', '.join(by_hand)} are started by hand (ssh: none); start the "
+            "cluster with `pipespec up`, and ask it with --on."
+        )
     check_port(plan.config.transport.port)
     address = own_address(plan.boxes)
     with controller(plan.config.controller, address) as (url, elsewhere, namespace, server):
@@ -218,10 +248,17 @@ def start(
             ):
                 session = ClusterSession(plan, url, elsewhere, namespace, log, cluster, recovery)
                 recovery.watch(cluster)
-                on_begun(where)
-                session.await_ranks(on_loaded)
-                yield session
-                session.finish()
+                if on_begun is not None:
+                    on_begun(where)
+                try:
+                    session.await_ranks(on_loaded)
+                    yield session
+                    session.finish()
+                finally:
+                    # Spares, and members that others started, learn that it is over.
+                    with suppress(ControllerError):
+                        recovery.stop()
+                        Controller.new_epoch(url, namespace)
 
 
 def own_address(boxes: Sequence[Box]) -> str | None:
@@ -250,6 +287,8 @@ def replanner(plan: build.Plan, own: str | None) -> Callable[[set[str]], Roster]
 
     def replan(lost: set[str]) -> Roster:
         found = remaining(plan.placement, lost)
+        if plan.config.cluster.groups is not None and len(found.layers) != len(plan.layers):
+            raise ConfigError("fewer stages do not fit cluster.groups; set spares aside.")
         head = found.members_by_rank[0]
         return Roster(found.members_by_rank, found.layers, address_of(plan, head, own))
 

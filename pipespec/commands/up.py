@@ -141,7 +141,9 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
 
 
 @contextmanager
-def invited(name: str, plan: Plan, settings: Sequence[str]) -> Iterator[Callable[[Where], None]]:
+def invited(
+    name: str, plan: Plan, settings: Sequence[str]
+) -> Iterator[Callable[[Where], None] | None]:
     """What writes the invitation for boxes that are started by hand; it lasts as long as they."""
     path = folder() / (name + INVITATION)
     waiting = [box.name for box in plan.boxes if box.by_hand]
@@ -158,7 +160,7 @@ def invited(name: str, plan: Plan, settings: Sequence[str]) -> Iterator[Callable
         )
 
     if not waiting:
-        yield lambda where: None
+        yield None
         return
     try:
         yield begin

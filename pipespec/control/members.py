@@ -107,12 +107,9 @@ class Membership:
             time.sleep(POLL_S)
 
     def progress(self) -> tuple[tuple[int, int], ...]:
-        """The open requests and the lengths of their sequences."""
-        numbers = [
-            int(number)
-            for key in (self._keys.admitted, self._keys.queue)
-            for number in self._pipe.call("LRANGE", key, 0, -1)
-        ]
+        """The admitted requests and the lengths of their sequences."""
+        admitted = self._pipe.call("LRANGE", self._keys.admitted, 0, -1)
+        numbers = [int(number) for number in admitted]
         lengths = (self._pipe.call("HGET", self._keys.request(n), "length") for n in numbers)
         return tuple((n, int(length or 0)) for n, length in zip(numbers, lengths, strict=True))
 

@@ -30,7 +30,7 @@ from pipespec.types import Batch
 from pipespec.wire import Wire, token
 
 # How long the ranks wait for one another when they meet, all of them being ready.
-MEET_S = 20.0
+MEET_S = 10.0
 # A stage may idle for days between two requests; a neighbour that dies closes its connection.
 _FOREVER = timedelta(days=3650)
 _TAG = 1
@@ -131,6 +131,9 @@ class DistributedTransport:
         """
         if backend == "auto":
             backend = choose_backend(devices)
+        # A meeting that failed leaves torch counting groups, and the count is in their names:
+        # those who were there would not find those who come anew.
+        dist.distributed_c10d._world.group_count = 0
         proof = token(secret, epoch)
         with _blaming("The ranks did not meet"):
             dist.init_process_group(
