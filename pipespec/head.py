@@ -113,6 +113,7 @@ class Head:
                 self.source.begin(self.session.context)
                 if self.session.ended:
                     self.finish(self.session.ended)
+                    break  # a batch must tell the stages
             elif draining:
                 break
             else:

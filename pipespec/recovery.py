@@ -124,7 +124,8 @@ class Recovery:
         self._complete_at: float | None = None  # since when all ranks of this epoch are there
         self._moved: tuple[object, ...] = ()  # what changes as long as the cluster works
         self._moved_at = time.monotonic()
-        self._progress: tuple[tuple[int, int], ...] = ()
+        self._finished = 0  # requests so far
+        self._lengths: dict[int, int] = {}  # of the sequences of the requests seen
         self._failure: RankFailed | None = None
         self.faults: list[Fault] = []
         self.roster = roster
@@ -289,11 +290,13 @@ class Recovery:
 
     def _judge(self, shared: Membership) -> None:
         """Give up if there was fault after fault and nothing was decided in between."""
-        progress = shared.progress()
+        finished, lengths = shared.finished(), dict(shared.progress())
+        # Admitted again is no progress; a token more is.
+        grown = any(length > self._lengths.get(n, length) for n, length in lengths.items())
         long = self._complete_at is not None and time.monotonic() - self._complete_at > LONG_S
-        if progress != self._progress or long:
+        if grown or long or finished > self._finished:
             self._fruitless = 0
-        self._progress = progress
+        self._finished, self._lengths = finished, self._lengths | lengths
         self._fruitless += self._events
         self._events = 0
         if self._fruitless > FRUITLESS:

@@ -113,6 +113,10 @@ class Membership:
         lengths = (self._pipe.call("HGET", self._keys.request(n), "length") for n in numbers)
         return tuple((n, int(length or 0)) for n, length in zip(numbers, lengths, strict=True))
 
+    def finished(self) -> int:
+        """How many requests are finished."""
+        return int(self._pipe.call("GET", self._keys.finished) or 0)
+
     def oldest_step(self, epoch: int) -> int:
         """The oldest step of an epoch that is not complete; it rises as long as all ranks work."""
         return int(self._pipe.call("HGET", self._keys.graph(epoch), "floor") or 0)

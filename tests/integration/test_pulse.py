@@ -16,7 +16,7 @@ from pipespec.control.connection import Pipe
 from pipespec.control.keys import Keys
 from pipespec.control.members import LEASE_S, Epoch, Membership, Suspicion
 from pipespec.control.server import EmbeddedRedis
-from pipespec.errors import StaleEpoch, Unreachable
+from pipespec.errors import ControllerError, StaleEpoch, Unreachable
 from pipespec.pulse import Pulse
 
 NAMESPACE = "pulse"
@@ -291,6 +291,20 @@ def test_a_redis_that_stays_away_too_long_is_given_up(server: EmbeddedRedis) -> 
         with pytest.raises(StaleEpoch):
             pulse.check(epoch - 1)
     assert alarm.callers == []
+
+
+def test_a_redis_that_takes_nothing_more_is_given_up_at_once(server: EmbeddedRedis) -> None:
+    begin(server)
+    alarm = Alarm()
+    with beating(server) as pulse:
+        epoch = pulse.next(0).number
+        with pulse.guard(epoch, alarm):
+            Pipe(server.url).call("CONFIG", "SET", "maxmemory", 1)
+            alarm.await_call()
+        for ask in (pulse.next, pulse.check):
+            with pytest.raises(ControllerError, match=r"Redis failed: .*maxmemory"):
+                ask(epoch)
+    assert len(alarm.callers) == 1
 
 
 def test_a_redis_that_was_never_there_is_given_up() -> None:

@@ -150,12 +150,15 @@ def test_a_spare_takes_the_place_of_a_member_that_stays_away(greedy):
             os.kill(keeper, signal.SIGCONT)
 
 
-def test_a_cluster_that_cannot_be_kept_up_ends_with_one_sentence():
-    """A rank is killed again as soon as it is there."""
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_cluster_that_cannot_be_kept_up_ends_with_one_sentence(asked):
+    """A rank is killed again as soon as it is there, with or without a request to decode."""
     with (  # noqa: PT012 - the block is the point
         pytest.raises(RankFailed, match=r"local/1.*and nothing was decided"),
         session.start(plan_of(*GREEDY)) as cluster,
     ):
+        if asked:
+            cluster.submit([1, 2, 3], cluster.plan.config.verify.sampling(0), max_new_tokens=9)
         seen = 0
         while True:
             cluster.poll()
