@@ -33,15 +33,15 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver, parent_process
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn
 
-from pipespec.errors import RankFailed
 from pipespec.interfaces import holding, interfaces, resolve
+from pipespec.keeper import Job, how_it_ended, keep
 
 # Seconds until what does not end when asked to is killed.
 PATIENCE_S = 5.0
@@ -49,14 +49,10 @@ PATIENCE_S = 5.0
 SILENCE_S = 40.0
 # Seconds between two signs of life.
 PULSE_S = 1.0
-# Seconds for which a rank that lost a neighbour leaves the agent time to notice the neighbour.
-_LINGER_S = 3.0
 # Seconds between two looks at the members.
 _MONITOR_S = 0.1
 # The longest name of a Unix socket, in bytes; macOS has the smallest limit.
 _MAX_SOCKET = 103
-MEMBER = "PIPESPEC_MEMBER"
-
 _leftovers: list[Path] = []  # to be removed when the agent ends
 
 
@@ -80,24 +76,6 @@ class Setup:
     interface: str | None = None
     lock: str | None = None
     remote: bool = False
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the members run: `entrypoint(*args)`, with the member's name in the environment.
-
-    Attributes:
-        members: their names, and what messages call them.
-        restart: whether one that a signal ended is replaced by another.
-        logs: whether what the members write is passed on, line by line.
-    """
-
-    entrypoint: Callable[..., Any]
-    args: tuple[Any, ...]
-    members: tuple[str, ...]
-    titles: tuple[str, ...]
-    restart: bool
-    logs: bool
 
 
 def make_directory() -> Path:
@@ -326,7 +304,7 @@ def _run_keepers(directory: Path, job: Job) -> list[Any] | str | Lost:
         shutdown_timeout=int(PATIENCE_S) - 2,
     )
     try:
-        results = elastic_launch(config, _keep)(str(directory), job)
+        results = elastic_launch(config, keep)(str(directory), job)
         return [results[number] for number in range(len(job.members))]
     except ChildFailedError as error:
         number, failure = error.get_first_failure()
@@ -369,95 +347,12 @@ def _blame(directory: Path, job: Job, number: int, exitcode: int) -> str:
     return f"{job.titles[number]} on host {socket.gethostname()} ({how}): {reason}"
 
 
-def how_it_ended(exitcode: int) -> str:
-    return f"exit code {exitcode}" if exitcode >= 0 else signal.Signals(-exitcode).name
-
-
 def last_line(log: Path) -> str:
     """What a process wrote last, or the interpreter's word on why it crashed."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     # The interpreter follows a crash's cause with the stacks of its threads.
     crashes = [line for line in lines if line.startswith("Fatal Python error")]
     return (crashes or lines or ["it left no message."])[-1]
-
-
-# --- in the keepers and the members ---------------------------------------------------------
-
-
-def _keep(directory: str, job: Job) -> Any:
-    """Have a member at work until it has done it; its result."""
-    agent = parent_process()
-    assert agent is not None
-    number = int(os.environ["LOCAL_RANK"])
-    os.environ[MEMBER] = job.members[number]
-    here, lives = Path(directory), 0
-    while True:
-        # Each of the two ends of a pipe tells the other process when this one is gone.
-        ours, theirs = os.pipe(), os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(ours[0])
-            os.close(theirs[1])
-            _live(here, number, job, theirs[0])
-        os.close(ours[1])
-        os.close(theirs[0])
-        (here / f"{number}.pid.partial").write_text(str(pid))
-        (here / f"{number}.pid.partial").rename(here / f"{number}.pid")
-        if agent.sentinel in connection.wait([ours[0], agent.sentinel]):
-            os.kill(pid, signal.SIGKILL)
-            os._exit(1)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        (here / f"{number}.pid").unlink()
-        os.close(ours[0])
-        os.close(theirs[1])
-        if code == 0:
-            return pickle.loads((here / f"result-{number}").read_bytes())
-        if code > 0:
-            os._exit(code)
-        if not job.restart:
-            os.kill(os.getpid(), -code)
-        lives += 1
-        died = {"died": number, "how": how_it_ended(code)}
-        (here / f"died-{number}.partial").write_text(json.dumps(died))
-        (here / f"died-{number}.partial").rename(here / f"died-{number}-{lives}.json")
-
-
-def _live(directory: Path, number: int, job: Job, keeper: int) -> NoReturn:
-    """A member, which ends with its keeper."""
-    threading.Thread(target=_end_with, args=(keeper,), daemon=True).start()
-    code = 1
-    try:
-        result = job.entrypoint(*job.args)
-        (directory / f"result-{number}").write_bytes(pickle.dumps(result))
-        code = 0
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else 1
-    except Exception as error:  # noqa: BLE001 - whatever it is, somebody must be told
-        lost_neighbour = isinstance(error, RankFailed)
-        record = {
-            "number": number,
-            "time": time.monotonic_ns(),
-            "lost_neighbour": lost_neighbour,
-            "line": _one_line(error),
-        }
-        (directory / f"raised-{number}.json").write_text(json.dumps(record))
-        sys.excepthook(type(error), error, error.__traceback__)
-        if lost_neighbour:
-            time.sleep(_LINGER_S)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return ": ".join([type(error).__name__, *lines[:1]])
-
-
-def _end_with(pipe: int) -> None:
-    os.read(pipe, 1)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from pipespec import attached, build, session
+from pipespec import answers, attached, build, session
 from pipespec.cards import Card
 from pipespec.clock import monotonic_ns
 from pipespec.compose import compose
 from pipespec.config import Config
 from pipespec.dataset import Sample
-from pipespec.errors import ConfigError, PipespecError, PromptError
+from pipespec.errors import ConfigError, PipespecError, PromptError, RankFailed
 from pipespec.stats import Report
 from pipespec.text import Detokenizer, StopStrings
 
@@ -70,7 +70,7 @@ class RequestResult:
 class BenchResult:
     """All requests, in the order of the samples, and how long they took together.
 
-    `labels` (`session.labels`) say whether times are emulated, guesses synthetic, the text
+    `labels` (`answers.labels`) say whether times are emulated, guesses synthetic, the text
     lossy.
     """
 
@@ -152,7 +152,7 @@ def bench(
     prompts = [encode(plan, tokenizer, sample, prompt_tokens) for sample in samples]
     if on is None:
         plan = build.fit_context(plan, max(map(len, prompts)))
-    sampling = config.verify.sampling(fresh_seed=session.fresh_seed())
+    sampling = config.verify.sampling(fresh_seed=answers.fresh_seed())
     eos = () if config.decode.ignore_eos else plan.target.eos
     results: list[RequestResult] = []
     traced: list[Report] = []
@@ -179,7 +179,7 @@ def bench(
         on_done(0, len(samples))
         for sample, prompt in zip(samples, prompts, strict=True):
             number, enqueued = open_requests.popleft()
-            answer = session.gather(
+            answer = answers.gather(
                 cluster.events(number),
                 Detokenizer(tokenizer, prompt),
                 StopStrings(config.decode.stop),
@@ -191,12 +191,12 @@ def bench(
             traced += reports
             results.append(_result(config, sample, prompt, answer, enqueued, reports))
             on_done(len(results), len(samples))
-    session.write_trace(plan, traced)
+    answers.write_trace(plan, traced)
     return BenchResult(
         results,
-        (ended - began) / 1e9 / session.time_scale(config),
+        (ended - began) / 1e9 / answers.time_scale(config),
         concurrency,
-        session.labels(config, sampling),
+        answers.labels(config, sampling),
     )
 
 
@@ -220,14 +220,18 @@ def _result(
     config: Config,
     sample: Sample,
     prompt: list[int],
-    answer: session.Answer,
+    answer: answers.Answer,
     enqueued: int,
     reports: list[Report],
 ) -> RequestResult:
     (head,) = (report for report in reports if report["rank"] == 0)
-    scale = session.time_scale(config)
+    scale = answers.time_scale(config)
     arrivals = [(at - enqueued) / 1e6 / scale for at in head["token_ns"]]
-    assert len(arrivals) == len(answer.token_ids) > 0
+    if len(arrivals) != len(answer.token_ids):
+        raise RankFailed(
+            f"The times of {sample.id!r} were lost with the head, which was killed as it ended; "
+            "run the benchmark again."
+        )
     return RequestResult(
         id=sample.id,
         benchmark=sample.benchmark,
@@ -237,7 +241,7 @@ def _result(
         finish_reason=answer.finish_reason,
         ttft_ms=arrivals[0],
         token_ms=arrivals,
-        stats=session.statistics(config, enqueued, reports),
+        stats=answers.statistics(config, enqueued, reports),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipespec import attached, build, session
+from pipespec import answers, attached, build, session
 from pipespec.cards import Card
 from pipespec.clock import monotonic_ns
 from pipespec.config import Config
@@ -58,7 +58,7 @@ def generate(
         if on is None
         else attached.attach(on, on_loaded)
     ) as cluster:
-        sampling = config.verify.sampling(fresh_seed=session.fresh_seed())
+        sampling = config.verify.sampling(fresh_seed=answers.fresh_seed())
         enqueued = monotonic_ns()
         request = cluster.submit(
             ids,
@@ -67,14 +67,14 @@ def generate(
             stop=config.decode.stop,
             eos=() if config.decode.ignore_eos else plan.target.eos,
         )
-        answer = session.gather(
+        answer = answers.gather(
             cluster.events(request),
             Detokenizer(tokenizer, ids),
             StopStrings(config.decode.stop),
             on_text,
         )
         reports = cluster.reports(request)
-    session.write_trace(plan, reports)
+    answers.write_trace(plan, reports)
     logprobs = [*map(_report, answer.token_ids, answer.logprobs)]
     return Result(
         text=answer.text,
@@ -83,7 +83,7 @@ def generate(
         prompt_tokens=len(ids),
         completion_tokens=len(answer.token_ids),
         finish_reason=answer.finish_reason,
-        stats=session.statistics(config, enqueued, reports) | session.labels(config, sampling),
+        stats=answers.statistics(config, enqueued, reports) | answers.labels(config, sampling),
     )
 
 

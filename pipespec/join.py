@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipespec.agent import MEMBER, choose_interface
+from pipespec.agent import choose_interface
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.hosts import Box, Hosts, load_hosts
+from pipespec.keeper import MEMBER
 
 USAGE = "usage: python -m pipespec.join [--count] HOSTS.yaml BOX [INVITATION]"
 

@@ -30,9 +30,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipespec import ssh
-from pipespec.agent import PATIENCE_S, PULSE_S, Job, Setup, how_it_ended, last_line, make_directory
+from pipespec.agent import PATIENCE_S, PULSE_S, Setup, last_line, make_directory
 from pipespec.errors import ConfigError, RankFailed
 from pipespec.hosts import LOCAL, Box, this_machine
+from pipespec.keeper import Job, how_it_ended
 
 LOOPBACK = "127.0.0.1"
 # What almost every rank needs and what takes longest to import (numpy.ma: for `np.unique`).

@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipespec import build
-from pipespec.agent import MEMBER
 from pipespec.checkpoint import inspect
 from pipespec.control.members import Membership
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
 from pipespec.hosts import Box
+from pipespec.keeper import MEMBER
 from pipespec.model import ModelSlice
 from pipespec.pulse import Pulse
 from pipespec.roster import Roster

@@ -60,7 +60,7 @@ def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
 
 
 def labelled(labels: Mapping[str, Any]) -> str:
-    """What a title must say of its figures (`pipespec.session.labels`); "" if they are plain.
+    """What a title must say of its figures (`pipespec.answers.labels`); "" if they are plain.
 
     Times of an emulated machine never look like measured ones, guesses that were made from the
     answer never like those of a draft, and a text that the target alone might not have said

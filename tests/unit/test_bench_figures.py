@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipespec import session
+from pipespec import answers
 from pipespec.bench import BenchResult, RequestResult
 from pipespec.compose import compose
 
@@ -125,11 +125,11 @@ def reports() -> list[dict[str, Any]]:
 
 
 def test_times_are_divided_by_the_scale_of_what_is_emulated_and_shares_are_not() -> None:
-    plain = session.statistics(compose(), 0, reports())
-    paced = session.statistics(
+    plain = answers.statistics(compose(), 0, reports())
+    paced = answers.statistics(
         compose(["pace=fixed", "pace.stage_ms=1", "pace.scale=4"]), 0, reports()
     )
-    linked = session.statistics(compose(["link.latency_ms=1", "pace.scale=4"]), 0, reports())
+    linked = answers.statistics(compose(["link.latency_ms=1", "pace.scale=4"]), 0, reports())
     assert paced == linked
     assert (plain["ttft_ms"], paced["ttft_ms"]) == (10, 2.5)
     assert (plain["tbt_ms"]["mean"], paced["tbt_ms"]["mean"]) == (15, 3.75)
@@ -142,5 +142,5 @@ def test_times_are_divided_by_the_scale_of_what_is_emulated_and_shares_are_not()
 
 def test_a_scale_of_nothing_emulated_changes_no_time() -> None:
     config = compose(["pace.scale=4"])
-    assert session.statistics(config, 0, reports()) == session.statistics(compose(), 0, reports())
-    assert session.labels(config, config.verify.sampling(0))["emulated"] is False
+    assert answers.statistics(config, 0, reports()) == answers.statistics(compose(), 0, reports())
+    assert answers.labels(config, config.verify.sampling(0))["emulated"] is False
