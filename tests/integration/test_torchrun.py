@@ -110,3 +110,21 @@ def test_an_unknown_box_and_a_file_that_is_no_invitation_are_refused(environment
     said = complaint(str(hosts), "there", str(other))
     assert "is no invitation" in said
     assert "s3cret" not in said
+
+
+def test_launch_shows_what_the_members_say_until_ctrl_c(environment):
+    hosts = environment / "hosts.yaml"
+    hosts.write_text(HOSTS.replace("ssh: none, devices: [cpu, cpu]", "ssh: local, devices: [cpu]"))
+    log = environment / "log"
+    with log.open("wb") as file:
+        launched = subprocess.Popen(pipespec("launch", str(hosts)), stdout=file, stderr=file)
+    try:
+        until(lambda: (entry := cards.held("hand")) is not None and entry.card)
+        assert answer("--on", "hand") == answer("cluster.stages=2")
+    finally:
+        launched.send_signal(signal.SIGINT)
+        assert launched.wait(PATIENCE) == 0
+    said = log.read_text()
+    assert "here/1: epoch 1: rank 1 of 3" in said
+    assert "there/0: epoch 1: rank 2 of 3" in said
+    assert cards.held("hand") is None
