@@ -103,6 +103,7 @@ def test_boxes_are_refused_where_there_can_be_none(monkeypatch, capsys):
     assert "--boxes 3 cannot be had here: a test bed needs root." in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_short_run_finds_nothing_wrong(monkeypatch, tmp_path, capsys):
     file = tmp_path / "chaos.json"
     size = ["--faults", "4", "--stages", "2", "--num-prompts", "1", "--tokens", "48"]

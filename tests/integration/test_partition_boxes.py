@@ -36,7 +36,7 @@ def partition(bed, *arguments):
     return bed.run("a", command, timeout=150)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_boxes_measure_themselves_and_links_count(bed, hosts_file):
     done = partition(bed, "--json", hosts_file, "feed.width=8")
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def test_boxes_measure_themselves_and_links_count(bed, hosts_file):
     assert len(list((bed.folder / "cache").rglob("*.json"))) == 2  # a stage and a draft
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_box_that_is_cut_off_is_named(bed, hosts_file):
     bed.cut("a", "b")
     try:

@@ -58,6 +58,7 @@ def answer(*arguments: str) -> list[int]:
     return json.loads(done.stdout)["token_ids"]
 
 
+@pytest.mark.long
 def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment):
     hosts = environment / "hosts.yaml"
     hosts.write_text(HOSTS)

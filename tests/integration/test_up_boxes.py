@@ -20,7 +20,7 @@ from tests.testbed import Testbed, missing
 if (lacking := missing()) is not None:
     pytest.skip(lacking, allow_module_level=True)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 PIPESPEC = [sys.executable, "-m", "pipespec"]
 PROMPT = "Once upon a time there was a king who"
 NUM_TOKENS = 12
