@@ -200,7 +200,7 @@ def start(
 
     Args:
         on_loaded: called with how many ranks have loaded their models, and of how many.
-        on_log: called with a member's name and a line that it wrote.
+        on_log: called with a member's name and rank, and a line that it wrote.
         on_begun: called with what members must know, when those started by hand may join.
 
     Raises:
@@ -229,6 +229,12 @@ def start(
         ) as recovery:
             where = build.Where(elsewhere, namespace, secret=secrets.token_urlsafe(24))
             boxes = {member: box for box in plan.boxes for member in box.members}
+
+            def tell(member: str, line: str) -> None:
+                assert on_log is not None
+                rank = recovery.roster.rank_of(member)
+                on_log(f"{member} {'spare' if rank is None else f'rank {rank}'}", line)
+
             with (
                 RequestLog(url, namespace=namespace, epoch=recovery.epoch) as log,
                 Cluster(
@@ -237,7 +243,7 @@ def start(
                     (plan, where, boxes),
                     restart=True,
                     name=f"{namespace}-{secrets.token_hex(4)}",
-                    on_log=on_log,
+                    on_log=None if on_log is None else tell,
                 ) as cluster,
             ):
                 session = ClusterSession(plan, url, elsewhere, namespace, log, cluster, recovery)

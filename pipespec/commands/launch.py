@@ -22,9 +22,9 @@ def add(commands: Commands) -> None:
         help="start the boxes of a hosts file and stay with them",
         usage="pipespec launch [--measure] [--name NAME] [--json] HOSTS.YAML [SETTING=VALUE ...]",
         description="Start every rank of a hosts file over SSH, each box through torchrun's "
-        "launcher, and write what they say to standard error with the member in front. Ctrl-C, or "
-        "an error that the cluster cannot mend, ends all of them. Meanwhile `pipespec generate "
-        "--on NAME` asks it.",
+        "launcher, and write what they say to standard error, with member and rank in front. "
+        "Ctrl-C, or an error that the cluster cannot mend, ends all of them. Meanwhile `pipespec "
+        "generate --on NAME` asks it.",
     )
     command.add_argument("hosts", metavar="HOSTS.YAML", help="the file that names the boxes")
     command.add_argument("--name", help="what to call it (the name in the file)")

@@ -126,6 +126,6 @@ def test_launch_shows_what_the_members_say_until_ctrl_c(environment):
         launched.send_signal(signal.SIGINT)
         assert launched.wait(PATIENCE) == 0
     said = log.read_text()
-    assert "here/1: epoch 1: rank 1 of 3" in said
-    assert "there/0: epoch 1: rank 2 of 3" in said
+    assert "here/1 rank 1: epoch 1" in said
+    assert "there/0 rank 2: epoch 1" in said
     assert cards.held("hand") is None
