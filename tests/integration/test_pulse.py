@@ -250,6 +250,9 @@ def test_a_suspicion_that_nobody_can_hear_is_kept_to_oneself(server: EmbeddedRed
     with beating(server) as pulse:
         kill(server)
         pulse.suspect(4, "The link to rank 2 broke.")
+    server.restart()
+    with Membership(server.url, NAMESPACE) as shared:
+        assert shared.suspicions(0.1) == []
 
 
 # A Redis that goes away -----------------------------------------------------------------------
