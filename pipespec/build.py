@@ -81,13 +81,18 @@ class Plan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The same in every epoch, whatever devices are left: it decides the text."""
+        """Of the target. It decides the text, so whatever devices are left, it stays."""
+        return self.dtype_of(self.target)
+
+    def dtype_of(self, info: CheckpointInfo) -> torch.dtype:
+        """What target or draft computes in."""
         name = self.config.model.dtype
         if name == "auto":
             stages = map(self.device_of, self.placement.members_by_rank[1:])
             on_gpu = all(device.startswith("cuda") for device in stages)
             name = "bfloat16" if on_gpu else "float32"
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+        found: torch.dtype = getattr(torch, info.computes_in(name))
+        return found
 
     @property
     def max_rows(self) -> int:
@@ -112,10 +117,17 @@ def plan(config: Config, placement: Placement | None = None) -> Plan:
     Raises ConfigError, in one sentence.
     """
     target = inspect(config.model.target)
+    target.check_quantization("model.quantization", config.model.quantization)
     draft = None
     if config.source.needs_draft:
         assert config.model.draft is not None  # as Config checks
         draft = inspect(config.model.draft)
+        draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
+    if config.model.dtype not in ("auto", target.computes_in(config.model.dtype)):
+        raise ConfigError(
+            f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "
+            f"{target.dtype}; leave model.dtype out."
+        )
     context = target.context
     if config.model.context is not None:
         if config.model.context > target.context:
@@ -230,10 +242,14 @@ def load_model(plan: Plan, rank: int) -> ModelSlice | None:
         return None
     layers = plan.layers[rank - 1] if rank else range(info.num_layers)
     slots = num_slots(plan.config, context=plan.context, num_ranks=plan.num_ranks, head=rank == 0)
+    name = "quantization" if rank else "draft_quantization"
+    quantization = getattr(plan.config.model, name)
+    info.check_quantization(f"model.{name}", quantization)  # this box may lack the package
     return ModelSlice.load(
         info.path,
         layers,
-        dtype=plan.dtype,
+        dtype=plan.dtype_of(info),
+        quantization=quantization,
         device=plan.devices[rank],
         num_slots=slots,
     )

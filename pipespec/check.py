@@ -12,17 +12,19 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pipespec.errors import PipespecError
+from pipespec.precision import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 GIB = 2**30
 PACKAGES = ("pipespec", "torch", "transformers", "redis")
+QUANTIZE = "not installed: pip install 'pipespec[quantize]'"
 REDIS_VERSION_TIMEOUT_S = 10.0
 
 
 def survey() -> dict[str, Any]:
-    """Versions, devices, attention backends, Redis and what carries batches.
+    """Versions, devices, attention backends, quantisation, Redis and what carries batches.
 
     `problems` are sentences, one for each thing without which `generate` cannot run; `ok` is
     true if there are none. Memory is in GiB.
@@ -33,6 +35,10 @@ def survey() -> dict[str, Any]:
         "packages": {name: package_version(name) for name in PACKAGES},
         "devices": [_processor()],
         "attention": {},
+        "quantization": {
+            name: _usable(None if find_spec(how.package) else QUANTIZE)
+            for name, how in QUANTIZATIONS.items()
+        },
         "transport": {},
         "redis": _redis(problems),
     }
@@ -146,7 +152,7 @@ def table(findings: dict[str, Any]) -> Table:
     for device in findings["devices"]:
         memory = f"{device['free_gib']} of {device['memory_gib']} GiB free"
         out.add_row(device["name"], f"{device['model']}, {memory}")
-    for group in ("attention", "transport"):
+    for group in ("attention", "quantization", "transport"):
         for name, state in findings[group].items():
             out.add_row(f"{group}: {name}", "yes" if state["usable"] else f"no, {state['why_not']}")
     redis = findings["redis"]

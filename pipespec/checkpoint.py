@@ -6,6 +6,7 @@ No weight is loaded here, so that a folder that cannot work is refused before an
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipespec.errors import ModelError
+from pipespec.precision import ITEM_BYTES, METHODS, QUANTIZATIONS, require_package
 
 # Each of these decodes token for token like Hugging Face `generate` in
 # tests/integration/test_model.py; a model_type enters the table together with its test.
@@ -79,6 +81,8 @@ _EMBEDDING = re.compile(r"\.(embed_tokens|embed_in)\.weight$")
 # Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
 # computed before and after would disagree, so that is where the usable context ends.
 _GROWING_ROPE = ("dynamic", "longrope")
+# As safetensors names them.
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,12 @@ class CheckpointInfo:
 
     `path` is the local folder. `vocab_size` counts the rows of the embedding, which may be
     padded beyond the tokenizer's tokens. `context` is the longest sequence in tokens. `eos` are
-    the token ids that end a text. `layer_bytes` has one entry per layer; `embedding_bytes` is
-    the input embedding, `head_bytes` all else: final norm and output head. `tied`: the embedding
-    is the output head too. `kv_size`: how many numbers K and V of one token in one layer are.
+    the token ids that end a text. `stored` are the sizes in the files. `tied`: the embedding is
+    the output head too. `kv_size`: how many numbers K and V of one token in one layer are.
+    `matrix_bytes`: what of each layer's bytes are matrices. `quantization`: by what
+    method the files are quantised already, and `dtype` the type that such a model computes in;
+    both None for plain weights. `experts`: some layers are mixtures. `row_size`: the largest
+    number that divides the length of every row of the layers' matrices.
     """
 
     path: Path
@@ -99,20 +106,67 @@ class CheckpointInfo:
     vocab_size: int
     context: int
     eos: tuple[int, ...]
-    layer_bytes: tuple[int, ...]
-    embedding_bytes: int
-    head_bytes: int
+    stored: Sizes
     tied: bool
     kv_size: int
+    matrix_bytes: tuple[int, ...]
+    quantization: str | None = None
+    dtype: str | None = None
+    experts: bool = False
+    row_size: int = 1
+
+    def computes_in(self, dtype: str) -> str:
+        """The type of hidden states and KV, where a plain checkpoint would have `dtype`."""
+        return self.dtype or dtype
+
+    def loaded(self, dtype: str, quantization: str | None) -> Sizes:
+        """The sizes in memory of weights of that type, quantised so."""
+        stored, item = self.stored, ITEM_BYTES[self.computes_in(dtype)]
+        # Numbers of the embedding are stored in as many bytes as all that is not quantised.
+        growth = item / (stored.embedding / (self.vocab_size * self.hidden_size))
+        layers = stored.layers
+        if self.quantization is None:
+            shrink = 1.0 if quantization is None else QUANTIZATIONS[quantization].bits / 8 / item
+            layers = tuple(
+                int((size - matrices + matrices * shrink) * growth)
+                for size, matrices in zip(layers, self.matrix_bytes, strict=True)
+            )
+        return Sizes(layers, int(stored.embedding * growth), int(stored.head * growth))
+
+    def check_quantization(self, name: str, quantization: str | None) -> None:
+        """Raise ModelError unless this machine can load it so; `name` is that of the setting."""
+        if self.quantization is not None:
+            if quantization is not None:
+                raise ModelError(
+                    f"{self.path} is quantised already, by {self.quantization}; leave {name} out"
+                )
+            require_package(METHODS[self.quantization], f"{self.path} ({self.quantization})")
+        elif quantization is not None:
+            if self.experts:
+                raise ModelError(
+                    f"the experts of {self.path} cannot be quantised while they load; leave "
+                    f"{name} out, or name a checkpoint that is quantised already"
+                )
+            how = QUANTIZATIONS[quantization]
+            if self.row_size % how.block:
+                raise ModelError(
+                    f"{quantization} needs matrices whose rows are multiples of {how.block}, but "
+                    f"{self.path} has others; choose another {name}"
+                )
+            require_package(how.package, f"{name}={quantization}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of weights: of each layer, of the input embedding, of final norm and output head."""
+
+    layers: tuple[int, ...]
+    embedding: int
+    head: int
 
     @property
-    def stored_item_bytes(self) -> float:
-        """Bytes of a number of the embedding, as stored."""
-        return self.embedding_bytes / (self.vocab_size * self.hidden_size)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.layer_bytes) + self.embedding_bytes + self.head_bytes
+    def total(self) -> int:
+        return sum(self.layers) + self.embedding + self.head
 
 
 class Vocabulary(Protocol):
@@ -125,6 +179,7 @@ class Vocabulary(Protocol):
 class _Tensor:
     shape: tuple[int, ...]
     num_bytes: int
+    dtype: str  # as safetensors names it
 
 
 def inspect(model: str | Path) -> CheckpointInfo:
@@ -137,16 +192,22 @@ def inspect(model: str | Path) -> CheckpointInfo:
     raw = _read_json(path / "config.json", "a model folder holds config.json and safetensors files")
     model_type = str(raw.get("model_type"))
     require_supported(model_type, path)
+    quantization = _quantization(path, raw.get("quantization_config"))
     config = _config(path)
     tensors = _tensors(path)
     layers = [0] * config.num_hidden_layers
-    embedding = head = vocab_size = 0
+    matrices = [0] * len(layers)
+    row_size = 0
+    embedding, head = None, 0
     for name, tensor in tensors.items():
         layer = _LAYER.search(name)
         if layer is not None and int(layer[1]) < len(layers):
             layers[int(layer[1])] += tensor.num_bytes
+            if len(tensor.shape) > 1:
+                matrices[int(layer[1])] += tensor.num_bytes
+                row_size = math.gcd(row_size, tensor.shape[-1])
         elif _EMBEDDING.search(name):
-            embedding, vocab_size = tensor.num_bytes, tensor.shape[0]
+            embedding = tensor
         else:
             head += tensor.num_bytes
     if not all(layers):
@@ -154,21 +215,24 @@ def inspect(model: str | Path) -> CheckpointInfo:
             f"{path} holds no tensor of layer {layers.index(0)}, though config.json counts "
             f"{len(layers)} layers; fetch the checkpoint again"
         )
-    if not vocab_size:
+    if embedding is None:
         raise ModelError(f"{path} holds no token embedding; fetch the checkpoint again")
     return CheckpointInfo(
         path=path,
         model_type=model_type,
         num_layers=len(layers),
         hidden_size=config.hidden_size,
-        vocab_size=vocab_size,
+        vocab_size=embedding.shape[0],
         context=_context(config),
         eos=_eos(path, config),
-        layer_bytes=tuple(layers),
-        embedding_bytes=embedding,
-        head_bytes=head,
+        stored=Sizes(tuple(layers), embedding.num_bytes, head),
         tied=bool(config.tie_word_embeddings),
         kv_size=_kv_size(config),
+        matrix_bytes=tuple(matrices),
+        quantization=quantization,
+        dtype=None if quantization is None else _DTYPES.get(embedding.dtype),
+        experts=any(".experts." in name for name in tensors),
+        row_size=row_size,
     )
 
 
@@ -273,6 +337,27 @@ def _eos(path: Path, config: Any) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
 
 
+def _quantization(path: Path, config: Any) -> str | None:
+    """The method by which the files are quantised, None for plain weights."""
+    if config is None:
+        return None
+    settings = config if isinstance(config, dict) else {}
+    in_8_bit = settings.get("load_in_8bit")
+    old = "bitsandbytes" if in_8_bit or settings.get("load_in_4bit") else None
+    method = str(settings.get("quant_method", old))
+    if method not in METHODS:
+        raise ModelError(
+            f"{path} is quantised by {method!r}, which is not supported; supported are "
+            f"{', '.join(METHODS)}"
+        )
+    if in_8_bit:
+        raise ModelError(
+            f"{path} is quantised by LLM.int8, which rounds a row by what else is in its batch, "
+            "so the text would depend on the guesses; take a 4-bit or a weight-only checkpoint"
+        )
+    return method
+
+
 def _tensors(path: Path) -> dict[str, _Tensor]:
     """Name, shape and size of every tensor of the checkpoint."""
     index = path / _INDEX
@@ -316,7 +401,7 @@ def _header(file: Path) -> dict[str, _Tensor]:
             if name == "__metadata__":
                 continue
             start, stop = entry["data_offsets"]
-            tensors[name] = _Tensor(tuple(entry["shape"]), stop - start)
+            tensors[name] = _Tensor(tuple(entry["shape"]), stop - start, entry["dtype"])
             end = max(end, stop)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _corrupt(file, "its header cannot be read") from error

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipespec.errors import ConfigError
+from pipespec.precision import ITEM_BYTES, QUANTIZATIONS
 
 if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
     from pipespec.feed import FeedPolicy
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
     from pipespec.source import SourceSpec
     from pipespec.verify import VerifierSpec
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", *ITEM_BYTES)
 SYNCS = ("lockstep", "free")
 BACKENDS = ("auto", "gloo", "nccl")
 URL_SCHEMES = ("redis", "rediss", "unix")
@@ -33,12 +34,15 @@ NAMESPACE = re.compile(r"[A-Za-z0-9_.-]+")
 class ModelConfig:
     """Folders of the two checkpoints; `context` is the longest sequence in tokens.
 
-    `draft` may be None where the source needs no draft model.
+    `draft` may be None where the source needs no draft model. `quantization` keeps the weights
+    of the target's layers in fewer bits than `dtype`, `draft_quantization` those of the draft's.
     """
 
     target: str
     draft: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
+    draft_quantization: str | None = None
     context: int | None = None
 
     def __post_init__(self) -> None:
@@ -46,6 +50,9 @@ class ModelConfig:
             if getattr(self, name) == "":
                 raise ConfigError(f"model.{name} is empty, but must name a model folder.")
         check_choice("model.dtype", self.dtype, DTYPES)
+        for name in ("quantization", "draft_quantization"):
+            if getattr(self, name) is not None:
+                check_choice(f"model.{name}", getattr(self, name), QUANTIZATIONS)
         if self.context is not None:
             check_at_least("model.context", self.context, 2)
 

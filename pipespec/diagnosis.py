@@ -26,6 +26,8 @@ AGREE = {
     "code": True,
     "torch": True,
     "transformers": True,
+    "torchao": False,
+    "bitsandbytes": False,
     "python": False,
     "driver": False,
 }

@@ -66,6 +66,7 @@ def gather(
         rows=rows,
         length=LENGTH,
         dtype=dtype,
+        quantization=(config.model.quantization, config.model.draft_quantization),
         target=first["target"],
         draft=first["draft"],
         members={
@@ -118,4 +119,5 @@ def _wish(hosts: Hosts, box: Box, config: Config, dtype: str) -> Wish:
         length=LENGTH,
         children=config.feed.children,
         dtype=dtype,
+        quantization=(config.model.quantization, config.model.draft_quantization),
     )

@@ -23,6 +23,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 PACKAGES = ("torch", "transformers")
+OPTIONAL = ("torchao", "bitsandbytes")  # what quantises
 DRIVER_TIMEOUT_S = 10.0
 # So much of a hash tells two things apart and can still be read.
 SHORT = 8
@@ -48,10 +49,10 @@ class Fingerprint:
 class Inventory:
     """What a box has.
 
-    `versions` has python, pipespec, code (of pipespec: a hash), torch, transformers and driver
-    (NVIDIA's); None stands for what is not there. `cuda` names the CUDA devices that torch can
-    use, None if nobody asked; `cuda_problem` says in a clause why there are none. `models` maps
-    "target" and "draft" to what lies where they should.
+    `versions` has python, pipespec, code (of pipespec: a hash), torch, transformers, torchao,
+    bitsandbytes and driver (NVIDIA's); None stands for what is not there. `cuda` names the CUDA
+    devices that torch can use, None if nobody asked; `cuda_problem` says in a clause why there
+    are none. `models` maps "target" and "draft" to what lies where they should.
     """
 
     versions: dict[str, str | None]
@@ -71,7 +72,7 @@ def take(models: Mapping[str, str], devices: Iterable[str]) -> Inventory:
         "python": platform.python_version(),
         "pipespec": package_version("pipespec"),
         "code": code_hash()[:SHORT],
-        **{name: package_version(name) for name in PACKAGES},
+        **{name: package_version(name) for name in (*PACKAGES, *OPTIONAL)},
         "driver": driver,
     }
     named = any(device.startswith("cuda") for device in devices)

@@ -31,11 +31,10 @@ from pipespec.inventory import fingerprint
 from pipespec.measured import keep, recall
 from pipespec.model import ModelSlice
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_LAYERS = 4  # so many are timed together, where the memory allows
 MEMORY_SHARE = 0.8  # of what is free may be used to measure
-# Weights in memory take so many times the bytes of the files at most.
-GROWTH = {"float32": 2.0, "bfloat16": 1.0}
+# Packages that decide how fast a model is.
+VERSIONS = ("pipespec", "torch", "transformers", "torchao", "bitsandbytes")
 WARM_UPS = 2
 LEAST_RUNS, MOST_RUNS = 5, 50
 LEAST_S = 0.3
@@ -50,7 +49,7 @@ class Wish:
 
     `roles` has one entry per device: "stage" and "draft", or one of them. `rows` is the width of
     a batch, `length` how many tokens of text it attends to; `children` are the draft's
-    candidates.
+    candidates. `quantization` is that of target and draft.
     """
 
     target: str
@@ -61,10 +60,11 @@ class Wish:
     length: int
     children: int
     dtype: str
+    quantization: tuple[str | None, str | None] = (None, None)
 
 
 def measure(wish: Wish) -> dict[str, Any]:
-    """`target` and `draft` (sizes in bytes) and `devices`, times in milliseconds for each.
+    """`target` and `draft` (bytes in memory) and `devices`, times in milliseconds for each.
 
     Raises PipespecError.
     """
@@ -86,17 +86,21 @@ def measure(wish: Wish) -> dict[str, Any]:
                     measured[key] = bench.cached(role, info)
                 figures[role] = measured[key]
         found.append(figures)
-    return {"target": _sizes(target), "draft": None if draft is None else _sizes(draft)} | {
-        "devices": found
+    of_target, of_draft = wish.quantization
+    return {
+        "target": _sizes(target, wish.dtype, of_target),
+        "draft": None if draft is None else _sizes(draft, wish.dtype, of_draft),
+        "devices": found,
     }
 
 
-def _sizes(info: CheckpointInfo) -> dict[str, Any]:
-    """Of the files; what a device makes of them is its own matter."""
+def _sizes(info: CheckpointInfo, dtype: str, quantization: str | None) -> dict[str, Any]:
+    sizes = info.loaded(dtype, quantization)
     return {
-        "layer_bytes": list(info.layer_bytes),
-        "embedding_bytes": info.embedding_bytes,
-        "head_bytes": info.head_bytes,
+        "dtype": info.computes_in(dtype),
+        "layer_bytes": list(sizes.layers),
+        "embedding_bytes": sizes.embedding,
+        "head_bytes": sizes.head,
         "tied": info.tied,
         "hidden_size": info.hidden_size,
         "context": info.context,
@@ -111,8 +115,6 @@ class _Bench:
         self.device = device
         self.threads = threads
         self.memory = memory
-        self.dtype = DTYPES[wish.dtype]
-        self.growth = GROWTH[wish.dtype]
         self.device_name = (
             torch.cuda.get_device_name(device)
             if device.type == "cuda"
@@ -134,7 +136,8 @@ class _Bench:
             "length": wish.length,
             "children": wish.children if role == "draft" else None,
             "dtype": wish.dtype,
-            "versions": [package_version(name) for name in ("pipespec", "torch", "transformers")],
+            "quantization": self.quantization(role),
+            "versions": [package_version(name) for name in VERSIONS],
         }
         kept = recall(key)
         if kept is not None:
@@ -154,42 +157,33 @@ class _Bench:
         return found
 
     def stage(self, info: CheckpointInfo) -> dict[str, float]:
-        """One layer, the embedding, the LM head; KV bytes of a layer's slot.
-
-        `scale`: how much larger the weights are than in the files.
-        """
-        count = info.num_layers
-        usable = int(self.memory * MEMORY_SHARE / self.growth) // max(info.layer_bytes)
-        timed = max(1, min(MAX_LAYERS, count, usable))
+        """One layer, the embedding, the LM head; KV bytes of a layer's slot."""
+        count, of_target = info.num_layers, self.quantization("stage")
+        layer_bytes = max(info.loaded(self.wish.dtype, of_target).layers)
+        timed = max(1, min(MAX_LAYERS, count, int(self.memory * MEMORY_SHARE) // layer_bytes))
         start = (count - timed) // 2
-        middle = self.load(info, range(start, start + timed))
+        middle = self.load(info, range(start, start + timed), of_target)
         layer_ms = self.forward_ms(middle) / timed
         slot_bytes = middle.num_kv_bytes / timed / middle.num_slots
-        stored = sum(info.layer_bytes[start : start + timed])
-        if middle.is_first or (middle.is_last and info.tied):
-            stored += info.embedding_bytes
-        if middle.is_last:
-            stored += info.head_bytes
-        scale = middle.num_weight_bytes / stored
         del middle
-        first = self.load(info, range(1))
+        first = self.load(info, range(1), of_target)
         embedding_ms = max(0.0, self.forward_ms(first) - layer_ms)
         del first
-        last = self.load(info, range(count - 1, count))
+        last = self.load(info, range(count - 1, count), of_target)
         hidden = self.hidden(last)
         return {
             "layer_ms": layer_ms,
             "embedding_ms": embedding_ms,
             "head_ms": self.median_ms(lambda: last.logits(hidden)),
             "kv_slot_bytes": slot_bytes,
-            "scale": scale,
         }
 
     def draft(self, info: CheckpointInfo) -> dict[str, float] | None:
         """One round: `rows` nodes expanded. None if there is no room for the draft."""
-        if info.num_bytes * self.growth > self.memory:
+        of_draft = self.quantization("draft")
+        if info.loaded(self.wish.dtype, of_draft).total > self.memory:
             return None
-        model = self.load(info, range(info.num_layers))
+        model = self.load(info, range(info.num_layers), of_draft)
         inputs, positions, plan = self.batch(model)
         children = min(self.wish.children, model.vocab_size)
 
@@ -203,12 +197,16 @@ class _Bench:
             "kv_slot_bytes": model.num_kv_bytes / model.num_slots,
         }
 
-    def load(self, info: CheckpointInfo, layers: range) -> ModelSlice:
+    def quantization(self, role: str) -> str | None:
+        return self.wish.quantization[role == "draft"]
+
+    def load(self, info: CheckpointInfo, layers: range, quantization: str | None) -> ModelSlice:
         """A slice with room for the text and one batch."""
         return ModelSlice.load(
             info.path,
             layers,
-            dtype=self.dtype,
+            dtype=getattr(torch, info.computes_in(self.wish.dtype)),
+            quantization=quantization,
             device=self.device,
             num_slots=self.length(info) + self.wish.rows,
         )
@@ -231,7 +229,7 @@ class _Bench:
     def hidden(self, model: ModelSlice) -> Tensor:
         """Hidden states that differ from row to row, so that experts are chosen by chance."""
         shape = (self.wish.rows, model.hidden_size)
-        return torch.randn(shape, generator=self._random).to(self.device, self.dtype)
+        return torch.randn(shape, generator=self._random).to(self.device, model.dtype)
 
     def forward_ms(self, model: ModelSlice) -> float:
         """One batch through a slice."""

@@ -10,7 +10,7 @@ the batch's plan to an `AttentionFn`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -33,6 +34,7 @@ from pipespec.attention import (
 )
 from pipespec.checkpoint import require_supported
 from pipespec.errors import ModelError
+from pipespec.precision import QUANTIZATIONS
 
 # Registered with Transformers' attention interface only: for an attention without a mask
 # function of the same name Transformers makes no mask at all, which is what we want.
@@ -40,6 +42,7 @@ _ATTENTION = "pipespec"
 
 # What the base models of the supported architectures call the norm after the last layer.
 _FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+_ANY_FINAL_NORM = rf"^\w+\.({'|'.join(_FINAL_NORMS)})\."
 
 # `from_pretrained` sets process-wide state while it runs (default dtype, initialisers, log
 # level), and the ranks of a test cluster are threads of one process.
@@ -72,9 +75,10 @@ class ModelSlice:
             # hidden states of the slice before.
             if hasattr(self._base, "embedding_multiplier"):
                 self._base.embedding_multiplier = 1.0
-        # By address: a tied head appears twice.
-        weights = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
-        self.num_weight_bytes = sum(weights.values())
+        # Kept until here for the sake of quantisers, which leave a model's last parameter alone.
+        if not self.is_last:
+            setattr(self._base, _final_norm(self._base), nn.Identity())
+        self.num_weight_bytes = _num_bytes(model.state_dict().values())
         # The placeholders of other slices' layers have served to keep the names right.
         self._base.layers = self._base.layers[layers.start : layers.stop]
         config.num_hidden_layers = len(layers)
@@ -92,6 +96,7 @@ class ModelSlice:
         layers: range,
         *,
         dtype: torch.dtype | None = None,
+        quantization: str | None = None,
         device: torch.device | str = "cpu",
         num_slots: int,
         attention: AttentionFn = sdpa.attend,
@@ -99,9 +104,10 @@ class ModelSlice:
     ) -> ModelSlice:
         """Load `layers` of the checkpoint folder `path` and allocate their KV pools.
 
-        `dtype` None keeps the checkpoint's. Prints nothing, unless `progress` asks for the
-        progress bar of Transformers. Raises `ModelError` if the architecture is not supported
-        or tensors are missing or of another shape.
+        `dtype` None keeps the checkpoint's; `quantization` is one of QUANTIZATIONS, for plain
+        weights. Prints nothing, unless `progress` asks for the progress bar of Transformers.
+        Raises `ModelError` if the architecture is not supported, if tensors are missing or of
+        another shape, or if a quantised checkpoint cannot be had in that type.
         """
         with _loading, _log_level(progress):
             config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -120,6 +126,7 @@ class ModelSlice:
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **_quantizer(quantization, dtype),
             )
         for what in ("missing_keys", "mismatched_keys"):
             if loaded[what]:
@@ -128,7 +135,35 @@ class ModelSlice:
                     f"{what.replace('_keys', ' tensors')}, for example "
                     f"{_name(min(loaded[what]))}; fetch the checkpoint again"
                 )
+        if dtype is not None and model.dtype != dtype:
+            raise ModelError(
+                f"{path} is quantised for {_plain(model.dtype)}, not {_plain(dtype)}; leave "
+                "model.dtype out"
+            )
         return cls(model, layers, num_slots, _Step(attention))
+
+    @classmethod
+    def random(
+        cls,
+        config: PretrainedConfig,
+        layers: range,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        num_slots: int,
+        attention: AttentionFn = sdpa.attend,
+    ) -> ModelSlice:
+        """A slice of a model of that `config` with random weights, for measurements.
+
+        Every layer that `config` counts is made at first, also those outside of `layers`.
+        """
+        with _loading, torch.device(device):
+            require_supported(config.model_type, "the model")
+            AttentionInterface.register(_ATTENTION, _attend)
+            model = _sliced_class(config, layers)._from_config(
+                config, dtype=dtype, attn_implementation=_ATTENTION
+            )
+        return cls(model.eval(), layers, num_slots, _Step(attention))
 
     @property
     def is_first(self) -> bool:
@@ -244,8 +279,6 @@ def _sliced_class(config: PretrainedConfig, layers: range) -> type[PreTrainedMod
             if i not in layers:
                 base.layers[i] = nn.Identity()
         if not is_last:
-            norm = next(name for name in _FINAL_NORMS if hasattr(base, name))
-            setattr(base, norm, nn.Identity())
             _leave_out(self, self.get_output_embeddings())
             self.all_tied_weights_keys = {}
         # A tied head is stored as the embedding, and loads as that.
@@ -260,8 +293,52 @@ def _sliced_class(config: PretrainedConfig, layers: range) -> type[PreTrainedMod
             "__init__": init,
             "__module__": model_class.__module__,
             "can_generate": classmethod(lambda _: False),
+            "_keys_to_ignore_on_load_missing": [] if is_last else [_ANY_FINAL_NORM],
         },
     )
+
+
+def _final_norm(base: nn.Module) -> str:
+    return next(name for name in _FINAL_NORMS if hasattr(base, name))
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """What the tensors take, counted by address: a tied head appears twice."""
+    found: dict[int, int] = {}
+
+    def add(tensor: Any) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # torchao's: values and scales
+            for name in tensor.__tensor_flatten__()[0]:
+                add(getattr(tensor, name))
+        else:
+            found[tensor.data_ptr()] = tensor.nbytes
+
+    for tensor in tensors:
+        add(tensor)
+    return sum(found.values())
+
+
+def _quantizer(name: str | None, dtype: torch.dtype | None) -> dict[str, Any]:
+    """What `from_pretrained` is told in order to quantise; packages are imported when needed."""
+    if name is None:
+        return {}
+    assert name in QUANTIZATIONS
+    if name == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=name, bnb_4bit_compute_dtype=dtype
+        )
+    }
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _leave_out(parent: nn.Module, module: nn.Module) -> None:

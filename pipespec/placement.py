@@ -19,18 +19,19 @@ from pipespec.costs import ROW_HEADER_BYTES, Member, Needs, Problem, Route
 from pipespec.errors import ConfigError
 from pipespec.hosts import Hosts
 from pipespec.partition import GIB
+from pipespec.precision import ITEM_BYTES
 
 # What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
 RUNTIME_BYTES = 512 * 2**20
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
 class Figures:
     """What was measured, as plain values that JSON can hold.
 
-    `rows` and `length` are the width and the text length of it, `dtype` the type of the weights.
-    `target` and `draft` are sizes of the model files in bytes; `members` maps a member to
+    `rows` and `length` are the width and the text length of it, `dtype` the type of the weights
+    and `quantization` what becomes of those of target and draft. `target` and `draft` are sizes
+    of these weights in memory, in bytes; `members` maps a member to
     `model` (of the device), `memory_bytes`, and as far as measured `stage` and `draft`
     (`pipespec.measure`); `links` has `source`, `to`, `rtt_ms` and `gbit_s` for pairs of boxes.
     """
@@ -38,6 +39,7 @@ class Figures:
     rows: int
     length: int
     dtype: str
+    quantization: Sequence[str | None]
     target: Mapping[str, Any]
     draft: Mapping[str, Any] | None
     members: Mapping[str, Mapping[str, Any]]
@@ -94,6 +96,12 @@ def problem(hosts: Hosts, figures: Figures, config: Config) -> Problem:
             f"The figures are of {figures.rows} rows a batch, but {config.feed.max_rows} are to be "
             "fed; measure again, or set feed.width as it was."
         )
+    wanted = (config.model.quantization, config.model.draft_quantization)
+    if tuple(figures.quantization) != wanted:
+        raise ConfigError(
+            f"The figures are of target and draft quantised {_named(figures.quantization)}, not "
+            f"{_named(wanted)}; measure again, or set model.quantization as it was."
+        )
     try:
         members = tuple(_member(hosts, figures, name) for name in _file_order(hosts))
         return Problem(
@@ -127,25 +135,25 @@ def unmeasured(
     the longest sequence in tokens.
     """
     hosts = replace(hosts, draft=hosts.draft or hosts.members[0])
-    item = ITEM_BYTES[choose_dtype(hosts, config)]
+    dtype = choose_dtype(hosts, config)
     num_ranks = hosts.num_stages + 1
     slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
-    scale = item / target.stored_item_bytes
+    weights = target.loaded(dtype, config.model.quantization)
     draft_bytes = 0
     if draft is not None:
         pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
-        weights = draft.num_bytes * item / draft.stored_item_bytes
-        draft_bytes = int(weights) + pool * draft.num_layers * draft.kv_size * item
+        slot_bytes = draft.num_layers * draft.kv_size * ITEM_BYTES[draft.computes_in(dtype)]
+        draft_bytes = draft.loaded(dtype, config.model.draft_quantization).total + pool * slot_bytes
     return Problem(
         members=tuple(
             Member(name, memory_bytes=_granted(hosts, name, inf)) for name in _file_order(hosts)
         ),
         needs=Needs(
-            layer_bytes=tuple(int(weights * scale) for weights in target.layer_bytes),
-            embedding_bytes=int(target.embedding_bytes * scale),
-            head_bytes=int(target.head_bytes * scale),
+            layer_bytes=weights.layers,
+            embedding_bytes=weights.embedding,
+            head_bytes=weights.head,
             tied=target.tied,
-            kv_layer_bytes=slots * target.kv_size * item,
+            kv_layer_bytes=slots * target.kv_size * ITEM_BYTES[target.computes_in(dtype)],
             runtime_bytes=RUNTIME_BYTES,
             draft_bytes=draft_bytes,
         ),
@@ -154,6 +162,10 @@ def unmeasured(
         split=hosts.split,
         spares=hosts.spare_members,
     )
+
+
+def _named(quantization: Sequence[str | None]) -> str:
+    return " and ".join(name or "not at all" for name in quantization)
 
 
 def _granted(hosts: Hosts, member: str, free: float) -> float:
@@ -188,7 +200,6 @@ def _needs(hosts: Hosts, figures: Figures, config: Config) -> Needs:
     target, draft = figures.target, figures.draft
     stages = [found["stage"] for found in figures.members.values() if found.get("stage")]
     drafts = [found["draft"] for found in figures.members.values() if found.get("draft")]
-    scale = max(stage["scale"] for stage in stages)
     context = min(config.model.context or target["context"], target["context"])
     num_ranks = hosts.num_stages + 1
     slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
@@ -197,18 +208,17 @@ def _needs(hosts: Hosts, figures: Figures, config: Config) -> Needs:
         pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
         draft_bytes = max(d["weight_bytes"] + int(pool * d["kv_slot_bytes"]) for d in drafts)
     elif draft is not None:
-        weights = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
-        draft_bytes = int(weights * scale)
+        draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
     rounds = config.source.rounds
     return Needs(
-        layer_bytes=tuple(int(weights * scale) for weights in target["layer_bytes"]),
-        embedding_bytes=int(target["embedding_bytes"] * scale),
-        head_bytes=int(target["head_bytes"] * scale),
+        layer_bytes=tuple(target["layer_bytes"]),
+        embedding_bytes=target["embedding_bytes"],
+        head_bytes=target["head_bytes"],
         tied=target["tied"],
         kv_layer_bytes=int(slots * max(stage["kv_slot_bytes"] for stage in stages)),
         runtime_bytes=RUNTIME_BYTES,
         draft_bytes=draft_bytes,
         rows=figures.rows,
-        row_bytes=target["hidden_size"] * ITEM_BYTES[figures.dtype] + ROW_HEADER_BYTES,
+        row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
         rounds=rounds if isinstance(rounds, int) else 1,
     )

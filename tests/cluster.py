@@ -81,10 +81,13 @@ def decode(
 
 
 def reference(
-    target: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    target: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
 ) -> list[list[int]]:
-    """What Hugging Face `generate` says: greedy, float32, one prompt at a time."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    """What Hugging Face `generate` says: greedy, one prompt at a time.
+
+    In float32, unless `settings` tell `from_pretrained` otherwise.
+    """
+    model = AutoModelForCausalLM.from_pretrained(target, **{"dtype": torch.float32, **settings})
     out = []
     for prompt in prompts:
         ids = torch.tensor([prompt])

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from pipespec.checkpoint import inspect
 from pipespec.cli import main
 from pipespec.compose import compose
 from pipespec.errors import ConfigError
@@ -86,7 +87,7 @@ def test_a_box_says_times_sizes_and_memory():
     # K and V of a slot, in float32; the checkpoint is stored in bfloat16.
     kv_size = config["num_key_value_heads"] * config["head_dim"]
     assert stage["kv_slot_bytes"] == 2 * 4 * kv_size
-    assert stage["scale"] == 2
+    assert answer["target"]["dtype"] == "float32"
     assert answer["target"]["tied"] == config["tie_word_embeddings"]
     assert len(answer["target"]["layer_bytes"]) == NUM_LAYERS
     assert drafting["memory_bytes"] > 0
@@ -135,7 +136,14 @@ def test_figures_become_a_placement_of_all_layers(figures, hosts_file):
     # The ends hold the (tied) embedding too.
     needs = asked.needs
     assert placement.bytes_by_rank[1] > needs.stage_bytes(range(1, 1 + len(placement.layers[0])))
-    assert needs.layer_bytes[0] == 2 * figures.target["layer_bytes"][0]
+    stored = inspect(DEMO / "target").stored
+    assert needs.layer_bytes == tuple(2 * size for size in stored.layers)
+
+
+def test_figures_of_other_weights_are_refused(figures, hosts_file):
+    config = compose(["cluster.stages=3", "model.quantization=int8", *SETTINGS])
+    with pytest.raises(ConfigError, match="quantised not at all and not at all, not int8 and not"):
+        problem(load_hosts(hosts_file), figures, config)
 
 
 def test_memory_gib_bounds_a_member(figures, hosts_file, tmp_path):

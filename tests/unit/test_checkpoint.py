@@ -10,7 +10,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from pipespec.checkpoint import ARCHITECTURES, compare_vocabularies, inspect
+from pipespec.checkpoint import ARCHITECTURES, Sizes, compare_vocabularies, inspect
 from pipespec.errors import ModelError
 from tests.models import NUM_LAYERS, VOCAB_SIZE, build
 
@@ -45,16 +45,17 @@ def test_a_checkpoint_is_described(llama):
     assert info.context == 256
     assert info.eos == (2, 3)
     attention = 2 * 48 * 48 + 2 * 48 * 24
-    assert info.layer_bytes == (4 * (attention + 3 * 48 * 64 + 2 * 48),) * NUM_LAYERS
-    assert info.embedding_bytes == 4 * VOCAB_SIZE * 48
-    assert info.head_bytes == 4 * (VOCAB_SIZE * 48 + 48)
-    assert info.num_bytes == sum(info.layer_bytes) + info.embedding_bytes + info.head_bytes
+    layer = 4 * (attention + 3 * 48 * 64 + 2 * 48)
+    head = 4 * (VOCAB_SIZE * 48 + 48)
+    assert info.stored == Sizes((layer,) * NUM_LAYERS, 4 * VOCAB_SIZE * 48, head)
+    assert info.stored.total == NUM_LAYERS * layer + 4 * VOCAB_SIZE * 48 + head
+    assert (info.quantization, info.dtype) == (None, None)
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_every_architecture_is_described(tmp_path, model_type):
     info = inspect(build(model_type, tmp_path / "model"))
-    assert len(info.layer_bytes) == NUM_LAYERS
+    assert len(info.stored.layers) == NUM_LAYERS
     assert info.vocab_size == VOCAB_SIZE
     assert info.context == 256
 
@@ -62,7 +63,7 @@ def test_every_architecture_is_described(tmp_path, model_type):
 def test_shards_count_like_one_file(llama, tmp_path):
     sharded = build("llama", tmp_path / "model", max_shard_size="30KB")
     assert len(list(sharded.glob("*.safetensors"))) > 2
-    assert inspect(sharded).layer_bytes == inspect(llama).layer_bytes
+    assert inspect(sharded).stored == inspect(llama).stored
 
 
 def test_eos_of_the_generation_config_goes_first(copy):

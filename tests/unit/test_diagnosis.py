@@ -26,6 +26,8 @@ VERSIONS = {
     "code": "5a5a5a5a",
     "torch": "2.9.0+cu128",
     "transformers": "5.0.0",
+    "torchao": "0.18.0",
+    "bitsandbytes": None,
     "driver": "570.86",
 }
 MODEL = Fingerprint("/models/m", None, "c0", "i0", "s0")
@@ -204,6 +206,7 @@ def with_inventory(name: str, **changes: Any) -> dict[str, Seen]:
         ("code", "a5a5a5a5", True),
         ("torch", "2.9.1+cu128", True),
         ("transformers", "5.1.0", True),
+        ("torchao", "0.17.0", False),
         ("python", "3.11.7", False),
         ("driver", "550.10", False),
     ],
@@ -212,7 +215,7 @@ def test_versions_that_differ(package: str, version: str, error: bool, hosts: Ho
     boxes = with_inventory("gamma", versions={**VERSIONS, package: version})
     found = only(diagnose(hosts, boxes, ALL_LINKS))
     assert found.error is error
-    usual = VERSIONS[package].partition("+")[0]
+    usual = str(VERSIONS[package]).partition("+")[0]
     assert f"{usual} on alpha and beta and {version.partition('+')[0]} on gamma" in found.sentence
 
 

@@ -129,6 +129,8 @@ def test_a_box_of_cpus_is_not_asked_for_cuda(single: Path) -> None:
         "code",
         "torch",
         "transformers",
+        "torchao",
+        "bitsandbytes",
         "driver",
     }
     assert found.versions["torch"]

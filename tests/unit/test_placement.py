@@ -64,7 +64,7 @@ def test_order_draft_split_and_spares_of_the_file_hold(hosts_file, target):
 def test_a_small_device_gets_fewer_layers(hosts_file, target):
     hosts = load_hosts(hosts_file(THREE.replace("name: beta", "name: beta, memory_gib: 1.1")))
     # Layers of 200 MiB in bfloat16 take twice as much in float32.
-    heavy = {"layer_bytes": (200 * 2**20,) * 16}
+    heavy = {"stored": replace(target.stored, layers=(200 * 2**20,) * 16)}
     placement = plan_slices(asked(hosts, target, **heavy))
     sizes = dict(zip(placement.members_by_rank[1:], map(len, placement.layers), strict=True))
     assert sizes["beta/0"] == 1
@@ -76,7 +76,7 @@ def test_weights_and_kv_are_counted_in_the_type_of_the_run(hosts_file, target):
     hosts = load_hosts(hosts_file(THREE))
     wide = asked(hosts, target, "model.dtype=float32").needs
     narrow = asked(hosts, target, "model.dtype=bfloat16").needs
-    assert narrow.layer_bytes == target.layer_bytes  # as stored
+    assert narrow.layer_bytes == target.stored.layers
     assert wide.layer_bytes[0] == 2 * narrow.layer_bytes[0]
     assert wide.kv_layer_bytes == 2 * narrow.kv_layer_bytes
     assert wide.draft_bytes == 2 * narrow.draft_bytes

@@ -1,0 +1,48 @@
+"""What numbers weights are kept in: a type, and fewer bits where they are quantised.
+
+Quantisation here is weight-only: a layer's matrices are kept in few bits, and multiplied in the
+model's type. Whatever a batch holds, a row then computes the same, so decoding stays lossless:
+the text is that of the quantised model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from pipespec.errors import ModelError
+
+# Bytes of a number of each type that weights, KV and hidden states may have.
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """`package` does it while the model loads.
+
+    `bits` of a weight, with its share of scales; the rows of a matrix are so many times `block`.
+    """
+
+    package: str
+    bits: float
+    block: int
+
+
+# `int8`: one scale per output channel. `nf4`: QLoRA's 4-bit NormalFloat (arXiv 2305.14314,
+# section 3), a float32 scale for every 64 weights.
+QUANTIZATIONS = {
+    "int8": Quantization("torchao", 8.0, 1),
+    "nf4": Quantization("bitsandbytes", 4.5, 64),
+}
+
+# How a checkpoint may have been quantised before (`quant_method` of its config.json), and what
+# reads it. A method enters with its test in tests/integration/test_quantization.py.
+METHODS = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
+
+
+def require_package(package: str, why: str) -> None:
+    """Raise ModelError unless the package is installed; `why`: what wants it, for the message."""
+    if find_spec(package) is None:
+        raise ModelError(
+            f"{why} needs {package}, which is not installed; pip install 'pipespec[quantize]'"
+        )

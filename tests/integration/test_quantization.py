@@ -1,0 +1,238 @@
+"""Weights in fewer bits: slices and the whole product against Hugging Face, quantised alike."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchao.quantization import Int8WeightOnlyConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
+
+from pipespec.attention import causal_plan
+from pipespec.checkpoint import inspect
+from pipespec.control.server import EmbeddedRedis
+from pipespec.errors import ConfigError, ModelError
+from pipespec.model import ModelSlice
+from pipespec.precision import METHODS, QUANTIZATIONS
+from pipespec.resources import resource_dir
+from tests import cluster
+from tests.models import NUM_LAYERS, build
+
+DEMO = resource_dir("demo")
+DEMO_LAYERS = 16
+NEW_TOKENS = 12
+PROMPT = list(range(20, 33))
+# Tied and plain heads, norms in many places; the last weight of a slice without a head is a
+# matrix in some of them, which quantisers left to themselves would spare.
+MODEL_TYPES = ("llama", "qwen2", "gemma2", "gpt_neox", "phi", "starcoder2", "cohere", "olmo2")
+
+
+def settings(quantization: str) -> Any:
+    """The same as a user of Transformers would ask for it."""
+    if quantization == "int8":
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+
+
+def logits(path: Path, **settings: Any) -> Tensor:
+    """Of Hugging Face, for the prompt: `[rows, vocab]`."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", device_map={"": "cpu"}, dtype=torch.float32, **settings
+    )
+    with torch.inference_mode():
+        return model(torch.tensor([PROMPT])).logits[0]
+
+
+def run(slices: list[ModelSlice], tokens: Tensor, cached: int) -> Tensor:
+    """The logits of `tokens`, which follow `cached` others, in all rows."""
+    slots = torch.arange(cached + len(tokens))
+    plan = causal_plan(slots[:cached], slots[cached:])
+    hidden = tokens
+    for part in slices:
+        hidden = part.forward(hidden, slots[cached:], plan)
+    return slices[-1].logits(hidden)
+
+
+def greedy(slices: list[ModelSlice], prompt: list[int], count: int) -> list[int]:
+    """Prefill in chunks of five, then token by token."""
+    ids, tokens, cached = torch.tensor(prompt), [], 0
+    while len(tokens) < count:
+        for rows in ids.split(5):
+            last = run(slices, rows, cached)[-1:]
+            cached += len(rows)
+        ids = last.argmax(-1)
+        tokens.append(int(ids))
+    return tokens
+
+
+def load(path: Path, count: int, num_layers: int, **how: Any) -> list[ModelSlice]:
+    size = num_layers // count
+    return [
+        ModelSlice.load(path, range(start, start + size), num_slots=96, **how)
+        for start in range(0, num_layers, size)
+    ]
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """`quantised(quantization)`: the demo target as a checkpoint that is quantised already."""
+    root = tmp_path_factory.mktemp("quantised")
+
+    def get(quantization: str) -> Path:
+        folder = root / quantization
+        if not folder.exists():
+            model = AutoModelForCausalLM.from_pretrained(
+                DEMO / "target",
+                dtype=torch.bfloat16,
+                device_map={"": "cpu"},
+                quantization_config=settings(quantization),
+            )
+            model.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(DEMO / "target").save_pretrained(folder)
+        return folder
+
+    return get
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_slices_are_quantised_like_the_whole_model(tmp_path, model_type, quantization):
+    path = build(model_type, tmp_path / "model", hidden_size=64, intermediate_size=128)
+    expected = logits(path, quantization_config=settings(quantization))
+    loss = (logits(path) - expected).abs().mean()
+    for count in (1, 2, NUM_LAYERS):
+        slices = load(path, count, NUM_LAYERS, dtype=torch.float32, quantization=quantization)
+        found = run(slices, torch.tensor(PROMPT), 0)
+        # What quantising one matrix more or less would change is far more than rounding.
+        assert (found - expected).abs().max() < loss / 100, f"{count} slices"
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_sizes_are_foretold(quantization):
+    info = inspect(DEMO / "target")
+    for dtype in ("float32", "bfloat16"):
+        foretold = info.loaded(dtype, quantization)
+        for part in (range(4), range(4, 12), range(12, 16)):
+            model = ModelSlice.load(
+                info.path,
+                part,
+                dtype=getattr(torch, dtype),
+                quantization=quantization,
+                num_slots=4,
+            )
+            expected = sum(foretold.layers[part.start : part.stop])
+            expected += (model.is_first or model.is_last) * foretold.embedding
+            assert model.num_weight_bytes == pytest.approx(
+                expected, rel=0.05
+            )  # short rows, many scales
+            assert model.dtype == getattr(torch, dtype)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_checkpoint_that_is_quantised_already(quantised, quantization):
+    path = quantised(quantization)
+    info = inspect(path)
+    assert info.quantization == QUANTIZATIONS[quantization].package
+    assert info.dtype == "bfloat16"
+    (expected,) = cluster.reference(path, [PROMPT], NEW_TOKENS, dtype=torch.bfloat16)
+    for count in (1, 4):
+        slices = load(path, count, DEMO_LAYERS, dtype=torch.bfloat16)
+        assert greedy(slices, PROMPT, NEW_TOKENS) == expected
+    assert slices[1].num_weight_bytes == pytest.approx(sum(info.stored.layers[4:8]), rel=0.01)
+    assert info.loaded("float32", None).layers == info.stored.layers
+
+
+def test_loading_prints_nothing(capfd):
+    for quantization in QUANTIZATIONS:
+        ModelSlice.load(
+            DEMO / "target",
+            range(2, 4),
+            dtype=torch.float32,
+            quantization=quantization,
+            num_slots=4,
+        )
+    assert capfd.readouterr() == ("", "")
+
+
+def test_target_and_draft_are_quantised_each_in_its_way(quantised):
+    """Through the whole product, the target plain, quantised as it loads, quantised before."""
+    asked = {"prompt": tuple(PROMPT), "max_new_tokens": NEW_TOKENS}
+    cases = [
+        (DEMO / "target", "nf4", "int8", settings("nf4"), torch.float32),
+        (DEMO / "target", None, "int8", None, torch.float16),
+        (quantised("nf4"), None, "int8", None, torch.bfloat16),
+    ]
+    for target, of_target, of_draft, reference, dtype in cases:
+        quantize = {} if reference is None else {"quantization_config": reference}
+        (expected,) = cluster.reference(target, [PROMPT], NEW_TOKENS, dtype=dtype, **quantize)
+        plan = cluster.make_plan(
+            target,
+            DEMO / "draft",
+            "cluster.stages=4",
+            "feed.width=8",
+            f"model.quantization={of_target or 'null'}",
+            f"model.draft_quantization={of_draft or 'null'}",
+            *(["model.dtype=float16"] if dtype == torch.float16 else []),
+        )
+        with EmbeddedRedis() as redis:
+            ((tokens, _, stats),) = cluster.decode(plan, redis, [asked])
+        assert tokens == expected
+        assert stats["tokens_per_step"] > 0.25, "the draft never guessed right"
+
+
+def edited(path: Path, folder: Path, **config: Any) -> Path:
+    shutil.copytree(path, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, r"'gptq', which is not supported; supported are"),
+        ({"load_in_8bit": True}, r"LLM\.int8, which rounds a row by what else is in its batch"),
+        ("int8", r"is quantised by 'None', which is not supported"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_before_anything_loads(tmp_path, config, sentence):
+    path = edited(DEMO / "target", tmp_path / "model", quantization_config=config)
+    with pytest.raises(ModelError, match=sentence):
+        inspect(path)
+
+
+def test_settings_that_do_not_fit_the_checkpoint_are_refused(quantised, tmp_path):
+    path = quantised("nf4")
+    with pytest.raises(ModelError, match=r"is quantised already, by bitsandbytes; leave model.qu"):
+        cluster.make_plan(path, DEMO / "draft", "model.quantization=int8")
+    with pytest.raises(ModelError, match=r"leave model.draft_quantization out"):
+        cluster.make_plan(DEMO / "target", path, "model.draft_quantization=int8")
+    with pytest.raises(ConfigError, match=r"model\.dtype is float32, but .* is quantised for bfl"):
+        cluster.make_plan(path, DEMO / "draft", "model.dtype=float32")
+    with pytest.raises(ModelError, match="is quantised for bfloat16, not float32"):
+        ModelSlice.load(path, range(2), dtype=torch.float32, num_slots=4)
+    with pytest.raises(ModelError, match=r"nf4 needs matrices whose rows are multiples of 64"):
+        cluster.make_plan(DEMO / "target", DEMO / "draft", "model.draft_quantization=nf4")
+    experts = build("mixtral", tmp_path / "experts")
+    with pytest.raises(ModelError, match=r"the experts of .* cannot be quantised while they load"):
+        cluster.make_plan(experts, DEMO / "draft", "model.quantization=int8")
+    with pytest.raises(ConfigError, match=r"did you mean int8"):
+        cluster.make_plan(path, DEMO / "draft", "model.quantization=int")
+
+
+@pytest.mark.parametrize("package", sorted(METHODS.values()))
+def test_a_missing_package_is_named(quantised, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    quantization = next(n for n, how in QUANTIZATIONS.items() if how.package == package)
+    with pytest.raises(ModelError, match=rf"{package}, which is not installed; pip install"):
+        cluster.make_plan(DEMO / "target", DEMO / "draft", f"model.quantization={quantization}")
+    with pytest.raises(ModelError, match=rf"needs {package}, which is not installed"):
+        cluster.make_plan(quantised(quantization), DEMO / "draft")
