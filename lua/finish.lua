@@ -15,6 +15,7 @@
 --          REQUEST  unknown
 --- @include "fence"
 --- @include "request"
+--- @include "ending"
 
 local stale = fence(KEYS[1], ARGV[1])
 if stale then
@@ -27,11 +28,7 @@ end
 if known[2] then
   return 0
 end
-redis.call('HSET', KEYS[2], 'reason', ARGV[3])
-redis.call('XADD', KEYS[3], known[1] .. '-1', 'reason', ARGV[3])
 redis.call('LREM', KEYS[4], 1, ARGV[2])
 redis.call('LREM', KEYS[5], 1, ARGV[2])
-redis.call('INCR', KEYS[6])
-redis.call('EXPIRE', KEYS[2], ARGV[4])
-redis.call('EXPIRE', KEYS[3], ARGV[4])
+ending(KEYS[2], KEYS[3], KEYS[6], known[1], ARGV[3], ARGV[4])
 return 1

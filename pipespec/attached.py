@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from pipespec.clock import Clock, monotonic_ns
 from pipespec.config import Config
 from pipespec.control.overview import look
 from pipespec.control.requests import Accepted, Finished, RequestLog
-from pipespec.errors import ModelError, RankFailed, Unreachable
+from pipespec.errors import ControllerError, ModelError, RankFailed, Unreachable
 from pipespec.session import LOST_REPORTS_S, REPORTS_TIMEOUT_S, ClusterSession
 from pipespec.stats import Report, blank
 from pipespec.types import Sampling
@@ -45,6 +45,7 @@ class AttachedCluster:
         self.card = card
         self._log = log
         self._clock = clock
+        self._open: set[int] = set()  # requests that have not finished, as far as was read
         self._first_seen: dict[int, int] = {}  # request: when its first token came here
         self._offset_ns: int | None = None if not card.owner.here else 0
 
@@ -59,13 +60,15 @@ class AttachedCluster:
     ) -> int:
         """Put a request in the queue; its number. As `ClusterSession.submit`."""
         assert 0 < len(prompt) < self.card.context, "the KV pools are made for no more"
-        return self._log.enqueue(
+        request = self._log.enqueue(
             prompt=tuple(prompt),
             max_new_tokens=max_new_tokens,
             eos=tuple(eos),
             stop=tuple(stop),
             sampling=sampling,
         )
+        self._open.add(request)
+        return request
 
     def events(self, request: int) -> Iterator[Accepted | Finished]:
         """The events of a request, from its first on; Finished is the last.
@@ -78,6 +81,8 @@ class AttachedCluster:
                 continue
             if isinstance(event, Accepted):
                 self._first_seen.setdefault(request, self._clock())
+            else:
+                self._open.discard(request)
             yield event
 
     def reports(self, request: int) -> list[Report]:
@@ -97,6 +102,19 @@ class AttachedCluster:
             self._offset_ns = late if self._offset_ns is None else min(self._offset_ns, late)
         offset = self._offset_ns or 0
         return [{**head, "token_ns": [at + offset for at in head["token_ns"]]}, *stages]
+
+    def leave(self) -> None:
+        """Cancel what was submitted and has not finished: nobody will read it."""
+        if not self._open:
+            return
+        card = self.card
+        # A connection of its own: the other may have been left in the middle of a reply.
+        with (
+            suppress(ControllerError),  # a cluster that is gone decodes nothing
+            RequestLog(card.url, namespace=card.namespace, epoch=card.epoch, patience=0) as log,
+        ):
+            for request in self._open:
+                log.cancel(request)
 
     def _heard(self, request: int) -> Iterator[Accepted | Finished | None]:
         try:
@@ -127,7 +145,10 @@ class AttachedCluster:
 def attach(
     card: Card, on_loaded: Callable[[int, int], None] = lambda ranks, of: None
 ) -> Iterator[AttachedCluster]:
-    """Connect to a running cluster, whose ranks are loaded. Raises Unreachable without answer."""
+    """Connect to a running cluster, whose ranks are loaded. Raises Unreachable without answer.
+
+    Whoever leaves before a request has finished cancels it.
+    """
     try:
         log = RequestLog(card.url, namespace=card.namespace, epoch=card.epoch)
     except Unreachable as error:
@@ -136,7 +157,11 @@ def attach(
         ) from error
     on_loaded(card.num_ranks, card.num_ranks)
     with log:
-        yield AttachedCluster(card, log)
+        cluster = AttachedCluster(card, log)
+        try:
+            yield cluster
+        finally:
+            cluster.leave()
 
 
 def plan_of(card: Card, config: Config) -> build.Plan:

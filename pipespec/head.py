@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from pipespec.control.client import Controller
+from pipespec.control.requests import CANCELLED
 from pipespec.decoding import Session, StopCheck
 from pipespec.feed import FeedPolicy, PipelineState
 from pipespec.feed.meter import Average, Meter
@@ -90,6 +91,7 @@ class Head:
             self.begin()
             self.grow()
             self.hear()
+            self.heed()
             self.send(self.feed())
             self.settle()
             self.measure()
@@ -199,6 +201,13 @@ class Head:
             self.meter.verdict(drafted, self._since(start), self._decided)
         if self.session is not None:
             self.session.counts["steps"] += 1
+
+    def heed(self) -> None:
+        """End a request for which nobody waits any more."""
+        session = self.session
+        if session is not None and self.controller.cancelled(session.request.id):
+            self.settle()
+            self.finish(CANCELLED)
 
     def due(self, session: Session | None) -> int | None:
         """When the batch of this step should be sent, with or without the verdict of the step;

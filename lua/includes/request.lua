@@ -3,7 +3,8 @@
 -- How a request lies in Redis; <request> is "<prefix>:<id>". The only durable state.
 --
 --   <request>          hash    asked: what was asked for (opaque); length: of the sequence so
---                              far, prompt included; reason: why it finished, if it did
+--                              far, prompt included; reason: why it finished, if it did;
+--                              cancelled: with what reason the head is to end it, if it is
 --   <request>:events   stream  an entry "<length after it>-0" per accepted piece, with base
 --                              and tokens, and notes if there are any (opaque words, one per
 --                              token); at last "<length>-1" with the reason

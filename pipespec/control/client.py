@@ -18,6 +18,8 @@ MAX_OPEN_STEPS = 1024
 LOOK_S = 0.5
 # How long a rank of an old epoch can still learn that it is over.
 KEEP_STALE_S = 60
+# What lua/cancel.lua puts before the number of a request.
+CANCEL = b"CANCEL "
 
 
 class Controller(RequestLog):
@@ -45,6 +47,7 @@ class Controller(RequestLog):
         self._call("attach", (self._keys.epoch, self._keys.ranks(epoch)), epoch, rank)
         self._announcements = Pipe(url)
         self._listening = False
+        self._cancelled: set[int] = set()
         self._listen()
 
     @classmethod
@@ -158,6 +161,10 @@ class Controller(RequestLog):
         """Adds what this rank has to say about a request (anything that JSON can hold)."""
         self._send_report(self.rank, request, stats)
 
+    def cancelled(self, request: int) -> bool:
+        """Whether a user has cancelled the request, as far as this rank, the head, has heard."""
+        return request in self._cancelled
+
     def _take(self, task: Task) -> bytes | None:
         assert task.rank == self.rank, f"task {task.id} is not of rank {self.rank}"
         return self._ready.pop(task.id, None)
@@ -176,6 +183,9 @@ class Controller(RequestLog):
         _, item = self._announcements.read()
         if item == b"STALE":
             raise StaleEpoch(f"Epoch {self._epoch} is over: a newer one has begun.")
+        if item.startswith(CANCEL):
+            self._cancelled.add(int(item[len(CANCEL) :]))
+            return True
         name, _, payload = item.partition(b" ")
         task = Task.parse(name.decode())
         if task.step > self._completed.get(task.kind, -1):

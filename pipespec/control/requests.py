@@ -19,6 +19,8 @@ from pipespec.control.scripts import load_scripts
 from pipespec.errors import ControllerError, Unreachable
 from pipespec.types import Request, TokenLogprobs
 
+# Why a request ended for which nobody waited any more.
+CANCELLED = "cancelled"
 # How long a finished request can still be read.
 KEEP_FINISHED_S = 3600
 # A blocking read is renewed this often, so that a silent Redis is noticed.
@@ -62,7 +64,7 @@ Entry = tuple[str, dict[bytes, bytes]]
 class RequestLog:
     """A client of the request log, for one epoch. Not for several threads.
 
-    Users enqueue and stream; the head takes requests, accepts tokens and finishes; every
+    Users enqueue, stream and cancel; the head takes requests, accepts tokens and finishes; every
     rank reports. What a stale epoch writes is refused with StaleEpoch. `accept`, `finish`
     and `report` do not wait for Redis: an error of theirs surfaces at a later call.
 
@@ -126,9 +128,16 @@ class RequestLog:
         """
         keys = self._keys
         deadline = None if timeout is None else time.monotonic() + timeout
-        names = (keys.epoch, keys.queue, keys.admitted, keys.requests, keys.closed(self._epoch))
+        names = (
+            keys.epoch,
+            keys.queue,
+            keys.admitted,
+            keys.requests,
+            keys.closed(self._epoch),
+            keys.finished,
+        )
         while True:
-            found = self._call("admit", names, self._epoch)
+            found = self._call("admit", names, self._epoch, KEEP_FINISHED_S)
             if isinstance(found, list):
                 return _revive(found[0], found[1])
             if found or timeout == 0:
@@ -183,6 +192,28 @@ class RequestLog:
             self._epoch,
             request,
             reason,
+            KEEP_FINISHED_S,
+        )
+
+    def cancel(self, request: int) -> None:
+        """Ends a request for which nobody waits any more, with the reason "cancelled": at once
+        if it is in the queue, else as soon as the head hears of it.
+
+        One that has finished stays as it is. Raises ControllerError if it is not in the log.
+        """
+        keys = self._keys
+        self._call(
+            "cancel",
+            (
+                keys.epoch,
+                keys.request(request),
+                keys.events(request),
+                keys.queue,
+                keys.finished,
+            ),
+            keys.epochs,
+            request,
+            CANCELLED,
             KEEP_FINISHED_S,
         )
 

@@ -11,9 +11,10 @@ import pytest
 
 from pipespec.control import requests
 from pipespec.control.client import Controller
-from pipespec.control.requests import Accepted, Finished, RequestLog
+from pipespec.control.requests import CANCELLED, Accepted, Finished, RequestLog
 from pipespec.control.server import EmbeddedRedis
 from pipespec.errors import ControllerError, StaleEpoch
+from pipespec.graph import compute
 from pipespec.types import Request, TokenLogprobs
 from pipespec.types import Sampling as Asked
 
@@ -203,6 +204,54 @@ def test_a_request_finished_in_the_queue_is_not_taken(head: Controller) -> None:
     taken = head.next_request(timeout=5)
     assert taken is not None
     assert taken.id == second
+
+
+def test_a_request_cancelled_in_the_queue_ends_at_once(head: Controller) -> None:
+    first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
+    head.cancel(first)
+    assert [*head.stream(first)] == [Finished("cancelled")]
+    taken = head.next_request(timeout=5)
+    assert taken is not None
+    assert taken.id == second
+    head.finish(second, "stop")
+    head.cancel(second)  # too late
+    assert [*head.stream(second)] == [Finished("stop")]
+
+
+def test_the_head_hears_of_a_request_that_is_cancelled(
+    server: EmbeddedRedis, head: Controller
+) -> None:
+    first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
+    head.next_request(timeout=5)
+    with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+        user.cancel(first)
+    step = compute(0, 0)
+    assert head.poll(step, timeout=5) is None or head.cancelled(first)
+    assert head.cancelled(first)
+    assert not head.cancelled(second)
+    head.accept(first, 3, [10])  # what was on its way is accepted still
+    head.finish(first, CANCELLED)
+    assert [*head.stream(first)] == [Accepted(3, (10,)), Finished("cancelled")]
+
+
+def test_an_epoch_that_begins_meanwhile_does_not_take_up_what_was_cancelled(
+    server: EmbeddedRedis, head: Controller
+) -> None:
+    first, second, third = (head.enqueue(**ASKED) for _ in range(3))
+    for _ in range(2):
+        head.next_request(timeout=5)
+    head.accept(first, 3, [10, 11])
+    head.tokens(first)
+    with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+        user.cancel(first)
+        with rank(server, head._keys.namespace) as successor:
+            user.cancel(second)  # is back in the queue
+            taken = successor.next_request(timeout=5)
+            assert taken is not None
+            assert taken.id == third
+            assert [*user.stream(first)] == [Accepted(3, (10, 11)), Finished("cancelled")]
+            assert [*user.stream(second)] == [Finished("cancelled")]
+            assert not successor.cancelled(third)
 
 
 def test_a_finished_request_does_not_stay_forever(head: Controller) -> None:

@@ -185,6 +185,28 @@ def test_requests_of_several_users_queue_and_each_gets_its_own_text(
     assert after["up_s"] > before["up_s"]
 
 
+def test_whoever_leaves_cancels_what_was_asked(
+    up: Place, expected: dict[str, list[int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C on a request that is being decoded and on one that waits; the next is as ever."""
+    (before,) = status(capsys)
+    reader = up.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
+    assert reader.stdout is not None
+    assert reader.stdout.read(1)
+    waiting = up.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
+    until(lambda: status(capsys)[0]["queued"] == 1, PATIENCE_S)
+    for user in (waiting, reader):
+        user.send_signal(signal.SIGINT)
+        user.communicate(timeout=ENDING_S)
+        assert user.returncode == 130
+    until(lambda: status(capsys)[0]["finished"] == before["finished"] + 2)
+    (after,) = status(capsys)
+    assert (after["open"], after["queued"], after["epoch"]) == (0, 0, before["epoch"])
+    code, out, _ = up.run("generate", "--on", NAME, "--json", "--prompt", PROMPTS[2])
+    assert code == 0
+    assert json.loads(out)["token_ids"] == expected[PROMPTS[2]]
+
+
 @pytest.mark.usefixtures("up")
 def test_a_request_chooses_its_length_and_its_sampling(
     expected: dict[str, list[int]], capfd: pytest.CaptureFixture[str]

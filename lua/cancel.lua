@@ -1,0 +1,34 @@
+-- cancel: ends a request that nobody waits for any more. Belongs to no epoch.
+--
+-- KEYS[1]  epoch
+-- KEYS[2]  request
+-- KEYS[3]  events of the request
+-- KEYS[4]  queue of requests
+-- KEYS[5]  number of finished requests
+-- ARGV[1]  prefix of the keys of an epoch, as of new_epoch
+-- ARGV[2]  id of the request
+-- ARGV[3]  reason
+-- ARGV[4]  seconds for which the log keeps the request from now on
+-- Reply    1: it was in the queue and has ended; 2: the head is told, and ends it; 0: it had
+--          finished before
+-- Errors   REQUEST  unknown
+--
+-- The head is told by "CANCEL <id>" among what it is told to be ready. An epoch that begins
+-- before it acted finds the mark at the request (admit).
+--- @include "request"
+--- @include "ending"
+
+local known = redis.call('HMGET', KEYS[2], 'length', 'reason')
+if not known[1] then
+  return unknown(ARGV[2])
+end
+if known[2] then
+  return 0
+end
+if redis.call('LREM', KEYS[4], 1, ARGV[2]) == 1 then
+  ending(KEYS[2], KEYS[3], KEYS[5], known[1], ARGV[3], ARGV[4])
+  return 1
+end
+redis.call('HSET', KEYS[2], 'cancelled', ARGV[3])
+redis.call('RPUSH', ARGV[1] .. ':' .. redis.call('GET', KEYS[1]) .. ':ready:0', 'CANCEL ' .. ARGV[2])
+return 2
