@@ -10,12 +10,12 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from pipespec.errors import ModelError
-from pipespec.precision import ITEM_BYTES, METHODS, QUANTIZATIONS, require_package
+from pipespec.precision import ITEM_BYTES, METHODS, QUANTIZATIONS, UNDONE, require_package
 
 # Each of these decodes token for token like Hugging Face `generate` in
 # tests/integration/test_model.py; a model_type enters the table together with its test.
@@ -195,6 +195,8 @@ def inspect(model: str | Path) -> CheckpointInfo:
     quantization = _quantization(path, raw.get("quantization_config"))
     config = _config(path)
     tensors = _tensors(path)
+    if quantization == UNDONE:
+        tensors, quantization = _undone(tensors), None
     layers = [0] * config.num_hidden_layers
     matrices = [0] * len(layers)
     row_size = 0
@@ -345,10 +347,10 @@ def _quantization(path: Path, config: Any) -> str | None:
     in_8_bit = settings.get("load_in_8bit")
     old = "bitsandbytes" if in_8_bit or settings.get("load_in_4bit") else None
     method = str(settings.get("quant_method", old))
-    if method not in METHODS:
+    if method not in (*METHODS, UNDONE):
         raise ModelError(
             f"{path} is quantised by {method!r}, which is not supported; supported are "
-            f"{', '.join(METHODS)}"
+            f"{', '.join((*METHODS, UNDONE))}"
         )
     if in_8_bit:
         raise ModelError(
@@ -356,6 +358,16 @@ def _quantization(path: Path, config: Any) -> str | None:
             "so the text would depend on the guesses; take a 4-bit or a weight-only checkpoint"
         )
     return method
+
+
+def _undone(tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
+    """What MXFP4 tensors are in bfloat16: a byte of blocks holds two weights."""
+    blocks, scales = "_blocks", "_scales"
+    return {
+        name: replace(tensor, num_bytes=4 * tensor.num_bytes) if name.endswith(blocks) else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(scales)
+    }
 
 
 def _tensors(path: Path) -> dict[str, _Tensor]:

@@ -34,7 +34,7 @@ from pipespec.attention import (
 )
 from pipespec.checkpoint import require_supported
 from pipespec.errors import ModelError
-from pipespec.precision import QUANTIZATIONS
+from pipespec.precision import QUANTIZATIONS, UNDONE
 
 # Registered with Transformers' attention interface only: for an attention without a mask
 # function of the same name Transformers makes no mask at all, which is what we want.
@@ -126,7 +126,7 @@ class ModelSlice:
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **_quantizer(quantization, dtype),
+                **_quantizer(config, quantization, dtype),
             )
         for what in ("missing_keys", "mismatched_keys"):
             if loaded[what]:
@@ -318,8 +318,15 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(found.values())
 
 
-def _quantizer(name: str | None, dtype: torch.dtype | None) -> dict[str, Any]:
+def _quantizer(
+    config: PretrainedConfig, name: str | None, dtype: torch.dtype | None
+) -> dict[str, Any]:
     """What `from_pretrained` is told in order to quantise; packages are imported when needed."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and stored["quant_method"] == UNDONE:
+        from transformers import Mxfp4Config
+
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
     if name is None:
         return {}
     assert name in QUANTIZATIONS

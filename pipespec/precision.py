@@ -39,6 +39,11 @@ QUANTIZATIONS = {
 # reads it. A method enters with its test in tests/integration/test_quantization.py.
 METHODS = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
 
+# The method of published gpt-oss: experts in blocks of 32 4-bit floats with one scale. It is
+# undone while the weights load, on every device, so that all ranks compute the same; such a
+# checkpoint then counts as one of plain weights.
+UNDONE = "mxfp4"
+
 
 def require_package(package: str, why: str) -> None:
     """Raise ModelError unless the package is installed; `why`: what wants it, for the message."""

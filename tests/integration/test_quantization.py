@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchao.quantization import Int8WeightOnlyConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Mxfp4Config,
+    TorchAoConfig,
+)
 
 from pipespec.attention import causal_plan
 from pipespec.checkpoint import inspect
@@ -45,7 +52,10 @@ def settings(quantization: str) -> Any:
 def logits(path: Path, **settings: Any) -> Tensor:
     """Of Hugging Face, for the prompt: `[rows, vocab]`."""
     model = AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="eager", device_map={"": "cpu"}, dtype=torch.float32, **settings
+        path,
+        attn_implementation="eager",
+        device_map={"": "cpu"},
+        **{"dtype": torch.float32, **settings},
     )
     with torch.inference_mode():
         return model(torch.tensor([PROMPT])).logits[0]
@@ -150,6 +160,42 @@ def test_a_checkpoint_that_is_quantised_already(quantised, quantization):
     assert info.loaded("float32", None).layers == info.stored.layers
 
 
+@pytest.fixture
+def gpt_oss(tmp_path):
+    """A small gpt-oss as it is published: its experts in MXFP4, random."""
+    path = build("gpt_oss", tmp_path / "gpt_oss", hidden_size=64, intermediate_size=64)
+    drawn = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor.bfloat16()
+            continue
+        experts, rows, columns = tensor.shape
+        shape = (experts, columns, rows // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=drawn, dtype=torch.uint8)
+        scales = torch.randint(120, 126, shape, generator=drawn, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": [*plain, "model.embed_tokens"]}
+    return edit(path, quantization_config=how)
+
+
+def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
+    expected = logits(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
+    info = inspect(gpt_oss)
+    assert info.quantization is None
+    capfd.readouterr()
+    for count in (1, 4):
+        slices = load(gpt_oss, count, NUM_LAYERS, dtype=torch.float32)
+        found = run(slices, torch.tensor(PROMPT), 0)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert capfd.readouterr() == ("", "")
+    assert slices[1].num_weight_bytes == info.loaded("float32", None).layers[1]
+    narrow = ModelSlice.load(gpt_oss, range(1, 2), dtype=torch.bfloat16, num_slots=4)
+    assert narrow.num_weight_bytes == info.loaded("bfloat16", None).layers[1]
+
+
 def test_loading_prints_nothing(capfd):
     for quantization in QUANTIZATIONS:
         ModelSlice.load(
@@ -188,11 +234,10 @@ def test_target_and_draft_are_quantised_each_in_its_way(quantised):
         assert stats["tokens_per_step"] > 0.25, "the draft never guessed right"
 
 
-def edited(path: Path, folder: Path, **config: Any) -> Path:
-    shutil.copytree(path, folder)
-    file = folder / "config.json"
+def edit(path: Path, **config: Any) -> Path:
+    file = path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **config}))
-    return folder
+    return path
 
 
 @pytest.mark.parametrize(
@@ -204,7 +249,7 @@ def edited(path: Path, folder: Path, **config: Any) -> Path:
     ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_loads(tmp_path, config, sentence):
-    path = edited(DEMO / "target", tmp_path / "model", quantization_config=config)
+    path = edit(shutil.copytree(DEMO / "target", tmp_path / "model"), quantization_config=config)
     with pytest.raises(ModelError, match=sentence):
         inspect(path)
 
