@@ -166,6 +166,9 @@ class Lineage:
     def _forget(self, doomed: np.ndarray) -> None:
         self.live[doomed] = False
         self._free.extend(doomed.tolist())
+        if not self.live.any():  # a miss: one by one would take longer than a verdict may
+            self._index = {self.tip: TIP}
+            return
         for node in self.node[doomed].tolist():
             del self._index[node]
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
-from benchmarks import emulated, hits, memory, methods, overhead, scaling, timeline
+from benchmarks import emulated, hits, memory, methods, overhead, scaling, stage, timeline
 from benchmarks.inflate import Shape, read_config
+from benchmarks.timed_stage import TimedStage, random_tree
 from benchmarks.timeline import Span, Trace
 from pipespec.checkpoint import inspect
 from pipespec.compose import compose
+from pipespec.pace import Pace
+from pipespec.stage import Stage
 from pipespec.trace import write_chrome_trace
+from pipespec.types import Verdict
 
 MS = 1_000_000
 
@@ -194,6 +203,107 @@ def test_bookkeeping_is_timed_for_head_and_stage():
     assert all(ms > 0 for ms in parts.values())
 
 
+# --- a stage's time -----------------------------------------------------------------------------
+
+
+def measured_stage(monkeypatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["stage", "--quick", "--device", "cpu", *map(str, arguments)])
+    stage.main()
+
+
+def test_a_stage_is_measured_beside_its_floor(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "stage.json"
+    measured_stage(monkeypatch, "--dtype", "float32", "--draft", "demo", "--json", file)
+    result = json.loads(file.read_text())
+    assert "MEASURED" in result["title"] and "2 layers of demo, float32" in result["title"]
+    assert {"device", "threads", "hardware", "commit", "date", "command"} <= set(result)
+    steps = result["steps"]
+    sizes = [(cell["rows"], cell["context"]) for cell in steps]
+    assert sizes == [(rows, context) for context in (16, 256) for rows in (1, 4, 16)]
+    for cell in (*steps, *result["drafts"]):
+        assert cell["floor_ms"] == max(cell["floor_bytes_ms"], cell["floor_flops_ms"])
+        assert min(cell["floor_bytes_ms"], cell["floor_flops_ms"], cell["ratio"]) > 0
+        for times in cell["ms"].values():
+            assert times["quartile_1"] <= times["median"] <= times["quartile_3"]
+    assert [cell["over_one_row"] for cell in steps if cell["rows"] == 1] == [1, 1]
+    assert all(cell["kv_in_place"] for cell in result["verdicts"])
+    printed = capsys.readouterr().out
+    assert "A verdict" in printed and "A draft round, its depth CUT" in printed
+
+
+def test_what_a_step_must_read_and_compute_follows_from_the_shape(tmp_path, monkeypatch):
+    file = tmp_path / "stage.json"
+    measured_stage(monkeypatch, "--dtype", "float32", "--draft", "demo", "--json", file)
+    result = json.loads(file.read_text())
+    shape = stage.SHAPES["demo"]
+    cell, draft = result["steps"][-1], result["drafts"][-1]
+    middle = memory.predict(shape, range(1, 3), 4, context=256, tree=16, batch=0)
+    assert cell["weight_bytes"] == result["memory_bytes"]["weights"] == middle.weights
+    assert cell["kv_bytes"] == middle.kv
+    scores = 2 * 4 * shape.heads * shape.head_dim * 16 * 257
+    assert cell["operations"] == 2 * 16 * middle.weights / 4 + scores
+    two_layers = replace(shape, layers=2)
+    whole = memory.predict(two_layers, range(2), 4, context=0, tree=0, batch=0)
+    assert (draft["layers"], draft["of"]) == (2, shape.layers)
+    assert draft["weight_bytes"] == whole.weights
+
+
+@pytest.mark.usefixtures("plot")
+def test_measured_times_of_a_stage_are_a_pace(tmp_path, monkeypatch):
+    file, profile = tmp_path / "stage.json", tmp_path / "here.yaml"
+    given = ("--json", file, "--plot", tmp_path / "stage", "--pace", profile)
+    measured_stage(monkeypatch, *given, "--draft", "demo", "--pace-context", 16)
+    result = json.loads(file.read_text())
+    pace = instantiate(OmegaConf.load(profile), _convert_="all")
+    assert isinstance(pace, Pace)
+    (curve,) = pace.curves
+    measured = {
+        cell["rows"]: cell["ms"]["step"]["median"]
+        for cell in result["steps"]
+        if cell["context"] == 16
+    }
+    assert dict(curve.points) == pytest.approx(measured, abs=1e-4)
+    assert pace.draft_ms == pytest.approx(result["drafts"][-1]["ms"]["round"]["median"], abs=1e-4)
+    assert profile.read_text().startswith("# MEASURED: a stage of 2 layers of demo, bfloat16, on ")
+    assert (tmp_path / "stage.svg").exists()
+
+
+def rewrite(pool) -> None:
+    with torch.inference_mode():
+        pool.keys[-1] += 1
+
+
+def move(pool) -> None:
+    pool.values = pool.values.clone()
+
+
+@pytest.mark.parametrize("touch", [rewrite, move])
+def test_a_verdict_that_touches_keys_or_values_is_found_out(touch, tmp_path, monkeypatch):
+    def apply(held: TimedStage, verdicts: list[Verdict]) -> None:
+        Stage.apply(held, verdicts)
+        touch(next(iter(held.watched.pools)))
+
+    monkeypatch.setattr(TimedStage, "apply", apply)
+    measured_stage(monkeypatch, "--json", tmp_path / "stage.json")
+    verdicts = json.loads((tmp_path / "stage.json").read_text())["verdicts"]
+    assert [cell["kv_in_place"] for cell in verdicts] == [False, False]
+
+
+def test_a_pace_needs_a_context_that_was_measured(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        measured_stage(monkeypatch, "--pace-context", 17)
+    assert "--pace-context is 17, but must be among --contexts" in capsys.readouterr().err
+
+
+def test_random_trees_are_wide_and_deep_and_of_any_size():
+    for nodes in (1, 2, 7, 64, 576):
+        tree = random_tree(nodes, context=100, vocab=50)
+        tree.check()
+        assert len(tree) == nodes + 1
+    assert tree.depth.max() > 50
+    assert max((tree.depth == level).sum() for level in range(1, 50)) > 8
+
+
 # --- arithmetic ---------------------------------------------------------------------------------
 
 
@@ -217,14 +327,14 @@ def test_memory_is_predicted_to_the_byte_for_the_demo_target():
     info = inspect(scaling.TARGET)
     shape = Shape.of(read_config(scaling.TARGET))
     whole = memory.predict(shape, range(shape.layers), 2, context=0, tree=0, batch=0)
-    assert whole.weights == info.num_bytes
+    assert whole.weights == info.stored.total
     assert whole.kv == 0
     # Two slices hold what the whole does, and the tied embedding once more.
     parts = [
         memory.predict(shape, layers, 2, context=100, tree=10, batch=1)
         for layers in (range(7), range(7, shape.layers))
     ]
-    assert sum(part.weights for part in parts) == whole.weights + info.embedding_bytes
+    assert sum(part.weights for part in parts) == whole.weights + info.stored.embedding
     per_token = shape.layers * 2 * shape.kv_heads * shape.head_dim * 2
     assert sum(part.context for part in parts) == 100 * per_token
     assert sum(part.kv for part in parts) == 111 * per_token

@@ -70,7 +70,7 @@ def test_logits_and_tokens_stay(small, tmp_path, name, sizes):
     info = inspect(tmp_path / "out")
     assert (info.hidden_size, info.num_layers) == (new.hidden, new.layers) == sizes[:2]
     if name != "biases":
-        assert info.num_bytes == 4 * new.num_parameters
+        assert info.stored.total == 4 * new.num_parameters
 
 
 def test_bfloat16_is_exact_for_a_power_of_4(small, tmp_path):

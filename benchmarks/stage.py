@@ -1,0 +1,366 @@
+"""How long a stage takes beside what the hardware allows. MEASURED: nothing is waited for.
+
+    python -m benchmarks.stage --shape llama-1b --layers 4 --json FILE --plot PATH
+    python -m benchmarks.stage --shape llama-70b --draft llama-1b --pace FILE.yaml
+
+A middle slice of a published shape, its weights random and its KV pools full of random numbers,
+computes batches of tree nodes below texts of several lengths (`Stage.compute`; a text's slots
+lie together, as after a prompt, and the rows' hidden states are on the device). Beside a step:
+
+    admit      the book-keeping of the batch, on the host; the forward pass is the rest
+    attention  the backend's calls for all layers one after another, by themselves
+    floor      the longer of two: weights and KV by the bandwidth of a copy (bytes read plus
+               written), arithmetic by the rate of a square matrix product
+    verdict    `Stage.apply` and `Stage.prune` with the rows of nine steps here, and whether any
+               K or V moved
+    draft      a round: nodes through a whole model, its logits, the most probable tokens
+
+The copy is a yardstick: what comes from caches can take less than its floor. `--pace` writes the
+times as a profile that other benchmarks can emulate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.emulated import add_output, names, numbers
+from benchmarks.inflate import Shape, read_config
+from benchmarks.memory import LLAMA_70B, MIB
+from benchmarks.report import circumstances, store
+from benchmarks.stage_report import draw, pace, show
+from benchmarks.timed_stage import REQUEST, TimedStage, guesses, random_tree
+from pipespec.attention import sdpa
+from pipespec.resources import resource_dir
+from pipespec.source.draft_model import DraftModelSource
+from pipespec.tree import ROOT
+from pipespec.types import Verdict
+
+# As the published config.json of each says.
+SHAPES = {
+    "llama-70b": LLAMA_70B,
+    "llama-8b": Shape(4096, 32, 14336, 32, 8, 128, 128256, tied=False),
+    "llama-1b": Shape(2048, 16, 8192, 32, 8, 64, 128256, tied=True),
+    "demo": Shape.of(read_config(resource_dir("demo") / "target")),
+}
+STAGES = 8  # what a slice is a share of, if its layers are not given
+DTYPES = ("bfloat16", "float16", "float32")
+WARM_UPS, LEAST_RUNS, MOST_RUNS = 2, 5, 100
+CHILDREN = 16  # candidates of each row in a draft round
+STEPS_HELD, WIDTH_HELD = 9, 64  # of the tree rows at a stage when a verdict comes
+VERDICT_BUDGET_MS = 0.1
+PACE_CONTEXT = 2048
+Figures = dict[str, dict[str, float]]
+
+
+# --- time ---------------------------------------------------------------------------------------
+
+
+def now_ms(device: torch.device) -> float:
+    """The time once the device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter_ns() / 1e6
+
+
+def repeat(once: Callable[[], dict[str, float]], seconds: float) -> Figures:
+    """Median and quartiles of each time, milliseconds, that `once` measures."""
+    for _ in range(WARM_UPS):
+        once()
+    found: list[dict[str, float]] = []
+    end = time.perf_counter() + seconds
+    while len(found) < LEAST_RUNS or (time.perf_counter() < end and len(found) < MOST_RUNS):
+        found.append(once())
+    figures = {}
+    for name in found[0]:
+        quarter, median, three = np.percentile([each[name] for each in found], [25, 50, 75])
+        figures[name] = {
+            "median": float(median),
+            "quartile_1": float(quarter),
+            "quartile_3": float(three),
+            "runs": len(found),
+        }
+    return figures
+
+
+# --- what is measured ---------------------------------------------------------------------------
+
+
+def step(stage: TimedStage, rows: int, context: int, seconds: float) -> dict[str, Any]:
+    """One batch of `rows` nodes below a text that the stage holds, and its attention alone."""
+    device = stage.model.device
+    rewind = stage.remember()
+    batch = stage.batch(guesses(random_tree(rows, context, stage.shape.vocab)))
+
+    def compute() -> dict[str, float]:
+        rewind()
+        start = now_ms(device)
+        done = stage.compute(batch)
+        spent = now_ms(device) - start
+        assert len(done) == rows
+        return {"step": spent, "admit": stage.admit_ms, "forward": spent - stage.admit_ms}
+
+    figures = repeat(compute, seconds)
+    assert stage.watched.given is not None
+    query, key, value, plan, options = stage.watched.given
+    pools = list(stage.watched.pools)
+
+    def attend() -> dict[str, float]:
+        plan.cache.clear()
+        moments = [now_ms(device)]
+        for _ in range(2):  # the second time masks and indices are there
+            for pool in pools:
+                sdpa.attend(query, key, value, pool, plan, options)
+            moments.append(now_ms(device))
+        return {"attention": moments[1] - moments[0], "prepared": moments[2] - moments[1]}
+
+    with torch.inference_mode():
+        figures |= repeat(attend, seconds)
+    stage.check_integrity()
+    rewind()
+    return {"rows": rows, "context": context, "ms": figures, **stage.work(rows, context)}
+
+
+def verdict(stage: TimedStage, rows: int, context: int, seconds: float) -> dict[str, Any]:
+    """A verdict that keeps the largest subtree of `rows` nodes, and one that misses the tree."""
+    device = stage.model.device
+    tree = random_tree(rows, context, stage.shape.vocab)
+    parts = np.array_split(guesses(tree), STEPS_HELD)
+    done = [stage.compute(stage.batch(part)) for part in parts if len(part)][-1]
+    rewind = stage.remember()
+    children = np.flatnonzero(tree.parent[1:] == ROOT) + 1
+    kept = max(children, key=lambda child: tree.descends_from(child).sum())
+    absent = next(token for token in range(rows + 1) if token not in tree.token[children])
+    # The tensors themselves too: while they live, nothing else can come to lie where they do.
+    before = [(tensor, tensor.data_ptr(), tensor.clone()) for tensor in stage.pool_tensors()]
+    result: dict[str, Any] = {"context": context, "rows": rows}
+    for name, token in (("hit", int(tree.token[kept])), ("miss", absent)):
+
+        def follow(token: int = token) -> dict[str, float]:
+            rewind()
+            start = now_ms(device)
+            stage.apply([Verdict(REQUEST, context, (token,))])
+            applied = now_ms(device)
+            stage.prune(done)
+            pruned = now_ms(device)
+            return {"apply": applied - start, "prune": pruned - applied, "sum": pruned - start}
+
+        result[name] = repeat(follow, seconds)
+        stage.check_integrity()
+    result["budget_ms"] = VERDICT_BUDGET_MS
+    result["kv_in_place"] = all(
+        tensor.data_ptr() == address and torch.equal(tensor, clone)
+        for tensor, (_, address, clone) in zip(stage.pool_tensors(), before, strict=True)
+    )
+    return result
+
+
+def draft_round(stage: TimedStage, rows: int, context: int, seconds: float) -> dict[str, Any]:
+    """`rows` nodes expanded by a whole model, on the stage that a draft is."""
+    text = stage.hold_text(context)
+    rewind = stage.remember()
+    tree = random_tree(rows, context, stage.shape.vocab)
+    source = DraftModelSource(stage, chunk=1, vocabulary=stage.shape.vocab)
+    nodes = np.arange(1, len(tree))
+
+    def expand() -> dict[str, float]:
+        rewind()
+        start = now_ms(stage.model.device)
+        found = source.expand(text, tree, nodes, CHILDREN)
+        spent = now_ms(stage.model.device) - start
+        assert found is not None and len(found.tokens) == rows
+        return {"round": spent}
+
+    figures = repeat(expand, seconds)
+    return {"rows": rows, "context": context, "ms": figures, **stage.work(rows, context)}
+
+
+def limits(device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
+    """What the device copies, in GB/s read plus written, and multiplies, in Tflop/s."""
+    source = torch.ones(options.copy_mib * MIB // dtype.itemsize, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(2, options.matmul, options.matmul, device=device) / 8).to(dtype)
+
+    def times(run: Callable[[], object]) -> dict[str, float]:
+        def once() -> dict[str, float]:
+            start = now_ms(device)
+            run()
+            return {"ms": now_ms(device) - start}
+
+        return repeat(once, options.seconds)["ms"]
+
+    copied = times(lambda: target.copy_(source))
+    multiplied = times(lambda: a @ b)
+    return {
+        "bandwidth_gb_s": 2 * source.nbytes / copied["median"] / 1e6,
+        "copy_bytes": source.nbytes,
+        "copy_ms": copied,
+        "matmul_tflop_s": 2 * options.matmul**3 / multiplied["median"] / 1e9,
+        "matmul_size": options.matmul,
+        "matmul_ms": multiplied,
+    }
+
+
+def with_floor(cell: dict[str, Any], total: str, limit: dict[str, Any]) -> dict[str, Any]:
+    """The cell with its floors, milliseconds, and how many times the higher one it took."""
+    by_bytes = (cell["weight_bytes"] + cell["kv_bytes"]) / limit["bandwidth_gb_s"] / 1e6
+    by_flops = cell["operations"] / limit["matmul_tflop_s"] / 1e9
+    floor = max(by_bytes, by_flops)
+    return cell | {
+        "floor_bytes_ms": by_bytes,
+        "floor_flops_ms": by_flops,
+        "floor_ms": floor,
+        "floor_by": "bytes" if by_bytes > by_flops else "flops",
+        "ratio": cell["ms"][total]["median"] / floor,
+    }
+
+
+def used(stage: TimedStage) -> dict[str, Any]:
+    """Bytes of the slice, and the most that was held so far (None: the device does not tell):
+    on a CPU by the process, building the model included; else by tensors, since it was built."""
+    device, peak = stage.model.device, None
+    if device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    elif hasattr(torch.accelerator, "max_memory_allocated"):
+        peak = torch.accelerator.max_memory_allocated(device)
+    model = stage.model
+    sizes = {"weights": model.num_weight_bytes, "kv": model.num_kv_bytes, "slots": model.num_slots}
+    return sizes | {"peak": peak}
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All figures of one command, as they are stored."""
+    torch.manual_seed(0)
+    load = os.getloadavg()[0]
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    on = {"dtype": dtype, "device": device}
+    num_slots = max(options.contexts) + max(*options.rows, options.held)
+    # A layer more on either side, so that the slice has neither embedding nor head.
+    layers = range(1, 1 + options.layers)
+    stage = TimedStage(SHAPES[options.shape], options.layers + 2, layers, num_slots, on)
+    if device.type != "cpu" and hasattr(torch.accelerator, "reset_peak_memory_stats"):
+        torch.accelerator.reset_peak_memory_stats(device)
+    steps: list[dict[str, Any]] = []
+    for context in options.contexts:
+        stage.hold_text(context)
+        steps += [step(stage, rows, context, options.seconds) for rows in options.rows]
+    memory = used(stage)
+    verdicts = []
+    for context in options.contexts:
+        stage.hold_text(context)
+        verdicts.append(verdict(stage, options.held, context, options.seconds))
+    del stage
+    drafts = []
+    for name in options.draft:
+        shape = SHAPES[name]
+        layers = min(options.draft_layers or shape.layers, shape.layers)
+        context, most = options.pace_context, max(options.draft_rows)
+        draft = TimedStage(shape, layers, range(layers), context + most, on)
+        label = {"shape": name, "layers": layers, "of": shape.layers}
+        drafts += [
+            label | draft_round(draft, rows, context, options.seconds)
+            for rows in options.draft_rows
+        ]
+        del draft
+    limit = limits(device, dtype, options)
+    steps = [with_floor(cell, "step", limit) for cell in steps]
+    alone = {cell["context"]: cell["ms"]["step"]["median"] for cell in steps if cell["rows"] == 1}
+    for cell in steps:
+        cell["over_one_row"] = cell["ms"]["step"]["median"] / alone[cell["context"]]
+        cell["attention_share"] = cell["ms"]["attention"]["median"] / cell["ms"]["step"]["median"]
+    return {
+        "device": device_name(device),
+        "dtype": options.dtype,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "load": [load, os.getloadavg()[0]],  # processes that ran, at the start and at the end
+        "shape": options.shape,
+        "layers": options.layers,
+        "limits": limit,
+        "steps": steps,
+        "verdicts": verdicts,
+        "children": CHILDREN,
+        "drafts": [with_floor(cell, "round", limit) for cell in drafts],
+        "memory_bytes": memory,
+    }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return str(circumstances()["hardware"])
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(device.type if name is None else name(device))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_output(parser)
+    accelerated = torch.accelerator.is_available()
+    default = str(torch.accelerator.current_accelerator()) if accelerated else "cpu"
+    parser.add_argument("--shape", choices=SHAPES, default="demo", help="(demo)")
+    parser.add_argument("--layers", type=int, help=f"of the slice (1/{STAGES} of the model)")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=f"({DTYPES[0]})")
+    parser.add_argument("--device", default=default, help=f"({default})")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
+    rows = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256]
+    parser.add_argument("--rows", type=numbers, default=rows, help="1 is always among them")
+    parser.add_argument("--contexts", type=numbers, default=[128, 512, 2048, 8192, 32768])
+    parser.add_argument("--draft", type=names, default=[], metavar="SHAPES", help="such as demo")
+    parser.add_argument("--draft-layers", type=int, help="cut the draft to so many")
+    parser.add_argument("--draft-rows", type=numbers, default=[1, 16, 64], help="(1,16,64)")
+    parser.add_argument("--pace", type=Path, metavar="FILE.yaml", help="write a pace profile")
+    parser.add_argument("--pace-context", type=int, help=f"({PACE_CONTEXT} or the largest)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of runs per figure (1)")
+    options = parser.parse_args()
+    options.held = STEPS_HELD * WIDTH_HELD
+    options.copy_mib = 1024  # more than any cache holds
+    options.matmul = 4096 if options.device == "cpu" else 8192
+    if options.quick:
+        options.rows, options.contexts, options.layers = [1, 4, 16], [16, 256], 2
+        options.held, options.copy_mib, options.matmul = 5 * STEPS_HELD, 16, 256
+        options.draft_rows, options.draft_layers, options.seconds = [1, 4], 2, 0.05
+    options.rows = sorted({1, *options.rows})
+    options.contexts = sorted(set(options.contexts))
+    options.draft_rows = sorted(set(options.draft_rows))
+    options.layers = options.layers or SHAPES[options.shape].layers // STAGES
+    unknown = [name for name in options.draft if name not in SHAPES]
+    if unknown:
+        parser.error(f"--draft is {unknown[0]}, but must be among {', '.join(SHAPES)}")
+    if options.pace_context is None:
+        usual = PACE_CONTEXT in options.contexts
+        options.pace_context = PACE_CONTEXT if usual else options.contexts[-1]
+    elif options.pace_context not in options.contexts:
+        parser.error(f"--pace-context is {options.pace_context}, but must be among --contexts")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    result = measure(options)
+    title = (
+        f"MEASURED: a stage of {options.layers} layers of {options.shape}, {options.dtype}, on "
+        f"{result['device']}, {options.threads} CPU threads"
+    )
+    show(title, result)
+    if options.json:
+        store(options.json, {"title": title, **result})
+    if options.plot:
+        draw(title, result["steps"], options.plot)
+    if options.pace:
+        options.pace.write_text(pace(title, result, options.pace_context))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""A stage with random weights that can be measured: it notes how long admission took, keeps what
+its attention was given, and goes back to where it was."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from benchmarks.inflate import Shape
+from pipespec.attention import AttentionPlan, LayerOptions, LayerPool, sdpa
+from pipespec.kv import SlotPool
+from pipespec.model import ModelSlice
+from pipespec.source import Context
+from pipespec.stage import Stage
+from pipespec.tree import Tree
+from pipespec.types import Batch
+
+REQUEST = 1
+SIBLINGS = 4  # at most, of a random tree
+
+
+@dataclass(slots=True, eq=False)
+class Watched:
+    """The attention backend, which also keeps the layers' pools and what it was given last."""
+
+    pools: dict[LayerPool, None] = field(default_factory=dict)  # in the layers' order
+    given: tuple[Tensor, Tensor, Tensor, AttentionPlan, LayerOptions] | None = None  # no pool
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pool: LayerPool,
+        plan: AttentionPlan,
+        options: LayerOptions,
+    ) -> Tensor:
+        self.pools[pool] = None
+        self.given = query, key, value, plan, options
+        return sdpa.attend(query, key, value, pool, plan, options)
+
+
+class TimedStage(Stage):
+    """A stage with random weights and K and V, which notes how long admission took."""
+
+    admit_ms = 0.0
+
+    def __init__(
+        self, shape: Shape, of: int, layers: range, num_slots: int, on: dict[str, Any]
+    ) -> None:
+        """`layers` of a model that has `of`; `on` says which `dtype` and which `device`."""
+        self.shape = shape
+        self.watched = Watched()
+        config = LlamaConfig(
+            hidden_size=shape.hidden,
+            num_hidden_layers=of,
+            intermediate_size=shape.intermediate,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=shape.vocab,
+            tie_word_embeddings=shape.tied,
+        )
+        model = ModelSlice.random(config, layers, num_slots=num_slots, attention=self.watched, **on)
+        super().__init__(model, num_slots)
+        with torch.inference_mode():
+            for tensor in self.pool_tensors():
+                tensor.normal_()
+
+    def pool_tensors(self) -> list[Tensor]:
+        return [kind for pool in self.watched.pools for kind in (pool.keys, pool.values)]
+
+    def hold_text(self, context: int) -> Context:
+        """Hold `context` committed tokens and nothing else; K and V are what the pools hold."""
+        self.sequences.clear()
+        self.slots = SlotPool(self.slots.num_slots)  # anew, so that the text's slots lie together
+        text = Context(REQUEST, [0] * context, list(range(context)))
+        self.open(REQUEST)
+        sequence = self.sequences[REQUEST]
+        sequence.lineage.admit(text.rows(0))
+        slots = self.slots.allocate(context)
+        # In two parts: then there is room for more, as in a text that has grown.
+        sequence.commit(slots[:-1])
+        sequence.commit(slots[-1:])
+        return text
+
+    def remember(self) -> Callable[[], None]:
+        """What puts the books back to where they are now, so that all runs are alike."""
+        saved = copy.deepcopy((self.sequences, self.slots))
+
+        def rewind() -> None:
+            self.sequences, self.slots = copy.deepcopy(saved)
+
+        return rewind
+
+    def batch(self, rows: np.ndarray) -> Batch:
+        hidden = torch.randn(len(rows), self.model.hidden_size, device=self.model.device)
+        return Batch(0, rows, hidden.to(self.model.dtype))
+
+    def _admit(self, batch: Batch) -> tuple[Batch, AttentionPlan | None]:
+        start = time.perf_counter_ns()
+        admitted = super()._admit(batch)
+        self.admit_ms = (time.perf_counter_ns() - start) / 1e6
+        return admitted
+
+    def work(self, rows: int, context: int) -> dict[str, float]:
+        """The least that a step reads, in bytes, and computes, in operations."""
+        shape, model = self.shape, self.model
+        weights = model.num_weight_bytes
+        if model.is_first and not shape.tied:  # of an embedding only the tokens' rows are read
+            weights -= shape.vocab * shape.hidden * model.dtype.itemsize
+        slot = model.num_kv_bytes / model.num_slots
+        scores = len(model.layers) * shape.heads * shape.head_dim * rows * (context + 1)
+        return {
+            "weight_bytes": weights,
+            "kv_bytes": slot * (context + rows),
+            "operations": 2 * rows * weights / model.dtype.itemsize + 4 * scores,
+        }
+
+
+def random_tree(nodes: int, context: int, vocab: int) -> Tree:
+    """`nodes` guesses below the text's last token: half of the time the deepest node gets
+    children, so that the tree is deep, else any, so that it is wide."""
+    rng = np.random.default_rng(nodes)
+    tree = Tree(context - 1, context - 2, 0, context - 1, fed=True)
+    while len(tree) <= nodes:
+        leaves = np.flatnonzero(~tree.expanded)
+        parent = leaves[-1] if rng.random() < 0.5 else rng.choice(leaves)
+        children = min(int(rng.integers(1, SIBLINGS, endpoint=True)), nodes + 1 - len(tree))
+        tokens = rng.choice(vocab, (1, children), replace=False)
+        tree.append(np.array([parent]), tokens, np.full((1, children), -np.log(children)))
+    return tree
+
+
+def guesses(tree: Tree) -> np.ndarray:
+    """All nodes but the root as rows of a batch."""
+    return tree.rows(REQUEST, np.arange(1, len(tree)))
