@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -100,10 +100,9 @@ class Stage:
         write: list[np.ndarray] = []
         segments: list[Segment] = []
         start = 0
-        ends = np.flatnonzero(np.diff(batch.rows[:, REQUEST])) + 1
-        for span in np.split(np.arange(len(batch)), ends):
+        for request, span in _spans(batch.rows):
             rows = batch.rows[span]
-            sequence = self.sequences.setdefault(int(rows[0, REQUEST]), Sequence())
+            sequence = self.sequences.setdefault(request, Sequence())
             local = sequence.lineage.admit(rows).local
             kept[span] = valid = local >= 0
             if not valid.any():
@@ -134,9 +133,8 @@ class Stage:
         if not len(batch):
             return batch
         keep = batch.rows[:, KIND] != GUESS
-        for request in np.unique(batch.rows[:, REQUEST]).tolist():
-            mine = np.flatnonzero(batch.rows[:, REQUEST] == request)
-            keep[mine] |= self.sequences[request].lineage.holds(batch.rows[mine, NODE].tolist())
+        for request, span in _spans(batch.rows):
+            keep[span] |= self.sequences[request].lineage.holds(batch.rows[span, NODE].tolist())
         return batch.select(keep)
 
     def verdicts(self, batch: Batch, judge_of: Callable[[int], Judge]) -> list[Verdict]:
@@ -145,10 +143,9 @@ class Stage:
         `judge_of` gives the judge of a request.
         """
         found: list[Verdict] = []
-        for request in np.unique(batch.rows[:, REQUEST]).tolist():
+        for request, span in _spans(batch.rows):
             lineage = self.sequences[request].lineage
-            asked = (batch.rows[:, REQUEST] == request) & (batch.rows[:, KIND] != DECIDED)
-            mine = np.flatnonzero(asked)
+            mine = span.start + np.flatnonzero(batch.rows[span, KIND] != DECIDED)
             if not (batch.rows[mine, NODE] == lineage.tip).any():
                 continue
             assert batch.hidden is not None
@@ -178,6 +175,13 @@ class Stage:
         slots = np.concatenate(owned)
         assert len(slots) == self.slots.num_slots, "a slot is lost or owned twice"
         assert (np.sort(slots) == np.arange(self.slots.num_slots)).all()
+
+
+def _spans(rows: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """Each request of a batch, whose rows stand together, and where they stand."""
+    ends = (np.flatnonzero(np.diff(rows[:, REQUEST])) + 1).tolist()
+    for start, stop in zip([0, *ends], [*ends, len(rows)], strict=True):
+        yield int(rows[start, REQUEST]), slice(start, stop)
 
 
 def _segment(
