@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -179,8 +180,8 @@ class Stage:
 
 def _spans(rows: np.ndarray) -> Iterator[tuple[int, slice]]:
     """Each request of a batch, whose rows stand together, and where they stand."""
-    ends = (np.flatnonzero(np.diff(rows[:, REQUEST])) + 1).tolist()
-    for start, stop in zip([0, *ends], [*ends, len(rows)], strict=True):
+    bounds = np.flatnonzero(np.diff(rows[:, REQUEST], prepend=-1, append=-1)).tolist()
+    for start, stop in pairwise(bounds):
         yield int(rows[start, REQUEST]), slice(start, stop)
 
 

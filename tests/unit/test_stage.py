@@ -76,6 +76,14 @@ def test_two_requests_in_one_batch_do_not_see_each_other(model):
     together.check_integrity()
 
 
+def test_a_batch_without_rows_passes_through(model):
+    """What a stage gets while the pipeline fills, and after a verdict ruled everything out."""
+    stage = Stage(model, NUM_SLOTS)
+    done = stage.compute(Batch(3))
+    assert len(done) == len(stage.prune(done)) == 0
+    assert stage.verdicts(done, judge_of=lambda _: pytest.fail("nobody asked")) == []
+
+
 def test_a_full_pool_says_so(model):
     stage = Stage(model, 4)
     context = Context(1, [1] * 5, list(range(5)))
