@@ -1,8 +1,10 @@
 """Attention with PyTorch's scaled_dot_product_attention: every device, no other library.
 
 Prefix and tree keys are gathered into one block and attended to in one masked call per segment.
-Everything that depends only on the plan and the window (which slots, which mask) is derived in
-the first layer that asks and read by the others.
+The query heads that read one KV head stand in it as rows: left to group them itself, PyTorch
+copies every K and V for each of its query heads. Everything that depends only on the plan and
+the window (which slots, which mask) is derived in the first layer that asks and read by the
+others.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class _Keys:
     """What the rows of one segment read, in one window.
 
     `index` picks the slots; a slice costs no copy. `bias` `[rows, keys]` is 0 where a row sees
-    a key and -inf where not, or None where every row sees every key.
+    a key and -inf where not, or None where every row sees every key; for `_fused` it has a row
+    for each query head of a group.
     """
 
     rows: slice
@@ -49,26 +52,31 @@ def attend(
     options: LayerOptions,
 ) -> Tensor:
     """The `AttentionFn` of this backend."""
-    write, segments = _prepared(plan, options.window, query)
-    pool.keys.index_copy_(0, write, key)
-    pool.values.index_copy_(0, write, value)
     plain = options.softcap is None and options.sinks is None
     attend_segment = _fused if plain else _explicit
+    group = query.shape[1] // key.shape[1] if plain else 1
+    write, segments = _prepared(plan, options.window, group, query)
+    pool.keys.index_copy_(0, write, key)
+    pool.values.index_copy_(0, write, value)
     if len(segments) == 1:
         return attend_segment(query, pool, segments[0], options)
     return torch.cat([attend_segment(query[s.rows], pool, s, options) for s in segments])
 
 
 def _fused(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -> Tensor:
+    rows, heads, _ = query.shape
+    k, v = keys.read(pool.keys), keys.read(pool.values)
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    grouped = query.view(rows, kv_heads, group, -1).transpose(0, 1)
     out = scaled_dot_product_attention(
-        query.transpose(0, 1).unsqueeze(0),
-        keys.read(pool.keys).transpose(0, 1).unsqueeze(0),
-        keys.read(pool.values).transpose(0, 1).unsqueeze(0),
+        grouped.reshape(1, kv_heads, rows * group, -1),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
         attn_mask=keys.bias,
         scale=options.scaling,
-        enable_gqa=query.shape[1] != pool.keys.shape[1],
     )
-    return out.squeeze(0).transpose(0, 1)
+    return out.view(kv_heads, rows, group, -1).transpose(0, 1).reshape(rows, heads, -1)
 
 
 def _explicit(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -> Tensor:
@@ -89,19 +97,19 @@ def _explicit(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions
 
 
 def _prepared(
-    plan: AttentionPlan, window: int | None, like: Tensor
+    plan: AttentionPlan, window: int | None, group: int, like: Tensor
 ) -> tuple[Tensor, tuple[_Keys, ...]]:
-    prepared = plan.cache.get(window)
+    prepared = plan.cache.get((window, group))
     if prepared is None:
         assert sum(s.rows.stop - s.rows.start for s in plan.segments) == len(like)
-        prepared = plan.cache[window] = (
+        prepared = plan.cache[window, group] = (
             plan.write.to(like.device),
-            tuple(_keys(segment, window, like) for segment in plan.segments),
+            tuple(_keys(segment, window, group, like) for segment in plan.segments),
         )
     return prepared
 
 
-def _keys(segment: Segment, window: int | None, like: Tensor) -> _Keys:
+def _keys(segment: Segment, window: int | None, group: int, like: Tensor) -> _Keys:
     prefix, mask = segment.prefix, segment.mask
     first = 0
     if window is not None:
@@ -126,5 +134,5 @@ def _keys(segment: Segment, window: int | None, like: Tensor) -> _Keys:
     bias = None
     if not seen.all():
         bias = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
-        bias = bias.to(like.device)
+        bias = bias.to(like.device).repeat_interleave(group, 0)
     return _Keys(segment.rows, index, bias)
