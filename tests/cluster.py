@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipespec import build
+from pipespec import build, prepare
 from pipespec.compose import compose
 from pipespec.control.client import Controller
 from pipespec.control.requests import Accepted, RequestLog
@@ -21,8 +21,8 @@ from pipespec.transport.threads import thread_transports
 NAMESPACE = "test"
 
 
-def make_plan(target: Path, draft: Path, *overrides: str) -> build.Plan:
-    return build.plan(
+def make_plan(target: Path, draft: Path, *overrides: str) -> prepare.Plan:
+    return prepare.plan(
         compose(
             [
                 f"model.target={target}",
@@ -34,12 +34,12 @@ def make_plan(target: Path, draft: Path, *overrides: str) -> build.Plan:
     )
 
 
-def serve(plan: build.Plan, server: EmbeddedRedis, epoch: int) -> None:
+def serve(plan: prepare.Plan, server: EmbeddedRedis, epoch: int) -> None:
     """Runs all ranks of an epoch; returns when its queue is closed and empty.
 
     Raises what the first rank that failed raised.
     """
-    where = build.Where(server.url, NAMESPACE, epoch)
+    where = prepare.Where(server.url, NAMESPACE, epoch)
     errors: list[BaseException] = []
     links = thread_transports(plan.num_ranks)
 
@@ -63,7 +63,7 @@ def serve(plan: build.Plan, server: EmbeddedRedis, epoch: int) -> None:
 
 
 def decode(
-    plan: build.Plan, server: EmbeddedRedis, requests: Sequence[dict[str, Any]]
+    plan: prepare.Plan, server: EmbeddedRedis, requests: Sequence[dict[str, Any]]
 ) -> list[tuple[list[int], str, dict[str, Any]]]:
     """Token ids, finish reason and statistics of each request, decoded one after another."""
     epoch = Controller.new_epoch(server.url, NAMESPACE)

@@ -22,7 +22,15 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the tests marked `long` too")
+    parser.addoption(
+        "--long", action="store_true", help="run the tests marked `long` too, and every case"
+    )
+
+
+@pytest.fixture(scope="session")
+def long(pytestconfig: pytest.Config) -> bool:
+    """Whether a test may take its time and try every case, not some of them."""
+    return bool(pytestconfig.getoption("--long"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

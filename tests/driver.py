@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from pipespec import build, session
+from pipespec import prepare, session
 from pipespec.compose import compose
 from pipespec.control.members import Membership
 from pipespec.control.requests import Accepted
@@ -65,7 +65,7 @@ def settle(cluster: ClusterSession, epoch: int) -> dict[str, Any]:
 
 def answer(cluster: ClusterSession, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
     config = compose(asked.get("settings", []))
-    prompt = build.encode(cluster.plan, tokenizer, asked.get("prompt", PROMPT))
+    prompt = prepare.encode(cluster.plan, tokenizer, asked.get("prompt", PROMPT))
     request = cluster.submit(
         prompt, config.verify.sampling(0), max_new_tokens=config.decode.max_new_tokens
     )
@@ -94,8 +94,8 @@ def answer(cluster: ClusterSession, tokenizer: Any, asked: dict[str, Any]) -> di
 
 
 def main() -> None:
-    plan = build.plan(compose(sys.argv[1:]))
-    tokenizer = build.load_tokenizers(plan)
+    plan = prepare.plan(compose(sys.argv[1:]))
+    tokenizer = prepare.load_tokenizers(plan)
     with session.start(plan, on_log=lambda m, line: tell({"log": m, "line": line})) as cluster:
         tell({"ready": cluster.plan.members})
         for line in sys.stdin:

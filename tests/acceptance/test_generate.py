@@ -158,7 +158,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
 
 
 def test_a_process_that_is_killed_does_not_show_in_the_text(tmp_path):
-    settings = ("--prompt", PROMPT, "cluster.stages=2", "decode.max_new_tokens=120",
+    settings = ("--prompt", PROMPT, "cluster.stages=2", "decode.max_new_tokens=60",
                 "decode.ignore_eos=true")  # fmt: skip
     code, text, _ = Run(tmp_path, *settings).finish()
     assert code == 0

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec import build, compose
+from pipespec import compose, prepare
 from pipespec.control.client import Controller
 from pipespec.control.requests import Accepted, Finished, RequestLog
 from pipespec.control.server import EmbeddedRedis
@@ -84,7 +84,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.build("llama", tmp_path_factory.mktemp("tiny"))
 
 
-def resume(plan: build.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[int]:
+def resume(plan: prepare.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[int]:
     """Lets one epoch leave the requests as they are and another finish them; their ids."""
     first = Controller.new_epoch(redis.url, cluster.NAMESPACE)
     with Controller.connect(redis.url, namespace=cluster.NAMESPACE, epoch=first, rank=0) as earlier:
@@ -121,7 +121,7 @@ def told(redis: EmbeddedRedis, number: int) -> Told:
     )
 
 
-def resumed(plan: build.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[Told]:
+def resumed(plan: prepare.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[Told]:
     return [told(redis, number) for number in resume(plan, redis, requests)]
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pipespec import build, session
+from pipespec import prepare, session
 from pipespec.compose import compose
 from pipespec.control.members import Membership
 from pipespec.control.requests import Accepted
@@ -25,8 +25,8 @@ GREEDY = ("verify=greedy",)
 SAMPLED = ("verify=sample", "verify.seed=11", "verify.temperature=0.9")
 
 
-def plan_of(*overrides: str) -> build.Plan:
-    return build.plan(
+def plan_of(*overrides: str) -> prepare.Plan:
+    return prepare.plan(
         compose(
             [
                 f"cluster.stages={STAGES}",
@@ -43,7 +43,7 @@ def plan_of(*overrides: str) -> build.Plan:
 def ask(cluster: ClusterSession, *, at: int = 0, fault: Callable[[], None] = lambda: None):
     """The tokens of an answer; the fault happens once `at` of them have come."""
     config = cluster.plan.config
-    prompt = build.encode(cluster.plan, build.load_tokenizers(cluster.plan), PROMPT)
+    prompt = prepare.encode(cluster.plan, prepare.load_tokenizers(cluster.plan), PROMPT)
     request = cluster.submit(prompt, config.verify.sampling(0), max_new_tokens=TOKENS)
     tokens: list[int] = []
     base = len(prompt)

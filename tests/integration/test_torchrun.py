@@ -12,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from pipespec import cards
 from pipespec.control.members import Membership
+from pipespec.resources import resource_dir
+from tests import cluster
 
 ROOT = Path(__file__).parents[2]
 HOSTS = """
@@ -24,6 +27,8 @@ hosts:
   - {name: there, address: 127.0.0.1, ssh: none, devices: [cpu, cpu]}
 """
 PROMPT = "Once upon a time there was a king who had three sons and"
+NUM_TOKENS = 32
+LENGTH = (f"decode.max_new_tokens={NUM_TOKENS}",)
 PATIENCE = 120
 
 
@@ -49,7 +54,7 @@ def pipespec(*arguments: str) -> list[str]:
 
 def answer(*arguments: str) -> list[int]:
     done = subprocess.run(
-        pipespec("generate", "--json", "--prompt", PROMPT, "decode.max_new_tokens=32", *arguments),
+        pipespec("generate", "--json", "--prompt", PROMPT, *LENGTH, *arguments),
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -116,12 +121,15 @@ def test_an_unknown_box_and_a_file_that_is_no_invitation_are_refused(environment
 def test_launch_shows_what_the_members_say_until_ctrl_c(environment):
     hosts = environment / "hosts.yaml"
     hosts.write_text(HOSTS.replace("ssh: none, devices: [cpu, cpu]", "ssh: local, devices: [cpu]"))
+    folder = resource_dir("demo") / "target"
+    prompt = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
+    (expected,) = cluster.reference(folder, [prompt], NUM_TOKENS)
     log = environment / "log"
     with log.open("wb") as file:
         launched = subprocess.Popen(pipespec("launch", str(hosts)), stdout=file, stderr=file)
     try:
         until(lambda: (entry := cards.held("hand")) is not None and entry.card)
-        assert answer("--on", "hand") == answer("cluster.stages=2")
+        assert answer("--on", "hand") == expected
     finally:
         launched.send_signal(signal.SIGINT)
         assert launched.wait(PATIENCE) == 0

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipespec.build import plan
 from pipespec.checkpoint import inspect
 from pipespec.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.hosts import load_hosts
 from pipespec.partition import plan_slices, split_evenly
 from pipespec.placement import RUNTIME_BYTES, choose_dtype, unmeasured
+from pipespec.prepare import plan
 from pipespec.resources import resource_dir
 
 DEMO = resource_dir("demo")
