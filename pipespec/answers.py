@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipespec import build
+from pipespec import prepare
 from pipespec.config import Config
 from pipespec.control.requests import Accepted, Finished
 from pipespec.stats import Report, summarise
@@ -101,7 +101,7 @@ def labels(config: Config, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def write_trace(plan: build.Plan, reports: Iterable[Report]) -> None:
+def write_trace(plan: prepare.Plan, reports: Iterable[Report]) -> None:
     """Join the ranks' spans to one file, if one was asked for."""
     if plan.config.trace is None:
         return

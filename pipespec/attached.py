@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from pipespec import build
+from pipespec import prepare
 from pipespec.asking import group
 from pipespec.cards import Card, Owner
 from pipespec.clock import Clock, monotonic_ns
@@ -164,13 +164,13 @@ def attach(
             cluster.leave()
 
 
-def plan_of(card: Card, config: Config) -> build.Plan:
+def plan_of(card: Card, config: Config) -> prepare.Plan:
     """What a request to a cluster is checked and encoded with.
 
     Raises ModelError if this machine has not the cluster's target, whose tokenizer it needs.
     """
     try:
-        mine = build.plan(config)
+        mine = prepare.plan(config)
     except ModelError as error:
         raise ModelError(f"The cluster {card.name!r} cannot be asked from here: {error}") from error
     if mine.target.vocab_size != card.vocab_size:

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec import answers, attached, build, session
+from pipespec import answers, attached, prepare, session
 from pipespec.cards import Card
 from pipespec.clock import monotonic_ns
 from pipespec.compose import compose
@@ -147,11 +147,11 @@ def bench(
         check_positive("prompt_tokens", prompt_tokens)
     if not samples:
         raise ConfigError("There is no sample to decode; pass at least one.")
-    plan = build.plan(config) if on is None else attached.plan_of(on, config)
-    tokenizer = build.load_tokenizers(plan)
+    plan = prepare.plan(config) if on is None else attached.plan_of(on, config)
+    tokenizer = prepare.load_tokenizers(plan)
     prompts = [encode(plan, tokenizer, sample, prompt_tokens) for sample in samples]
     if on is None:
-        plan = build.fit_context(plan, max(map(len, prompts)))
+        plan = prepare.fit_context(plan, max(map(len, prompts)))
     sampling = config.verify.sampling(fresh_seed=answers.fresh_seed())
     eos = () if config.decode.ignore_eos else plan.target.eos
     results: list[RequestResult] = []
@@ -201,12 +201,12 @@ def bench(
 
 
 def encode(
-    plan: build.Plan, tokenizer: Any, sample: Sample, prompt_tokens: int | None
+    plan: prepare.Plan, tokenizer: Any, sample: Sample, prompt_tokens: int | None
 ) -> list[int]:
     """The token ids of a sample's prompt, cut to `prompt_tokens`. Raises PromptError."""
     # Cut first and measured then: what is too long may be cut to fit.
     unbounded = replace(plan, context=sys.maxsize)
-    ids = build.encode(unbounded, tokenizer, sample.prompt)[:prompt_tokens]
+    ids = prepare.encode(unbounded, tokenizer, sample.prompt)[:prompt_tokens]
     if len(ids) >= plan.context:
         raise PromptError(
             f"The prompt of {sample.id!r} has {len(ids)} tokens, but the context holds "

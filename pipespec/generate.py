@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pipespec import answers, attached, build, session
+from pipespec import answers, attached, prepare, session
 from pipespec.cards import Card
 from pipespec.clock import monotonic_ns
 from pipespec.config import Config
@@ -50,11 +50,11 @@ def generate(
         ConfigError, Unreachable: before any rank starts, if anything in the request is wrong.
         RankFailed: a rank died; the others have been ended.
     """
-    plan = build.plan(config) if on is None else attached.plan_of(on, config)
-    tokenizer = build.load_tokenizers(plan)
-    ids = build.encode(plan, tokenizer, prompt)
+    plan = prepare.plan(config) if on is None else attached.plan_of(on, config)
+    tokenizer = prepare.load_tokenizers(plan)
+    ids = prepare.encode(plan, tokenizer, prompt)
     with (
-        session.start(build.fit_context(plan, len(ids)), on_loaded)
+        session.start(prepare.fit_context(plan, len(ids)), on_loaded)
         if on is None
         else attached.attach(on, on_loaded)
     ) as cluster:

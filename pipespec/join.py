@@ -67,13 +67,13 @@ def main(argv: Sequence[str]) -> None:
     os.environ[MEMBER] = box.members[int(os.environ["LOCAL_RANK"])]
     choose_interface(box.address, box.interface)
 
-    from pipespec import build
+    from pipespec import prepare
     from pipespec.compose import compose
     from pipespec.member import run_member
 
     settings = [text for text in invitation.overrides if not text.startswith("cluster=")]
-    plan = build.plan(compose([f"cluster={words[0]}", *settings]))
-    where = build.Where(invitation.url, invitation.namespace, secret=invitation.secret)
+    plan = prepare.plan(compose([f"cluster={words[0]}", *settings]))
+    where = prepare.Where(invitation.url, invitation.namespace, secret=invitation.secret)
     run_member(plan, where, {name: b for b in hosts.boxes for name in b.members})
 
 

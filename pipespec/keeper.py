@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,12 +28,13 @@ class Job:
     """What the members run: `entrypoint(*args)`, with the member's name in the environment.
 
     Attributes:
+        entrypoint: "module:function"; only the members import it.
         members: their names, and what messages call them.
         restart: whether one that a signal ended is replaced by another.
         logs: whether what the members write is passed on, line by line.
     """
 
-    entrypoint: Callable[..., Any]
+    entrypoint: str
     args: tuple[Any, ...]
     members: tuple[str, ...]
     titles: tuple[str, ...]
@@ -84,7 +85,8 @@ def _live(directory: Path, number: int, job: Job, keeper: int) -> NoReturn:
     threading.Thread(target=_end_with, args=(keeper,), daemon=True).start()
     code = 1
     try:
-        result = job.entrypoint(*job.args)
+        module, _, function = job.entrypoint.partition(":")
+        result = getattr(import_module(module), function)(*job.args)
         (directory / f"result-{number}").write_bytes(pickle.dumps(result))
         code = 0
     except SystemExit as leaving:

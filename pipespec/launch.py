@@ -94,7 +94,10 @@ def launch(
             cluster.wait()
     """
     assert num_ranks > 0
-    return Cluster([this_machine(["cpu"] * num_ranks)], entrypoint, args, preload=preload)
+    module, function = entrypoint.__module__, entrypoint.__qualname__
+    assert module != "__main__", "the ranks must be able to import the entrypoint"
+    devices = ["cpu"] * num_ranks
+    return Cluster([this_machine(devices)], f"{module}:{function}", args, preload=preload)
 
 
 class Cluster:
@@ -102,6 +105,7 @@ class Cluster:
 
     Args:
         boxes: where they run, one member per device.
+        entrypoint: what they run, as "module:function"; it is not imported here.
         restart: whether a member that a signal ended, or a box that was lost, is started again;
             else it ends the cluster.
         name: with the names of the boxes, what no two clusters share.
@@ -114,7 +118,7 @@ class Cluster:
     def __init__(
         self,
         boxes: Sequence[Box],
-        entrypoint: Callable[..., Any],
+        entrypoint: str,
         args: Sequence[Any] = (),
         *,
         preload: Sequence[str] = PRELOAD,
@@ -122,10 +126,7 @@ class Cluster:
         name: str | None = None,
         on_log: Callable[[str, str], None] | None = None,
     ) -> None:
-        assert entrypoint.__module__ != "__main__", (
-            "the ranks must be able to import the entrypoint"
-        )
-        modules = (*preload, entrypoint.__module__)
+        modules = (*preload, entrypoint.partition(":")[0])
         self.deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
         self.members = tuple(member for box in boxes for member in box.members)
         self._boxes: list[RunningBox] = []

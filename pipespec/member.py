@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pipespec import build
+from pipespec import build, prepare
 from pipespec.checkpoint import inspect
 from pipespec.control.members import Membership
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
@@ -37,7 +37,7 @@ LONGER_S = 15.0
 log = logging.getLogger(__name__)
 
 
-def run_member(plan: build.Plan, where: build.Where, boxes: Mapping[str, Box]) -> None:
+def run_member(plan: prepare.Plan, where: prepare.Where, boxes: Mapping[str, Box]) -> None:
     """The entrypoint of every member; `boxes` are its own and the others', by member.
 
     Returns when the head says stop, or the cluster is over. Raises Unreachable when Redis is
@@ -75,7 +75,7 @@ def run_member(plan: build.Plan, where: build.Where, boxes: Mapping[str, Box]) -
                 pulse.suspect(number, str(error))
 
 
-def on_this_box(plan: build.Plan, box: Box) -> build.Plan:
+def on_this_box(plan: prepare.Plan, box: Box) -> prepare.Plan:
     """The plan with the checkpoints as they lie on this box. Raises ConfigError."""
 
     def here(path: Path, given: str | None, kind: str) -> Path:
@@ -103,7 +103,7 @@ class Weights:
         self._what: tuple[object, ...] | None = None
         self._model: ModelSlice | None = None
 
-    def of(self, plan: build.Plan, rank: int) -> ModelSlice | None:
+    def of(self, plan: prepare.Plan, rank: int) -> ModelSlice | None:
         """What a rank needs; loaded unless it is here already."""
         layers = plan.layers[rank - 1] if rank else None
         what = (rank > 0, layers, plan.devices[rank], plan.num_ranks, plan.dtype)
@@ -116,8 +116,8 @@ class Weights:
 
 
 def serve(
-    plan: build.Plan,
-    where: build.Where,
+    plan: prepare.Plan,
+    where: prepare.Where,
     rank: int,
     model: ModelSlice | None,
     roster: Roster,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipespec import build
+from pipespec import prepare
 from pipespec.config import ControllerConfig
 from pipespec.control.client import Controller
 from pipespec.control.connection import check_server
@@ -29,13 +29,14 @@ from pipespec.control.server import EmbeddedRedis
 from pipespec.errors import ConfigError, ControllerError, RankFailed, StaleEpoch, Unreachable
 from pipespec.hosts import Box
 from pipespec.launch import Cluster, check_port
-from pipespec.member import run_member
 from pipespec.partition import remaining
 from pipespec.recovery import Fault, Recovery
 from pipespec.roster import Roster
 from pipespec.stats import Report, blank
 from pipespec.types import Sampling
 
+# Imported by the members alone: a launcher needs no model.
+MEMBERS_RUN = "pipespec.member:run_member"
 # How often a silent cluster is looked at, and how long its ranks may take to report at the end.
 HEARTBEAT_S = 0.05
 REPORTS_TIMEOUT_S = 60.0
@@ -51,7 +52,7 @@ class ClusterSession:
 
     def __init__(
         self,
-        plan: build.Plan,
+        plan: prepare.Plan,
         url: str,
         elsewhere: str,
         namespace: str,
@@ -189,10 +190,10 @@ class ClusterSession:
 
 @contextmanager
 def start(
-    plan: build.Plan,
+    plan: prepare.Plan,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
-    on_begun: Callable[[build.Where], None] | None = None,
+    on_begun: Callable[[prepare.Where], None] | None = None,
 ) -> Iterator[ClusterSession]:
     """Start the cluster of a plan, wait until all ranks are ready, and end it afterwards.
 
@@ -227,7 +228,7 @@ def start(
             patience_s=plan.config.cluster.patience_s,
             stall_s=plan.config.cluster.stall_s,
         ) as recovery:
-            where = build.Where(elsewhere, namespace, secret=secrets.token_urlsafe(24))
+            where = prepare.Where(elsewhere, namespace, secret=secrets.token_urlsafe(24))
             boxes = {member: box for box in plan.boxes for member in box.members}
 
             def tell(member: str, line: str) -> None:
@@ -239,7 +240,7 @@ def start(
                 RequestLog(url, namespace=namespace, epoch=recovery.epoch) as log,
                 Cluster(
                     [box for box in plan.boxes if not box.by_hand],
-                    run_member,
+                    MEMBERS_RUN,
                     (plan, where, boxes),
                     restart=True,
                     name=f"{namespace}-{secrets.token_hex(4)}",
@@ -276,13 +277,13 @@ def own_address(boxes: Sequence[Box]) -> str | None:
         ) from error
 
 
-def address_of(plan: build.Plan, member: str, own: str | None) -> str:
+def address_of(plan: prepare.Plan, member: str, own: str | None) -> str:
     """The address of a member's box, `own` being this machine's."""
     box = next(box for box in plan.boxes if member in box.members)
     return own if own is not None and box.local else box.address
 
 
-def replanner(plan: build.Plan, own: str | None) -> Callable[[set[str]], Roster]:
+def replanner(plan: prepare.Plan, own: str | None) -> Callable[[set[str]], Roster]:
     """What makes a roster without the members that are lost."""
 
     def replan(lost: set[str]) -> Roster:

@@ -21,10 +21,10 @@ from pipespec.commands.terminal import progress, write
 from pipespec.errors import ConfigError, PipespecError
 
 if TYPE_CHECKING:
-    from pipespec.build import Plan, Where
     from pipespec.commands.arguments import Commands
     from pipespec.config import Config
     from pipespec.partition import Placement
+    from pipespec.prepare import Plan, Where
 
 DEFAULT_NAME = "default"
 # How often the ranks, or a cluster that is to become ready, are looked at.
@@ -110,11 +110,11 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
 
         config = compose(settings)
 
-        from pipespec import build, session
+        from pipespec import prepare, session
         from pipespec.attached import card_of
 
-        plan = build.plan(config, placed(config) if measure else None)
-        build.load_tokenizers(plan)
+        plan = prepare.plan(config, placed(config) if measure else None)
+        prepare.load_tokenizers(plan)
         ready = False
         try:
             with (

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pipespec.feed.rounds import check_rounds
 from pipespec.source import Candidates, Context, TokenSource
-from pipespec.stage import Stage
 from pipespec.tree import ROOT, Tree
 from pipespec.types import Batch, Verdict
+
+if (
+    TYPE_CHECKING
+):  # it imports Transformers' models, which whoever only reads settings can do without
+    from pipespec.stage import Stage
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,225 @@
+"""What is decided before any rank starts: the checkpoints, who holds which layers, the prompt.
+
+No model and no rank's loop is imported here, so a command is quick to say what is wrong, and a
+process that only asks or starts ranks does not pay for what they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from pipespec.checkpoint import CheckpointInfo, compare_vocabularies, inspect
+from pipespec.config import ClusterConfig, Config
+from pipespec.costs import Member, Needs, Problem
+from pipespec.errors import ConfigError, PromptError
+from pipespec.graph import Layout
+from pipespec.hosts import Box, load_hosts, this_machine
+from pipespec.partition import Placement, plan_slices, split_evenly
+from pipespec.placement import unmeasured
+from pipespec.sampling import check_vocabulary
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a rank must know, decided before any rank starts. It travels by pickle.
+
+    `draft` is None where the source needs none. `placement` says which members of the `boxes`
+    begin at which rank. `layers` has one entry per stage and `devices` one per rank; in a later
+    epoch they may be others. `context` is the longest sequence in tokens that the KV pools are
+    made for.
+    """
+
+    config: Config
+    target: CheckpointInfo
+    draft: CheckpointInfo | None
+    placement: Placement
+    layers: tuple[range, ...]
+    devices: tuple[str, ...]
+    context: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Who holds each rank at first, the head's first."""
+        return self.placement.members_by_rank
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Members that hold none until one is needed."""
+        return self.placement.spares
+
+    def device_of(self, member: str) -> str:
+        """The device of a member."""
+        return next(
+            device
+            for box in self.boxes
+            for name, device in zip(box.members, box.devices, strict=True)
+            if name == member
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.layers) + 1
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(len(self.layers), self.config.cluster.group_sizes, self.config.cluster.sync)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the target. It decides the text, so whatever devices are left, it stays."""
+        return self.dtype_of(self.target)
+
+    def dtype_of(self, info: CheckpointInfo) -> torch.dtype:
+        """What target or draft computes in."""
+        name = self.config.model.dtype
+        if name == "auto":
+            stages = map(self.device_of, self.placement.members_by_rank[1:])
+            on_gpu = all(device.startswith("cuda") for device in stages)
+            name = "bfloat16" if on_gpu else "float32"
+        found: torch.dtype = getattr(torch, info.computes_in(name))
+        return found
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a batch at most."""
+        return max(self.config.feed.max_rows, self.config.decode.prefill_chunk)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which controller, which life of the cluster, and what its ranks know one another by."""
+
+    url: str = field(repr=False)  # it holds a password
+    namespace: str
+    epoch: int = 0
+    secret: str = field(default="", repr=False)
+
+
+def plan(config: Config, placement: Placement | None = None) -> Plan:
+    """Look at the checkpoints and the machine.
+
+    `placement` is what was planned from measured figures; without it devices count as equal.
+    Raises ConfigError, in one sentence.
+    """
+    target = inspect(config.model.target)
+    target.check_quantization("model.quantization", config.model.quantization)
+    draft = None
+    if config.source.needs_draft:
+        assert config.model.draft is not None  # as Config checks
+        draft = inspect(config.model.draft)
+        draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
+    if config.model.dtype not in ("auto", target.computes_in(config.model.dtype)):
+        raise ConfigError(
+            f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "
+            f"{target.dtype}; leave model.dtype out."
+        )
+    context = target.context
+    if config.model.context is not None:
+        if config.model.context > target.context:
+            raise ConfigError(
+                f"model.context is {config.model.context}, but the target was made for at most "
+                f"{target.context} tokens; lower model.context."
+            )
+        context = config.model.context
+    check_vocabulary(config.verify.sampling(fresh_seed=0), target.vocab_size)
+    if config.cluster.hosts is None:
+        count = config.cluster.stages + 1 + config.cluster.spares
+        boxes: tuple[Box, ...] = (this_machine(resolve_devices(config.cluster.devices, count)),)
+        placement = place_here(boxes[0].members, target.num_layers, config.cluster)
+    else:
+        hosts = load_hosts(config.cluster.hosts)
+        boxes = hosts.boxes
+        if config.cluster.stages != hosts.num_stages:
+            raise ConfigError(
+                f"cluster.stages is {config.cluster.stages}, but {config.cluster.hosts} has "
+                f"members for {hosts.num_stages} stages; leave cluster.stages out."
+            )
+        if config.cluster.split is not None:
+            hosts = replace(hosts, split=tuple(config.cluster.split))
+        if placement is None:
+            placement = plan_slices(unmeasured(hosts, config, target, draft, context))
+    found = Plan(config, target, draft, placement, placement.layers, (), context, boxes)
+    return replace(found, devices=tuple(map(found.device_of, placement.members_by_rank)))
+
+
+def place_here(members: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
+    """The layout of a cluster on this machine, whose members are equals. Raises ConfigError."""
+    stages = cluster.stages
+    split = tuple(cluster.split or map(len, split_evenly(num_layers, stages)))
+    return plan_slices(
+        Problem(
+            tuple(map(Member, members)),
+            Needs((0,) * num_layers),
+            draft=members[0],
+            split=split,
+            spares=tuple(members[stages + 1 :]),
+        )
+    )
+
+
+def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
+    """One device per rank. "auto" and "cuda" go round the CUDA devices; "auto" is CPU without."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = names * num_ranks if len(names) == 1 else names
+    devices = []
+    for rank, name in enumerate(names):
+        if name == "auto":
+            name = "cuda" if count else "cpu"
+        kind, _, index = name.partition(":")
+        if kind == "cuda" and (not count or int(index or 0) >= count):
+            raise ConfigError(
+                f"cluster.devices asks for {name} at rank {rank}, but this machine has {count} "
+                "CUDA devices; see `pipespec check`."
+            )
+        # The head's draft shares a device only when there are fewer devices than ranks.
+        devices.append(name if index or kind == "cpu" else f"cuda:{(rank - 1) % count}")
+    return tuple(devices)
+
+
+def load_tokenizers(plan: Plan) -> Any:
+    """The target's tokenizer, once that of a draft has proved to be the same.
+
+    Raises ModelError.
+    """
+    from transformers import AutoTokenizer
+
+    target = AutoTokenizer.from_pretrained(plan.target.path, local_files_only=True)
+    if plan.draft is not None:
+        draft = AutoTokenizer.from_pretrained(plan.draft.path, local_files_only=True)
+        compare_vocabularies(target, draft)
+    return target
+
+
+def encode(plan: Plan, tokenizer: Any, prompt: str) -> list[int]:
+    """The prompt's token ids. Raises PromptError."""
+    if not prompt:
+        raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
+    if plan.config.decode.chat:
+        if not tokenizer.chat_template:
+            raise PromptError(
+                f"--chat needs a chat template, but the tokenizer of {plan.target.path} has none."
+            )
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+    # `verbose` would warn of what is refused below.
+    ids = tokenizer.encode(prompt, add_special_tokens=not plan.config.decode.chat, verbose=False)
+    if not ids:
+        raise PromptError("The prompt has no tokens; pass a longer one.")
+    if len(ids) >= plan.context:
+        raise PromptError(
+            f"The prompt has {len(ids)} tokens, but the context holds {plan.context} and needs "
+            "room for an answer; shorten the prompt or raise model.context."
+        )
+    return [int(i) for i in ids]
+
+
+def fit_context(plan: Plan, prompt_length: int) -> Plan:
+    """The plan with KV pools for one request and no longer context than it can reach."""
+    reach = prompt_length + plan.config.decode.max_new_tokens
+    return replace(plan, context=min(plan.context, reach))
