@@ -110,11 +110,16 @@ class AttachedCluster:
         card = self.card
         # A connection of its own: the other may have been left in the middle of a reply.
         with (
-            suppress(ControllerError),  # a cluster that is gone decodes nothing
+            suppress(Unreachable),  # a cluster that is gone decodes nothing
             RequestLog(card.url, namespace=card.namespace, epoch=card.epoch, patience=0) as log,
         ):
             for request in self._open:
-                log.cancel(request)
+                try:
+                    log.cancel(request)
+                except Unreachable:
+                    return
+                except ControllerError:  # the log has forgotten it
+                    continue
 
     def _heard(self, request: int) -> Iterator[Accepted | Finished | None]:
         try:

@@ -31,7 +31,7 @@ def load_model(plan: Plan, rank: int) -> ModelSlice | None:
     slots = num_slots(plan.config, context=plan.context, num_ranks=plan.num_ranks, head=rank == 0)
     name = "quantization" if rank else "draft_quantization"
     quantization = getattr(plan.config.model, name)
-    info.check_quantization(f"model.{name}", quantization)  # this box may lack the package
+    info.require_quantizer(f"model.{name}", quantization)
     return ModelSlice.load(
         info.path,
         layers,

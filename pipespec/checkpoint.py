@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipespec.errors import ModelError
-from pipespec.precision import ITEM_BYTES, METHODS, QUANTIZATIONS, UNDONE, require_package
+from pipespec.precision import ITEM_BYTES, METHODS, MXFP4, QUANTIZATIONS, require_package
 
 # Each of these decodes token for token like Hugging Face `generate` in
 # tests/integration/test_model.py; a model_type enters the table together with its test.
@@ -95,8 +95,8 @@ class CheckpointInfo:
     the output head too. `kv_size`: how many numbers K and V of one token in one layer are.
     `matrix_bytes`: what of each layer's bytes are matrices. `quantization`: by what
     method the files are quantised already, and `dtype` the type that such a model computes in;
-    both None for plain weights. `experts`: some layers are mixtures. `row_size`: the largest
-    number that divides the length of every row of the layers' matrices.
+    both None for plain weights. `experts`: some layers are mixtures. `height` and `width`: the
+    largest numbers that divide both sides of every matrix `[out, in]` of the layers.
     """
 
     path: Path
@@ -113,7 +113,14 @@ class CheckpointInfo:
     quantization: str | None = None
     dtype: str | None = None
     experts: bool = False
-    row_size: int = 1
+    height: int = 1
+    width: int = 1
+
+    @property
+    def kind(self) -> str:
+        """What all boxes must have in common, in words."""
+        weights = "plain" if self.quantization is None else f"{self.quantization} in {self.dtype}"
+        return f"{self.model_type}, {self.num_layers} layers of {self.hidden_size}, {weights}"
 
     def computes_in(self, dtype: str) -> str:
         """The type of hidden states and KV, where a plain checkpoint would have `dtype`."""
@@ -134,13 +141,12 @@ class CheckpointInfo:
         return Sizes(layers, int(stored.embedding * growth), int(stored.head * growth))
 
     def check_quantization(self, name: str, quantization: str | None) -> None:
-        """Raise ModelError unless this machine can load it so; `name` is that of the setting."""
+        """Raise ModelError unless it can be loaded so; `name` is that of the setting."""
         if self.quantization is not None:
             if quantization is not None:
                 raise ModelError(
                     f"{self.path} is quantised already, by {self.quantization}; leave {name} out"
                 )
-            require_package(METHODS[self.quantization], f"{self.path} ({self.quantization})")
         elif quantization is not None:
             if self.experts:
                 raise ModelError(
@@ -148,12 +154,18 @@ class CheckpointInfo:
                     f"{name} out, or name a checkpoint that is quantised already"
                 )
             how = QUANTIZATIONS[quantization]
-            if self.row_size % how.block:
+            if self.width % how.block or self.height % how.pack:
                 raise ModelError(
-                    f"{quantization} needs matrices whose rows are multiples of {how.block}, but "
+                    f"{quantization} needs matrices of multiples of {how.pack} by {how.block}, but "
                     f"{self.path} has others; choose another {name}"
                 )
-            require_package(how.package, f"{name}={quantization}")
+
+    def require_quantizer(self, name: str, quantization: str | None) -> None:
+        """Raise ModelError unless this machine has the package that loads it so."""
+        if self.quantization is not None:
+            require_package(self.quantization, f"{self.path} ({self.quantization})")
+        elif quantization is not None:
+            require_package(QUANTIZATIONS[quantization].package, f"{name}={quantization}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,19 +207,22 @@ def inspect(model: str | Path) -> CheckpointInfo:
     quantization = _quantization(path, raw.get("quantization_config"))
     config = _config(path)
     tensors = _tensors(path)
-    if quantization == UNDONE:
-        tensors, quantization = _undone(tensors), None
+    if quantization == MXFP4:
+        tensors, quantization = _dequantised(tensors), None
     layers = [0] * config.num_hidden_layers
     matrices = [0] * len(layers)
-    row_size = 0
-    embedding, head = None, 0
+    height = width = 0
+    embedding, head, experts = None, 0, False
     for name, tensor in tensors.items():
         layer = _LAYER.search(name)
         if layer is not None and int(layer[1]) < len(layers):
             layers[int(layer[1])] += tensor.num_bytes
             if len(tensor.shape) > 1:
                 matrices[int(layer[1])] += tensor.num_bytes
-                row_size = math.gcd(row_size, tensor.shape[-1])
+                height = math.gcd(height, tensor.shape[-2])
+                width = math.gcd(width, tensor.shape[-1])
+                # Granite's mixtures stack theirs in one tensor.
+                experts = experts or len(tensor.shape) > 2 or ".experts." in name
         elif _EMBEDDING.search(name):
             embedding = tensor
         else:
@@ -218,7 +233,9 @@ def inspect(model: str | Path) -> CheckpointInfo:
             f"{len(layers)} layers; fetch the checkpoint again"
         )
     if embedding is None:
-        raise ModelError(f"{path} holds no token embedding; fetch the checkpoint again")
+        raise ModelError(
+            f"{path} holds no token embedding, or a quantised one; take another checkpoint"
+        )
     return CheckpointInfo(
         path=path,
         model_type=model_type,
@@ -233,8 +250,9 @@ def inspect(model: str | Path) -> CheckpointInfo:
         matrix_bytes=tuple(matrices),
         quantization=quantization,
         dtype=None if quantization is None else _DTYPES.get(embedding.dtype),
-        experts=any(".experts." in name for name in tensors),
-        row_size=row_size,
+        experts=experts,
+        height=height,
+        width=width,
     )
 
 
@@ -347,20 +365,32 @@ def _quantization(path: Path, config: Any) -> str | None:
     in_8_bit = settings.get("load_in_8bit")
     old = "bitsandbytes" if in_8_bit or settings.get("load_in_4bit") else None
     method = str(settings.get("quant_method", old))
-    if method not in (*METHODS, UNDONE):
+    if method not in (*METHODS, MXFP4):
         raise ModelError(
             f"{path} is quantised by {method!r}, which is not supported; supported are "
-            f"{', '.join((*METHODS, UNDONE))}"
+            f"{', '.join((*METHODS, MXFP4))}"
         )
-    if in_8_bit:
+    kind = "LLM.int8" if in_8_bit else _activations(settings.get("quant_type"))
+    if kind is not None:
         raise ModelError(
-            f"{path} is quantised by LLM.int8, which rounds a row by what else is in its batch, "
+            f"{path} is quantised by {kind}, which may round a row by what else is in its batch, "
             "so the text would depend on the guesses; take a 4-bit or a weight-only checkpoint"
         )
     return method
 
 
-def _undone(tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
+def _activations(config: Any) -> str | None:
+    """The first kind in a torchao config that quantises more than weights."""
+    if isinstance(config, dict):
+        kind = str(config.get("_type", ""))
+        if kind.endswith("Config") and not kind.endswith(("WeightOnlyConfig", "FqnToConfig")):
+            return kind
+        config = list(config.values())
+    found = map(_activations, config) if isinstance(config, list) else ()
+    return next((kind for kind in found if kind is not None), None)
+
+
+def _dequantised(tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
     """What MXFP4 tensors are in bfloat16: a byte of blocks holds two weights."""
     blocks, scales = "_blocks", "_scales"
     return {

@@ -4,7 +4,8 @@ A JSON object comes in on standard input, another goes out on standard output: t
 `Wish`, and what `measure` returns. `pipespec partition` runs it on every box over SSH.
 
 What was measured once is kept in `~/.cache/pipespec/measured` (or in XDG_CACHE_HOME), by model
-files, device, threads, rows, text length, dtype and versions; free memory is looked at each time.
+files, device, threads, rows, text length, dtype, quantisation and versions; free memory is looked
+at each time.
 """
 
 from __future__ import annotations
@@ -70,6 +71,15 @@ def measure(wish: Wish) -> dict[str, Any]:
     """
     target = inspect(wish.target)
     draft = None if wish.draft is None else inspect(wish.draft)
+    for name, info, how in zip(
+        ("model.quantization", "model.draft_quantization"),
+        (target, draft),
+        wish.quantization,
+        strict=True,
+    ):
+        if info is not None:
+            info.check_quantization(name, how)
+            info.require_quantizer(name, how)
     num_cpu = sum(device == "cpu" for device in wish.devices)
     threads = _threads(len(wish.devices))
     measured: dict[str, dict[str, float] | None] = {}

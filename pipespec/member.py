@@ -87,10 +87,15 @@ def on_this_box(plan: prepare.Plan, box: Box) -> prepare.Plan:
             )
         return found
 
-    target = here(Path(plan.target.path), box.target, "target")
-    plan = replace(
-        plan, target=plan.target if str(target) == str(plan.target.path) else inspect(str(target))
-    )
+    folder = here(Path(plan.target.path), box.target, "target")
+    if str(folder) != str(plan.target.path):
+        target = inspect(str(folder))
+        if target.kind != plan.target.kind:
+            raise ConfigError(
+                f"Box {box.name} has another target in {folder} than the other boxes "
+                f"({target.kind}, not {plan.target.kind}); put the same there."
+            )
+        plan = replace(plan, target=target)
     if plan.draft is not None and box.draft is not None:
         plan = replace(plan, draft=inspect(str(here(Path(plan.draft.path), box.draft, "draft"))))
     return plan

@@ -9,6 +9,7 @@ the batch's plan to an `AttentionFn`.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from pipespec.attention import (
 )
 from pipespec.checkpoint import require_supported
 from pipespec.errors import ModelError
-from pipespec.precision import QUANTIZATIONS, UNDONE
+from pipespec.precision import MXFP4, QUANTIZATIONS
 
 # Registered with Transformers' attention interface only: for an attention without a mask
 # function of the same name Transformers makes no mask at all, which is what we want.
@@ -42,7 +43,9 @@ _ATTENTION = "pipespec"
 
 # What the base models of the supported architectures call the norm after the last layer.
 _FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
-_ANY_FINAL_NORM = rf"^\w+\.({'|'.join(_FINAL_NORMS)})\."
+# Quantisers leave a model's last parameter alone, which in a slice without a head could be a
+# matrix. Until the weights are loaded such a slice has a module of this name for them to spare.
+_SPARED = "spared"
 
 # `from_pretrained` sets process-wide state while it runs (default dtype, initialisers, log
 # level), and the ranks of a test cluster are threads of one process.
@@ -75,9 +78,8 @@ class ModelSlice:
             # hidden states of the slice before.
             if hasattr(self._base, "embedding_multiplier"):
                 self._base.embedding_multiplier = 1.0
-        # Kept until here for the sake of quantisers, which leave a model's last parameter alone.
         if not self.is_last:
-            setattr(self._base, _final_norm(self._base), nn.Identity())
+            delattr(model, _SPARED)
         self.num_weight_bytes = _num_bytes(model.state_dict().values())
         # The placeholders of other slices' layers have served to keep the names right.
         self._base.layers = self._base.layers[layers.start : layers.stop]
@@ -279,7 +281,10 @@ def _sliced_class(config: PretrainedConfig, layers: range) -> type[PreTrainedMod
             if i not in layers:
                 base.layers[i] = nn.Identity()
         if not is_last:
+            norm = next(name for name in _FINAL_NORMS if hasattr(base, name))
+            setattr(base, norm, nn.Identity())
             _leave_out(self, self.get_output_embeddings())
+            setattr(self, _SPARED, nn.LayerNorm(1))
             self.all_tied_weights_keys = {}
         # A tied head is stored as the embedding, and loads as that.
         if not is_first and not (is_last and config.tie_word_embeddings):
@@ -293,13 +298,9 @@ def _sliced_class(config: PretrainedConfig, layers: range) -> type[PreTrainedMod
             "__init__": init,
             "__module__": model_class.__module__,
             "can_generate": classmethod(lambda _: False),
-            "_keys_to_ignore_on_load_missing": [] if is_last else [_ANY_FINAL_NORM],
+            "_keys_to_ignore_on_load_missing": [rf"^{_SPARED}\."],
         },
     )
-
-
-def _final_norm(base: nn.Module) -> str:
-    return next(name for name in _FINAL_NORMS if hasattr(base, name))
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -323,7 +324,7 @@ def _quantizer(
 ) -> dict[str, Any]:
     """What `from_pretrained` is told in order to quantise; packages are imported when needed."""
     stored = getattr(config, "quantization_config", None)
-    if stored is not None and stored["quant_method"] == UNDONE:
+    if stored is not None and stored.get("quant_method") == MXFP4:
         from transformers import Mxfp4Config
 
         return {"quantization_config": Mxfp4Config(dequantize=True)}
@@ -364,7 +365,14 @@ def _attach(layer: nn.Module, step: _Step, num_slots: int) -> _LayerState:
 
 @contextmanager
 def _log_level(progress: bool) -> Iterator[None]:
-    """Keep Transformers from printing: what matters of its reports is raised instead."""
+    """Keep Transformers from printing: what matters of its reports is raised instead.
+
+    What quantises complains of kernels for other machines than this.
+    """
+    others = {name: logging.getLogger(name) for name in ("bitsandbytes", "torchao")}
+    levels = {name: logger.level for name, logger in others.items()}
+    for logger in others.values():
+        logger.setLevel(logging.ERROR)
     level, bar = (
         transformers_logging.get_verbosity(),
         transformers_logging.is_progress_bar_enabled(),
@@ -376,6 +384,8 @@ def _log_level(progress: bool) -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(level)
+        for name, logger in others.items():
+            logger.setLevel(levels[name])
         if bar:
             transformers_logging.enable_progress_bar()
 

@@ -96,12 +96,17 @@ def problem(hosts: Hosts, figures: Figures, config: Config) -> Problem:
             f"The figures are of {figures.rows} rows a batch, but {config.feed.max_rows} are to be "
             "fed; measure again, or set feed.width as it was."
         )
-    wanted = (config.model.quantization, config.model.draft_quantization)
-    if tuple(figures.quantization) != wanted:
-        raise ConfigError(
-            f"The figures are of target and draft quantised {_named(figures.quantization)}, not "
-            f"{_named(wanted)}; measure again, or set model.quantization as it was."
-        )
+    model = config.model
+    for name, found, wanted in (
+        ("dtype", figures.dtype, choose_dtype(hosts, config)),
+        ("quantization", figures.quantization[0], model.quantization),
+        ("draft_quantization", figures.quantization[1], model.draft_quantization),
+    ):
+        if found != wanted:
+            raise ConfigError(
+                f"The figures were measured with model.{name}={found or 'null'}, not "
+                f"{wanted or 'null'}; measure again, or set it as it was."
+            )
     try:
         members = tuple(_member(hosts, figures, name) for name in _file_order(hosts))
         return Problem(
@@ -162,10 +167,6 @@ def unmeasured(
         split=hosts.split,
         spares=hosts.spare_members,
     )
-
-
-def _named(quantization: Sequence[str | None]) -> str:
-    return " and ".join(name or "not at all" for name in quantization)
 
 
 def _granted(hosts: Hosts, member: str, free: float) -> float:

@@ -147,6 +147,15 @@ def plan(config: Config, placement: Placement | None = None) -> Plan:
     return replace(found, devices=tuple(map(found.device_of, placement.members_by_rank)))
 
 
+def require_quantizers(plan: Plan) -> None:
+    """Raise ModelError unless this machine can load what its members are to hold."""
+    model = plan.config.model
+    if any(box.local for box in plan.boxes):
+        plan.target.require_quantizer("model.quantization", model.quantization)
+        if plan.draft is not None:
+            plan.draft.require_quantizer("model.draft_quantization", model.draft_quantization)
+
+
 def place_here(members: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
     """The layout of a cluster on this machine, whose members are equals. Raises ConfigError."""
     stages = cluster.stages

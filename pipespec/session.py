@@ -205,7 +205,7 @@ def start(
         on_begun: called with what members must know, when those started by hand may join.
 
     Raises:
-        ConfigError, Unreachable, HostFailed: before any rank starts.
+        ConfigError (also of a missing package), Unreachable, HostFailed: before any rank starts.
         RankFailed: a rank failed, or was lost again and again; the others have been ended.
     """
     by_hand = [box.name for box in plan.boxes if box.by_hand]
@@ -214,6 +214,7 @@ def start(
             f"The members of {', '.join(by_hand)} are started by hand (ssh: none); start the "
             "cluster with `pipespec up`, and ask it with --on."
         )
+    prepare.require_quantizers(plan)
     check_port(plan.config.transport.port)
     address = own_address(plan.boxes)
     with controller(plan.config.controller, address) as (url, elsewhere, namespace, server):

@@ -25,7 +25,7 @@ class Batch:
     """The rows that one stage computes in one step.
 
     Rows are nodes of any depth, of any number of requests, and prompt chunks; a parent
-    always stands before its children, here or in an earlier batch.
+    always stands before its children, here or in an earlier batch. A request's rows stand together.
 
     `rows` is int64 `[rows, 6]`: request, node, parent, token, position, kind.
     `hidden` is `[rows, hidden]` in the model's dtype, or None where token ids enter the

@@ -16,8 +16,8 @@ class Overview:
     """One moment of a namespace.
 
     `joined` ranks have loaded their models and take part in `epoch`. Of the requests so far,
-    `open` are being decoded, `queued` wait and `finished` are answered. `last_fault` is what was
-    complained of first in the last epoch with a complaint, None without any.
+    `open` are being decoded, `queued` wait and `finished` are answered or cancelled. `last_fault`
+    is what was complained of first in the last epoch with a complaint, None without any.
     """
 
     epoch: int

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torchao.quantization import Int8WeightOnlyConfig
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -21,23 +23,28 @@ from transformers import (
     TorchAoConfig,
 )
 
+from pipespec import session
 from pipespec.attention import causal_plan
+from pipespec.build import load_model as build_rank
 from pipespec.checkpoint import inspect
 from pipespec.control.server import EmbeddedRedis
 from pipespec.errors import ConfigError, ModelError
+from pipespec.member import on_this_box
 from pipespec.model import ModelSlice
 from pipespec.precision import METHODS, QUANTIZATIONS
 from pipespec.resources import resource_dir
 from tests import cluster
 from tests.models import NUM_LAYERS, build
 
+ROOT = Path(__file__).parents[2]
 DEMO = resource_dir("demo")
 DEMO_LAYERS = 16
 NEW_TOKENS = 12
 PROMPT = list(range(20, 33))
 # Tied and plain heads, norms in many places; the last weight of a slice without a head is a
 # matrix in some of them, which quantisers left to themselves would spare.
-MODEL_TYPES = ("llama", "qwen2", "gemma2", "gpt_neox", "phi", "starcoder2", "cohere", "olmo2")
+# OLMo's norms have no weights at all.
+MODEL_TYPES = ("llama", "qwen2", "gemma2", "gpt_neox", "phi", "starcoder2", "cohere", "olmo")
 
 
 def settings(quantization: str) -> Any:
@@ -196,16 +203,20 @@ def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
     assert narrow.num_weight_bytes == info.loaded("bfloat16", None).layers[1]
 
 
-def test_loading_prints_nothing(capfd):
-    for quantization in QUANTIZATIONS:
-        ModelSlice.load(
-            DEMO / "target",
-            range(2, 4),
-            dtype=torch.float32,
-            quantization=quantization,
-            num_slots=4,
-        )
-    assert capfd.readouterr() == ("", "")
+def test_loading_prints_nothing():
+    """In a process of its own: packages complain once."""
+    script = f"""
+import sys
+import torch
+from pipespec.model import ModelSlice
+print("---", file=sys.stderr, flush=True)
+for quantization in {list(QUANTIZATIONS)}:
+    ModelSlice.load({str(DEMO / "target")!r}, range(2, 4), dtype=torch.float32,
+                    quantization=quantization, num_slots=4)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.stderr.partition("---\n")[2] == ""
 
 
 def test_target_and_draft_are_quantised_each_in_its_way(quantised):
@@ -240,12 +251,16 @@ def edit(path: Path, **config: Any) -> Path:
     return path
 
 
+DYNAMIC = TorchAoConfig(Int8DynamicActivationInt8WeightConfig()).to_dict()
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
         ({"quant_method": "gptq", "bits": 4}, r"'gptq', which is not supported; supported are"),
-        ({"load_in_8bit": True}, r"LLM\.int8, which rounds a row by what else is in its batch"),
+        ({"load_in_8bit": True}, r"LLM\.int8, which may round a row by what else is in its batch"),
         ("int8", r"is quantised by 'None', which is not supported"),
+        (DYNAMIC, r"Int8DynamicActivationInt8WeightConfig, which may round a row by what else"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_loads(tmp_path, config, sentence):
@@ -264,20 +279,46 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(quantised, tmp_path
         cluster.make_plan(path, DEMO / "draft", "model.dtype=float32")
     with pytest.raises(ModelError, match="is quantised for bfloat16, not float32"):
         ModelSlice.load(path, range(2), dtype=torch.float32, num_slots=4)
-    with pytest.raises(ModelError, match=r"nf4 needs matrices whose rows are multiples of 64"):
+    with pytest.raises(ModelError, match=r"nf4 needs matrices of multiples of 32 by 64, but"):
         cluster.make_plan(DEMO / "target", DEMO / "draft", "model.draft_quantization=nf4")
-    experts = build("mixtral", tmp_path / "experts")
-    with pytest.raises(ModelError, match=r"the experts of .* cannot be quantised while they load"):
-        cluster.make_plan(experts, DEMO / "draft", "model.quantization=int8")
+    for model_type in ("mixtral", "granitemoe"):
+        experts = build(model_type, tmp_path / model_type)
+        with pytest.raises(ModelError, match=r"the experts of .* cannot be quantised while they"):
+            cluster.make_plan(experts, DEMO / "draft", "model.quantization=int8")
     with pytest.raises(ConfigError, match=r"did you mean int8"):
         cluster.make_plan(path, DEMO / "draft", "model.quantization=int")
 
 
-@pytest.mark.parametrize("package", sorted(METHODS.values()))
-def test_a_missing_package_is_named(quantised, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+@pytest.mark.parametrize("package", METHODS)
+def test_a_missing_package_is_named_where_weights_load(quantised, monkeypatch, package):
+    """A box that only asks needs none, so the plan itself can be made."""
     quantization = next(n for n, how in QUANTIZATIONS.items() if how.package == package)
-    with pytest.raises(ModelError, match=rf"{package}, which is not installed; pip install"):
-        cluster.make_plan(DEMO / "target", DEMO / "draft", f"model.quantization={quantization}")
-    with pytest.raises(ModelError, match=rf"needs {package}, which is not installed"):
-        cluster.make_plan(quantised(quantization), DEMO / "draft")
+    before = quantised(quantization)
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    missing = rf"{package}, which is not installed; pip install"
+    for plan in (
+        cluster.make_plan(DEMO / "target", DEMO / "draft", f"model.quantization={quantization}"),
+        cluster.make_plan(before, DEMO / "draft"),
+    ):
+        with pytest.raises(ModelError, match=missing):
+            build_rank(plan, 1)
+        with pytest.raises(ModelError, match=missing), session.start(plan):
+            pass
+
+
+def test_an_old_config_without_a_method_is_read(quantised, tmp_path):
+    path = shutil.copytree(quantised("nf4"), tmp_path / "model")
+    stored = json.loads((path / "config.json").read_text())["quantization_config"]
+    del stored["quant_method"]
+    edit(path, quantization_config=stored)
+    assert inspect(path).quantization == "bitsandbytes"
+    slices = load(path, 4, DEMO_LAYERS, dtype=torch.bfloat16)
+    expected = greedy(load(quantised("nf4"), 1, DEMO_LAYERS, dtype=torch.bfloat16), PROMPT, 4)
+    assert greedy(slices, PROMPT, 4) == expected
+
+
+def test_a_box_with_another_target_is_refused(quantised):
+    plan = cluster.make_plan(DEMO / "target", DEMO / "draft")
+    box = replace(plan.boxes[0], target=str(quantised("nf4")))
+    with pytest.raises(ConfigError, match=r"16 layers of 128, bitsandbytes in bfloat16, not llama"):
+        on_this_box(plan, box)

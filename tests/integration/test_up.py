@@ -23,6 +23,7 @@ from pipespec import asking, cards
 from pipespec.cli import main
 from pipespec.control.connection import Pipe
 from pipespec.control.members import Membership
+from pipespec.control.requests import Finished, RequestLog
 from pipespec.control.server import EmbeddedRedis
 from pipespec.errors import RankFailed
 from pipespec.generate import generate
@@ -201,6 +202,11 @@ def test_whoever_leaves_cancels_what_was_asked(
         assert user.returncode == 130
     until(lambda: status(capsys)[0]["finished"] == before["finished"] + 2)
     (after,) = status(capsys)
+    card = cards.find(NAME)
+    with RequestLog(card.url, namespace=card.namespace, epoch=card.epoch) as log:
+        newest = int(log._pipe.call("GET", log._keys.counter))
+        ends = [[*log.stream(request)][-1] for request in (newest - 1, newest)]
+    assert ends == [Finished("cancelled")] * 2
     assert (after["open"], after["queued"], after["epoch"]) == (0, 0, before["epoch"])
     code, out, _ = up.run("generate", "--on", NAME, "--json", "--prompt", PROMPTS[2])
     assert code == 0

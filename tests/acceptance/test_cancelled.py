@@ -1,0 +1,59 @@
+"""A request that is cancelled ends, frees what it held, and does not show in the next one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pipespec.control.client import Controller
+from pipespec.control.overview import look
+from pipespec.control.requests import Accepted, Finished, RequestLog
+from pipespec.control.server import EmbeddedRedis
+from pipespec.resources import resource_dir
+from tests import cluster
+
+DEMO = resource_dir("demo")
+LONG = tuple(range(100, 300))  # prompts of which the KV pools hold one
+SHORT = tuple(range(20, 33))
+NUM_TOKENS = 12
+SETTINGS = ("cluster.stages=3", "feed.width=8", "decode.prefill_chunk=16", "model.context=256")
+
+
+@pytest.mark.parametrize("sync", ["lockstep", "free"])
+@pytest.mark.parametrize("decoding", [False, True])
+def test_what_is_cancelled_leaves_nothing(decoding: bool, sync: str) -> None:
+    (expected,) = cluster.reference(DEMO / "target", [SHORT], NUM_TOKENS)
+    plan = cluster.make_plan(DEMO / "target", DEMO / "draft", *SETTINGS, f"cluster.sync={sync}")
+    with EmbeddedRedis() as server:
+        epoch = Controller.new_epoch(server.url, cluster.NAMESPACE)
+
+        def log() -> RequestLog:
+            return RequestLog(server.url, namespace=cluster.NAMESPACE, epoch=epoch)
+
+        def cancel(request: int) -> None:
+            """Once it is being decoded, or as soon as it is open."""
+            with log() as user:
+                if decoding:
+                    assert isinstance(next(user.stream(request)), Accepted)
+                while look(server.url, cluster.NAMESPACE).open == 0:
+                    pass
+                user.cancel(request)
+                assert [*user.stream(request)][-1] == Finished("cancelled")
+
+        with log() as user:
+            doomed = [user.enqueue(prompt=LONG, max_new_tokens=56) for _ in range(3)]
+            last = user.enqueue(prompt=SHORT, max_new_tokens=NUM_TOKENS)
+            user.close_queue()
+            leaving = threading.Thread(target=lambda: [cancel(request) for request in doomed])
+            leaving.start()
+            cluster.serve(plan, server, epoch)
+            leaving.join()
+            for request in doomed:
+                *accepted, end = user.stream(request)
+                assert end == Finished("cancelled")
+                assert all(isinstance(event, Accepted) for event in accepted)
+                assert bool(accepted) or not decoding
+                assert sorted(user.reports(request, plan.num_ranks, timeout=10)) == [0, 1, 2, 3]
+            told = [event for event in user.stream(last) if isinstance(event, Accepted)]
+            assert [token for event in told for token in event.tokens] == expected
