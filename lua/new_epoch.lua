@@ -21,7 +21,7 @@ local graph = old .. ':graph'
 for _, step in ipairs(redis.call('SMEMBERS', graph .. ':steps')) do
   redis.call('DEL', graph .. ':' .. step)
 end
-for _, rank in ipairs(redis.call('SMEMBERS', old .. ':ranks')) do
+for _, rank in ipairs(redis.call('HKEYS', old .. ':ranks')) do
   local ready = old .. ':ready:' .. rank
   redis.call('DEL', ready)
   redis.call('RPUSH', ready, 'STALE')

@@ -13,8 +13,8 @@ another when a signal has ended it; the others of the box go on.
 The agent reads its job from standard input, then one JSON object per line: {"kill": number} ends
 a member, anything else says that the launcher lives. The end of standard input, or on a box
 behind SSH SILENCE_S without a line, ends the agent and with it the box. It writes one JSON object
-per line to standard output: {"died": number, "how": ...}, {"log": number, "line": ...}, and at
-last {"failed": sentence}, {"lost": sentence} or {"ended": true}; {} says that it lives. All
+per line to standard output: {"died": number, "pid": ..., "how": ...}, {"log": number, "line": ...},
+and at last {"failed": sentence}, {"lost": sentence} or {"ended": true}; {} says that it lives. All
 processes of the box hold that standard output, so its end tells that the last of them is gone.
 """
 

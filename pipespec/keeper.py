@@ -75,7 +75,7 @@ def keep(directory: str, job: Job) -> Any:
         if not job.restart:
             os.kill(os.getpid(), -code)
         lives += 1
-        died = {"died": number, "how": how_it_ended(code)}
+        died = {"died": number, "pid": pid, "how": how_it_ended(code)}
         (here / f"died-{number}.partial").write_text(json.dumps(died))
         (here / f"died-{number}.partial").rename(here / f"died-{number}-{lives}.json")
 

@@ -70,10 +70,14 @@ def check_port(port: int) -> None:
 
 @dataclass(frozen=True)
 class Death:
-    """A member was ended by a signal, and replaced; `how` names the signal."""
+    """A member was ended by a signal, and replaced.
+
+    `how` names the signal; `pid` is None where a whole box was lost.
+    """
 
     member: str
     how: str
+    pid: int | None
 
 
 def launch(
@@ -328,7 +332,7 @@ class RunningBox:
             self._end_processes()
             shutil.rmtree(self._directory, ignore_errors=True)
             for member in self.box.members:
-                self._deaths.put(Death(member, "its box was lost"))
+                self._deaths.put(Death(member, "its box was lost", None))
             self._start()
 
     def settle(self) -> None:
@@ -362,7 +366,7 @@ class RunningBox:
             self._heard = now
             if "died" in message:
                 member = self.box.members[message["died"]]
-                self._deaths.put(Death(member, message["how"]))
+                self._deaths.put(Death(member, message["how"], message["pid"]))
             elif "log" in message:
                 if self._on_log is not None:
                     self._on_log(self.box.members[message["log"]], message["line"])

@@ -45,6 +45,9 @@ class Death(Protocol):
     def member(self) -> str: ...
 
     @property
+    def pid(self) -> int | None: ...
+
+    @property
     def how(self) -> str: ...
 
 
@@ -198,8 +201,10 @@ class Recovery:
         for death in deaths:
             self._events += 1
             self._latest = f"{death.member} ended ({death.how})"
-            # One that had not joined this epoch yet will join it when it is started again.
-            if self.roster.rank_of(death.member) in here:
+            # One that had not joined this epoch yet will join it when it is started again, or
+            # has done so already: word of a death can come later than the next life.
+            rank = self.roster.rank_of(death.member)
+            if rank in here and death.pid in (None, here[rank]):
                 reasons.append(self._latest)
         reasons += [
             f"{member} says nothing"

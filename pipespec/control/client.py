@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Self
@@ -44,7 +45,8 @@ class Controller(RequestLog):
         # The newest step whose task of a kind this rank has completed; it completes them in
         # order, so an announcement of an older one comes too late to be of use.
         self._completed: dict[Kind, int] = {}
-        self._call("attach", (self._keys.epoch, self._keys.ranks(epoch)), epoch, rank)
+        keys = (self._keys.epoch, self._keys.ranks(epoch))
+        self._call("attach", keys, epoch, rank, os.getpid())
         self._announcements = Pipe(url)
         self._listening = False
         self._cancelled: set[int] = set()

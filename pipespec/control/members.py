@@ -93,9 +93,10 @@ class Membership:
             Suspicion(int(fields[1]), fields[3].decode(), fields[5].decode()) for _, fields in found
         ]
 
-    def attached(self, epoch: int) -> set[int]:
-        """The ranks that have joined an epoch."""
-        return {int(rank) for rank in self._pipe.call("SMEMBERS", self._keys.ranks(epoch))}
+    def attached(self, epoch: int) -> dict[int, int]:
+        """The ranks that have joined an epoch, and their process ids."""
+        found = self._pipe.call("HGETALL", self._keys.ranks(epoch))
+        return {int(r): int(pid) for r, pid in zip(found[::2], found[1::2], strict=True)}
 
     def await_attached(self, epoch: int, count: int, timeout: float) -> int:
         """How many ranks have joined an epoch; waits until there are `count` or time is up."""

@@ -41,7 +41,7 @@ def look(url: str, namespace: str) -> Overview | None:
             return None
         # Together, so that no request is counted twice.
         pipe.call("MULTI")
-        pipe.call("SCARD", keys.ranks(int(epoch)))
+        pipe.call("HLEN", keys.ranks(int(epoch)))
         pipe.call("GET", keys.finished)
         pipe.call("LLEN", keys.queue)
         pipe.call("LLEN", keys.admitted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,9 @@ from pipespec.control.members import Epoch, Membership, Suspicion
 from pipespec.control.server import EmbeddedRedis
 from pipespec.errors import StaleEpoch, Unreachable
 from pipespec.graph import Layout, compute, prune, step_graph, transfer
+from pipespec.launch import Death
+from pipespec.recovery import Recovery
+from pipespec.roster import Roster
 
 # For what comes; tests end as soon as it has.
 PATIENCE_S = 20.0
@@ -137,11 +142,11 @@ def test_only_members_that_said_so_are_alive(life: Life) -> None:
 
 def test_ranks_attach_to_one_epoch(life: Life) -> None:
     shared, epoch = life.member(), life.begin()
-    assert shared.attached(epoch) == set()
+    assert shared.attached(epoch) == {}
     assert shared.await_attached(epoch, 2, SHORT_S) == 0
     for rank in (2, 0, 2):
         life.rank(epoch, rank)
-    assert shared.attached(epoch) == {0, 2}
+    assert shared.attached(epoch) == dict.fromkeys((0, 2), os.getpid())
     assert shared.await_attached(epoch, 3, SHORT_S) == 2
     assert shared.await_attached(epoch, 2, 0) == 2
     joined = during(
@@ -149,7 +154,7 @@ def test_ranks_attach_to_one_epoch(life: Life) -> None:
     )
     assert joined == 3
     later = life.begin()
-    assert shared.attached(later) == shared.attached(epoch) == set()
+    assert shared.attached(later) == shared.attached(epoch) == {}
     with pytest.raises(StaleEpoch):
         life.rank(epoch, 0)
 
@@ -241,3 +246,37 @@ def test_a_redis_that_is_gone_is_told_by_every_call(ask: Callable[[Membership], 
         shared.renew("alpha/0", 1)
     with shared, pytest.raises(Unreachable, match="was lost"):
         ask(shared)
+
+
+class Processes:
+    """Members that somebody else starts and ends."""
+
+    def __init__(self) -> None:
+        self.deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
+
+    def kill(self, member: str, since: float) -> bool:
+        return False
+
+    def mend(self) -> None:
+        pass
+
+
+def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life) -> None:
+    """It can come late; the epoch would end for a member that is there and well."""
+    roster = Roster(("m/0", "m/1"), (range(4),), "127.0.0.1")
+    processes = Processes()
+    with Recovery(
+        life.url, life.namespace, roster, members=roster.members, replan=lambda _: roster
+    ) as recovery:
+        recovery.watch(processes)
+        first = recovery.epoch
+        life.rank(first, 0)
+        life.rank(first, 1)
+        processes.deaths.put(Death("m/1", "an earlier life", os.getpid() + 1))
+        end = time.monotonic() + PATIENCE_S
+        while not processes.deaths.empty():
+            assert time.monotonic() < end
+        processes.deaths.put(Death("m/1", "this life", os.getpid()))
+        while recovery.epoch == first:
+            assert time.monotonic() < end
+    assert [fault.reason for fault in recovery.faults] == ["m/1 ended (this life)"]
