@@ -37,7 +37,7 @@ from pipespec.keeper import Job, how_it_ended
 
 LOOPBACK = "127.0.0.1"
 # What almost every rank needs and what takes longest to import (numpy.ma: for `np.unique`).
-PRELOAD = ("torch.distributed", "transformers.modeling_utils", "numpy.ma")
+PRELOAD = ("torch.distributed", "pipespec.model", "numpy.ma")
 # Seconds between two looks at who ended.
 _MONITOR_S = 0.1
 # Seconds between two tries to start the agent of a box that was lost.

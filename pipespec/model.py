@@ -9,7 +9,6 @@ the batch's plan to an `AttentionFn`.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,10 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import logging as transformers_logging
 
 from pipespec.attention import (
     AttentionFn,
@@ -36,6 +31,13 @@ from pipespec.attention import (
 from pipespec.checkpoint import require_supported
 from pipespec.errors import ModelError
 from pipespec.precision import MXFP4, QUANTIZATIONS
+from pipespec.quiet import quiet
+
+with quiet():
+    from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils import logging as transformers_logging
 
 # Registered with Transformers' attention interface only: for an attention without a mask
 # function of the same name Transformers makes no mask at all, which is what we want.
@@ -111,7 +113,7 @@ class ModelSlice:
         Raises `ModelError` if the architecture is not supported, if tensors are missing or of
         another shape, or if a quantised checkpoint cannot be had in that type.
         """
-        with _loading, _log_level(progress):
+        with _loading, quiet(), _log_level(progress):
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             require_supported(config.model_type, path)
             assert layers.step == 1
@@ -365,14 +367,7 @@ def _attach(layer: nn.Module, step: _Step, num_slots: int) -> _LayerState:
 
 @contextmanager
 def _log_level(progress: bool) -> Iterator[None]:
-    """Keep Transformers from printing: what matters of its reports is raised instead.
-
-    What quantises complains of kernels for other machines than this.
-    """
-    others = {name: logging.getLogger(name) for name in ("bitsandbytes", "torchao")}
-    levels = {name: logger.level for name, logger in others.items()}
-    for logger in others.values():
-        logger.setLevel(logging.ERROR)
+    """Keep Transformers from printing: what matters of its reports is raised instead."""
     level, bar = (
         transformers_logging.get_verbosity(),
         transformers_logging.is_progress_bar_enabled(),
@@ -384,8 +379,6 @@ def _log_level(progress: bool) -> Iterator[None]:
         yield
     finally:
         transformers_logging.set_verbosity(level)
-        for name, logger in others.items():
-            logger.setLevel(levels[name])
         if bar:
             transformers_logging.enable_progress_bar()
 

@@ -204,19 +204,15 @@ def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
 
 
 def test_loading_prints_nothing():
-    """In a process of its own: packages complain once."""
-    script = f"""
-import sys
-import torch
+    """In a process of its own: packages complain when they are imported, and once."""
+    script = f"""import torch
 from pipespec.model import ModelSlice
-print("---", file=sys.stderr, flush=True)
 for quantization in {list(QUANTIZATIONS)}:
     ModelSlice.load({str(DEMO / "target")!r}, range(2, 4), dtype=torch.float32,
                     quantization=quantization, num_slots=4)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert done.stderr.partition("---\n")[2] == ""
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_target_and_draft_are_quantised_each_in_its_way(quantised):

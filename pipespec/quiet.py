@@ -1,0 +1,24 @@
+"""Packages that complain of what is no fault of the user's, such as kernels for other machines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# torchao, which Transformers imports wherever it is installed, what it touches, and bitsandbytes.
+_TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block these packages log errors only."""
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
