@@ -5,16 +5,15 @@ No weight is loaded here, so that a folder that cannot work is refused before an
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from pipespec.errors import ModelError
+from pipespec.headers import Tensor, read_json, read_tensors
 from pipespec.precision import ITEM_BYTES, METHODS, MXFP4, QUANTIZATIONS, require_package
 
 # Each of these decodes token for token like Hugging Face `generate` in
@@ -72,10 +71,6 @@ ARCHITECTURES = (
 NUM_SHOWN = 3
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-_INDEX = "model.safetensors.index.json"
-_WEIGHTS = "model.safetensors"
-# A safetensors header longer than this is refused by the format's own library.
-_MAX_HEADER = 100_000_000
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EMBEDDING = re.compile(r"\.(embed_tokens|embed_in)\.weight$")
 # Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
@@ -187,13 +182,6 @@ class Vocabulary(Protocol):
     def get_vocab(self) -> Mapping[str, int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    shape: tuple[int, ...]
-    num_bytes: int
-    dtype: str  # as safetensors names it
-
-
 def inspect(model: str | Path) -> CheckpointInfo:
     """Read a checkpoint's config and headers: a folder, or the id of a Hugging Face Hub model.
 
@@ -201,12 +189,12 @@ def inspect(model: str | Path) -> CheckpointInfo:
     in one sentence, for whatever would keep the checkpoint from being loaded.
     """
     path = resolve(model)
-    raw = _read_json(path / "config.json", "a model folder holds config.json and safetensors files")
+    raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
     model_type = str(raw.get("model_type"))
     require_supported(model_type, path)
     quantization = _quantization(path, raw.get("quantization_config"))
     config = _config(path)
-    tensors = _tensors(path)
+    tensors = read_tensors(path)
     if quantization == MXFP4:
         tensors, quantization = _dequantised(tensors), None
     layers = [0] * config.num_hidden_layers
@@ -349,7 +337,7 @@ def _context(config: Any) -> int:
 
 def _eos(path: Path, config: Any) -> tuple[int, ...]:
     generation = path / "generation_config.json"
-    eos = _read_json(generation).get("eos_token_id") if generation.is_file() else None
+    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
     if eos is None:
         eos = getattr(config, "eos_token_id", None)
     if eos is None:
@@ -390,7 +378,7 @@ def _activations(config: Any) -> str | None:
     return next((kind for kind in found if kind is not None), None)
 
 
-def _dequantised(tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
+def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What MXFP4 tensors are in bfloat16: a byte of blocks holds two weights."""
     blocks, scales = "_blocks", "_scales"
     return {
@@ -398,71 +386,3 @@ def _dequantised(tensors: Mapping[str, _Tensor]) -> dict[str, _Tensor]:
         for name, tensor in tensors.items()
         if not name.endswith(scales)
     }
-
-
-def _tensors(path: Path) -> dict[str, _Tensor]:
-    """Name, shape and size of every tensor of the checkpoint."""
-    index = path / _INDEX
-    if not index.is_file():
-        if not (path / _WEIGHTS).is_file():
-            raise ModelError(
-                f"{path} holds no {_WEIGHTS}; only safetensors checkpoints can be loaded, so "
-                "convert it with save_pretrained"
-            )
-        return _header(path / _WEIGHTS)
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ModelError(f"{index} has no weight_map; fetch the checkpoint again")
-    tensors: dict[str, _Tensor] = {}
-    for shard in sorted(set(weight_map.values())):
-        if not (path / shard).is_file():
-            raise ModelError(f"the shard {shard} named by {index} is missing; fetch it again")
-        tensors |= _header(path / shard)
-    absent = weight_map.keys() - tensors.keys()
-    if absent:
-        raise ModelError(
-            f"{index} names {len(absent)} tensors that no shard holds, for example "
-            f"{min(absent)}; fetch the checkpoint again"
-        )
-    return tensors
-
-
-def _header(file: Path) -> dict[str, _Tensor]:
-    """A safetensors header: 8 bytes of length, JSON, then exactly the bytes that it describes."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
-        if length > min(_MAX_HEADER, size - 8):
-            raise _corrupt(file, f"its {size} bytes do not hold a header")
-        text = stream.read(length)
-    try:
-        header = json.loads(text)
-        tensors, end = {}, 0
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            start, stop = entry["data_offsets"]
-            tensors[name] = _Tensor(tuple(entry["shape"]), stop - start, entry["dtype"])
-            end = max(end, stop)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _corrupt(file, "its header cannot be read") from error
-    if size != 8 + length + end:
-        raise _corrupt(file, f"it has {size} bytes, its header describes {8 + length + end}")
-    return tensors
-
-
-def _corrupt(file: Path, why: str) -> ModelError:
-    return ModelError(f"{file} is not a whole safetensors file ({why}); fetch it again")
-
-
-def _read_json(file: Path, remedy: str = "fetch the checkpoint again") -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{file.parent} holds no {file.name}; {remedy}") from error
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON; {remedy}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} is not a JSON object; {remedy}")
-    return content
