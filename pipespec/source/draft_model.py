@@ -13,9 +13,7 @@ from pipespec.source import Candidates, Context, TokenSource
 from pipespec.tree import ROOT, Tree
 from pipespec.types import Batch, Verdict
 
-if (
-    TYPE_CHECKING
-):  # it imports Transformers' models, which whoever only reads settings can do without
+if TYPE_CHECKING:  # it imports models, which whoever only reads settings can do without
     from pipespec.stage import Stage
 
 
