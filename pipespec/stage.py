@@ -180,9 +180,12 @@ class Stage:
 
 def _spans(rows: np.ndarray) -> Iterator[tuple[int, slice]]:
     """Each request of a batch, whose rows stand together, and where they stand."""
-    bounds = np.flatnonzero(np.diff(rows[:, REQUEST], prepend=-1, append=-1)).tolist()
+    if not len(rows):
+        return
+    request = rows[:, REQUEST]
+    bounds = [0, *(np.flatnonzero(request[1:] != request[:-1]) + 1).tolist(), len(rows)]
     for start, stop in pairwise(bounds):
-        yield int(rows[start, REQUEST]), slice(start, stop)
+        yield int(request[start]), slice(start, stop)
 
 
 def _segment(
