@@ -7,7 +7,8 @@
 #   Slurm   srun bash -c 'launch/torchrun.sh hosts.yaml "$(hostname -s)" invitation.json'
 #
 # The invitation holds a password: copy it with scp, or keep it on a file system that all boxes
-# share and only you can read. torchrun starts the members again when one of them fails.
+# share and only you can read. torchrun starts the members again when one of them fails. Its own
+# rendezvous kinds listen on every address and unpickle what they are sent; ours does neither.
 set -euo pipefail
 if [ $# -ne 3 ]; then
   echo "usage: launch/torchrun.sh HOSTS.yaml BOX INVITATION" >&2
@@ -16,4 +17,5 @@ fi
 python=${PYTHON:-python3}
 count=$("$python" -m pipespec.join --count "$1" "$2")
 exec "$python" -m torch.distributed.run --nnodes=1 --nproc-per-node="$count" \
-  --max-restarts=10 --monitor-interval=0.2 -m pipespec.join "$1" "$2" "$3"
+  --rdzv-backend=pipespec --log-dir=/dev/null --max-restarts=10 --monitor-interval=0.2 \
+  -m pipespec.join "$1" "$2" "$3"

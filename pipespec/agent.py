@@ -20,7 +20,6 @@ processes of the box hold that standard output, so its end tells that the last o
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import json
 import os
@@ -33,26 +32,26 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
-from pipespec.interfaces import holding, interfaces, resolve
+from pipespec import rendezvous
+from pipespec.alone import PATIENCE_S, alone
+from pipespec.interfaces import LOOPBACK, holding, interfaces, resolve
 from pipespec.keeper import Job, how_it_ended, keep
+from pipespec.scratch import private_folder
 
-# Seconds until what does not end when asked to is killed.
-PATIENCE_S = 5.0
 # Seconds without a word from the launcher after which a box behind SSH gives up.
 SILENCE_S = 40.0
 # Seconds between two signs of life.
 PULSE_S = 1.0
 # Seconds between two looks at the members.
 _MONITOR_S = 0.1
-# The longest name of a Unix socket, in bytes; macOS has the smallest limit.
-_MAX_SOCKET = 103
+# What multiprocessing calls the fork server's socket.
+_LISTENER = "pymp-12345678/listener-12345678"
 _leftovers: list[Path] = []  # to be removed when the agent ends
 
 
@@ -80,11 +79,7 @@ class Setup:
 
 def make_directory() -> Path:
     """A private directory in which the fork server's socket can have its name."""
-    base = tempfile.gettempdir()
-    name = os.path.join(base, "pipespec-12345678", "pymp-12345678", "listener-12345678")
-    return Path(
-        tempfile.mkdtemp(prefix="pipespec-", dir=base if len(name) < _MAX_SOCKET else "/tmp")
-    )
+    return private_folder(_LISTENER)
 
 
 def main() -> None:
@@ -106,7 +101,9 @@ def _main(stdin: BinaryIO) -> NoReturn:
     directory = Path(setup.directory) if setup.directory else make_directory()
     if setup.directory is None:
         _leftovers.append(directory)
-    with _alone(setup.lock, directory):
+    with alone(setup.lock, directory) as lock:
+        if lock is not None:
+            _leftovers.append(lock)
         _prepare(setup, directory)
         # The fork server imports while this process does.
         forkserver.set_forkserver_preload(list(setup.preload))
@@ -137,47 +134,6 @@ def _main(stdin: BinaryIO) -> NoReturn:
 def _tell(message: dict[str, Any]) -> None:
     with suppress(OSError):  # The launcher is gone; standard input says so too.
         os.write(1, json.dumps(message).encode() + b"\n")
-
-
-@contextmanager
-def _alone(name: str | None, directory: Path) -> Iterator[None]:
-    """End the agent of that name, if there is one, and keep the name while this one runs.
-
-    The lock's file names the holder, and its directory, which a killed one leaves to the next.
-    """
-    if name is None:
-        yield
-        return
-    path = Path(tempfile.gettempdir(), f"pipespec-{os.getuid()}-{name.replace('/', '_')}.lock")
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        with path.open("a+") as file:
-            held, status = _locked(file), os.fstat(file.fileno())
-            file.seek(0)
-            holder, _, left = file.read().partition("\n")
-            # Whoever held it before may have removed the file meanwhile.
-            if held and status.st_nlink:
-                if left and status.st_uid == os.getuid():
-                    shutil.rmtree(left, ignore_errors=True)
-                file.truncate(0)
-                file.write(f"{os.getpid()}\n{directory}")
-                file.flush()
-                _leftovers.append(path)
-                yield
-                return
-        if not held and holder.isdigit():
-            kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
-            with suppress(ProcessLookupError):
-                os.kill(int(holder), kind)
-        time.sleep(_MONITOR_S)
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _prepare(setup: Setup, directory: Path) -> None:
@@ -287,16 +243,15 @@ def _run_keepers(directory: Path, job: Job) -> list[Any] | str | Lost:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    rendezvous.register()
     # The members meet elsewhere (`pipespec.transport.distributed`), anew in every epoch.
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=len(job.members),
         run_id=directory.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"is_host": True},
-        local_addr="127.0.0.1",
+        rdzv_backend=rendezvous.BACKEND,
+        local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=_MONITOR_S,
         start_method="forkserver",
@@ -342,14 +297,14 @@ def _blame(directory: Path, job: Job, number: int, exitcode: int) -> str:
         reason = first["line"]
     else:
         (log,) = directory.glob(f"logs/*/attempt_0/{number}/stderr.log")
-        reason = last_line(log)
+        reason = last_line(log.read_bytes())
     how = how_it_ended(exitcode)
     return f"{job.titles[number]} on host {socket.gethostname()} ({how}): {reason}"
 
 
-def last_line(log: Path) -> str:
+def last_line(said: bytes) -> str:
     """What a process wrote last, or the interpreter's word on why it crashed."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     # The interpreter follows a crash's cause with the stacks of its threads.
     crashes = [line for line in lines if line.startswith("Fatal Python error")]
     return (crashes or lines or ["it left no message."])[-1]

@@ -40,6 +40,7 @@ from typing import Any
 from pipespec import entries
 from pipespec.entries import Wrong
 from pipespec.errors import ConfigError
+from pipespec.interfaces import LOOPBACK
 
 LOCAL = "local"
 BY_HAND = "none"
@@ -131,7 +132,7 @@ def this_machine(devices: Sequence[str]) -> Box:
     """The only box of a cluster that needs no hosts file."""
     return Box(
         name=LOCAL,
-        address="127.0.0.1",
+        address=LOOPBACK,
         ssh=LOCAL,
         user=None,
         port=22,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
+LOOPBACK = "127.0.0.1"
 # Asking for a route needs a port and sends nothing; this is "discard".
 ANY_PORT = 9
 
@@ -47,7 +48,7 @@ def resolve(address: str) -> str:
 def holding(address: str, among: Iterable[Interface]) -> Interface | None:
     """The interface that has this numeric address; all of 127.0.0.0/8 is the loopback's."""
     if address.startswith("127."):
-        address = "127.0.0.1"
+        address = LOOPBACK
     return next((interface for interface in among if address in interface.addresses), None)
 
 

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,12 +31,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipespec import ssh
-from pipespec.agent import PATIENCE_S, PULSE_S, Setup, last_line, make_directory
+from pipespec.agent import PULSE_S, Setup, last_line, make_directory
+from pipespec.alone import PATIENCE_S
 from pipespec.errors import ConfigError, RankFailed
 from pipespec.hosts import LOCAL, Box, this_machine
+from pipespec.interfaces import LOOPBACK
 from pipespec.keeper import Job, how_it_ended
 
-LOOPBACK = "127.0.0.1"
 # What almost every rank needs and what takes longest to import (numpy.ma: for `np.unique`).
 PRELOAD = ("torch.distributed", "pipespec.model", "numpy.ma")
 # Seconds between two looks at who ended.
@@ -90,8 +92,8 @@ def launch(
     """Run `entrypoint(*args)` in `num_ranks` processes here, and return while they start.
 
     `entrypoint` is a function of an importable module (not of `__main__`); it and `args` must
-    pickle. Each rank finds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment.
-    `preload` names modules to import once for all ranks, next to the entrypoint's own.
+    pickle. Each rank finds RANK, LOCAL_RANK and WORLD_SIZE in its environment. `preload` names
+    modules to import once for all ranks, next to the entrypoint's own.
 
         with launch(run_rank, (config,), num_ranks=5) as cluster:
             ...             # the ranks run meanwhile
@@ -241,9 +243,11 @@ class RunningBox:
         self._told: dict[str, Any] | None = None  # the agent's last word
         self._began = self._heard = time.monotonic()
         self._back = -math.inf  # when it was heard again after a silence
-        self._directory = make_directory()
+        # Other boxes make one of their own.
+        self._directory = make_directory() if self.box.local else None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the box
         setup = Setup(
-            directory=str(self._directory) if self.box.local else None,
+            directory=None if self._directory is None else str(self._directory),
             preload=self._modules,
             num_members=len(self.box.devices),
             address=self.box.address,
@@ -255,16 +259,15 @@ class RunningBox:
         if self.box.local:
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             options["env"] = {**os.environ, "PYTHONPATH": path}
-        with (self._directory / "agent.log").open("wb") as log:
-            self._agent = ssh.popen(
-                self.box,
-                "pipespec.agent",
-                alive_count=_CUT_S,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                **options,
-            )
+        self._agent = ssh.popen(
+            self.box,
+            "pipespec.agent",
+            alive_count=_CUT_S,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            **options,
+        )
         self._ended = threading.Thread(target=self._listen, args=(self._agent,), daemon=True)
         self._ended.start()
         self._writing = threading.Lock()
@@ -330,7 +333,7 @@ class RunningBox:
             if self._stopped or not self._lost or time.monotonic() - self._began < _RETRY_S:
                 return
             self._end_processes()
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._remove_files()
             for member in self.box.members:
                 self._deaths.put(Death(member, "its box was lost", None))
             self._start()
@@ -353,7 +356,7 @@ class RunningBox:
             if not self._stopped:
                 self._stopped = True
                 self._end_processes()
-                shutil.rmtree(self._directory, ignore_errors=True)
+                self._remove_files()
 
     def _listen(self, agent: subprocess.Popen[bytes]) -> None:
         assert agent.stdout is not None
@@ -394,6 +397,11 @@ class RunningBox:
         self._ended.join()
         self._agent.stdout.close()
 
+    def _remove_files(self) -> None:
+        self._log.close()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
     def _signal_group(self, number: signal.Signals) -> None:
         # While the pipe is held the group has a process, so its id cannot be another's.
         if self._ended.is_alive():
@@ -404,12 +412,13 @@ class RunningBox:
         if self._told is not None and "failed" in self._told:
             return str(self._told["failed"])
         if self._told is not None:
-            results = self._directory / "results"
-            return pickle.loads(results.read_bytes()) if self.box.local else []
-        log = self._directory / "agent.log"
+            if self._directory is None:
+                return []
+            return list(pickle.loads((self._directory / "results").read_bytes()))
+        self._log.seek(0)
+        said = self._log.read()
         if not self.box.local:
-            code = self._agent.returncode
-            return str(ssh.failure(self.box, "pipespec.agent", code, log.read_bytes()))
+            return str(ssh.failure(self.box, "pipespec.agent", self._agent.returncode, said))
         ended = how_it_ended(self._agent.returncode)
         host = socket.gethostname()
-        return f"the launcher of the ranks on host {host} ({ended}): {last_line(log)}"
+        return f"the launcher of the ranks on host {host} ({ended}): {last_line(said)}"

@@ -136,31 +136,37 @@ def serve(
             while len(shared.attached(where.epoch)) < plan.num_ranks:
                 pulse.check(where.epoch)
                 shared.await_attached(where.epoch, plan.num_ranks, LOOK_S)
-            store = meet(shared, roster.address, plan.config.transport.port)
-        return DistributedTransport.connect(
-            plan.devices,
-            store=store,
-            rank=rank,
-            backend=backend,
-            epoch=where.epoch,
-            secret=where.secret,
-            max_rows=plan.max_rows,
-            hidden_size=plan.target.hidden_size,
-            dtype=plan.dtype,
-        )
+            meeting = meet(shared)
+        try:
+            return DistributedTransport.connect(
+                plan.devices,
+                meeting=meeting,
+                rank=rank,
+                backend=backend,
+                epoch=where.epoch,
+                secret=where.secret,
+                max_rows=plan.max_rows,
+                hidden_size=plan.target.hidden_size,
+                dtype=plan.dtype,
+            )
+        except BaseException:
+            meeting.close()
+            raise
 
-    def meet(shared: Membership, address: str, port: int) -> Meeting:
+    def meet(shared: Membership) -> Meeting:
         if rank == 0:
-            store = host_meeting(address, port)
-            shared.invite(where.epoch, f"{address}:{store.port}")
-            return store
+            # Nothing listens for ranks that share a machine.
+            alone = len({boxes[member].name for member in roster.members}) == 1
+            address = None if alone else roster.address
+            meeting = host_meeting(address, plan.config.transport.port)
+            shared.invite(where.epoch, meeting.place)
+            return meeting
         began = time.monotonic()
         while (place := shared.meeting(where.epoch, LOOK_S)) is None:
             pulse.check(where.epoch)
             if time.monotonic() - began > MEET_S:
                 raise RankFailed(f"The head did not say within {MEET_S:g} s where to meet.")
-        host, _, number = place.rpartition(":")
-        return join_meeting(host, int(number))
+        return join_meeting(place)
 
     backend = plan.config.transport.backend
     if backend == "auto":

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from pipespec.control.client import Controller
-from pipespec.control.members import Membership
+from pipespec.control.connection import ANSWER_TIMEOUT_S
+from pipespec.control.members import LEASE_S, Membership
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 from pipespec.roster import Roster
 
@@ -91,7 +92,7 @@ class Recovery:
         roster: of the first epoch, which begins at once.
         members: all that there are, spares included.
         replan: makes a roster without members that are lost, or raises ConfigError.
-        server: the private Redis, if there is one; it is started again when it has ended.
+        server: the private Redis, if there is one; it is started again when it has ended or hangs.
         patience_s: how long a lost member is waited for before the roster changes, and a Redis
             that is not ours before all ends.
         stall_s: how long a step may take.
@@ -115,6 +116,8 @@ class Recovery:
         self._server = server
         self._patience_s = patience_s
         self._stall_s = stall_s
+        # Our own Redis is on this machine: silent for longer, it will not speak again.
+        self._answer_s = ANSWER_TIMEOUT_S if server is None else LEASE_S
         self._members: Members | None = None
         self._alive: set[str] = set()  # members that hold a lease
         self._lost: dict[str, float] = {}  # when a lease ran out
@@ -160,24 +163,30 @@ class Recovery:
         reached = time.monotonic()
         while not self._stop.is_set():
             try:
-                with Membership(self._url, self._namespace) as shared:
+                with Membership(self._url, self._namespace, answer_s=self._answer_s) as shared:
                     if self.faults and self.faults[-1].epoch == self.epoch:
                         self._next(shared)
                     while not self._stop.is_set():
                         reached = time.monotonic()
                         self._look(shared)
             except Unreachable as error:
-                self._note("Redis went away")
-                if not self._revive() and time.monotonic() - reached > self._patience_s:
-                    self._give_up(str(error))
+                silent_s = time.monotonic() - reached
+                if not self._revive(silent_s):
+                    self._note("Redis went away")
+                    if silent_s > self._patience_s:
+                        self._give_up(str(error))
             except Exception as error:  # noqa: BLE001 - nobody else would see to the next fault
                 self._give_up(f"{type(error).__name__}: {error}")
             self._stop.wait(LOOK_S)
 
-    def _revive(self) -> bool:
-        """Start our own Redis again if it has ended."""
-        if self._server is None or self._server.alive():
+    def _revive(self, silent_s: float) -> bool:
+        """Start our own Redis again if it has ended, or hangs as long as a lease lasts."""
+        if self._server is None:
             return False
+        hangs = self._server.alive()
+        if hangs and silent_s < self._answer_s:
+            return False
+        self._note("Redis hung" if hangs else "Redis went away")
         try:
             self._server.restart()
         except ControllerError as error:
@@ -285,6 +294,7 @@ class Recovery:
     def _next(self, shared: Membership) -> None:
         self._events += 1
         self._latest = self.faults[-1].reason
+        shared.note_fault(self.epoch, self._latest)
         self._judge(shared)
         if not self._stop.is_set():
             begun = Controller.new_epoch(self._url, self._namespace, self.roster.encode())

@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
         clean_up_tokenization_spaces: bool,
     ) -> str: ...
 
-    def convert_ids_to_tokens(self, ids: int) -> str: ...
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
 
 
 class Detokenizer:
@@ -57,7 +57,9 @@ class Detokenizer:
         self._ids.append(token)
         # One invalid byte turns its whole run of raw bytes into U+FFFD: wait for the run's end,
         # which a special token, being left out of the text, is not.
-        if RAW_BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token)):
+        # A padded vocabulary has ids without a token, which decode to nothing.
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if name is not None and RAW_BYTE.fullmatch(name):
             self._in_raw_bytes = True
         elif self._in_raw_bytes:
             self._in_raw_bytes = self._decode(self._ids) == self._decode(self._ids[:-1])

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# `nohup make test &` hands on an ignored SIGINT; what the tests start must hear Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch, tokenizers and huggingface_hub are imported.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -39,6 +39,11 @@ class Keys:
     def suspicions(self) -> str:
         return self._key("suspicions")
 
+    @property
+    def fault(self) -> str:
+        """Which epoch ended last, and why."""
+        return self._key("fault")
+
     def lease(self, member: str) -> str:
         return self._key("leases", member)
 

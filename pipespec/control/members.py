@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from pipespec.control.connection import Pipe
+from pipespec.control.connection import ANSWER_TIMEOUT_S, Pipe
 from pipespec.control.keys import Keys
 
 # How long a member that says nothing counts as alive.
@@ -47,9 +47,10 @@ class Membership:
     Raises Unreachable whenever Redis is gone.
     """
 
-    def __init__(self, url: str, namespace: str):
+    def __init__(self, url: str, namespace: str, *, answer_s: float = ANSWER_TIMEOUT_S):
+        """A Redis that takes longer than `answer_s` seconds to answer counts as gone."""
         self._keys = Keys(namespace)
-        self._pipe = Pipe(url)
+        self._pipe = Pipe(url, answer_s)
         self._heard = "0"
 
     def __enter__(self) -> Self:
@@ -92,6 +93,10 @@ class Membership:
         return [
             Suspicion(int(fields[1]), fields[3].decode(), fields[5].decode()) for _, fields in found
         ]
+
+    def note_fault(self, epoch: int, reason: str) -> None:
+        """Keep why an epoch ended, for whoever asks how the cluster is."""
+        self._pipe.call("SET", self._keys.fault, f"epoch {epoch}: {reason}")
 
     def attached(self, epoch: int) -> dict[int, int]:
         """The ranks that have joined an epoch, and their process ids."""

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from pipespec.control.connection import Pipe
 from pipespec.control.keys import Keys
 
-# Every member complains of an epoch that ends; the first one's reason is wanted.
-NUM_COMPLAINTS = 64
-
 
 @dataclass(frozen=True)
 class Overview:
@@ -17,7 +14,7 @@ class Overview:
 
     `joined` ranks have loaded their models and take part in `epoch`. Of the requests so far,
     `open` are being decoded, `queued` wait and `finished` are answered or cancelled. `last_fault`
-    is what was complained of first in the last epoch with a complaint, None without any.
+    says which epoch ended last, and why; None if none has.
     """
 
     epoch: int
@@ -45,8 +42,8 @@ def look(url: str, namespace: str) -> Overview | None:
         pipe.call("GET", keys.finished)
         pipe.call("LLEN", keys.queue)
         pipe.call("LLEN", keys.admitted)
-        pipe.call("XREVRANGE", keys.suspicions, "+", "-", "COUNT", NUM_COMPLAINTS)
-        joined, finished, queued, admitted, faults = pipe.call("EXEC")
+        pipe.call("GET", keys.fault)
+        joined, finished, queued, admitted, fault = pipe.call("EXEC")
     finally:
         pipe.close()
     return Overview(
@@ -55,18 +52,5 @@ def look(url: str, namespace: str) -> Overview | None:
         open=admitted,
         queued=queued,
         finished=int(finished or 0),
-        last_fault=_first_of_last_epoch(faults),
+        last_fault=fault.decode() if fault else None,
     )
-
-
-def _first_of_last_epoch(entries: list[tuple[bytes, list[bytes]]]) -> str | None:
-    """From the stream of suspicions, the newest first: what began the last trouble."""
-    if not entries:
-        return None
-    complaints = []
-    for _, fields in entries:
-        words = [word.decode() for word in fields]
-        complaints.append(dict(zip(words[::2], words[1::2], strict=True)))
-    last = max(int(told["epoch"]) for told in complaints)
-    first = [told for told in complaints if int(told["epoch"]) == last][-1]
-    return f"epoch {last}: {first['member']}: {first['reason']}"

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -22,18 +21,16 @@ from pipespec.control.connection import Pipe
 from pipespec.control.kept import Identity, locked, read_identity, write_identity
 from pipespec.control.listen import PORT_ATTEMPTS, TlsFiles, free_port, resolve
 from pipespec.errors import ConfigError, ControllerError, Unreachable
+from pipespec.interfaces import LOOPBACK
+from pipespec.scratch import Scratch
 
-LOOPBACK = "127.0.0.1"
 # Reading a long append-only file takes a while.
 START_TIMEOUT_S = 30.0
 START_POLL_S = 0.01
 STOP_TIMEOUT_S = 5.0
-# A server that is to be restarted may hang; an end by force loses nothing.
-RESTART_STOP_TIMEOUT_S = 1.0
 # Redis looks this often whether a silent client is still there.
 CLIENT_KEEPALIVE_S = 10
-# The longest path a Unix socket can have, less its name.
-MAX_FOLDER_LENGTH = 90
+SOCKET = "redis.sock"
 PR_SET_PDEATHSIG = 1
 PORT_IN_USE = "Address already in use"
 NO_TLS = "tls-port"
@@ -92,7 +89,7 @@ class EmbeddedRedis:
         self._tls = tls
         self._port: int | None = None
         self._password = secrets.token_urlsafe(24)
-        self._folder: Path | None = None
+        self._scratch: Scratch | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock: int | None = None
         self._held = ExitStack()
@@ -101,8 +98,7 @@ class EmbeddedRedis:
     def url(self) -> str:
         """Where to connect on this machine, password included: not for messages or command
         lines."""
-        assert self._folder, "the server is not started"
-        return f"unix://{self._folder}/redis.sock?password={self._password}"
+        return f"unix://{self._folder / SOCKET}?password={self._password}"
 
     def url_at(self, address: str) -> str:
         """Where to connect over TCP, password included, and the authority's certificate if
@@ -112,6 +108,11 @@ class EmbeddedRedis:
         if not self._tls:
             return f"redis://{place}"
         return f"rediss://{place}?ssl_ca_data={quote(self._tls.ca.read_text(), safe='')}"
+
+    @property
+    def _folder(self) -> Path:
+        assert self._scratch, "the server is not started"
+        return self._scratch.folder
 
     @property
     def port(self) -> int:
@@ -135,14 +136,15 @@ class EmbeddedRedis:
 
         Raises ControllerError if it does not start, Unreachable if it does not answer.
         """
-        assert self._folder, "the server is not started"
-        self._stop(RESTART_STOP_TIMEOUT_S)
+        assert self._scratch, "the server is not started"
+        # It may hang; an end by force loses nothing.
+        self._stop(patience=0)
         self._start()
 
     def __enter__(self) -> Self:
         self._addresses = tuple(dict.fromkeys(map(resolve, self._addresses)))
         try:
-            self._folder = _private_folder()
+            self._scratch = Scratch(SOCKET)
             if self._data:
                 self._lock = self._held.enter_context(locked(self._data))
             attempts = PORT_ATTEMPTS
@@ -166,9 +168,9 @@ class EmbeddedRedis:
         self._stop(STOP_TIMEOUT_S)
         self._held.close()
         self._lock = None
-        if self._folder:
-            shutil.rmtree(self._folder)
-            self._folder = None
+        if self._scratch:
+            self._scratch.close(STOP_TIMEOUT_S)
+            self._scratch = None
 
     def _choose_identity(self) -> bool:
         """Sets password and port; whether the port is one that clients know."""
@@ -183,7 +185,7 @@ class EmbeddedRedis:
 
     def _start(self) -> None:
         binary = find_redis()
-        assert self._folder
+        assert self._scratch
         with open(self._folder / "redis.log", "w+b") as log:
             self._process = subprocess.Popen(
                 [binary, "-"],
@@ -192,7 +194,7 @@ class EmbeddedRedis:
                 stderr=subprocess.STDOUT,
                 cwd=self._folder,
                 umask=0o077,
-                pass_fds=() if self._lock is None else (self._lock,),
+                pass_fds=(self._scratch.hold, *(() if self._lock is None else (self._lock,))),
                 # Ctrl-C on the terminal is for us; we stop the server last.
                 start_new_session=True,
                 preexec_fn=_die_with_parent(),
@@ -207,7 +209,8 @@ class EmbeddedRedis:
     def _stop(self, patience: float) -> None:
         if not self._process:
             return
-        self._process.terminate()
+        if patience:
+            self._process.terminate()
         try:
             self._process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -216,9 +219,8 @@ class EmbeddedRedis:
         self._process = None
 
     def _configuration(self) -> str:
-        assert self._folder
         lines = [
-            f"unixsocket {_quoted(self._folder, 'redis.sock')}",
+            f"unixsocket {_quoted(self._folder, SOCKET)}",
             "unixsocketperm 700",
             "protected-mode yes",
             f'requirepass "{self._password}"',
@@ -286,15 +288,6 @@ def _quoted(*path: str | Path) -> str:
     return f'"{text}"'
 
 
-def _private_folder() -> Path:
-    """A new folder that only this user can open, with a path short enough for a socket."""
-    folder = tempfile.mkdtemp(prefix="pipespec-")
-    if len(folder) > MAX_FOLDER_LENGTH:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="pipespec-", dir="/tmp")
-    return Path(folder)
-
-
 def _die_with_parent() -> Callable[[], None] | None:
     """What a child runs so that it never outlives us, where the system can do that."""
     if sys.platform != "linux":
@@ -304,7 +297,8 @@ def _die_with_parent() -> Callable[[], None] | None:
     parent = os.getpid()
 
     def ask() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        # A server that hangs hears nothing else; an end by force loses nothing.
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
 

@@ -16,14 +16,18 @@ otherwise they are part of it, by way of CPU memory.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from pipespec.errors import RankFailed
 from pipespec.types import Batch
@@ -37,17 +41,38 @@ _TAG = 1
 # Of messages that nobody sends.
 _NOBODY = 2
 _AT_ONCE = timedelta(milliseconds=1)
+_SOURCE = re.compile(r"\[[^\[\]\s]+\.\w+:\d+\]\s*")
+_IN_FILE = "file:"
+_FOLDER = "pipespec-meeting-"
 
 
-# Where ranks find one another's addresses.
-Meeting = TCPStore
+class Meeting:
+    """Where ranks find one another's addresses: `place` says where, for `join_meeting`.
+
+    What they keep in the `store` are addresses and counts; nothing of it is unpickled.
+    """
+
+    def __init__(self, store: Store, place: str, folder: Path | None = None):
+        self.store = store
+        self.place = place
+        self._folder = folder
+
+    def close(self) -> None:
+        """Remove what was made for it, once no rank looks there any more."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def host_meeting(address: str, port: int) -> Meeting:
-    """A store at which ranks can meet, on this machine, at this address only.
+def host_meeting(address: str | None = None, port: int = 0) -> Meeting:
+    """A place at which ranks can meet: in a file that only this user can open, or, given an
+    address of this machine, at that address only.
 
     `port` 0 is any free one. Raises RankFailed if it is taken.
     """
+    if address is None:
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+        file = str(folder / "store")
+        return Meeting(_in_file(file), f"{_IN_FILE}{file}", folder)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -60,7 +85,7 @@ def host_meeting(address: str, port: int) -> Meeting:
         ) from error
     port = listener.getsockname()[1]
     with _blaming(f"The ranks cannot meet at {address}:{port}"):
-        return TCPStore(
+        store = TCPStore(
             address,
             port,
             is_master=True,
@@ -68,12 +93,23 @@ def host_meeting(address: str, port: int) -> Meeting:
             timeout=timedelta(seconds=MEET_S),
             master_listen_fd=listener.detach(),
         )
+    return Meeting(store, f"{address}:{port}")
 
 
-def join_meeting(address: str, port: int) -> Meeting:
-    """The store that another rank hosts. Raises RankFailed."""
-    with _blaming(f"The ranks' meeting at {address}:{port} was not found"):
-        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=MEET_S))
+def join_meeting(place: str) -> Meeting:
+    """The meeting that another rank hosts at this place. Raises RankFailed."""
+    if place.startswith(_IN_FILE):
+        return Meeting(_in_file(place.removeprefix(_IN_FILE)), place)
+    address, _, port = place.rpartition(":")
+    with _blaming(f"The ranks' meeting at {place} was not found"):
+        store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=MEET_S))
+    return Meeting(store, place)
+
+
+def _in_file(file: str) -> Store:
+    store = FileStore(file)
+    store.set_timeout(timedelta(seconds=MEET_S))
+    return store
 
 
 def choose_backend(devices: Sequence[str], boxes: Sequence[str] = ()) -> str:
@@ -93,9 +129,17 @@ def choose_backend(devices: Sequence[str], boxes: Sequence[str] = ()) -> str:
 class DistributedTransport:
     """One rank's links to its neighbours, each a process of its own."""
 
-    def __init__(self, rank: int, num_ranks: int, wire: Wire, device: torch.device) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        wire: Wire,
+        device: torch.device,
+        meeting: Meeting | None = None,
+    ) -> None:
         """Use the process group that exists already; `connect` makes it first."""
         self.rank = rank
+        self._meeting = meeting
         self._last_rank = num_ranks - 1
         self._wire = wire
         self._device = device
@@ -111,7 +155,7 @@ class DistributedTransport:
         cls,
         devices: Sequence[str],
         *,
-        store: Store,
+        meeting: Meeting,
         rank: int,
         epoch: int,
         secret: str,
@@ -120,7 +164,7 @@ class DistributedTransport:
         dtype: torch.dtype,
         backend: str = "auto",
     ) -> DistributedTransport:
-        """Meet the other ranks at a store (`host_meeting`, `join_meeting`).
+        """Meet the other ranks (`host_meeting`, `join_meeting`).
 
         `devices` holds every rank's device, the head's first; `backend` "auto" lets
         `choose_backend` choose; `max_rows` limits a batch; `hidden_size` and `dtype` are the
@@ -140,7 +184,7 @@ class DistributedTransport:
                 "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
                 # Ranks of another secret look for other names. Who can reach the store can list
                 # them, so they are not made of what proves a message's sender.
-                store=PrefixStore("{}:{}".format(*token(secret, epoch, "meeting")), store),
+                store=PrefixStore("{}:{}".format(*token(secret, epoch, "meeting")), meeting.store),
                 rank=rank,
                 world_size=len(devices),
                 timeout=timedelta(seconds=MEET_S),
@@ -150,7 +194,7 @@ class DistributedTransport:
             torch.cuda.set_device(device)
         inline = backend == "gloo"
         wire = Wire(epoch, max_rows, hidden_size, dtype, inline=inline, token=proof)
-        return cls(rank, len(devices), wire, device)
+        return cls(rank, len(devices), wire, device, meeting)
 
     def send(self, batch: Batch) -> None:
         assert self.rank < self._last_rank, "the last rank has nobody to send to"
@@ -201,6 +245,9 @@ class DistributedTransport:
         self._inbox = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        # NCCL looks there again for its first message, so not before.
+        if self._meeting is not None:
+            self._meeting.close()
 
     def _post(self) -> None:
         # A fresh buffer each time: the hidden states of the last batch still lie in theirs.
@@ -227,6 +274,6 @@ def _blaming(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo goes on with guesses of what may have happened.
-        cause = str(error).splitlines()[0].partition(" This is typically")[0]
+        # gloo begins with a place in its source, and goes on with guesses of what happened.
+        cause = _SOURCE.sub("", str(error).splitlines()[0]).partition(" This is typically")[0]
         raise RankFailed(f"{what}: {cause}") from error

@@ -17,8 +17,10 @@ from transformers import AutoTokenizer
 from pipespec.cli import main
 from pipespec.control.connection import Pipe
 from pipespec.control.server import EmbeddedRedis
+from pipespec.interfaces import LOOPBACK
 from pipespec.resources import resource_dir
 from tests import cluster, models
+from tests.listening import assert_private, family, watched
 
 pytestmark = pytest.mark.slow
 PROMPT = "Once upon a time there was a king who"
@@ -43,7 +45,8 @@ class Run:
         )
 
     def finish(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=START_S)
+        with watched(lambda: family(self.process.pid)) as self.seen:
+            out, err = self.process.communicate(timeout=START_S)
         return self.process.returncode, out.decode(), err.decode()
 
     def await_text(self) -> None:
@@ -115,6 +118,10 @@ def test_json_is_one_object_with_everything_in_it(tmp_path):
     } <= spans
     assert all((rank, "control") in spans for rank in range(4))
 
+    # One socket of gloo's for each rank at the loopback, and nothing else.
+    assert_private(run.seen, {LOOPBACK})
+    assert len({each.port for each in run.seen if each.kind == "tcp"}) == 4
+
 
 def test_text_streams_and_ends_before_a_stop_string(tmp_path):
     _, _, text = expected(40)
@@ -128,6 +135,28 @@ def test_text_streams_and_ends_before_a_stop_string(tmp_path):
     assert out.rstrip("\n") == text[: text.index(stop)].rstrip("\n")
     assert "ended by stop" in err
     assert not run.leftovers()
+
+
+@pytest.mark.parametrize("bias", ["[]", "['{padded}:100']"], ids=["random weights", "bias"])
+def test_an_id_of_a_padded_vocabulary_decodes_to_nothing(tmp_path, bias):
+    """Half of the model's ids stand for no token; with the bias it says one of them only."""
+    folder, source = tmp_path / "padded", resource_dir("demo") / "target"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    models.build("llama", folder, vocab_size=2 * len(tokenizer))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    padded = len(tokenizer) + 7
+    code, out, err = Run(
+        tmp_path, "--prompt", PROMPT, "--json", f"model.target={folder}", "cluster.stages=1",
+        "source=ngram", "verify=sample", "verify.seed=3", f"verify.logit_bias={bias}".format(
+        padded=padded), "decode.max_new_tokens=24", "decode.stop=['zzz']",
+    ).finish()  # fmt: skip
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    ids = answer["token_ids"]
+    assert any(id_ >= len(tokenizer) for id_ in ids)
+    assert answer["text"] == tokenizer.decode(ids, skip_special_tokens=True)
+    assert (ids == [padded] * 24) == (bias != "[]")
 
 
 def test_an_existing_redis_is_used_and_left_as_it_was(tmp_path):

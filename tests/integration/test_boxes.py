@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
+from pipespec.interfaces import LOOPBACK
 from tests.cluster import reference
 from tests.driver import PROMPT
+from tests.listening import Listening, assert_private, listening, visit
 from tests.testbed import Testbed, missing
 
 if (lacking := missing()) is not None:
@@ -104,12 +106,13 @@ def cluster(bed) -> Iterator[Driver]:
     until(lambda: not any(leftovers(bed, box) for box in bed.boxes))
 
 
-def leftovers(bed: Testbed, box: str) -> list[int]:
-    """Processes in a box that are not its sshd's."""
+def leftovers(bed: Testbed, box: str, *others: bytes) -> list[int]:
+    """Processes in a box that are not its sshd's: Python's, or those of the others' names."""
     found = []
     for pid in bed.processes(box):
         with suppress(FileNotFoundError):
-            if b"python" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if any(name in line for name in (b"python", *others)):
                 found.append(pid)
     return found
 
@@ -133,6 +136,27 @@ def test_eight_stages_over_three_boxes_say_what_hugging_face_says(texts):
     plan = prepare.plan(compose(["cluster.devices=[cpu]"]))
     prompt = prepare.encode(plan, prepare.load_tokenizers(plan), PROMPT)
     assert texts["greedy"] == reference(Path(plan.target.path), [prompt], TOKENS)[0]
+
+
+def test_strangers_on_the_network_get_nowhere(cluster, texts, tmp_path):
+    """Boxes listen at their own addresses alone, and tell a stranger nothing; the text stays."""
+    bed = cluster.bed
+
+    def ours() -> set[Listening]:
+        return listening(pid for box in bed.boxes for pid in leftovers(bed, box, b"redis-server"))
+
+    seen = ours()
+    assert_private(seen, {LOOPBACK, *map(bed.address, bed.boxes)})
+    reachable = {each for each in seen if each.kind == "tcp" and each.address != LOOPBACK}
+    ruined = tmp_path / "ruined"
+    told = visit(reachable, ruined, lambda argv: bed.run("c", argv, timeout=PATIENCE))
+    said = {bytes.fromhex(word) for words in told.values() for word in words if "Err" not in word}
+    # Redis refuses by name; the meeting and gloo have nothing to say.
+    assert any(word.startswith(b"-NOAUTH") for word in said)
+    assert all(word == b"" or word.startswith(b"-") for word in said)
+    assert cluster.ask(SAMPLED) == texts["sampled"]
+    assert ours() == seen, "nobody was ended, and no epoch begun"
+    assert not ruined.exists()
 
 
 def test_each_rank_is_killed_in_turn(cluster, texts, long):

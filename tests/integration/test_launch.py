@@ -10,7 +10,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +20,7 @@ import torch
 
 from pipespec.errors import ConfigError, OutOfSlots, RankFailed
 from pipespec.launch import check_port, launch
-from pipespec.transport.distributed import DistributedTransport, join_meeting
+from pipespec.transport.distributed import DistributedTransport, host_meeting, join_meeting
 from pipespec.types import Batch
 
 PATIENCE = 60
@@ -28,11 +28,10 @@ PATIENCE = 60
 LIMIT_S = 10
 
 
-def connect(num_ranks: int) -> DistributedTransport:
-    store = join_meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+def connect(num_ranks: int, place: str) -> DistributedTransport:
     return DistributedTransport.connect(
         ["cpu"] * num_ranks,
-        store=store,
+        meeting=join_meeting(place),
         rank=int(os.environ["RANK"]),
         epoch=1,
         secret="",
@@ -46,15 +45,15 @@ def connect(num_ranks: int) -> DistributedTransport:
 
 
 def describe() -> dict[str, str | int]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     print("to nobody's terminal")
     print("nor this", file=sys.stderr)
     return {name: os.environ[name] for name in names} | {"threads": torch.get_num_threads()}
 
 
-def raise_in(rank: int, num_ranks: int) -> None:
+def raise_in(rank: int, num_ranks: int, place: str) -> None:
     """One rank runs out of slots while its neighbours wait for batches."""
-    transport = connect(num_ranks)
+    transport = connect(num_ranks, place)
     if transport.rank == rank:
         raise OutOfSlots("Stage 2 needs 9 KV slots and has 4; raise kv.slots.\nsecond line")
     if transport.rank:
@@ -65,9 +64,9 @@ def raise_in(rank: int, num_ranks: int) -> None:
         signal.pause()
 
 
-def wait_for_batches(num_ranks: int, meeting: str) -> None:
+def wait_for_batches(num_ranks: int, meeting: str, place: str) -> None:
     """Every rank tells its pid and waits, rank 0 for a file that never comes."""
-    transport = connect(num_ranks)
+    transport = connect(num_ranks, place)
     Path(meeting, f"{transport.rank}.partial").write_text(str(os.getpid()))
     Path(meeting, f"{transport.rank}.partial").rename(Path(meeting, str(transport.rank)))
     if transport.rank == 0:
@@ -127,6 +126,14 @@ def nothing_stays(tmp_path, monkeypatch):  # noqa: ARG001 - tmp_path must not co
 
 
 @pytest.fixture
+def place(nothing_stays) -> Iterator[str]:  # noqa: ARG001 - the files must be gone before it looks
+    """Where the ranks of a test meet one another."""
+    meeting = host_meeting()
+    yield meeting.place
+    meeting.close()
+
+
+@pytest.fixture
 def meeting(tmp_path):
     (tmp_path / "meeting").mkdir()
     return tmp_path / "meeting"
@@ -141,15 +148,14 @@ def test_ranks_know_their_place_and_return_their_results(capfd):
         assert not cluster.poll()
     assert [result["RANK"] for result in results] == ["0", "1", "2"]
     assert {result["WORLD_SIZE"] for result in results} == {"3"}
-    assert {result["MASTER_ADDR"] for result in results} == {"127.0.0.1"}
     assert all(result["threads"] <= max(1, os.cpu_count() // 3) for result in results)
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_the_rank_that_raised_is_blamed_with_its_own_sentence(rank, capfd):
+def test_the_rank_that_raised_is_blamed_with_its_own_sentence(rank, place, capfd):
     with (
-        launch(raise_in, (rank, 3), num_ranks=3, preload=()) as cluster,
+        launch(raise_in, (rank, 3, place), num_ranks=3, preload=()) as cluster,
         pytest.raises(RankFailed) as raised,
     ):
         cluster.wait(PATIENCE)
@@ -160,8 +166,8 @@ def test_the_rank_that_raised_is_blamed_with_its_own_sentence(rank, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_killed_rank_ends_the_ranks_that_wait_for_it(meeting):
-    with launch(wait_for_batches, (4, str(meeting)), num_ranks=4, preload=()) as cluster:
+def test_a_killed_rank_ends_the_ranks_that_wait_for_it(meeting, place):
+    with launch(wait_for_batches, (4, str(meeting), place), num_ranks=4, preload=()) as cluster:
         pids = pids_at(meeting, 4)
         assert cluster.poll()
         os.kill(pids[2], signal.SIGKILL)
@@ -180,11 +186,11 @@ def test_a_rank_that_leaves_without_a_word_is_blamed_with_its_last_line():
         cluster.wait(PATIENCE)
 
 
-def test_an_exception_in_the_caller_ends_the_ranks(meeting):
+def test_an_exception_in_the_caller_ends_the_ranks(meeting, place):
     pids = []
     with (  # noqa: PT012 - the block is the point
         pytest.raises(ZeroDivisionError),
-        launch(wait_for_batches, (2, str(meeting)), num_ranks=2, preload=()),
+        launch(wait_for_batches, (2, str(meeting), place), num_ranks=2, preload=()),
     ):
         pids += pids_at(meeting, 2)
         raise ZeroDivisionError
@@ -192,8 +198,8 @@ def test_an_exception_in_the_caller_ends_the_ranks(meeting):
     assert not any(map(alive, pids))
 
 
-def test_the_death_of_the_agent_ends_the_ranks(meeting):
-    with launch(wait_for_batches, (2, str(meeting)), num_ranks=2, preload=()) as cluster:
+def test_the_death_of_the_agent_ends_the_ranks(meeting, place):
+    with launch(wait_for_batches, (2, str(meeting), place), num_ranks=2, preload=()) as cluster:
         pids = pids_at(meeting, 2)
         (agent,) = [
             process
@@ -207,13 +213,14 @@ def test_the_death_of_the_agent_ends_the_ranks(meeting):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_to_the_launching_process_ends_everything(number, meeting):
+def test_a_signal_to_the_launching_process_ends_everything(number, meeting, place):
     script = f"""
         import sys
         sys.path[:0] = {sys.path!r}
         from {__name__} import wait_for_batches
-        from pipespec.launch import check_port, launch
-        with launch(wait_for_batches, (2, {str(meeting)!r}), num_ranks=2, preload=()) as cluster:
+        from pipespec.launch import launch
+        where = {(2, str(meeting), place)!r}
+        with launch(wait_for_batches, where, num_ranks=2, preload=()) as cluster:
             cluster.wait()
     """
     user = subprocess.Popen(
@@ -227,7 +234,7 @@ def test_a_signal_to_the_launching_process_ends_everything(number, meeting):
     assert user.returncode == -number
     # What ends by the launcher's death alone takes a moment longer.
     until(lambda: not any(alive(process.pid) for process in tree), LIMIT_S)
-    until(lambda: not os.listdir(tempfile.gettempdir()), LIMIT_S)
+    until(lambda: os.listdir(tempfile.gettempdir()) == [Path(place).parent.name], LIMIT_S)
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in errors
         assert "torch" not in errors

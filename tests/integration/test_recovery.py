@@ -124,6 +124,15 @@ def test_the_same_text_though_redis_is_killed(greedy):
             assert ask(cluster, at=at, fault=lambda: os.kill(server.pid, signal.SIGKILL)) == greedy
 
 
+def test_the_same_text_though_redis_hangs(greedy):
+    with session.start(plan_of(*GREEDY, "cluster.patience_s=600")) as cluster:
+        server = cluster._recovery._server
+        hung = server.pid
+        assert ask(cluster, at=EARLY, fault=lambda: os.kill(hung, signal.SIGSTOP)) == greedy
+        assert server.pid != hung
+        assert [fault.reason for fault in cluster.faults] == ["Redis hung"]
+
+
 def test_a_rank_killed_between_requests_is_back_for_the_next(greedy):
     with session.start(plan_of(*GREEDY)) as cluster:
         assert ask(cluster) == greedy

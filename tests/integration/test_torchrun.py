@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from transformers import AutoTokenizer
 
 from pipespec import cards
 from pipespec.control.members import Membership
+from pipespec.interfaces import LOOPBACK
 from pipespec.resources import resource_dir
 from tests import cluster
+from tests.listening import assert_private, family, watched
 
 ROOT = Path(__file__).parents[2]
 HOSTS = """
@@ -45,7 +48,26 @@ def environment(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    # What torchrun leaves would lie here.
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     return tmp_path
+
+
+@contextmanager
+def running(argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command in the foreground, ended with Ctrl-C."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(argv, stdout=file, stderr=file)
+    try:
+        yield process
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE)
+    finally:
+        for pid in family(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def pipespec(*arguments: str) -> list[str]:
@@ -63,38 +85,32 @@ def answer(*arguments: str) -> list[int]:
     return json.loads(done.stdout)["token_ids"]
 
 
-@pytest.mark.long
 def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment):
     hosts = environment / "hosts.yaml"
     hosts.write_text(HOSTS)
     invitation = cards.folder() / "hand.invitation"
-    log = (environment / "log").open("wb")
-    up = subprocess.Popen(pipespec("up", f"cluster={hosts}"), stdout=log, stderr=log)
-    try:
+    log = environment / "log"
+    with running(pipespec("up", f"cluster={hosts}"), log) as up:
         until(lambda: invitation.exists() and invitation.stat().st_size)
         assert invitation.stat().st_mode & 0o077 == 0
-        there = subprocess.Popen(
-            [str(ROOT / "launch" / "torchrun.sh"), str(hosts), "there", str(invitation)],
-            stdout=log,
-            stderr=log,
-        )
-        try:
-            until(lambda: (entry := cards.held("hand")) is not None and entry.card)
-            before = answer("--on", "hand")
+        script = [str(ROOT / "launch" / "torchrun.sh"), str(hosts), "there", str(invitation)]
+        with running(script, log) as there:
+            with watched(lambda: [*family(up.pid), *family(there.pid)]) as seen:
+                until(lambda: (entry := cards.held("hand")) is not None and entry.card)
+                before = answer("--on", "hand")
             assert before == answer("cluster.stages=3")
+            assert {each.pid for each in seen} & set(family(there.pid))
+            assert_private(seen, {LOOPBACK})
             card = cards.find("hand")
             with Membership(card.url, card.namespace) as shared:
                 pid = shared.alive(["there/1"])["there/1"]
                 os.kill(pid, signal.SIGKILL)
                 assert answer("--on", "hand") == before
                 assert shared.alive(["there/1"])["there/1"] != pid
-        finally:
-            there.terminate()
-            there.wait(PATIENCE)
-    finally:
-        up.send_signal(signal.SIGINT)
-        assert up.wait(PATIENCE) == 0
+    assert up.returncode == 0
     assert not invitation.exists()
+    left = [path.name for path in (environment / "temporary").iterdir()]
+    assert not [name for name in left if name.startswith(("pipespec", "torchelastic"))]
 
 
 def test_an_unknown_box_and_a_file_that_is_no_invitation_are_refused(environment):
@@ -125,14 +141,14 @@ def test_launch_shows_what_the_members_say_until_ctrl_c(environment):
     prompt = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
     (expected,) = cluster.reference(folder, [prompt], NUM_TOKENS)
     log = environment / "log"
-    with log.open("wb") as file:
-        launched = subprocess.Popen(pipespec("launch", str(hosts)), stdout=file, stderr=file)
-    try:
+    with (
+        running(pipespec("launch", str(hosts)), log) as launched,
+        watched(lambda: family(launched.pid)) as seen,
+    ):
         until(lambda: (entry := cards.held("hand")) is not None and entry.card)
         assert answer("--on", "hand") == expected
-    finally:
-        launched.send_signal(signal.SIGINT)
-        assert launched.wait(PATIENCE) == 0
+    assert launched.returncode == 0
+    assert_private(seen, {LOOPBACK})
     said = log.read_text()
     assert "here/1 rank 1: epoch 1" in said
     assert "there/0 rank 2: epoch 1" in said

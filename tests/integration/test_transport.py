@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +15,15 @@ import torch
 import torch.distributed as dist
 
 from pipespec.errors import RankFailed
+from pipespec.interfaces import LOOPBACK
 from pipespec.launch import launch
 from pipespec.transport import Transport
-from pipespec.transport.distributed import DistributedTransport, choose_backend, join_meeting
+from pipespec.transport.distributed import (
+    DistributedTransport,
+    choose_backend,
+    host_meeting,
+    join_meeting,
+)
 from pipespec.transport.threads import thread_transports
 from pipespec.types import NUM_COLUMNS, Batch
 
@@ -61,10 +68,10 @@ def run_pipeline(transport: Transport, last_rank: int) -> list[str]:
     return differing
 
 
-def connect(num_ranks: int) -> DistributedTransport:
+def connect(num_ranks: int, place: str) -> DistributedTransport:
     return DistributedTransport.connect(
         ["cpu"] * num_ranks,
-        store=join_meeting(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+        meeting=join_meeting(place),
         rank=int(os.environ["RANK"]),
         epoch=1,
         secret="",
@@ -77,13 +84,13 @@ def connect(num_ranks: int) -> DistributedTransport:
 # --- entrypoints of ranks ---------------------------------------------------------------------
 
 
-def pipeline_rank(num_ranks: int) -> list[str]:
-    return run_pipeline(connect(num_ranks), num_ranks - 1)
+def pipeline_rank(num_ranks: int, place: str) -> list[str]:
+    return run_pipeline(connect(num_ranks, place), num_ranks - 1)
 
 
-def rank_that_is_woken() -> str:
+def rank_that_is_woken(place: str) -> str:
     """Rank 1 waits for a batch that never comes, until another thread closes its links."""
-    transport = connect(2)
+    transport = connect(2, place)
     if transport.rank == 0:
         transport.send(Batch(0))
         with pytest.raises(RuntimeError):
@@ -97,9 +104,9 @@ def rank_that_is_woken() -> str:
     return str(raised.value)
 
 
-def rank_that_stops_and_leaves() -> list[int]:
+def rank_that_stops_and_leaves(place: str) -> list[int]:
     """Rank 0 is gone long before rank 1 looks at what it sent."""
-    transport = connect(2)
+    transport = connect(2, place)
     if transport.rank == 0:
         transport.send(batch_at(0, 0))
         transport.send(Batch(1, stop=True))
@@ -112,8 +119,8 @@ def rank_that_stops_and_leaves() -> list[int]:
     return [first.step, second.step, int(second.stop)]
 
 
-def rank_whose_predecessor_leaves() -> str:
-    transport = connect(2)
+def rank_whose_predecessor_leaves(place: str) -> str:
+    transport = connect(2, place)
     if transport.rank == 0:
         transport.close()
         return ""
@@ -126,9 +133,17 @@ def rank_whose_predecessor_leaves() -> str:
 # --- the contract ----------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[None, LOOPBACK], ids=["file", "address"])
+def place(request) -> Iterator[str]:
+    """Where the ranks of a test meet."""
+    meeting = host_meeting(request.param)
+    yield meeting.place
+    meeting.close()
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_batches_arrive_in_order_and_unchanged_between_processes(num_ranks):
-    with launch(pipeline_rank, (num_ranks,), num_ranks=num_ranks, preload=()) as cluster:
+def test_batches_arrive_in_order_and_unchanged_between_processes(num_ranks, place):
+    with launch(pipeline_rank, (num_ranks, place), num_ranks=num_ranks, preload=()) as cluster:
         assert cluster.wait(PATIENCE) == [[]] * num_ranks
 
 
@@ -146,14 +161,25 @@ def test_batches_arrive_in_order_and_unchanged_between_threads():
         (rank_whose_predecessor_leaves, "Rank 1 lost its link to rank 0"),
     ],
 )
-def test_ends_between_processes(entrypoint: Callable, expected):
-    with launch(entrypoint, num_ranks=2, preload=()) as cluster:
+def test_ends_between_processes(entrypoint: Callable, expected, place):
+    with launch(entrypoint, (place,), num_ranks=2, preload=()) as cluster:
         result = cluster.wait(PATIENCE)[1]
     if isinstance(expected, str):
         assert result.startswith(expected)
         assert "\n" not in result
+        assert "gloo/" not in result, "a place in gloo's source helps nobody"
     else:
         assert result == expected
+
+
+def test_only_this_user_can_open_a_meeting_in_a_file_and_nothing_of_it_stays():
+    meeting = host_meeting()
+    file = Path(meeting.place.removeprefix("file:"))
+    assert file.parent.stat().st_mode & 0o077 == 0
+    meeting.store.set("a", "b")
+    assert join_meeting(meeting.place).store.get("a") == b"b"
+    meeting.close()
+    assert not file.parent.exists()
 
 
 def in_a_thread(call: Callable) -> tuple[threading.Thread, list]:

@@ -27,8 +27,10 @@ from pipespec.control.requests import Finished, RequestLog
 from pipespec.control.server import EmbeddedRedis
 from pipespec.errors import RankFailed
 from pipespec.generate import generate
+from pipespec.interfaces import LOOPBACK
 from pipespec.resources import resource_dir
 from tests import cluster
+from tests.listening import assert_private, listening, visit
 
 pytestmark = pytest.mark.slow
 PIPESPEC = [sys.executable, "-m", "pipespec"]
@@ -310,6 +312,29 @@ def test_the_password_is_in_the_card_alone(up: Place, capsys: pytest.CaptureFixt
     assert password not in out + json.dumps(status(capsys)) + up.log(NAME)
 
 
+def test_a_stranger_on_the_machine_gets_nowhere(
+    up: Place, tmp_path: Path, expected: dict[str, list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Another user says all sorts of things wherever `up` listens; the text stays the same."""
+    if os.geteuid() != 0:
+        pytest.skip("being another user needs root")
+    seen = listening(process.pid for process in up.processes())
+    assert_private(seen, {LOOPBACK})
+    assert len({each.port for each in seen if each.kind == "tcp"}) == 3
+    faults = status(capfd)[0]["faults"]
+    told = visit(seen, tmp_path / "ruined")
+    for each, said in told.items():
+        if each.kind == "unix":
+            assert set(said) == {"PermissionError"}
+        else:  # gloo says nothing to whom it does not know
+            assert set(said) <= {"", "TimeoutError", "ConnectionResetError"}
+    assert {each.kind for each in told} == {"tcp", "unix"}
+    assert main(["generate", "--on", NAME, "--json", "--prompt", PROMPTS[0]]) == 0
+    assert json.loads(capfd.readouterr().out)["token_ids"] == expected[PROMPTS[0]]
+    assert status(capfd)[0]["faults"] == faults
+    assert not (tmp_path / "ruined").exists()
+
+
 # --- how a cluster ends -------------------------------------------------------------------------
 
 
@@ -393,6 +418,7 @@ def test_a_killed_cluster_is_not_up_and_its_name_is_free(
     card = cards.find("default")
     os.kill(card.owner.pid, signal.SIGKILL)
     until(lambda: not place.processes())
+    assert not list((place.folder / "tmp").iterdir())
     assert (place.folder / "pipespec" / "default.json").exists()
     assert status(capsys) == []
     assert main(["generate", "--on", "default", "--prompt", "a"]) == 2
