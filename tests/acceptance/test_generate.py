@@ -1,5 +1,7 @@
 """`pipespec generate` as a user runs it: real processes, and nothing left when it is over."""
 
+from __future__ import annotations
+
 import json
 import os
 import signal
@@ -7,6 +9,8 @@ import socket
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -28,6 +32,19 @@ MARK = "PIPESPEC_TEST_RUN"
 START_S = 120  # a loaded machine takes its time to import torch
 
 
+STARTED: list[Run] = []
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    """Whatever happens in a test, nothing that it has started goes on."""
+    yield
+    for run in STARTED:
+        for process in run.processes():
+            process.kill()
+    STARTED.clear()
+
+
 class Run:
     """One `pipespec generate` in a process tree that can be found again by a mark."""
 
@@ -43,6 +60,7 @@ class Run:
             env=os.environ | {MARK: self.mark, "TMPDIR": str(self.folder), "PYTHONUNBUFFERED": "1"},
             cwd=Path(__file__).parent.parent.parent,
         )
+        STARTED.append(self)
 
     def finish(self) -> tuple[int, str, str]:
         with watched(lambda: family(self.process.pid)) as self.seen:
@@ -61,13 +79,15 @@ class Run:
 
     def leftovers(self) -> list[str]:
         """Processes and files of this run that are still there."""
-        found = [str(path) for path in self.folder.iterdir()]
+        files = [str(path) for path in self.folder.iterdir()]
+        return [*files, *(" ".join(process.cmdline()) for process in self.processes())]
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
         for process in psutil.process_iter():
-            try:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 if process.environ().get(MARK) == self.mark:
-                    found.append(" ".join(process.cmdline()))
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
+                    found.append(process)
         return found
 
 

@@ -226,11 +226,14 @@ def test_a_signal_to_the_launching_process_ends_everything(number, meeting, plac
     user = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, text=True
     )
-    pids = pids_at(meeting, 2)
-    tree = psutil.Process(user.pid).children(recursive=True)
-    assert set(pids) < {process.pid for process in tree}
-    user.send_signal(number)
-    _, errors = user.communicate(timeout=PATIENCE)
+    try:
+        pids = pids_at(meeting, 2)
+        tree = psutil.Process(user.pid).children(recursive=True)
+        assert set(pids) < {process.pid for process in tree}
+        user.send_signal(number)
+        _, errors = user.communicate(timeout=PATIENCE)
+    finally:
+        user.kill()  # its ranks end with it
     assert user.returncode == -number
     # What ends by the launcher's death alone takes a moment longer.
     until(lambda: not any(alive(process.pid) for process in tree), LIMIT_S)

@@ -208,13 +208,18 @@ def test_a_signal_ends_the_command_without_a_traceback(
 ) -> None:
     prompt = tmp_path / "prompt"
     os.mkfifo(prompt)
-    process = subprocess.Popen(
-        [*PIPESPEC, "generate", "--prompt-file", str(prompt)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    with prompt.open("w"):  # opens as soon as the command is waiting for the prompt's text
+    # Under nohup it is ignored, and so it would be there.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        process = subprocess.Popen(
+            [*PIPESPEC, "generate", "--prompt-file", str(prompt)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(number, before)
+    with process, prompt.open("w"):  # opens as soon as the command is waiting for the prompt's text
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (128 + number, "", "")
