@@ -40,6 +40,7 @@ from typing import Any
 from pipespec import entries
 from pipespec.entries import Wrong
 from pipespec.errors import ConfigError
+from pipespec.limits import MAX_COUNT, MAX_STAGES, suggest
 
 LOCAL = "local"
 BY_HAND = "none"
@@ -219,7 +220,7 @@ def _hosts(values: Any, stem: str) -> Hosts:
         draft=_draft(given.get("draft"), boxes),
         order=_order(given.get("order"), names),
         split=_split(given.get("split")),
-        spares=entries.whole("spares", given.get("spares", 0), 0),
+        spares=entries.whole("spares", given.get("spares", 0), 0, MAX_STAGES),
     )
     num_members = len(hosts.members)
     if num_members < 2:
@@ -260,9 +261,7 @@ def _box(where: str, values: Any, defaults: Mapping[str, Any]) -> Box:
 def _draft(value: Any, boxes: Sequence[Box]) -> str | None:
     members = [member for box in boxes for member in box.members]
     if value is not None and value not in members:
-        raise Wrong(
-            f"draft is {value!r}, which is no member; {entries.suggest(str(value), members)}."
-        )
+        raise Wrong(f"draft is {value!r}, which is no member; {suggest(str(value), members)}.")
     return value
 
 
@@ -272,9 +271,7 @@ def _order(value: Any, names: Sequence[str]) -> tuple[str, ...] | None:
     order = entries.filled_list("order", value)
     for name in order:
         if name not in names:
-            raise Wrong(
-                f"order holds {name!r}, which is no host; {entries.suggest(str(name), names)}."
-            )
+            raise Wrong(f"order holds {name!r}, which is no host; {suggest(str(name), names)}.")
     if sorted(order) != sorted(names):
         raise Wrong(f"order is {order}, but must name each of {', '.join(names)} once.")
     return tuple(order)
@@ -284,5 +281,6 @@ def _split(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     return tuple(
-        entries.whole("split", layers, 1) for layers in entries.filled_list("split", value)
+        entries.whole("split", layers, 1, MAX_COUNT)
+        for layers in entries.filled_list("split", value)
     )
