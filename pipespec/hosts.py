@@ -213,6 +213,7 @@ def _hosts(values: Any, stem: str) -> Hosts:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise Wrong(f"two hosts are called {twice!r}; give each another name.")
+    _refuse_one_machine_twice(boxes)
     name = entries.box_name("name", given.get("name", re.sub(r"[^A-Za-z0-9_.:-]", "_", stem)))
     hosts = Hosts(
         name=name,
@@ -240,6 +241,18 @@ def _hosts(values: Any, stem: str) -> Hosts:
             "of layers per stage."
         )
     return hosts
+
+
+def _refuse_one_machine_twice(boxes: Sequence[Box]) -> None:
+    """Raise Wrong if two boxes are reached as one; members that others start may share theirs."""
+    found: dict[tuple[object, ...], str] = {}
+    for box in boxes:
+        way = (box.address, box.ssh or box.address, box.user, box.port)
+        if not box.by_hand and found.setdefault(way, box.name) != box.name:
+            raise Wrong(
+                f"{found[way]!r} and {box.name!r} are one machine (address {box.address!r}); "
+                "list its devices under one of them, or correct an address."
+            )
 
 
 def _checked(where: str, values: Any, kinds: Mapping[str, entries.Kind]) -> dict[str, Any]:

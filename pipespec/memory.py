@@ -1,14 +1,15 @@
-"""The memory that a plan asks for, and what is free: told before any rank starts.
+"""The memory and the open files that a plan asks for, and what is free: before any rank starts.
 
-Counted is only what is surely taken, so that nothing is refused that would run: the KV pools,
-which are written when they are made, one batch of the largest size on its way through a rank,
-the tree, and the weights. On a CPU weights of the checkpoint's own type are no more than its
-files, mapped into memory, of which the system keeps as much as it has room for; they count
-where loading makes others of them.
+Of memory only that is counted which is surely taken, so that nothing is refused that would run:
+the KV pools, which are written when they are made, one batch of the largest size on its way
+through a rank, the tree, and the weights. On a CPU weights of the checkpoint's own type are no
+more than its files, mapped into memory, of which the system keeps as much as it has room for;
+they count where loading makes others of them.
 """
 
 from __future__ import annotations
 
+import resource
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,6 +29,11 @@ WEIGHTS = "the weights"
 # What a node of `pipespec.tree.Tree` takes: seven numbers of 8 bytes and two flags.
 NODE_BYTES = 7 * 8 + 2
 SLOT_BYTES = 8  # in the list of free slots
+
+# What was measured with 1, 4 and 8 stages: below this nothing starts. The process with most files
+# holds pipes to every member; a private Redis keeps 32 for itself and has two to four connections
+# of every member.
+FILES, REDIS_FILES, FILES_PER_MEMBER = 30, 35, 4
 
 REMEDIES = {
     WEIGHTS: "use more boxes or devices, a smaller model, or model.quantization",
@@ -105,6 +111,25 @@ def require_memory(
                 f"which {most / GIB:.3g} are for {what}, but {free / GIB:.3g} GiB are free; "
                 f"{REMEDIES[what]}."
             )
+
+
+def require_files(plan: Plan, limit: int | None = None) -> None:
+    """Raise ConfigError unless this process and its children may open files enough.
+
+    `limit` is the soft limit of open files, None: the one that is in force.
+    """
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    local = sum(len(box.members) for box in plan.boxes if box.local)
+    wanted = FILES + FILES_PER_MEMBER * local
+    if plan.config.controller.url is None:
+        members = sum(len(box.members) for box in plan.boxes)
+        wanted = max(wanted, REDIS_FILES + FILES_PER_MEMBER * members)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        raise ConfigError(
+            f"This process may open {limit} files, but {wanted} are needed for "
+            f"{plan.num_ranks} ranks; raise the limit with `ulimit -n`."
+        )
 
 
 def local_ranks(plan: Plan) -> list[int]:

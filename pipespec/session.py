@@ -216,6 +216,7 @@ def start(
         )
     prepare.require_quantizers(plan)
     prepare.require_backend(plan)
+    memory.require_files(plan)
     memory.require_memory(plan, memory.local_ranks(plan))
     check_port(plan.config.transport.port)
     address = own_address(plan.boxes)

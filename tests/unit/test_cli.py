@@ -78,6 +78,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--nun-prompts=3"], "did you mean --num-prompts?"),
         (["bench", "feed.widht=3"], "did you mean feed.width?"),
         (["bench", "feed.width"], "is not a setting"),
+        (["up", "--name", ""], "The name of a cluster is ''"),
+        (["launch", "--name", "", "hosts.yaml"], "The name of a cluster is ''"),
         (["check", "feed=level"], "takes no settings"),
         (["check", "--jason"], "did you mean --json?"),
         (["plan", "feed=level"], "takes options and no settings"),
@@ -159,6 +161,19 @@ def test_mistakes_and_help_do_not_wait_for_torch() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.stdout == "False\n"
+
+
+def test_a_user_without_a_home_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
+    assert "no home folder: set HOME" in refused(capsys, "status")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # nobody has this number
+    assert "no home folder: set HOME" in refused(capsys, "status")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["status"]) == 0
 
 
 def test_check_says_what_the_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:

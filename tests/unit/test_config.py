@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 import typing
 from dataclasses import fields
 from pathlib import Path
@@ -323,7 +324,7 @@ def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
         harmless = {"presence_penalty", "frequency_penalty"}
     needed = {ModelConfig: {"target": "t"}, Synthetic: {"truth": __file__}}.get(cls, {})
     for name, hint in typing.get_type_hints(cls).items():
-        kinds = {*typing.get_args(hint), hint}
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if type(value) in kinds and name not in harmless:
             with pytest.raises(ConfigError, match=name):
                 cls(**{**needed, name: value})

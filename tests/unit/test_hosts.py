@@ -184,3 +184,30 @@ def test_a_file_that_is_missing_is_named(tmp_path):
 
 def test_the_full_file_is_plain_yaml():
     assert yaml.safe_load(FULL)["spares"] == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refused"),
+    [
+        ("", "", True),
+        ("ssh: local", "ssh: local", True),
+        ("ssh: x", "ssh: x", True),
+        ("ssh: x", "ssh: y", False),
+        ("port: 22", "port: 2222", False),
+        ("user: a", "user: b", False),
+        ("ssh: local", "ssh: none", False),
+        ("ssh: none", "ssh: none", False),
+    ],
+)
+def test_one_machine_listed_twice_is_named(first, second, refused, tmp_path):
+    file = tmp_path / "hosts.yaml"
+    boxes = "".join(
+        f"  - {{name: {name}, address: 10.0.0.1, {more}}}\n".replace(", }", "}")
+        for name, more in (("alpha", first), ("beta", second))
+    )
+    file.write_text("hosts:\n" + boxes)
+    if not refused:
+        assert len(load_hosts(file).boxes) == 2
+        return
+    with pytest.raises(ConfigError, match=r"'alpha' and 'beta' are one machine .*'10\.0\.0\.1'"):
+        load_hosts(file)

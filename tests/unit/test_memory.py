@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pipespec.memory import (
     free_bytes,
     local_ranks,
     needs,
+    require_files,
     require_memory,
 )
 from pipespec.placement import num_slots
@@ -87,6 +89,20 @@ def test_ranks_of_other_boxes_are_not_counted_here() -> None:
     plan = planned()
     far = replace(this_machine(["cpu"] * 3), name="local", ssh=None)
     assert local_ranks(replace(plan, boxes=(far,))) == []
+
+
+@pytest.mark.parametrize(("stages", "least"), [(1, 43), (4, 55), (8, 71)])
+def test_too_few_open_files_are_told_with_what_is_needed(stages: int, least: int) -> None:
+    """With one less than `least`, runs of so many stages were seen to fail."""
+    plan = planned(f"cluster.stages={stages}")
+    require_files(plan, least)
+    require_files(plan, resource.RLIM_INFINITY)
+    with pytest.raises(ConfigError, match=rf"may open {least - 1} files, but {least} .*ulimit -n"):
+        require_files(plan, least - 1)
+    elsewhere = planned(f"cluster.stages={stages}", "controller.url=redis://host")
+    require_files(elsewhere, least - 5)
+    with pytest.raises(ConfigError, match="ulimit -n"):
+        require_files(elsewhere, least - 6)
 
 
 V2 = {"memory.max": "1000\n", "memory.current": "900\n"}
