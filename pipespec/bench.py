@@ -37,6 +37,7 @@ from pipespec.compose import compose
 from pipespec.config import Config
 from pipespec.dataset import Sample
 from pipespec.errors import ConfigError, PipespecError, PromptError, RankFailed
+from pipespec.limits import MAX_COUNT, check_whole
 from pipespec.stats import Report
 from pipespec.text import Detokenizer, StopStrings
 
@@ -142,9 +143,9 @@ def bench(
         ConfigError, Unreachable: before any rank starts, if anything is wrong.
         RankFailed: a rank died; the others have been ended.
     """
-    check_positive("concurrency", concurrency)
+    check_whole("concurrency", concurrency, 1, MAX_COUNT)
     if prompt_tokens is not None:
-        check_positive("prompt_tokens", prompt_tokens)
+        check_whole("prompt_tokens", prompt_tokens, 1, MAX_COUNT)
     if not samples:
         raise ConfigError("There is no sample to decode; pass at least one.")
     plan = prepare.plan(config) if on is None else attached.plan_of(on, config)
@@ -243,12 +244,6 @@ def _result(
         token_ms=arrivals,
         stats=answers.statistics(config, enqueued, reports),
     )
-
-
-def check_positive(name: str, value: int) -> None:
-    """Raise ConfigError unless the bench setting is 1 or more."""
-    if value < 1:
-        raise ConfigError(f"{name} is {value}, but must be a whole number from 1 up.")
 
 
 # --- truth ------------------------------------------------------------------------------------

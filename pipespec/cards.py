@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from pipespec.errors import ConfigError
+from pipespec.resources import home
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 CARD, LOCK, LOG = ".json", ".lock", ".log"
@@ -105,7 +106,7 @@ class Entry:
 def folder() -> Path:
     """Where cards lie: `$XDG_STATE_HOME/pipespec`, or `~/.local/state/pipespec`."""
     state = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
+    base = Path(state) if os.path.isabs(state) else home() / ".local" / "state"
     return base / "pipespec"
 
 

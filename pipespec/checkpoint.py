@@ -6,6 +6,7 @@ No weight is loaded here, so that a folder that cannot work is refused before an
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 from pipespec.errors import ModelError
 from pipespec.headers import Tensor, read_json, read_tensors
+from pipespec.limits import MAX_COUNT, fault
 from pipespec.precision import ITEM_BYTES, METHODS, MXFP4, QUANTIZATIONS, require_package
 
 # Each of these decodes token for token like Hugging Face `generate` in
@@ -71,6 +73,17 @@ ARCHITECTURES = (
 NUM_SHOWN = 3
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_MAX_LAYERS = 10_000
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EMBEDDING = re.compile(r"\.(embed_tokens|embed_in)\.weight$")
 # Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
@@ -192,6 +205,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
     raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
     model_type = str(raw.get("model_type"))
     require_supported(model_type, path)
+    _check_sizes(path, raw)
     quantization = _quantization(path, raw.get("quantization_config"))
     config = _config(path)
     tensors = read_tensors(path)
@@ -255,10 +269,10 @@ def require_supported(model_type: str, path: str | Path) -> None:
 
 def resolve(model: str | Path) -> Path:
     """The local folder of a model: the path itself, or where the hub's cache holds that id."""
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if os.path.isdir(path):
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise ModelError(f"{path} is a file; give the folder that holds config.json")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model in (".", ".."):
         raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
@@ -310,9 +324,18 @@ def _config(path: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"{path / 'config.json'} is not valid: {reason}") from error
+
+
+def _check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
+    """Raise ModelError if a size in config.json is out of range; Transformers checks types."""
+    for name in _SIZES:
+        most = _MAX_LAYERS if name == "num_hidden_layers" else MAX_COUNT
+        wrong = fault(name, raw.get(name), 1, most)
+        if wrong and type(raw.get(name)) in (int, float):
+            raise ModelError(f"{path / 'config.json'}: {wrong[:-1]}; fetch the checkpoint again")
 
 
 def _kv_size(config: Any) -> int:

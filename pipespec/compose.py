@@ -25,10 +25,10 @@ from pipespec.config import (
     ModelConfig,
     TransportConfig,
     masked,
-    suggest,
 )
 from pipespec.errors import ConfigError
 from pipespec.hosts import load_hosts
+from pipespec.limits import suggest
 from pipespec.resources import resource_dir
 
 if TYPE_CHECKING:  # `pipespec generate --help` can do without
@@ -182,6 +182,9 @@ def _parse(text: str) -> Override:
             f"The setting {masked(text)!r} cannot be read: put a value that has spaces, commas or "
             "brackets in quotes, as in 'decode.stop=[\"a b\"]'."
         ) from error
+    except ValueError as error:  # Python reads no number of thousands of digits
+        name = text.partition("=")[0]
+        raise ConfigError(f"{name} has too many digits; write a smaller number.") from error
     if override.is_sweep_override():
         name = override.key_or_group
         raise ConfigError(f"{masked(text)!r} holds several values; write a list as {name}=[a,b].")

@@ -5,14 +5,21 @@ Whatever is out of range is one sentence in a ConfigError.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipespec.errors import ConfigError
+from pipespec.limits import (
+    LARGEST_PORT,
+    MAX_COUNT,
+    MAX_SECONDS,
+    MAX_STAGES,
+    check_choice,
+    check_number,
+    check_whole,
+)
 from pipespec.precision import ITEM_BYTES, QUANTIZATIONS
 
 if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
@@ -25,7 +32,8 @@ DTYPES = ("auto", *ITEM_BYTES)
 SYNCS = ("lockstep", "free")
 BACKENDS = ("auto", "gloo", "nccl")
 URL_SCHEMES = ("redis", "rediss", "unix")
-LARGEST_PORT = 65535
+MAX_CHUNK = 65536  # prompt tokens in a batch
+A_FREE_PORT = "; 0 is a free one"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 NAMESPACE = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -54,7 +62,7 @@ class ModelConfig:
             if getattr(self, name) is not None:
                 check_choice(f"model.{name}", getattr(self, name), QUANTIZATIONS)
         if self.context is not None:
-            check_at_least("model.context", self.context, 2)
+            check_whole("model.context", self.context, 2, MAX_COUNT)
 
 
 @dataclass(frozen=True)
@@ -84,11 +92,10 @@ class ClusterConfig:
     stall_s: float = 30.0
 
     def __post_init__(self) -> None:
-        check_at_least("cluster.stages", self.stages, 1)
-        check_at_least("cluster.spares", self.spares, 0)
+        check_whole("cluster.stages", self.stages, 1, MAX_STAGES)
+        check_whole("cluster.spares", self.spares, 0, MAX_STAGES)
         for name in ("patience_s", "stall_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"cluster.{name} is {getattr(self, name)}, but must be above 0.")
+            check_number(f"cluster.{name}", getattr(self, name), 0, MAX_SECONDS, above=True)
         if self.split is not None and (len(self.split) != self.stages or min(self.split) < 1):
             raise ConfigError(
                 f"cluster.split is {self.split}, but must be a positive number of layers for each "
@@ -132,8 +139,8 @@ class DecodeConfig:
     chat: bool = False
 
     def __post_init__(self) -> None:
-        check_at_least("decode.max_new_tokens", self.max_new_tokens, 1)
-        check_at_least("decode.prefill_chunk", self.prefill_chunk, 1)
+        check_whole("decode.max_new_tokens", self.max_new_tokens, 1, MAX_COUNT)
+        check_whole("decode.prefill_chunk", self.prefill_chunk, 1, MAX_CHUNK)
         if "" in self.stop:
             raise ConfigError("decode.stop holds an empty string, which would end every text.")
 
@@ -154,11 +161,7 @@ class ControllerConfig:
     tls: str | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= LARGEST_PORT:
-            raise ConfigError(
-                f"controller.port is {self.port}, but must be from 0 (a free one) to "
-                f"{LARGEST_PORT}."
-            )
+        check_whole("controller.port", self.port, 0, LARGEST_PORT, A_FREE_PORT)
         for name in ("data", "tls"):
             if getattr(self, name) == "":
                 raise ConfigError(f"controller.{name} is empty, but must name a folder or be null.")
@@ -192,10 +195,7 @@ class TransportConfig:
 
     def __post_init__(self) -> None:
         check_choice("transport.backend", self.backend, BACKENDS)
-        if not 0 <= self.port <= LARGEST_PORT:
-            raise ConfigError(
-                f"transport.port is {self.port}, but must be from 0 (a free one) to {LARGEST_PORT}."
-            )
+        check_whole("transport.port", self.port, 0, LARGEST_PORT, A_FREE_PORT)
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,9 @@ class Config:
         self.pace.check(self.cluster.stages)
         if self.trace is None:
             return
-        if not self.trace or Path(self.trace).is_dir():
+        if not self.trace or os.path.isdir(self.trace):
             raise ConfigError(f"trace is {self.trace!r}, but must name a file.")
-        if not Path(self.trace).resolve().parent.is_dir():
+        if not os.path.isdir(os.path.dirname(os.path.abspath(self.trace))):
             raise ConfigError(f"trace is {self.trace!r}, but the folder of that file is missing.")
 
 
@@ -233,22 +233,3 @@ def masked(text: str) -> str:
     """A setting as messages and results may show it: without the password of a URL."""
     text = re.sub(r"://\S*@", "://***@", text)
     return re.sub(r"password=[^&\s]*", "password=***", text)
-
-
-def check_at_least(name: str, value: int, limit: int) -> None:
-    """Raise ConfigError if `value` is below `limit`."""
-    if value < limit:
-        raise ConfigError(f"{name} is {value}, but must be a whole number from {limit} up.")
-
-
-def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
-    """Raise ConfigError, with the nearest choice, if `value` is none of `choices`."""
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; {suggest(value, list(choices))}.")
-
-
-def suggest(value: str, known: Sequence[str], prefix: str = "") -> str:
-    """The nearest of the known names, for the end of an error's sentence."""
-    near = get_close_matches(value, known, n=1)
-    listed = "choose from " + ", ".join(known)
-    return f"did you mean {prefix}{near[0]}? ({listed})" if near else listed

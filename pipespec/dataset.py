@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pipespec.errors import ConfigError
+from pipespec.limits import MAX_COUNT, check_whole
 
 PATTERN = "*.jsonl"
 
@@ -30,8 +31,8 @@ def load(path: str | os.PathLike[str], limit: int | None = None) -> list[Sample]
 
     With `limit` at most so many, taken at equal distances from the whole. Raises ConfigError.
     """
-    if limit is not None and limit < 1:
-        raise ConfigError(f"num_prompts is {limit}, but must be a whole number from 1 up.")
+    if limit is not None:
+        check_whole("num_prompts", limit, 1, MAX_COUNT)
     path = Path(path)
     samples: list[Sample] = []
     seen: dict[str, str] = {}

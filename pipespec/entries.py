@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from typing import Any
 
-LARGEST_PORT = 65535
+from pipespec.limits import LARGEST_PORT, MAX_COUNT, fault, suggest
+
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -55,12 +55,12 @@ def box_name(name: str, value: Any) -> str:
     return value
 
 
-def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+def whole(name: str, value: Any, least: int, most: int) -> int:
     """A whole number in a range."""
-    if type(value) is not int or value < least or (most is not None and value > most):
-        upper = "up" if most is None else f"to {most}"
-        raise Wrong(f"{name} is {value!r}, but must be a whole number from {least} {upper}.")
-    return value
+    wrong = fault(name, value, least, most)
+    if wrong:
+        raise Wrong(wrong)
+    return int(value)
 
 
 def port(name: str, value: Any) -> int:
@@ -70,8 +70,9 @@ def port(name: str, value: Any) -> int:
 
 def gib(name: str, value: Any) -> float:
     """An amount of memory."""
-    if type(value) not in (int, float) or not 0 < value < float("inf"):
-        raise Wrong(f"{name} is {value!r}, but must be a number of GiB above 0.")
+    wrong = fault(name, value, 0, MAX_COUNT, whole=False, above=True, hint=" (GiB)")
+    if wrong:
+        raise Wrong(wrong)
     return float(value)
 
 
@@ -118,10 +119,3 @@ def known(where: str, values: Any, keys: Sequence[str]) -> dict[str, Any]:
         if key not in keys:
             raise Wrong(f"{where} has an unknown setting {key!r}; {suggest(str(key), keys)}.")
     return {key: value for key, value in values.items() if value is not None}
-
-
-def suggest(value: str, known: Sequence[str]) -> str:
-    """The nearest of the known names, for the end of a sentence."""
-    near = get_close_matches(value, known, n=1)
-    listed = "choose from " + ", ".join(known)
-    return f"did you mean {near[0]}? ({listed})" if near else listed

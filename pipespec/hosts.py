@@ -41,6 +41,7 @@ from pipespec import entries
 from pipespec.entries import Wrong
 from pipespec.errors import ConfigError
 from pipespec.interfaces import LOOPBACK
+from pipespec.limits import MAX_COUNT, MAX_STAGES, suggest
 
 LOCAL = "local"
 BY_HAND = "none"
@@ -213,6 +214,7 @@ def _hosts(values: Any, stem: str) -> Hosts:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise Wrong(f"two hosts are called {twice!r}; give each another name.")
+    _refuse_one_machine_twice(boxes)
     name = entries.box_name("name", given.get("name", re.sub(r"[^A-Za-z0-9_.:-]", "_", stem)))
     hosts = Hosts(
         name=name,
@@ -220,7 +222,7 @@ def _hosts(values: Any, stem: str) -> Hosts:
         draft=_draft(given.get("draft"), boxes),
         order=_order(given.get("order"), names),
         split=_split(given.get("split")),
-        spares=entries.whole("spares", given.get("spares", 0), 0),
+        spares=entries.whole("spares", given.get("spares", 0), 0, MAX_STAGES),
     )
     num_members = len(hosts.members)
     if num_members < 2:
@@ -242,6 +244,18 @@ def _hosts(values: Any, stem: str) -> Hosts:
     return hosts
 
 
+def _refuse_one_machine_twice(boxes: Sequence[Box]) -> None:
+    """Raise Wrong if two boxes are reached as one; members that others start may share theirs."""
+    found: dict[tuple[object, ...], str] = {}
+    for box in boxes:
+        way = (box.address, box.ssh or box.address, box.user, box.port)
+        if not box.by_hand and found.setdefault(way, box.name) != box.name:
+            raise Wrong(
+                f"{found[way]!r} and {box.name!r} are one machine (address {box.address!r}); "
+                "list its devices under one of them, or correct an address."
+            )
+
+
 def _checked(where: str, values: Any, kinds: Mapping[str, entries.Kind]) -> dict[str, Any]:
     given = entries.known(where, values, tuple(kinds))
     return {key: kinds[key](f"{where}.{key}", value) for key, value in given.items()}
@@ -261,9 +275,7 @@ def _box(where: str, values: Any, defaults: Mapping[str, Any]) -> Box:
 def _draft(value: Any, boxes: Sequence[Box]) -> str | None:
     members = [member for box in boxes for member in box.members]
     if value is not None and value not in members:
-        raise Wrong(
-            f"draft is {value!r}, which is no member; {entries.suggest(str(value), members)}."
-        )
+        raise Wrong(f"draft is {value!r}, which is no member; {suggest(str(value), members)}.")
     return value
 
 
@@ -273,9 +285,7 @@ def _order(value: Any, names: Sequence[str]) -> tuple[str, ...] | None:
     order = entries.filled_list("order", value)
     for name in order:
         if name not in names:
-            raise Wrong(
-                f"order holds {name!r}, which is no host; {entries.suggest(str(name), names)}."
-            )
+            raise Wrong(f"order holds {name!r}, which is no host; {suggest(str(name), names)}.")
     if sorted(order) != sorted(names):
         raise Wrong(f"order is {order}, but must name each of {', '.join(names)} once.")
     return tuple(order)
@@ -285,5 +295,6 @@ def _split(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     return tuple(
-        entries.whole("split", layers, 1) for layers in entries.filled_list("split", value)
+        entries.whole("split", layers, 1, MAX_COUNT)
+        for layers in entries.filled_list("split", value)
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -123,7 +124,7 @@ def code_hash() -> str:
 
 def fingerprint(model: str) -> Fingerprint:
     """What lies in a model folder, or in the hub's cache under a hub id; nothing is fetched."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if not path.is_dir():
         cached = _cached(model)
         if cached is None:

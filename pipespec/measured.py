@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipespec.resources import home
+
 
 def cache_file(key: Mapping[str, Any]) -> Path:
     """Where the figures of a key are kept: below XDG_CACHE_HOME, or `~/.cache`."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache")
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return home / "pipespec" / "measured" / f"{name}.json"
+    return cache / "pipespec" / "measured" / f"{name}.json"
 
 
 def recall(key: Mapping[str, Any]) -> dict[str, float] | None:

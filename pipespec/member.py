@@ -16,6 +16,7 @@ from pipespec.control.members import Membership
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
 from pipespec.hosts import Box
 from pipespec.keeper import MEMBER
+from pipespec.memory import require_memory
 from pipespec.model import ModelSlice
 from pipespec.pulse import Pulse
 from pipespec.roster import Roster
@@ -66,6 +67,8 @@ def run_member(plan: prepare.Plan, where: prepare.Where, boxes: Mapping[str, Box
             model = None
             try:
                 epoch_where = replace(where, epoch=number)
+                if not (weights.loaded or boxes[member].local):  # whoever started these has asked
+                    require_memory(mine, [rank])
                 model = weights.of(mine, rank)
                 log.info("epoch %d: rank %d of %d", number, rank, mine.num_ranks)
                 serve(mine, epoch_where, rank, model, roster, boxes, pulse)
@@ -107,6 +110,11 @@ class Weights:
     def __init__(self) -> None:
         self._what: tuple[object, ...] | None = None
         self._model: ModelSlice | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether anything was ever loaded: the device may then keep what is free."""
+        return self._what is not None
 
     def of(self, plan: prepare.Plan, rank: int) -> ModelSlice | None:
         """What a rank needs; loaded unless it is here already."""

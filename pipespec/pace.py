@@ -7,7 +7,6 @@ its pace over-runs it; over-runs are counted and shown, never hidden.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from dataclasses import dataclass
@@ -17,6 +16,12 @@ import numpy as np
 
 from pipespec.clock import monotonic_ns
 from pipespec.errors import ConfigError
+from pipespec.limits import MAX_COUNT, MAX_MS, check_number, check_whole
+
+MAX_SCALE = 1e3
+MAX_GBIT = 1e6
+SLOWEST_GBIT = 1e-3
+MAX_ROW_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,8 @@ class TimeCurve:
                 f"A stage's times are given for {rows} rows, but must be for rising numbers from 1."
             )
         for _, ms in self.points:
-            if not 0 <= ms < math.inf:
-                raise ConfigError(f"A stage's time is {ms} ms, but must be 0 or more.")
+            check_number("A stage's time in ms", ms, 0, MAX_MS)
+        check_whole("The last number of rows with a stage's time", rows[-1], 1, MAX_COUNT)
 
     @classmethod
     def parse(cls, text: str) -> TimeCurve:
@@ -86,11 +91,9 @@ class Pace:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("draft_ms", "jitter_ms", "scale"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"pace.{name} is {getattr(self, name)}, but must be 0 or more.")
-        if self.scale == 0:
-            raise ConfigError("pace.scale is 0, but must be above 0.")
+        for name in ("draft_ms", "jitter_ms"):
+            check_number(f"pace.{name}", getattr(self, name), 0, MAX_MS)
+        check_number("pace.scale", self.scale, 0, MAX_SCALE, above=True)
         if not self.curves:
             raise ConfigError("pace.stage_ms is an empty list; give one time, or one per stage.")
 
@@ -145,9 +148,11 @@ class Link:
     row_bytes: int = 16384
 
     def __post_init__(self) -> None:
-        for name in ("latency_ms", "gbit_per_s", "row_bytes"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"link.{name} is {getattr(self, name)}, but must be 0 or more.")
+        check_number("link.latency_ms", self.latency_ms, 0, MAX_MS)
+        if self.gbit_per_s != 0:
+            hint = ", or 0 for no limit"
+            check_number("link.gbit_per_s", self.gbit_per_s, SLOWEST_GBIT, MAX_GBIT, hint=hint)
+        check_whole("link.row_bytes", self.row_bytes, 1, MAX_ROW_BYTES)
 
     def __bool__(self) -> bool:
         return self.latency_ms > 0 or self.gbit_per_s > 0

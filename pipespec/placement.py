@@ -7,6 +7,7 @@ takes, with what the configuration asks of memory.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import inf
@@ -68,16 +69,27 @@ class Figures:
 
 
 def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
-    """Token slots in the KV pool of a stage, or of the head's draft.
+    """Token slots in the KV pool of a stage, or of the head's draft."""
+    return sum(slots_by_setting(config, context=context, num_ranks=num_ranks, head=head).values())
+
+
+def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool) -> Counter[str]:
+    """The same, by the setting that asks for them.
 
     Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it has
     expanded. One batch more of each is on its way in before a verdict frees the last.
     """
-    feed = config.feed
+    feed, chunk = config.feed, config.decode.prefill_chunk
     # Running free, every link can hold a batch, and so can every rank.
     in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
-    nodes = feed.capacity if head else in_flight * feed.max_rows
-    return context + nodes + max(feed.max_rows, config.decode.prefill_chunk)
+    found = Counter({"model.context": context})
+    found["feed.width"] += max(feed.max_rows - chunk, 0)
+    found["decode.prefill_chunk"] += min(max(feed.max_rows, chunk), chunk)
+    if head:
+        found["feed.capacity"] += feed.capacity
+    else:
+        found["feed.width"] += in_flight * feed.max_rows
+    return found
 
 
 def choose_dtype(hosts: Hosts, config: Config) -> str:

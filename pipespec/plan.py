@@ -36,6 +36,7 @@ from pipespec.feed.meter import Meter
 from pipespec.feed.root import Root
 from pipespec.feed.rounds import check_rounds, fits
 from pipespec.feed.static_tree import StaticTree
+from pipespec.limits import MAX_MS, MAX_SEED, check_number, check_whole
 from pipespec.pace import TimeCurve
 from pipespec.source import Context
 from pipespec.source.synthetic import Accuracy, SyntheticSource
@@ -44,6 +45,7 @@ from pipespec.tree import ROOT, Tree
 # The simulated text is random, and longer than what is decoded, so that no guess meets its end.
 VOCABULARY = 1 << 15
 BEYOND = 512
+MAX_TOKENS = 10**6
 # Of predictions whose times differ by less than this share, the one with fewer rows is advised.
 SAME = 0.01
 
@@ -67,8 +69,7 @@ class Machine:
         if not self.stages:
             raise ConfigError("A pipeline without stages cannot be planned; give 1 or more.")
         for name in ("hop_ms", "draft_ms"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}, but must be 0 or more.")
+            check_number(name, getattr(self, name), 0, MAX_MS)
 
     @property
     def num_stages(self) -> int:
@@ -138,8 +139,8 @@ def simulate(
     `rounds`: draft rounds per step at most, or "auto".
     """
     check_rounds(rounds)
-    if num_tokens < 1:
-        raise ConfigError(f"tokens is {num_tokens}, but must be a whole number from 1 up.")
+    check_whole("tokens", num_tokens, 1, MAX_TOKENS)
+    check_whole("seed", seed, 0, MAX_SEED)
     run = _Run(policy, machine, accuracy, rounds, num_tokens, seed)
     while run.result.tokens < num_tokens:
         run.step()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +16,16 @@ import torch
 from pipespec.checkpoint import CheckpointInfo, compare_vocabularies, inspect
 from pipespec.config import ClusterConfig, Config
 from pipespec.costs import Member, Needs, Problem
-from pipespec.errors import ConfigError, PromptError
+from pipespec.errors import ConfigError, ModelError, PromptError
 from pipespec.graph import Layout
 from pipespec.hosts import Box, load_hosts, this_machine
 from pipespec.partition import Placement, plan_slices, split_evenly
 from pipespec.placement import unmeasured
 from pipespec.sampling import check_vocabulary
+
+# What a tokenizer is read from: the first, or one of the others.
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+MOST_REASON = 200  # characters of what a library says
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,11 @@ def plan(config: Config, placement: Placement | None = None) -> Plan:
             )
         context = config.model.context
     check_vocabulary(config.verify.sampling(fresh_seed=0), target.vocab_size)
+    if config.feed.children > target.vocab_size:
+        raise ConfigError(
+            f"feed.children is {config.feed.children}, but the target's vocabulary has "
+            f"{target.vocab_size} tokens; lower feed.children."
+        )
     if config.cluster.hosts is None:
         count = config.cluster.stages + 1 + config.cluster.spares
         boxes: tuple[Box, ...] = (this_machine(resolve_devices(config.cluster.devices, count)),)
@@ -154,6 +164,22 @@ def require_quantizers(plan: Plan) -> None:
         plan.target.require_quantizer("model.quantization", model.quantization)
         if plan.draft is not None:
             plan.draft.require_quantizer("model.draft_quantization", model.draft_quantization)
+
+
+def require_backend(plan: Plan) -> None:
+    """Raise ConfigError if NCCL is asked for and a stage has no CUDA device of its own."""
+    if plan.config.transport.backend != "nccl":
+        return
+    stages = [
+        (member.rpartition("/")[0], "cuda:0" if device == "cuda" else device)
+        for member, device in zip(plan.members[1:], plan.devices[1:], strict=True)
+    ]
+    devices = [device for _, device in stages]
+    if "cpu" in devices or len(set(stages)) < len(stages):
+        raise ConfigError(
+            "transport.backend is nccl, but NCCL needs a CUDA device of its own for every stage, "
+            f"and the stages are on {', '.join(devices)}; use auto or gloo."
+        )
 
 
 def place_here(members: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
@@ -195,13 +221,28 @@ def load_tokenizers(plan: Plan) -> Any:
 
     Raises ModelError.
     """
+    target = _load_tokenizer(plan.target.path)
+    if plan.draft is not None:
+        compare_vocabularies(target, _load_tokenizer(plan.draft.path))
+    return target
+
+
+def _load_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    target = AutoTokenizer.from_pretrained(plan.target.path, local_files_only=True)
-    if plan.draft is not None:
-        draft = AutoTokenizer.from_pretrained(plan.draft.path, local_files_only=True)
-        compare_vocabularies(target, draft)
-    return target
+    reason = "it has no tokens"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+            return tokenizer
+    except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
+        reason = " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
+    if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
+        raise ModelError(
+            f"{path} holds no tokenizer: tokenizer.json, or what it is made from "
+            f"({', '.join(TOKENIZER_FILES[1:])}), is missing; fetch the checkpoint again"
+        )
+    raise ModelError(f"the tokenizer in {path} cannot be used ({reason}); fetch it again")
 
 
 def encode(plan: Plan, tokenizer: Any, prompt: str) -> list[int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.errors import ConfigError
+from pipespec.limits import MAX_STAGES, check_whole
 from pipespec.pace import TimeCurve, point
 from pipespec.plan import Machine
 from pipespec.source.synthetic import Accuracy
@@ -57,8 +58,7 @@ class Profile:
 
     def machine(self) -> Machine:
         """Raises ConfigError."""
-        if type(self.stages) is not int or self.stages < 1:
-            raise ConfigError(f"stages is {self.stages}, but must be a whole number from 1 up.")
+        check_whole("stages", self.stages, 1, MAX_STAGES)
         _list("stage_ms", self.stage_ms)
         curves = [[*c] for c in self.stage_ms if isinstance(c, list | tuple)]
         if curves and len(curves) != self.stages:

@@ -1,7 +1,8 @@
-"""Where the files that are not Python lie: `lua/` and `conf/`."""
+"""Where the files that are not Python lie: `lua/`, `conf/`, and what belongs to the user."""
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,3 +23,13 @@ def resource_dir(name: str) -> Path:
         f"The folder {name!r} that belongs to pipespec is missing beside {package}: "
         "install pipespec again."
     )
+
+
+def home() -> Path:
+    """The user's home folder. Raises ConfigError if there is none."""
+    found = os.path.expanduser("~")
+    if os.environ.get("HOME") == "" or not os.path.isabs(found):
+        raise ConfigError(
+            "The user has no home folder: set HOME, or XDG_STATE_HOME and XDG_CACHE_HOME."
+        )
+    return Path(found)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from pipespec import prepare
+from pipespec import memory, prepare
 from pipespec.config import ControllerConfig
 from pipespec.control.client import Controller
 from pipespec.control.connection import check_server
@@ -215,6 +215,9 @@ def start(
             "cluster with `pipespec up`, and ask it with --on."
         )
     prepare.require_quantizers(plan)
+    prepare.require_backend(plan)
+    memory.require_files(plan)
+    memory.require_memory(plan, memory.local_ranks(plan))
     check_port(plan.config.transport.port)
     address = own_address(plan.boxes)
     with controller(plan.config.controller, address) as (url, elsewhere, namespace, server):
@@ -317,7 +320,7 @@ def controller(
             elsewhere = server.url if address is None else server.url_at(address)
             yield server.url, elsewhere, config.namespace, server
         return
-    check_server(config.url)
+    check_server(config.url, namespace=config.namespace)
     namespace = f"{config.namespace}:{secrets.token_hex(4)}"
     try:
         yield config.url, config.url, namespace, None

@@ -15,6 +15,7 @@ from pipespec.commands.arguments import add_on, configure, finish, overrides
 from pipespec.commands.terminal import labelled, output, progress, shown, write
 from pipespec.config import masked
 from pipespec.errors import ConfigError, PipespecError
+from pipespec.limits import MAX_COUNT, check_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -153,9 +154,12 @@ def _number(ours: dict[str, str], name: str) -> int | None:
     text = ours.get(name)
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise ConfigError(f"{name} is {text}, but must be a whole number from 1 up.")
-    return int(text)
+    try:
+        value: int | str = int(text)
+    except ValueError:
+        value = text
+    check_whole(name, value, 1, MAX_COUNT)
+    return int(value)
 
 
 def default_dataset() -> Path:

@@ -37,6 +37,6 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Start the cluster and stay with it."""
     settings = [f"cluster={arguments.hosts}", *overrides(rest, arguments.known_options)]
-    name = arguments.name or load_hosts(arguments.hosts).name
+    name = load_hosts(arguments.hosts).name if arguments.name is None else arguments.name
     check_name(name)
     return stay(name, settings, as_json=arguments.json, measure=arguments.measure)

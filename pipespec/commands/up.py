@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(
             "`pipespec up` writes no trace; leave trace=FILE to `pipespec generate` without --on."
         )
-    name = arguments.name or default_name(settings)
+    name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
     if arguments.detach:
         card = detached(name, settings, measure=arguments.measure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import socket
 import ssl
 import time
@@ -19,10 +20,12 @@ from redis.connection import (
 )
 from redis.retry import Retry
 
-from pipespec.control.scripts import ScriptsLost, translate
+from pipespec.control.scripts import ScriptsLost, WritesRefused, translate
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 
 MIN_VERSION = (6, 0)
+# A key that tries whether writes are taken is gone after so many seconds, whatever happens.
+PROBE_S = 60
 # A Redis that takes longer to connect or to answer is taken for dead.
 ANSWER_TIMEOUT_S = 3.0
 # A link that is cut is noticed within about this time and one second more, also by who only
@@ -154,8 +157,10 @@ class PatientPipe(Pipe):
                 time.sleep(RETRY_S)
 
 
-def check_server(url: str, timeout: float = ANSWER_TIMEOUT_S) -> str:
+def check_server(url: str, timeout: float = ANSWER_TIMEOUT_S, namespace: str | None = None) -> str:
     """Makes sure that a usable Redis answers at `url`; returns its version.
+
+    With a `namespace` it must also take a key in it, which is removed.
 
     Raises ConfigError (not a URL of Redis) or Unreachable (with the reason), within about
     `timeout` seconds. No message holds the password.
@@ -163,8 +168,14 @@ def check_server(url: str, timeout: float = ANSWER_TIMEOUT_S) -> str:
     pipe = Pipe(url, timeout)
     try:
         info = pipe.call("INFO", "server").decode()
+        if namespace is not None:
+            key = f"{namespace}:probe:{secrets.token_hex(8)}"
+            pipe.call("SET", key, "", "EX", PROBE_S)
+            pipe.call("DEL", key)
     except Unreachable:
         raise
+    except WritesRefused as error:
+        raise Unreachable(f"Redis at {place(url)}{str(error).removeprefix('Redis')}") from None
     except ControllerError as error:
         raise Unreachable(f"Redis at {place(url)} refuses this user: {error}") from None
     finally:

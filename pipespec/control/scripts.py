@@ -29,6 +29,19 @@ class ScriptsLost(ControllerError):
     """Redis does not know a transition any more. It has not run."""
 
 
+class WritesRefused(ControllerError):
+    """Redis reads, but writes nothing."""
+
+
+# Why a Redis that answers writes nothing, and what helps; by the word with which it says so.
+WRITES_REFUSED: Mapping[str, str] = {
+    "OOM": "its memory is full (maxmemory): raise maxmemory, or let it evict other keys",
+    "READONLY": "it is a read-only replica: name its primary",
+    "MISCONF": "it cannot save its data to disk: look at its log, then free or correct its folder",
+    "NOREPLICAS": "too few of its replicas are connected: start them",
+}
+_REFUSED = re.compile(rf"\b({'|'.join(WRITES_REFUSED)})\b")
+
 _INCLUDE = re.compile(r'^--- @include "(\w+)"\n', re.MULTILINE)
 
 
@@ -75,6 +88,11 @@ def translate(error: redis.ResponseError) -> ControllerError:
             "Redis has lost the scripts of this epoch (it was restarted, or its scripts were "
             "flushed): start the cluster again."
         )
+    # A script's error has the word somewhere inside; the client takes the first two off.
+    kinds = {redis.exceptions.OutOfMemoryError: "OOM", redis.exceptions.ReadOnlyError: "READONLY"}
+    refused = _REFUSED.search(f"{kinds.get(type(error), '')} {error}")
+    if refused:
+        return WritesRefused(f"Redis refuses writes: {WRITES_REFUSED[refused[1]]}.")
     code, _, detail = str(error).partition(" ")
     if code in ERRORS:
         return ERRORS[code](f"Redis refused: {detail}.")

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 
-from pipespec.errors import ConfigError
 from pipespec.tree import Tree
 
 NOTHING = np.empty(0, np.int64)
@@ -104,13 +103,3 @@ class FeedPolicy(Protocol):
         A node may be chosen only if its parent was fed or stands before it in the answer.
         """
         ...
-
-
-def check_at_least(policy: object, **limits: int) -> None:
-    """Refuse a policy whose named fields are below their limits."""
-    for name, limit in limits.items():
-        value = getattr(policy, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < limit:
-            raise ConfigError(
-                f"feed.{name} is {value}, but must be a whole number from {limit} up."
-            )

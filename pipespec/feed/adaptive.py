@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.feed import NOTHING, Growth, PipelineState, check_at_least
+from pipespec.feed import NOTHING, Growth, PipelineState
 from pipespec.feed.best_first import BestFirst
 from pipespec.feed.root import Root
+from pipespec.limits import MAX_COUNT, check_whole
 from pipespec.tree import Tree
 
 PLAIN = Root()
@@ -30,7 +31,8 @@ class Adaptive(BestFirst):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, trial=2, patience=self.trial + 1)
+        check_whole("feed.trial", self.trial, 2, MAX_COUNT - 1)
+        check_whole("feed.patience", self.patience, self.trial + 1, MAX_COUNT)
 
     def grow(self, tree: Tree, state: PipelineState) -> Growth:
         return super().grow(tree, state) if self.guesses(state) else Growth(NOTHING)

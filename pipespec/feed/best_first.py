@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipespec.errors import ConfigError
-from pipespec.feed import Growth, PipelineState, check_at_least
+from pipespec.feed import Growth, PipelineState
+from pipespec.limits import MAX_CHILDREN, MAX_NODES, MAX_ROWS, check_whole
 from pipespec.tree import ROOT, Tree
 
 NODES_PER_ROW = 64
@@ -37,9 +38,11 @@ class BestFirst:
     row_cost: float | None = 0.0001
 
     def __post_init__(self) -> None:
+        check_whole("feed.width", self.width, 1, MAX_ROWS)
+        check_whole("feed.children", self.children, 1, MAX_CHILDREN)
         if self.capacity == 0:
             object.__setattr__(self, "capacity", max(SMALLEST_TREE, NODES_PER_ROW * self.width))
-        check_at_least(self, width=1, children=1, capacity=2 * self.width)
+        check_whole("feed.capacity", self.capacity, 2 * self.width, MAX_NODES)
         if self.row_cost is not None and not 0 <= self.row_cost < 1:
             raise ConfigError(
                 f"feed.row_cost is {self.row_cost}, but must be a share of a step from 0 to "

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.feed import NOTHING, Growth, PipelineState, check_at_least
+from pipespec.feed import NOTHING, Growth, PipelineState
+from pipespec.limits import MAX_CHILDREN, MAX_ROWS, check_whole
 from pipespec.tree import Tree
 
 
@@ -26,7 +27,10 @@ class Level:
     levels_per_step: int = 1
 
     def __post_init__(self) -> None:
-        check_at_least(self, width=1, children=1, levels_per_step=1)
+        check_whole("feed.width", self.width, 1, MAX_ROWS)
+        check_whole("feed.children", self.children, 1, MAX_CHILDREN)
+        hint = f", as feed.width is {self.width}"
+        check_whole("feed.levels_per_step", self.levels_per_step, 1, MAX_ROWS // self.width, hint)
 
     @property
     def max_rows(self) -> int:

@@ -6,20 +6,17 @@ rounds per verification from times measured beforehand; `auto` measures while it
 
 from __future__ import annotations
 
-from pipespec.errors import ConfigError
 from pipespec.feed import PipelineState
+from pipespec.limits import check_whole
 
 AUTO = "auto"
+MAX_ROUNDS = 1000
 
 
 def check_rounds(rounds: int | str) -> None:
-    """Raise ConfigError unless `rounds` is "auto" or a whole number from 1 up."""
-    if rounds == AUTO:
-        return
-    if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
-        raise ConfigError(
-            f"source.rounds is {rounds}, but must be {AUTO} or a whole number from 1 up."
-        )
+    """Raise ConfigError unless `rounds` is "auto" or a whole number within its limits."""
+    if rounds != AUTO:
+        check_whole("source.rounds", rounds, 1, MAX_ROUNDS, f", or {AUTO}")
 
 
 def fits(rounds: int | str, state: PipelineState) -> bool:

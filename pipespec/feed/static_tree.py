@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
 from pipespec.errors import ConfigError
-from pipespec.feed import NOTHING, Growth, PipelineState, check_at_least
+from pipespec.feed import NOTHING, Growth, PipelineState
+from pipespec.limits import MAX_NODES, MAX_ROWS, check_whole
 from pipespec.tree import ROOT, Tree
 
 
@@ -34,18 +37,20 @@ class StaticTree:
             raise ConfigError(
                 f"feed.shape is {self.shape}, but must be whole numbers from 1 up, one per level."
             )
-        check_at_least(self, children=max(self.shape))
-        check_at_least(self, capacity=2 * self.max_rows * self.children)
+        check_whole("feed.width", self.width, 1, MAX_ROWS)
         if self.max_rows > self.width:
             raise ConfigError(
                 f"feed.shape {self.shape} is a tree of {self.max_rows} nodes, but a batch holds "
                 f"feed.width={self.width} rows; cut the shape or raise feed.width."
             )
+        most = MAX_NODES // (2 * self.max_rows)
+        check_whole("feed.children", self.children, max(self.shape), most)
+        check_whole("feed.capacity", self.capacity, 2 * self.max_rows * self.children, MAX_NODES)
 
     @property
     def max_rows(self) -> int:
         """Nodes of the whole tree, its root included."""
-        return 1 + int(np.cumprod(self.shape).sum())
+        return 1 + sum(accumulate(self.shape, mul))
 
     def grow(self, tree: Tree, state: PipelineState) -> Growth:
         level = self._level(tree)

@@ -12,7 +12,6 @@ from typing import Protocol
 
 import numpy as np
 
-from pipespec.errors import ConfigError
 from pipespec.tree import Tree
 from pipespec.types import (
     DECIDED,
@@ -122,13 +121,3 @@ class SourceSpec(Protocol):
             vocabulary: how many token ids the target knows.
         """
         ...
-
-
-def check_at_least(spec: object, **limits: int) -> None:
-    """Refuse a spec whose named settings are below their limits. Raises ConfigError."""
-    for name, limit in limits.items():
-        value = getattr(spec, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < limit:
-            raise ConfigError(
-                f"source.{name} is {value}, but must be a whole number from {limit} up."
-            )

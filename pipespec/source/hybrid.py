@@ -10,8 +10,9 @@ import numpy as np
 
 from pipespec.errors import ConfigError
 from pipespec.feed.rounds import check_rounds
-from pipespec.source import Candidates, Context, TokenSource, check_at_least
-from pipespec.source.ngram import NGramSource
+from pipespec.limits import check_whole
+from pipespec.source import Candidates, Context, TokenSource
+from pipespec.source.ngram import MAX_MATCH, NGramSource
 from pipespec.tree import Tree
 from pipespec.types import Verdict
 
@@ -37,7 +38,7 @@ class Hybrid:
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds)
-        check_at_least(self, longest=1)
+        check_whole("source.longest", self.longest, 1, MAX_MATCH)
         if not self.sources or len(set(self.sources)) < len(self.sources):
             raise ConfigError("source.sources must name one or more sources, each once.")
         for name in self.sources:

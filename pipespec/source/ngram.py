@@ -14,9 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipespec.feed.rounds import check_rounds
-from pipespec.source import Candidates, Context, TokenSource, check_at_least
+from pipespec.limits import check_whole
+from pipespec.source import Candidates, Context, TokenSource
 from pipespec.tree import ROOT, Tree
 from pipespec.types import Verdict
+
+# Tokens of a match at most: what is remembered grows with the square of it.
+MAX_MATCH = 256
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class NGram:
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds)
-        check_at_least(self, longest=1)
+        check_whole("source.longest", self.longest, 1, MAX_MATCH)
 
     @property
     def needs_draft(self) -> bool:

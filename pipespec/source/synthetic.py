@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,11 +22,14 @@ import numpy as np
 
 from pipespec.errors import ConfigError
 from pipespec.feed.rounds import check_rounds
-from pipespec.source import Candidates, Context, TokenSource, check_at_least
+from pipespec.limits import MAX_SEED, check_whole
+from pipespec.source import Candidates, Context, TokenSource
 from pipespec.tree import ROOT, Tree
 from pipespec.types import Verdict
 
 POINT = re.compile(r"(\d+):(\d*\.?\d+)")
+# A draft names no more guesses for a token.
+MAX_RANK = 65536
 # A miss rate below this is none, where a curve is interpolated in its logarithm.
 SMALLEST_MISS = 1e-9
 # A later rank may be likelier than an earlier one by so much: the points are rounded.
@@ -57,6 +61,7 @@ class Accuracy:
             raise ConfigError(
                 f"The accuracy curve has the ranks {ranks}, but must begin at top-1 and rise."
             )
+        check_whole("The last rank of the accuracy curve", ranks[-1], 1, MAX_RANK)
         if hits != sorted(hits) or not 0 < hits[0] <= hits[-1] <= 1:
             raise ConfigError(
                 f"The accuracy curve has the hit rates {hits}, but must rise from above 0 to at "
@@ -145,9 +150,9 @@ class Synthetic:
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds)
-        check_at_least(self, seed=0)
+        check_whole("source.seed", self.seed, 0, MAX_SEED)
         _ = self.accuracy  # refused now and not when the ranks have started
-        if not Path(self.truth).is_file():
+        if not os.path.isfile(self.truth):
             raise ConfigError(
                 f"source.truth is {self.truth!r}, but must name a file with a JSON list of token "
                 "ids per line: a prompt and what the target says after it."

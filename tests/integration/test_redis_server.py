@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -206,6 +206,64 @@ def test_an_old_redis_is_refused() -> None:
         threading.Thread(target=old_redis, args=(listener,), daemon=True).start()
         with pytest.raises(Unreachable, match=r"version 5\.0\.14: use 6\.0"):
             check_server(f"redis://127.0.0.1:{listener.getsockname()[1]}")
+
+
+# Writes --------------------------------------------------------------------------------------
+
+
+def full(pipe: Pipe, _: Path) -> None:
+    pipe.call("CONFIG", "SET", "maxmemory", "1")
+
+
+def replica(pipe: Pipe, _: Path) -> None:
+    pipe.call("CONFIG", "SET", "replica-read-only", "yes")
+    pipe.call("REPLICAOF", LOOPBACK, str(free_port([LOOPBACK])))
+
+
+def homeless(pipe: Pipe, folder: Path) -> None:
+    """Its folder is gone when it saves its data."""
+    folder.mkdir()
+    pipe.call("CONFIG", "SET", "appendonly", "no")
+    pipe.call("CONFIG", "SET", "dir", str(folder))
+    pipe.call("CONFIG", "SET", "save", "3600 1")
+    folder.rmdir()
+    pipe.call("BGSAVE")
+    while b"rdb_last_bgsave_status:err" not in pipe.call("INFO", "persistence"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (full, r"its memory is full \(maxmemory\): raise maxmemory"),
+        (replica, "it is a read-only replica: name its primary"),
+        (homeless, "it cannot save its data to disk"),
+    ],
+)
+def test_a_server_that_takes_no_writes_is_refused_before_and_named_later(
+    spoil: Callable[[Pipe, Path], None], said: str, tmp_path: Path
+) -> None:
+    with EmbeddedRedis() as server:
+        assert check_server(server.url, namespace="n")
+        epoch = Controller.new_epoch(server.url, "n")
+        with RequestLog(server.url, namespace="n", epoch=epoch) as log:
+            admin = Pipe(server.url)
+            spoil(admin, tmp_path / "gone")
+            with pytest.raises(Unreachable, match=f"^Redis at .* refuses writes: {said}") as early:
+                check_server(server.url, namespace="n")
+            assert early.value.exit_code == 2
+            assert check_server(server.url)  # whoever only reads may
+            with pytest.raises(ControllerError, match=f"^Redis refuses writes: {said}"):
+                log.enqueue(prompt=(1,), max_new_tokens=5)
+            admin.close()
+
+
+def test_the_key_that_tries_writes_is_removed() -> None:
+    with EmbeddedRedis() as server:
+        check_server(server.url, namespace="n")
+        pipe = Pipe(server.url)
+        assert pipe.call("DBSIZE") == 0
+        pipe.close()
 
 
 # TLS -----------------------------------------------------------------------------------------

@@ -117,6 +117,38 @@ def test_a_config_with_an_impossible_value(copy):
     assert "config.json is not valid" in _refusal(copy)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_hidden_layers", 0),
+        ("num_hidden_layers", -1),
+        ("num_hidden_layers", 10**12),
+        ("hidden_size", -48),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 0),
+        ("vocab_size", 0),
+        ("max_position_embeddings", 0),
+        ("head_dim", 1e300),
+    ],
+)
+def test_a_size_that_no_model_has(copy, name, value):
+    _edit(copy / "config.json", **{name: value})
+    message = _refusal(copy)
+    assert f"config.json: {name} is {value!r}, but must be a whole number from 1 to" in message
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "hidden_size", "num_attention_heads"])
+def test_a_size_that_is_missing(copy, name):
+    raw = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(raw | {name: None}))
+    assert name in _refusal(copy)
+
+
+def test_a_name_that_no_file_can_have():
+    assert "there is no model folder" in _refusal("/" + "x" * 5000)
+    assert "there is no model folder" in _refusal("~no-such-user-at-all/model/here")
+
+
 def test_an_unsupported_architecture(copy):
     _edit(copy / "config.json", model_type="mamba")
     message = _refusal(copy)

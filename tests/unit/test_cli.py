@@ -63,8 +63,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--prompt", "a", "--jsn"], "did you mean --json?"),
         (["generate", "--prompt", "a", "feed.widht=3"], "did you mean feed.width?"),
         (["generate", "--prompt", "a", "feed.width=0", "--json"], "feed.width is 0"),
-        (["bench", "concurrency=0"], "concurrency is 0, but must be a whole number from 1 up"),
-        (["bench", "--num-prompts", "few"], "num_prompts is few"),
+        (
+            ["bench", "concurrency=0"],
+            "concurrency is 0, but must be a whole number from 1 to 1000000000",
+        ),
+        (["bench", "--num-prompts", "few"], "num_prompts is 'few'"),
         (["bench", "prompt_tokens=-1"], "prompt_tokens is -1"),
         (["bench", "--concurrency", "2", "concurrency=2"], "concurrency is given twice"),
         (["bench", "num_prompts=1", "num_prompts=2"], "num_prompts is given twice"),
@@ -75,6 +78,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--nun-prompts=3"], "did you mean --num-prompts?"),
         (["bench", "feed.widht=3"], "did you mean feed.width?"),
         (["bench", "feed.width"], "is not a setting"),
+        (["up", "--name", ""], "The name of a cluster is ''"),
+        (["launch", "--name", "", "hosts.yaml"], "The name of a cluster is ''"),
         (["check", "feed=level"], "takes no settings"),
         (["check", "--jason"], "did you mean --json?"),
         (["plan", "feed=level"], "takes options and no settings"),
@@ -82,13 +87,24 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--stages", "0"], "stages is 0"),
         (["plan", "--stage-ms", "1:a"], "'1:a' is no time of a stage"),
         (["plan", "--stage-ms", "8:1,1:2"], "rising numbers from 1"),
-        (["plan", "--stage-ms", "-1"], "must be 0 or more"),
+        (["plan", "--stage-ms", "-1"], "must be a number from 0 to"),
         (["plan", "--hop-ms", "-1"], "hop_ms is -1.0"),
         (["plan", "--curve", "0.9"], "no point of an accuracy curve"),
         (["plan", "--spread", "1"], "spread of the confidence is 1.0"),
         (["plan", "--policies", "levle"], "'levle' is not known"),
         (["plan", "--rounds", "0"], "rounds is 0"),
         (["plan", "--tokens", "0"], "tokens is 0"),
+        (["plan", "--tokens", "99999999999"], "tokens is 99999999999"),
+        (["plan", "--stages", "1000000000"], "stages is 1000000000"),
+        (["plan", "--widths", "99999999"], "feed.width is 99999999"),
+        (["plan", "--children", "9999999999"], "feed.children is 9999999999"),
+        (["plan", "--rounds", "1000000000"], "source.rounds is 1000000000"),
+        (["plan", "--seed", "-1"], "seed is -1"),
+        (["plan", "--seed", "99999999999999999999"], "seed is 9999"),
+        (["plan", "--curve", "1:0.5,99999999999:0.9"], "is 99999999999"),
+        (["plan", "--stage-ms", "1e300"], "is 1e+300"),
+        (["plan", "--hop-ms", "1e300"], "hop_ms is 1e+300"),
+        (["bench", "concurrency=99999999999"], "concurrency is 99999999999"),
         (["plan", "--widths", "a"], "invalid list of int value"),
         (["plan", "--profile", "/no/such/file"], "No such file"),
     ],
@@ -145,6 +161,19 @@ def test_mistakes_and_help_do_not_wait_for_torch() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert answer.stdout == "False\n"
+
+
+def test_a_user_without_a_home_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
+    assert "no home folder: set HOME" in refused(capsys, "status")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # nobody has this number
+    assert "no home folder: set HOME" in refused(capsys, "status")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["status"]) == 0
 
 
 def test_check_says_what_the_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:

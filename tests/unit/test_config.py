@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import types
+import typing
 from dataclasses import fields
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from pipespec.config import (
     ConfigError,
     ControllerConfig,
     DecodeConfig,
+    ModelConfig,
     TransportConfig,
     masked,
 )
@@ -179,13 +182,13 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("feed.width=0", ["feed.width is 0", "from 1 up"]),
+        ("feed.width=0", ["feed.width is 0", "from 1 to 4096"]),
         ("feed.width=-3", ["feed.width is -3"]),
         ("feed.width=abc", ["feed.width is 'abc'", "a whole number"]),
         ("feed.width=2.5", ["feed.width is 2.5", "a whole number"]),
         ("feed.width=[1,2]", ["feed.width is [1, 2]"]),
         ("feed.width=", ["feed.width is ''"]),
-        ("cluster.stages=0", ["cluster.stages is 0", "from 1 up"]),
+        ("cluster.stages=0", ["cluster.stages is 0", "from 1 to 1000"]),
         ("cluster.stages=true", ["cluster.stages is True", "a whole number"]),
         ("feed.row_cost=1", ["feed.row_cost is 1.0", "a share of a step"]),
         ("cluster.groups=3", ["cluster.groups is 3", "cluster.stages=4"]),
@@ -197,7 +200,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
         ("cluster.devices=tpu", ["'tpu'", "auto, cpu, cuda or cuda:N"]),
         ("cluster.devices=[cpu,cpu]", ["names 2 devices", "1 (for every rank) or 5"]),
         ("cluster.devices=[]", ["names 0 devices"]),
-        ("decode.max_new_tokens=0", ["decode.max_new_tokens is 0", "from 1 up"]),
+        ("decode.max_new_tokens=0", ["decode.max_new_tokens is 0", "from 1 to"]),
         ("decode.prefill_chunk=-1", ["decode.prefill_chunk is -1"]),
         ("decode.chat=maybe", ["decode.chat is 'maybe'", "true or false"]),
         ("decode.stop=[1]", ["decode.stop is [1]", "a list of texts"]),
@@ -223,8 +226,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
             ["'/no/such,file'", "must name a file"],
         ),
         ("model.draft=null", ["model.draft is null", "source=ngram"]),
-        ("pace.stage_ms=-1", ["pace.stage_ms", "0 or more"]),
-        ("model.context=1", ["model.context is 1", "from 2 up"]),
+        ("pace.stage_ms=-1", ["pace.stage_ms", "from 0 to"]),
+        ("model.context=1", ["model.context is 1", "from 2 to"]),
         ("model.target=", ["model.target is empty"]),
         ("model.target=null", ["model.target is None", "a text"]),
         ("model.target=${oc.env:NO_SUCH_VARIABLE}", ["NO_SUCH_VARIABLE"]),
@@ -310,6 +313,46 @@ def test_the_help_lists_every_group_and_value_with_its_default() -> None:
     assert listed["feed.width"].default == str(BestFirst().width)
     for section, cls in SECTIONS.items():
         assert set(listed) >= {f"{section}.{f.name}" for f in fields(cls)}
+
+
+@pytest.mark.parametrize("cls", {*SECTIONS.values(), *CLASSES.values()} - {Root})
+@pytest.mark.parametrize("value", [-1, 99999999999, 1e300])
+def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
+    """Where one is harmless, it is listed here."""
+    harmless = {"repetition_penalty", "temperature", "top_k", "accept_top", "seed"}
+    if value == -1:
+        harmless = {"presence_penalty", "frequency_penalty"}
+    needed = {ModelConfig: {"target": "t"}, Synthetic: {"truth": __file__}}.get(cls, {})
+    for name, hint in typing.get_type_hints(cls).items():
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        if type(value) in kinds and name not in harmless:
+            with pytest.raises(ConfigError, match=name):
+                cls(**{**needed, name: value})
+
+
+def test_a_number_of_thousands_of_digits_is_refused() -> None:
+    assert "feed.width has too many digits" in sentence(["feed.width=" + "9" * 5000])
+
+
+@pytest.mark.parametrize(
+    ("least", "settings"),
+    [
+        ("feed.shape [4096] is a tree of 4097 nodes", ["feed=static_tree", "feed.shape=[4096]"]),
+        ("feed.shape", ["feed=static_tree", f"feed.shape={[99999999999] * 9}".replace(" ", "")]),
+        ("levels_per_step is 5", ["feed=level", "feed.width=1000", "feed.levels_per_step=5"]),
+        ("link.row_bytes is 0", ["link=10gbe", "link.row_bytes=0"]),
+        ("link.gbit_per_s is 1e-06", ["link=10gbe", "link.gbit_per_s=0.000001"]),
+    ],
+)
+def test_what_settings_come_to_together_is_limited(least: str, settings: list[str]) -> None:
+    assert least in sentence(settings)
+
+
+def test_the_largest_values_are_accepted() -> None:
+    made = compose(["feed.width=4096", "decode.prefill_chunk=65536", "cluster.stages=1000"])
+    assert made.feed.capacity == 64 * 4096
+    assert compose(["feed=level", "feed.width=4096"]).feed.max_rows == 4096
+    assert compose(["link.gbit_per_s=0"]).link == Link()
 
 
 def sentence(overrides: list[str]) -> str:

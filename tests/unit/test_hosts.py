@@ -121,7 +121,7 @@ def test_there_are_examples():
         ("hosts: [{address: a, devices: [cpu]}]", "its devices make 1 member"),
         ("hosts: [{address: a, port: '22'}]", "hosts[0].port is '22', but must be a whole"),
         ("hosts: [{address: a, port: 70000}]", "from 1 to 65535"),
-        ("hosts: [{address: a, memory_gib: 0}]", "a number of GiB above 0"),
+        ("hosts: [{address: a, memory_gib: 0}]", "a number above 0 and at most 1000000000 (GiB)"),
         ("hosts: [{address: a, name: a/b}]", "hosts[0].name is 'a/b'"),
         ("hosts: [{address: -oProxyCommand=x}]", "must not begin with '-'"),
         ("hosts: [{address: a, ssh: -oProxyCommand=x}]", "must not begin with '-'"),
@@ -150,10 +150,10 @@ TWO = (
         ("order: [alpha]", "but must name each of alpha, beta once"),
         ("order: [alpha, beta, beta]", "but must name each of alpha, beta once"),
         ("split: [3]", "split has 1 entries, but there are 2 stages"),
-        ("split: [3, 0]", "must be a whole number from 1 up"),
+        ("split: [3, 0]", "must be a whole number from 1 to"),
         ("spares: 2", "use at most 1"),
-        ("spares: -1", "from 0 up"),
-        ("spares: true", "from 0 up"),
+        ("spares: -1", "from 0 to 1000"),
+        ("spares: true", "from 0 to 1000"),
         ("name: 'a b'", "name is 'a b'"),
     ],
 )
@@ -184,3 +184,30 @@ def test_a_file_that_is_missing_is_named(tmp_path):
 
 def test_the_full_file_is_plain_yaml():
     assert yaml.safe_load(FULL)["spares"] == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refused"),
+    [
+        ("", "", True),
+        ("ssh: local", "ssh: local", True),
+        ("ssh: x", "ssh: x", True),
+        ("ssh: x", "ssh: y", False),
+        ("port: 22", "port: 2222", False),
+        ("user: a", "user: b", False),
+        ("ssh: local", "ssh: none", False),
+        ("ssh: none", "ssh: none", False),
+    ],
+)
+def test_one_machine_listed_twice_is_named(first, second, refused, tmp_path):
+    file = tmp_path / "hosts.yaml"
+    boxes = "".join(
+        f"  - {{name: {name}, address: 10.0.0.1, {more}}}\n".replace(", }", "}")
+        for name, more in (("alpha", first), ("beta", second))
+    )
+    file.write_text("hosts:\n" + boxes)
+    if not refused:
+        assert len(load_hosts(file).boxes) == 2
+        return
+    with pytest.raises(ConfigError, match=r"'alpha' and 'beta' are one machine .*'10\.0\.0\.1'"):
+        load_hosts(file)
