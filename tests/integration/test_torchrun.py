@@ -27,7 +27,7 @@ HOSTS = """
 name: hand
 hosts:
   - {name: here, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
-  - {name: there, address: 127.0.0.1, ssh: none, devices: [cpu, cpu]}
+  - {name: there, address: 127.0.0.2, ssh: none, devices: [cpu, cpu]}
 """
 PROMPT = "Once upon a time there was a king who had three sons and"
 NUM_TOKENS = 32

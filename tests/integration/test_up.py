@@ -407,6 +407,13 @@ def test_a_lost_rank_interrupts_no_request_and_is_counted(
     assert main(["status"]) == 0
     assert f"{NAME}: epoch {card.epoch}: local/" in capsys.readouterr().out
     assert f"{NAME}: epoch {card.epoch} ended: " in place.log(NAME)
+
+    # The death of the agent is a fault as good as any.
+    with Membership(card.url, card.namespace) as shared:
+        (pid,) = shared.alive(["local/1"]).values()
+    os.kill(os.getsid(pid), signal.SIGKILL)
+    until(lambda: (now := status(capsys)[0])["faults"] > 1 and now["state"] == "ready")
+    assert status(capsys)[0]["last_fault"].startswith(f"epoch {card.epoch + 1}: local/")
     assert main(["down"]) == 0
     assert place.processes() == []
 
