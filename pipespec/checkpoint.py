@@ -6,6 +6,7 @@ No weight is loaded here, so that a folder that cannot work is refused before an
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 from pipespec.errors import ModelError
 from pipespec.headers import Tensor, read_json, read_tensors
 from pipespec.precision import ITEM_BYTES, METHODS, MXFP4, QUANTIZATIONS, require_package
+from pipespec.reading import Unreadable, home_expanded, is_folder, typed
 
 # Each of these decodes token for token like Hugging Face `generate` in
 # tests/integration/test_model.py; a model_type enters the table together with its test.
@@ -69,6 +71,7 @@ ARCHITECTURES = (
 
 # How many of the tokens in which two vocabularies differ a message shows.
 NUM_SHOWN = 3
+_FOREIGN = "correct it, or fetch the checkpoint again"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -192,8 +195,11 @@ def inspect(model: str | Path) -> CheckpointInfo:
     raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
     model_type = str(raw.get("model_type"))
     require_supported(model_type, path)
-    quantization = _quantization(path, raw.get("quantization_config"))
-    config = _config(path)
+    try:
+        quantization = _quantization(path, raw.get("quantization_config"))
+        config = _config(path)
+    except RecursionError as error:
+        raise ModelError(f"{path / 'config.json'} is nested too deeply; {_FOREIGN}") from error
     tensors = read_tensors(path)
     if quantization == MXFP4:
         tensors, quantization = _dequantised(tensors), None
@@ -255,10 +261,10 @@ def require_supported(model_type: str, path: str | Path) -> None:
 
 def resolve(model: str | Path) -> Path:
     """The local folder of a model: the path itself, or where the hub's cache holds that id."""
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = home_expanded(model)
+    if is_folder(path):
         return path
-    if path.exists():
+    if os.path.lexists(path):
         raise ModelError(f"{path} is a file; give the folder that holds config.json")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model in (".", ".."):
         raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
@@ -342,7 +348,10 @@ def _eos(path: Path, config: Any) -> tuple[int, ...]:
         eos = getattr(config, "eos_token_id", None)
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    try:
+        return typed("eos_token_id", eos if isinstance(eos, list) else [eos], tuple[int, ...])
+    except Unreadable as error:
+        raise ModelError(f"{path}: {error}; {_FOREIGN}") from error
 
 
 def _quantization(path: Path, config: Any) -> str | None:

@@ -34,12 +34,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from pipespec import entries
 from pipespec.entries import Wrong
 from pipespec.errors import ConfigError
+from pipespec.reading import Unreadable, read_text
 
 LOCAL = "local"
 BY_HAND = "none"
@@ -162,9 +164,11 @@ def _read(path: Path) -> Any:
 
     try:
         # Refuses a key that stands twice, which plain YAML readers let pass.
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except UnicodeDecodeError as error:
-        raise Wrong(f"it is not UTF-8 text at byte {error.start}.") from error
+        return OmegaConf.to_container(OmegaConf.load(StringIO(read_text(path))), resolve=False)
+    except Unreadable as error:
+        raise Wrong(f"it cannot be read: {error}.") from error
+    except RecursionError as error:
+        raise Wrong("it is nested too deeply.") from error
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
@@ -173,10 +177,8 @@ def _read(path: Path) -> Any:
     except OmegaConfBaseException as error:
         first = str(error).splitlines()[0].rstrip(".")
         raise Wrong(f"it cannot be read: {first}.") from error
-    except OSError as error:
-        raise Wrong(
-            f"it cannot be read: {error.strerror or 'it must be a list of settings'}."
-        ) from error
+    except (OSError, ValueError) as error:  # OmegaConf's word for a text, and YAML's for numbers
+        raise Wrong("it must be a list of settings.") from error
 
 
 # --- the file ---------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pipespec.agent import choose_interface
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.hosts import Box, Hosts, load_hosts
 from pipespec.keeper import MEMBER
+from pipespec.reading import Unreadable, build, read_json
 
 USAGE = "usage: python -m pipespec.join [--count] HOSTS.yaml BOX [INVITATION]"
 
@@ -27,9 +28,9 @@ USAGE = "usage: python -m pipespec.join [--count] HOSTS.yaml BOX [INVITATION]"
 class Invitation:
     """What a member must know to take part. `overrides` made the cluster."""
 
-    url: str
+    url: str = field(repr=False)
     namespace: str
-    secret: str
+    secret: str = field(repr=False)
     overrides: tuple[str, ...]
 
     def write(self, path: Path) -> None:
@@ -40,15 +41,12 @@ class Invitation:
 
     @classmethod
     def read(cls, path: Path) -> Invitation:
-        """Raises ConfigError, without a word of what the file holds."""
+        """Raises ConfigError, without a word of the secrets in the file."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(found["url"], found["namespace"], found["secret"], tuple(found["overrides"]))
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
-        except (ValueError, KeyError, TypeError):
+            return build(cls, read_json(path, pipe=True))
+        except Unreadable as error:
             raise ConfigError(
-                f"{path} is no invitation; copy the one that `pipespec up` wrote."
+                f"{path} is no invitation ({error}); copy the one that `pipespec up` wrote."
             ) from None
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipespec.reading import Unreadable, read_json, typed
+
 
 def cache_file(key: Mapping[str, Any]) -> Path:
     """Where the figures of a key are kept: below XDG_CACHE_HOME, or `~/.cache`."""
@@ -22,11 +24,10 @@ def cache_file(key: Mapping[str, Any]) -> Path:
 def recall(key: Mapping[str, Any]) -> dict[str, float] | None:
     """The figures of a key; None if there are none, or nothing that `keep` wrote."""
     try:
-        kept = json.loads(cache_file(key).read_text("utf-8"))
-    except (OSError, ValueError):
+        kept: dict[str, float] = typed("it", read_json(cache_file(key)), Mapping[str, int | float])
+    except Unreadable:
         return None
-    whole = isinstance(kept, dict) and all(type(v) in (int, float) for v in kept.values())
-    return kept if whole else None
+    return kept
 
 
 def keep(key: Mapping[str, Any], figures: Mapping[str, float]) -> None:

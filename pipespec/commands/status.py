@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cards import Entry, entries, entry
+from pipespec.cards import Damaged, Entry, entries, entry
 from pipespec.commands.arguments import finish, overrides
 from pipespec.commands.terminal import output, write
 from pipespec.errors import ConfigError, Unreachable
@@ -16,7 +16,8 @@ from pipespec.errors import ConfigError, Unreachable
 if TYPE_CHECKING:
     from pipespec.commands.arguments import Commands
 
-LOADING, READY, RECOVERING, SILENT = "loading", "ready", "recovering", "no answer"
+LOADING, READY, RECOVERING = "loading", "ready", "recovering"
+SILENT, DAMAGED = "no answer", "unreadable"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
@@ -46,11 +47,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             print_table(clusters)
     else:
         write("No cluster is up.\n")
-    return 1 if any(cluster["state"] == SILENT for cluster in clusters) else 0
+    return 1 if any(cluster["state"] in (SILENT, DAMAGED) for cluster in clusters) else 0
 
 
-def report(found: Entry, now: float) -> dict[str, Any]:
+def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
     """What is known of one cluster at a time, in seconds since 1970; None is unknown."""
+    if isinstance(found, Damaged):
+        return {"name": found.name, "state": DAMAGED, "problem": found.problem}
     card = found.card
     told: dict[str, Any] = {"name": found.name, "pid": found.owner.pid, "state": LOADING}
     if card is None:

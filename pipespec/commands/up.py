@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipespec.asking import group
-from pipespec.cards import LOG, Card, check_name, claim, folder, held, publish
+from pipespec.cards import LOG, Card, check_name, claim, folder, held, kept_folder, publish
 from pipespec.commands.arguments import STDIN, finish, overrides
 from pipespec.commands.terminal import progress, write
 from pipespec.errors import ConfigError, PipespecError
+from pipespec.reading import Unreadable, parse_json
 
 if TYPE_CHECKING:
     from pipespec.commands.arguments import Commands
@@ -81,9 +82,12 @@ def parse_settings(text: str) -> list[str]:
     if not text.lstrip().startswith("["):
         return [line.strip() for line in text.splitlines() if line.strip()]
     try:
-        settings = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"The settings on standard input are not a JSON list: {error}.") from None
+        settings = parse_json(text)
+    except Unreadable as error:
+        raise ConfigError(
+            f"The settings on standard input cannot be read: {error}; write one per line, or a "
+            "JSON list of texts."
+        ) from None
     if not all(isinstance(setting, str) for setting in settings):
         raise ConfigError('The settings on standard input must be texts, as in ["feed=level"].')
     return settings
@@ -152,7 +156,8 @@ def invited(
         from pipespec.join import Invitation
 
         kept = tuple(text for text in settings if group(text) != "controller")
-        Invitation(where.url, where.namespace, where.secret, kept).write(path)
+        with kept_folder():
+            Invitation(where.url, where.namespace, where.secret, kept).write(path)
         hosts = plan.config.cluster.hosts
         on_log(
             name,
@@ -199,12 +204,12 @@ def detached(name: str, settings: Sequence[str], *, measure: bool) -> Card:
 
     What it says goes to the log beside its card. Raises what it failed with.
     """
-    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = folder() / (name + LOG)
-    # Nobody's log may be lost to a start that is refused.
-    partial = log.with_suffix(f".log.{os.getpid()}")
+    with kept_folder() as here:
+        log = here / (name + LOG)
+        # Nobody's log may be lost to a start that is refused.
+        partial = here / f"{name}{LOG}.{os.getpid()}"
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     flags = ["--measure"] if measure else []
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipespec", "up", "--name", name, *flags, STDIN],

@@ -7,20 +7,20 @@ tokens that are wrong. Whatever is measured with it is labelled synthetic.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from pipespec.errors import ConfigError
 from pipespec.feed.rounds import check_rounds
+from pipespec.reading import Unreadable, parse_json, read_text
 from pipespec.source import Candidates, Context, TokenSource, check_at_least
 from pipespec.tree import ROOT, Tree
 from pipespec.types import Verdict
@@ -147,7 +147,7 @@ class Synthetic:
         check_rounds(self.rounds)
         check_at_least(self, seed=0)
         _ = self.accuracy  # refused now and not when the ranks have started
-        if not Path(self.truth).is_file():
+        if not os.path.isfile(self.truth):
             raise ConfigError(
                 f"source.truth is {self.truth!r}, but must name a file with a JSON list of token "
                 "ids per line: a prompt and what the target says after it."
@@ -172,10 +172,14 @@ class Synthetic:
 def read_truth(file: str) -> list[list[int]]:
     """The texts of a truth file. Raises ConfigError."""
     texts = []
-    for number, line in enumerate(Path(file).read_text("utf-8").splitlines(), 1):
+    try:
+        lines = read_text(file).splitlines()
+    except Unreadable as error:
+        raise ConfigError(f"The truth file {file!r} cannot be read: {error}.") from error
+    for number, line in enumerate(lines, 1):
         try:
-            text = json.loads(line)
-        except ValueError:
+            text = parse_json(line)
+        except Unreadable:
             text = None
         if not isinstance(text, list) or not all(type(token) is int for token in text):
             raise ConfigError(f"Line {number} of {file} is not a JSON list of token ids.")
