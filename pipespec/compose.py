@@ -176,7 +176,7 @@ def _parse(text: str) -> Override:
         raise ConfigError(f"{masked(text)!r} is not a setting; write it as name=value.")
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
-    except HydraException as error:
+    except (HydraException, ValueError, RecursionError) as error:
         raise ConfigError(
             f"The setting {masked(text)!r} cannot be read: put a value that has spaces, commas or "
             "brackets in quotes, as in 'decode.stop=[\"a b\"]'."

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from pipespec.errors import ConfigError
-from pipespec.reading import Unreadable, is_folder, parse_json, read_bytes, shown
+from pipespec.reading import Unreadable, is_folder, is_whole, parse_json, read_bytes, shown
 
 PATTERN = "*.jsonl"
 MOST_BYTES = 2**30
@@ -91,7 +91,7 @@ def _parse(line: bytes, place: str) -> Sample:
             raise ConfigError(f"{place}: {name!r} is {shown(value)}, but must be a text.")
         if not value:
             raise ConfigError(f"{place}: {name!r} is empty, but must have at least one character.")
-        if any("\ud800" <= character <= "\udfff" for character in value):
+        if not is_whole(value):
             raise ConfigError(f"{place}: {name!r} holds half a character (a lone surrogate).")
         values[name] = value
     return Sample(**values)

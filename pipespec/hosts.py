@@ -41,7 +41,7 @@ from typing import Any
 from pipespec import entries
 from pipespec.entries import Wrong
 from pipespec.errors import ConfigError
-from pipespec.reading import Unreadable, read_text
+from pipespec.reading import Unreadable, read_text, shown
 
 LOCAL = "local"
 BY_HAND = "none"
@@ -263,7 +263,8 @@ def _draft(value: Any, boxes: Sequence[Box]) -> str | None:
     members = [member for box in boxes for member in box.members]
     if value is not None and value not in members:
         raise Wrong(
-            f"draft is {value!r}, which is no member; {entries.suggest(str(value), members)}."
+            f"draft is {shown(value)}, which is no member; "
+            f"{entries.suggest(shown(value), members)}."
         )
     return value
 
@@ -275,10 +276,11 @@ def _order(value: Any, names: Sequence[str]) -> tuple[str, ...] | None:
     for name in order:
         if name not in names:
             raise Wrong(
-                f"order holds {name!r}, which is no host; {entries.suggest(str(name), names)}."
+                f"order holds {shown(name)}, which is no host; "
+                f"{entries.suggest(shown(name), names)}."
             )
-    if sorted(order) != sorted(names):
-        raise Wrong(f"order is {order}, but must name each of {', '.join(names)} once.")
+    if len(order) != len(names) or set(order) != set(names):
+        raise Wrong(f"order is {shown(order)}, but must name each of {', '.join(names)} once.")
     return tuple(order)
 
 

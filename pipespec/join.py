@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pipespec.agent import choose_interface
-from pipespec.errors import ConfigError, PipespecError
+from pipespec.errors import ConfigError
 from pipespec.hosts import Box, Hosts, load_hosts
 from pipespec.keeper import MEMBER
+from pipespec.outcome import concluded
 from pipespec.reading import Unreadable, build, read_json
 
 USAGE = "usage: python -m pipespec.join [--count] HOSTS.yaml BOX [INVITATION]"
@@ -50,8 +51,8 @@ class Invitation:
             ) from None
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print how many members a box has, or be one of them."""
+def main(argv: Sequence[str]) -> int:
+    """Print how many members a box has, or be one of them; the exit code."""
     counting = argv[:1] == ["--count"]
     words = argv[1:] if counting else argv
     if len(words) != (2 if counting else 3):
@@ -60,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     box = box_of(hosts, words[0], words[1])
     if counting:
         print(len(box.devices))
-        return
+        return 0
     invitation = Invitation.read(Path(words[2]))
     os.environ[MEMBER] = box.members[int(os.environ["LOCAL_RANK"])]
     choose_interface(box.address, box.interface)
@@ -73,6 +74,7 @@ def main(argv: Sequence[str]) -> None:
     plan = prepare.plan(compose([f"cluster={words[0]}", *settings]))
     where = prepare.Where(invitation.url, invitation.namespace, secret=invitation.secret)
     run_member(plan, where, {name: b for b in hosts.boxes for name in b.members})
+    return 0
 
 
 def box_of(hosts: Hosts, path: str, name: str) -> Box:
@@ -85,7 +87,4 @@ def box_of(hosts: Hosts, path: str, name: str) -> Box:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except PipespecError as error:
-        sys.exit(f"pipespec: {error}")
+    sys.exit(concluded(lambda: main(sys.argv[1:])))

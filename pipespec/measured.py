@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipespec.errors import tell
 from pipespec.reading import Unreadable, read_json, typed
 
 
@@ -39,4 +39,4 @@ def keep(key: Mapping[str, Any], figures: Mapping[str, float]) -> None:
             json.dump(figures, stream)
         os.replace(stream.name, file)
     except OSError as error:
-        print(f"pipespec: {file} cannot be written: {error.strerror}.", file=sys.stderr)
+        tell(f"pipespec: {file} cannot be written: {error.strerror}.")

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 # More than any settings, cards, figures or index of a checkpoint take.
 MOST_BYTES = 64 * 2**20
+LONGEST_SHOWN = 200
 T = TypeVar("T")
 
 
@@ -70,6 +71,11 @@ def decode(data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise Unreadable(f"it is not UTF-8 text at byte {error.start}") from None
+
+
+def is_whole(text: str) -> bool:
+    """Whether a text holds no half characters (lone surrogates), which UTF-8 cannot have."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
@@ -198,9 +204,10 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 def shown(value: Any) -> str:
     """A value as a message shows it; of a long one a part."""
     try:
-        return _SHORT.repr(value)
+        text = _SHORT.repr(value)
     except ValueError:
         return "a number of too many digits"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 
 def _finite(number: float) -> bool:
@@ -221,4 +228,4 @@ def _in_words(kind: Any) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlist = _SHORT.maxtuple = 20
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 100
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = LONGEST_SHOWN

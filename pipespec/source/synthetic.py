@@ -25,7 +25,7 @@ from pipespec.source import Candidates, Context, TokenSource, check_at_least
 from pipespec.tree import ROOT, Tree
 from pipespec.types import Verdict
 
-POINT = re.compile(r"(\d+):(\d*\.?\d+)")
+POINT = re.compile(r"(\d{1,9}):(\d*\.?\d+)", re.ASCII)
 # A miss rate below this is none, where a curve is interpolated in its logarithm.
 SMALLEST_MISS = 1e-9
 # A later rank may be likelier than an earlier one by so much: the points are rounded.
