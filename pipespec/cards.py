@@ -18,21 +18,27 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from signal import Signals
+from typing import TypeVar
 
 import psutil
 
 from pipespec.errors import ConfigError
+from pipespec.reading import Missing, Unreadable, build, parse_json, read_text
 from pipespec.resources import home
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+# A file's name has 255 bytes at most, and the longest ending, ".log.4194304", must find room.
+LONGEST_NAME = 240
+LARGEST_PID = 2**22
 CARD, LOCK, LOG = ".json", ".lock", ".log"
 # The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # A process's start is told in wall-clock time, which may be set right meanwhile.
 CLOCK_DRIFT_S = 2.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,32 @@ class Owner:
     @property
     def gone(self) -> bool:
         """Whether it is known to have ended; of a process elsewhere nothing is known."""
-        if not self.here:
-            return False
+        return self.here and self._process() is None
+
+    def end(self) -> None:
+        """Ask it to end, if it still runs here. Raises ConfigError if it is another user's."""
+        process = self._process()
+        if process is None or not self.here:
+            return
+        try:
+            if process.uids().real != os.getuid():
+                raise ConfigError(
+                    f"Process {self.pid} is of user {process.username()}; ask that user to end it."
+                )
+            process.send_signal(Signals.SIGTERM)  # unless the number is another's by now
+        except psutil.NoSuchProcess:
+            return  # it ended just now
+
+    def _process(self) -> psutil.Process | None:
+        """The process, unless it has ended."""
+        if not 0 < self.pid <= LARGEST_PID:
+            return None
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.created) < CLOCK_DRIFT_S
-            return not same or process.status() == psutil.STATUS_ZOMBIE
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
-            return True
+            return None
 
 
 @dataclass(frozen=True)
@@ -103,6 +127,14 @@ class Entry:
     card: Card | None
 
 
+@dataclass(frozen=True)
+class Damaged:
+    """A name of which nothing is known, because its files cannot be read; the problem says why."""
+
+    name: str
+    problem: str
+
+
 def folder() -> Path:
     """Where cards lie: `$XDG_STATE_HOME/pipespec`, or `~/.local/state/pipespec`."""
     state = os.environ.get("XDG_STATE_HOME", "")
@@ -117,25 +149,19 @@ def claim(name: str) -> Iterator[None]:
     Raises ConfigError if the name cannot be used, or a cluster that lives holds it.
     """
     check_name(name)
-    lock = folder() / (name + LOCK)
-    try:
-        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    with kept_folder() as here:
+        lock, card = here / (name + LOCK), here / (name + CARD)
         descriptor = _lock(lock)
-    except OSError as error:
-        raise ConfigError(
-            f"The folder of cards {str(folder())!r} cannot be used ({error.strerror}); set "
-            "XDG_STATE_HOME to a folder of yours."
-        ) from error
     if descriptor is None:
         raise ConfigError(
             f"A cluster named {name!r} is up already; end it with `pipespec down {name}`, or "
             "choose another --name."
         )
-    card = folder() / (name + CARD)
     try:
-        card.unlink(missing_ok=True)
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(asdict(Owner.this())).encode())
+        with kept_folder():
+            card.unlink(missing_ok=True)
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps(asdict(Owner.this())).encode())
         yield
     finally:
         card.unlink(missing_ok=True)
@@ -144,22 +170,27 @@ def claim(name: str) -> Iterator[None]:
 
 
 def publish(card: Card) -> Path:
-    """Write the card of a name that this process holds, in one go; its file."""
-    file = folder() / (card.name + CARD)
-    partial = file.with_suffix(".partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        json.dump(asdict(card), stream)
-    partial.rename(file)
+    """Write the card of a name that this process holds, in one go; its file.
+
+    Raises ConfigError if that fails.
+    """
+    with kept_folder() as here:
+        file, partial = here / (card.name + CARD), here / (card.name + ".partial")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+                json.dump(asdict(card), stream)
+            partial.rename(file)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
     return file
 
 
 def held(name: str) -> Entry | None:
     """Who has a name, None if nobody. Raises ConfigError if the card cannot be read."""
     # The lock's holder is asked first: a card may be a killed one's.
-    holder, told = _read(folder() / (name + LOCK)), _read(folder() / (name + CARD))
-    owner = None if holder is None else Owner(**holder)
-    card = None if told is None else _card(told)
+    owner, card = _read(folder() / (name + LOCK), Owner), _read(folder() / (name + CARD), Card)
     if owner is not None and not owner.gone:
         return Entry(name, owner, card if card is not None and card.owner == owner else None)
     if card is not None and not card.owner.here:
@@ -167,18 +198,24 @@ def held(name: str) -> Entry | None:
     return None
 
 
-def entries() -> list[Entry]:
-    """Every name that is taken, in order: by a process that lives, or on another machine.
-
-    Raises ConfigError if a card cannot be read.
-    """
+def entries() -> list[Entry | Damaged]:
+    """Every name that is taken, in order: by a process that lives, or on another machine."""
     names = {path.stem for path in folder().glob("*") if path.suffix in (CARD, LOCK)}
-    found = (held(name) for name in sorted(names))
-    return [entry for entry in found if entry is not None]
+    found: list[Entry | Damaged] = []
+    for name in sorted(filter(NAME.fullmatch, names)):
+        try:
+            entry = held(name)
+        except ConfigError as error:
+            found.append(Damaged(name, str(error)))
+        else:
+            found += [] if entry is None else [entry]
+    return found
 
 
 def entry(name: str | None) -> Entry:
     """The cluster of that name, or the only one there is. Raises ConfigError."""
+    if name is not None:
+        check_name(name)
     taken = entries()
     names = ", ".join(entry.name for entry in taken)
     if name is None:
@@ -186,10 +223,11 @@ def entry(name: str | None) -> Entry:
             raise ConfigError(f"Several clusters are up: {names}; name one.")
         if not taken:
             raise ConfigError("No cluster is up; start one with `pipespec up`.")
-        return taken[0]
-    check_name(name)
+        name = taken[0].name
     for candidate in taken:
         if candidate.name == name:
+            if isinstance(candidate, Damaged):
+                raise ConfigError(candidate.problem)
             return candidate
     others = f"these are: {names}" if taken else "start it with `pipespec up`"
     log = folder() / (name + LOG)
@@ -212,36 +250,38 @@ def check_name(name: str) -> None:
             f"The name of a cluster is {name!r}, but must be letters, digits, '_', '-' and '.', "
             "and not begin with '.'."
         )
-
-
-def _read(file: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is none yet, or no more."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        # A lock that is just being taken says nothing yet.
-        value = json.loads(text) if text else None
-        fault = "" if value is None or _complete(value, file.suffix) else "it lacks entries"
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        fault = error.strerror or "unknown error"
-    except ValueError:
-        fault = "it is not JSON"
-    if fault:
+    if len(name) > LONGEST_NAME:
         raise ConfigError(
-            f"The file {str(file)!r} cannot be read ({fault}); remove it if its cluster is gone."
+            f"The name of a cluster has {len(name)} characters, but may have {LONGEST_NAME}; "
+            "choose a shorter --name."
         )
-    return value
 
 
-def _complete(value: Any, suffix: str) -> bool:
-    kind = Card if suffix == CARD else Owner
-    return isinstance(value, dict) and set(value) == {entry.name for entry in fields(kind)}
+@contextmanager
+def kept_folder() -> Iterator[Path]:
+    """The folder of cards, made if need be; whatever fails in it becomes a ConfigError."""
+    try:
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield folder()
+    except OSError as error:
+        raise ConfigError(
+            f"The folder of cards {str(folder())!r} cannot be used ({error.strerror}); set "
+            "XDG_STATE_HOME to a folder of yours that has room."
+        ) from error
 
 
-def _card(told: dict[str, Any]) -> Card:
-    lists = {name: tuple(told[name]) for name in ("overrides", "eos")}
-    return Card(**{**told, **lists, "owner": Owner(**told["owner"])})
+def _read(file: Path, kind: type[T]) -> T | None:
+    """What a file tells; None if there is none yet, or no more. Raises ConfigError."""
+    try:
+        text = read_text(file)
+        # A lock that is just being taken says nothing yet.
+        return build(kind, parse_json(text)) if text else None
+    except Missing:
+        return None
+    except Unreadable as error:
+        raise ConfigError(
+            f"The file {str(file)!r} cannot be read ({error}); remove it if its cluster is gone."
+        ) from error
 
 
 def _lock(file: Path) -> int | None:

@@ -17,6 +17,7 @@ from pipespec.errors import ModelError
 from pipespec.headers import Tensor, read_json, read_tensors
 from pipespec.limits import MAX_COUNT, fault
 from pipespec.precision import ITEM_BYTES, METHODS, MXFP4, QUANTIZATIONS, require_package
+from pipespec.reading import Unreadable, home_expanded, is_folder, typed
 
 # Each of these decodes token for token like Hugging Face `generate` in
 # tests/integration/test_model.py; a model_type enters the table together with its test.
@@ -71,6 +72,7 @@ ARCHITECTURES = (
 
 # How many of the tokens in which two vocabularies differ a message shows.
 NUM_SHOWN = 3
+_FOREIGN = "correct it, or fetch the checkpoint again"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _SIZES = (
@@ -206,8 +208,11 @@ def inspect(model: str | Path) -> CheckpointInfo:
     model_type = str(raw.get("model_type"))
     require_supported(model_type, path)
     _check_sizes(path, raw)
-    quantization = _quantization(path, raw.get("quantization_config"))
-    config = _config(path)
+    try:
+        quantization = _quantization(path, raw.get("quantization_config"))
+        config = _config(path)
+    except RecursionError as error:
+        raise ModelError(f"{path / 'config.json'} is nested too deeply; {_FOREIGN}") from error
     tensors = read_tensors(path)
     if quantization == MXFP4:
         tensors, quantization = _dequantised(tensors), None
@@ -269,10 +274,10 @@ def require_supported(model_type: str, path: str | Path) -> None:
 
 def resolve(model: str | Path) -> Path:
     """The local folder of a model: the path itself, or where the hub's cache holds that id."""
-    path = Path(os.path.expanduser(model))
-    if os.path.isdir(path):
+    path = home_expanded(model)
+    if is_folder(path):
         return path
-    if os.path.exists(path):
+    if os.path.lexists(path):
         raise ModelError(f"{path} is a file; give the folder that holds config.json")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model in (".", ".."):
         raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
@@ -365,7 +370,10 @@ def _eos(path: Path, config: Any) -> tuple[int, ...]:
         eos = getattr(config, "eos_token_id", None)
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    try:
+        return typed("eos_token_id", eos if isinstance(eos, list) else [eos], tuple[int, ...])
+    except Unreadable as error:
+        raise ModelError(f"{path}: {error}; {_FOREIGN}") from error
 
 
 def _quantization(path: Path, config: Any) -> str | None:

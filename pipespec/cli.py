@@ -7,7 +7,6 @@ the commands that need them, so that help and mistakes are answered at once.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import threading
@@ -28,12 +27,11 @@ from pipespec.commands import (
     up,
 )
 from pipespec.commands.arguments import Parser
-from pipespec.commands.terminal import OutputClosedError, write
-from pipespec.errors import ConfigError, PipespecError
+from pipespec.commands.terminal import write
+from pipespec.errors import ConfigError
+from pipespec.outcome import SIGNALLED, concluded
 
 COMMANDS = (generate, bench, plan, check, doctor, partition, launch, up, down, status)
-# What a shell reports for a program that a signal ended.
-SIGNALLED = 128
 
 
 class Terminated(KeyboardInterrupt):
@@ -48,16 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code."""
     try:
         with _ended_by_signals():
-            return _run(sys.argv[1:] if argv is None else list(argv))
-    except PipespecError as error:
-        print(f"pipespec: {error}", file=sys.stderr)
-        return error.exit_code
+            return concluded(lambda: _run(sys.argv[1:] if argv is None else list(argv)))
     except KeyboardInterrupt as interrupt:
         return SIGNALLED + getattr(interrupt, "number", signal.SIGINT)
-    except OutputClosedError:
-        # Python writes what is still buffered when it ends; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return SIGNALLED + signal.SIGPIPE
 
 
 def _run(argv: list[str]) -> int:

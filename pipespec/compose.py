@@ -7,9 +7,7 @@ wrong becomes one sentence in a ConfigError.
 
 from __future__ import annotations
 
-import math
 import re
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -29,6 +27,7 @@ from pipespec.config import (
 from pipespec.errors import ConfigError
 from pipespec.hosts import load_hosts
 from pipespec.limits import suggest
+from pipespec.reading import Unreadable, alternatives, typed
 from pipespec.resources import resource_dir
 
 if TYPE_CHECKING:  # `pipespec generate --help` can do without
@@ -177,7 +176,7 @@ def _parse(text: str) -> Override:
         raise ConfigError(f"{masked(text)!r} is not a setting; write it as name=value.")
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
-    except HydraException as error:
+    except (HydraException, RecursionError) as error:
         raise ConfigError(
             f"The setting {masked(text)!r} cannot be read: put a value that has spaces, commas or "
             "brackets in quotes, as in 'decode.stop=[\"a b\"]'."
@@ -209,7 +208,7 @@ def _text_settings() -> set[str]:
     names = {"trace", "source.truth"}
     for section, cls in SECTIONS.items():
         for name, hint in typing.get_type_hints(cls).items():
-            if str in _alternatives(hint):
+            if str in alternatives(hint):
                 names.add(f"{section}.{name}")
     return names
 
@@ -276,39 +275,11 @@ def _typed_fields(section: str, cls: type, values: Mapping[Any, Any]) -> dict[st
     return {name: _typed(f"{section}.{name}", value, hints[name]) for name, value in values.items()}
 
 
-WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a finite number",
-    str: "a text",
-    list[str]: "a list of texts, as in [a,'1']",
-    list[int]: "a list of whole numbers, as in [1,3,1]",
-    types.NoneType: "null",
-}
-
-
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`: bool, int, float, str, a list of one, or one of several."""
-    alternatives = _alternatives(hint)
-    for kind in alternatives:
-        if typing.get_origin(kind) is list:
-            (item_kind,) = typing.get_args(kind)
-            items = [value] if type(value) is item_kind else value
-            if isinstance(items, list) and all(type(item) is item_kind for item in items):
-                return items
-        elif kind is float and type(value) in (int, float):
-            if math.isfinite(value):
-                return float(value)
-        elif type(value) is kind:  # not isinstance: True is no number
-            return value
-    wanted = " or ".join(WORDS[kind] for kind in alternatives)
-    raise ConfigError(f"{name} is {value!r}, but must be {wanted}.")
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return typing.get_args(hint)
-    return (hint,)
+    try:
+        return typed(name, value, hint)
+    except Unreadable as error:
+        raise ConfigError(f"{error}.") from None
 
 
 def _config_error(error: BaseException) -> ConfigError:

@@ -21,6 +21,7 @@ from pipespec.limits import (
     check_whole,
 )
 from pipespec.precision import ITEM_BYTES, QUANTIZATIONS
+from pipespec.reading import shown
 
 if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
     from pipespec.feed import FeedPolicy
@@ -223,13 +224,18 @@ class Config:
         self.pace.check(self.cluster.stages)
         if self.trace is None:
             return
-        if not self.trace or os.path.isdir(self.trace):
-            raise ConfigError(f"trace is {self.trace!r}, but must name a file.")
-        if not os.path.isdir(os.path.dirname(os.path.abspath(self.trace))):
-            raise ConfigError(f"trace is {self.trace!r}, but the folder of that file is missing.")
+        check_new_file("trace", self.trace)
 
 
 def masked(text: str) -> str:
     """A setting as messages and results may show it: without the password of a URL."""
     text = re.sub(r"://\S*@", "://***@", text)
     return re.sub(r"password=[^&\s]*", "password=***", text)
+
+
+def check_new_file(name: str, file: str) -> None:
+    """Refuse now what could not be written after the run. Raises ConfigError."""
+    if not file or "\0" in file or os.path.isdir(file):
+        raise ConfigError(f"{name} is {shown(file)}, but must name a file.")
+    if not os.path.isdir(os.path.dirname(os.path.realpath(file))):
+        raise ConfigError(f"{name} is {shown(file)}, but the folder of that file is missing.")

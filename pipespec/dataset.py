@@ -5,7 +5,6 @@ Other keys are ignored. Whatever is wrong is one sentence with file and line in 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -13,8 +12,10 @@ from pathlib import Path
 
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, check_whole
+from pipespec.reading import Unreadable, is_folder, is_whole, parse_json, read_bytes, shown
 
 PATTERN = "*.jsonl"
+MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def load(path: str | os.PathLike[str], limit: int | None = None) -> list[Sample]
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
+    if not is_folder(path):
         return [path]
     files = sorted(path.glob(PATTERN))
     if not files:
@@ -63,10 +64,10 @@ def _files(path: Path) -> list[Path]:
 def _read(file: Path) -> Iterator[tuple[str, Sample]]:
     """The samples of a file, each with the place where it stands. Empty lines are none."""
     try:
-        data = file.read_bytes()
-    except OSError as error:
+        data = read_bytes(file, most=MOST_BYTES, pipe=True)
+    except Unreadable as error:
         raise ConfigError(
-            f"The data set {str(file)!r} cannot be read: {error.strerror}."
+            f"The data set {str(file)!r} cannot be read: {error}; pass another dataset=PATH."
         ) from error
     # Not `splitlines`: a text may hold characters that it takes for the end of a line.
     for number, line in enumerate(data.split(b"\n"), 1):
@@ -77,11 +78,9 @@ def _read(file: Path) -> Iterator[tuple[str, Sample]]:
 
 def _parse(line: bytes, place: str) -> Sample:
     try:
-        item = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place} is not UTF-8 text at byte {error.start}.") from error
-    except ValueError as error:
-        raise ConfigError(f"{place} is not JSON; write one object per line.") from error
+        item = parse_json(line)
+    except Unreadable as error:
+        raise ConfigError(f"{place}: {error}; write one JSON object per line.") from error
     if not isinstance(item, dict):
         raise ConfigError(f"{place} is not a JSON object; write one object per line.")
     values = {}
@@ -90,10 +89,10 @@ def _parse(line: bytes, place: str) -> Sample:
             raise ConfigError(f"{place} has no {name!r}; every sample needs id, benchmark, prompt.")
         value = item[name]
         if not isinstance(value, str):
-            raise ConfigError(f"{place}: {name!r} is {value!r:.40}, but must be a text.")
+            raise ConfigError(f"{place}: {name!r} is {shown(value)}, but must be a text.")
         if not value:
             raise ConfigError(f"{place}: {name!r} is empty, but must have at least one character.")
-        if any("\ud800" <= character <= "\udfff" for character in value):
+        if not is_whole(value):
             raise ConfigError(f"{place}: {name!r} holds half a character (a lone surrogate).")
         values[name] = value
     return Sample(**values)

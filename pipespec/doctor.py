@@ -29,6 +29,7 @@ from pipespec.interfaces import Interface
 from pipespec.inventory import Fingerprint, Inventory
 from pipespec.linkcheck import Place
 from pipespec.probe import PROTOCOL, Listening, Measured, Reach
+from pipespec.reading import Unreadable, parse_json
 
 MODULE = "pipespec.probe"
 HELLO_TIMEOUT_S = 15.0
@@ -270,8 +271,8 @@ class Channel:
 
 def _object(line: bytes) -> dict[str, Any] | None:
     try:
-        answer = json.loads(line)
-    except ValueError:
+        answer = parse_json(line)
+    except Unreadable:
         return None
     return answer if isinstance(answer, dict) and answer.keys() == {"id", "value"} else None
 

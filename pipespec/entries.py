@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipespec.limits import LARGEST_PORT, MAX_COUNT, fault, suggest
+from pipespec.reading import shown
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -25,7 +26,7 @@ class Wrong(Exception):
 def text(name: str, value: Any) -> str:
     """One line that is not empty."""
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise Wrong(f"{name} is {value!r}, but must be a text.")
+        raise Wrong(f"{name} is {shown(value)}, but must be a text.")
     return value
 
 
@@ -33,7 +34,7 @@ def argument(name: str, value: Any) -> str:
     """A text that may stand on a command line: an option in disguise is refused."""
     found = text(name, value)
     if found.startswith("-") or any(character.isspace() for character in found):
-        raise Wrong(f"{name} is {found!r}, but must not begin with '-' or hold a space.")
+        raise Wrong(f"{name} is {shown(found)}, but must not begin with '-' or hold a space.")
     return found
 
 
@@ -41,7 +42,7 @@ def path(name: str, value: Any) -> str:
     """A path, which may hold spaces, or the name of a program."""
     found = text(name, value)
     if found.startswith("-"):
-        raise Wrong(f"{name} is {found!r}, but must not begin with '-'.")
+        raise Wrong(f"{name} is {shown(found)}, but must not begin with '-'.")
     return found
 
 
@@ -49,7 +50,7 @@ def box_name(name: str, value: Any) -> str:
     """A name of a box or a cluster."""
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise Wrong(
-            f"{name} is {value!r}, but must be letters, digits, '_', '-', '.' and ':'; "
+            f"{name} is {shown(value)}, but must be letters, digits, '_', '-', '.' and ':'; "
             "give the box another name."
         )
     return value
@@ -79,7 +80,7 @@ def gib(name: str, value: Any) -> float:
 def filled_list(name: str, value: Any) -> list[Any]:
     """A list that is not empty."""
     if not isinstance(value, list) or not value:
-        raise Wrong(f"{name} is {value!r}, but must be a list of at least one.")
+        raise Wrong(f"{name} is {shown(value)}, but must be a list of at least one.")
     return value
 
 
@@ -88,7 +89,7 @@ def devices(name: str, value: Any) -> tuple[str, ...]:
     found = tuple(filled_list(name, [value] if isinstance(value, str) else value))
     for device in found:
         if not isinstance(device, str) or not DEVICE.fullmatch(device):
-            raise Wrong(f"{name} holds {device!r}, but a device is auto, cpu, cuda or cuda:N.")
+            raise Wrong(f"{name} holds {shown(device)}, but a device is auto, cpu, cuda or cuda:N.")
     if "auto" in found and len(found) > 1:
         raise Wrong(f"{name} holds 'auto' beside others; name each device, as in [cuda:0, cpu].")
     cuda = [device if ":" in device else "cuda:0" for device in found if device != "cpu"]
@@ -104,7 +105,7 @@ def env(name: str, value: Any) -> dict[str, str]:
         raise Wrong(f"{name} must map names to texts, as in {{OMP_NUM_THREADS: 8}}.")
     for key, item in value.items():
         if not isinstance(key, str) or not VARIABLE.fullmatch(key):
-            raise Wrong(f"{name} holds {key!r}, which cannot be the name of a variable.")
+            raise Wrong(f"{name} holds {shown(key)}, which cannot be the name of a variable.")
         if type(item) not in (str, int, float) or not str(item).isprintable():
             # The value itself may be a secret.
             raise Wrong(f"{name}.{key} must be a text in one line; put it in quotes.")
@@ -114,8 +115,10 @@ def env(name: str, value: Any) -> dict[str, str]:
 def known(where: str, values: Any, keys: Sequence[str]) -> dict[str, Any]:
     """`values` as a mapping of known keys; those that are null are left out."""
     if not isinstance(values, dict):
-        raise Wrong(f"{where} is {values!r}, but must hold settings such as {keys[0]}: VALUE.")
+        raise Wrong(f"{where} is {shown(values)}, but must hold settings such as {keys[0]}: VALUE.")
     for key in values:
         if key not in keys:
-            raise Wrong(f"{where} has an unknown setting {key!r}; {suggest(str(key), keys)}.")
+            raise Wrong(
+                f"{where} has an unknown setting {shown(key)}; {suggest(shown(key), keys)}."
+            )
     return {key: value for key, value in values.items() if value is not None}

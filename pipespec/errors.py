@@ -1,4 +1,4 @@
-"""Every error a user can meet.
+"""Every error a user can meet, and how it is told.
 
     PipespecError
      ├── ConfigError        a setting is wrong (also a ValueError); exit code 2
@@ -16,6 +16,20 @@ A message is one sentence that names the value, the limit and the remedy.
 A class that is raised without a message uses its docstring.
 Programmer errors are asserts.
 """
+
+import os
+import sys
+
+
+def tell(line: str) -> None:
+    """A line on standard error, as far as that can be written: no command fails for want of it."""
+    if sys.stderr is None:
+        return
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        # Python writes what is still buffered when it ends; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 class PipespecError(Exception):

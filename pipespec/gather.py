@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
 
 from pipespec import doctor, ssh
 from pipespec.config import Config
 from pipespec.errors import ConfigError, HostFailed
 from pipespec.hosts import Box, Hosts
 from pipespec.measure import Wish
-from pipespec.placement import Figures, choose_dtype
+from pipespec.placement import BoxFigures, Figures, LinkFigures, choose_dtype
+from pipespec.reading import Unreadable, parse_json, typed
 
 MODULE = "pipespec.measure"
 # Loading some layers and the whole draft takes minutes where the disk is slow.
@@ -42,16 +42,17 @@ def gather(
             )
     links = _links(hosts, config)
     dtype, rows = choose_dtype(hosts, config), config.feed.max_rows
-    answers: dict[str, dict[str, Any]] = {}
+    answers: dict[str, BoxFigures] = {}
 
     def ask(box: Box) -> None:
         wish = asdict(_wish(hosts, box, config, dtype))
         told = ssh.run(box, MODULE, input=json.dumps(wish).encode(), timeout=TIMEOUT_S)
         try:
-            answers[box.name] = json.loads(told)
-        except ValueError as error:
+            answers[box.name] = typed("its answer", parse_json(told), BoxFigures)
+        except Unreadable as error:
             raise HostFailed(
-                f"{box.name}: its answer is no JSON; install the same pipespec there as here."
+                f"{box.name}: its answer cannot be read ({error}); install the same pipespec there "
+                "as here."
             ) from error
         on_box(len(answers), len(hosts.boxes))
 
@@ -78,7 +79,7 @@ def gather(
     )
 
 
-def _links(hosts: Hosts, config: Config) -> list[dict[str, Any]]:
+def _links(hosts: Hosts, config: Config) -> list[LinkFigures]:
     """Round trip and rate between boxes, once `pipespec doctor` finds nothing wrong with them."""
     if len(hosts.boxes) == 1:
         return []

@@ -34,6 +34,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from pipespec.entries import Wrong
 from pipespec.errors import ConfigError
 from pipespec.interfaces import LOOPBACK
 from pipespec.limits import MAX_COUNT, MAX_STAGES, suggest
+from pipespec.reading import Unreadable, read_text, shown
 
 LOCAL = "local"
 BY_HAND = "none"
@@ -164,9 +166,11 @@ def _read(path: Path) -> Any:
 
     try:
         # Refuses a key that stands twice, which plain YAML readers let pass.
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except UnicodeDecodeError as error:
-        raise Wrong(f"it is not UTF-8 text at byte {error.start}.") from error
+        return OmegaConf.to_container(OmegaConf.load(StringIO(read_text(path))), resolve=False)
+    except Unreadable as error:
+        raise Wrong(f"it cannot be read: {error}.") from error
+    except RecursionError as error:
+        raise Wrong("it is nested too deeply.") from error
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
@@ -175,10 +179,8 @@ def _read(path: Path) -> Any:
     except OmegaConfBaseException as error:
         first = str(error).splitlines()[0].rstrip(".")
         raise Wrong(f"it cannot be read: {first}.") from error
-    except OSError as error:
-        raise Wrong(
-            f"it cannot be read: {error.strerror or 'it must be a list of settings'}."
-        ) from error
+    except (OSError, ValueError) as error:  # OmegaConf's word for a text, and YAML's for numbers
+        raise Wrong("it must be a list of settings.") from error
 
 
 # --- the file ---------------------------------------------------------------------------------
@@ -275,7 +277,9 @@ def _box(where: str, values: Any, defaults: Mapping[str, Any]) -> Box:
 def _draft(value: Any, boxes: Sequence[Box]) -> str | None:
     members = [member for box in boxes for member in box.members]
     if value is not None and value not in members:
-        raise Wrong(f"draft is {value!r}, which is no member; {suggest(str(value), members)}.")
+        raise Wrong(
+            f"draft is {shown(value)}, which is no member; {suggest(shown(value), members)}."
+        )
     return value
 
 
@@ -285,9 +289,11 @@ def _order(value: Any, names: Sequence[str]) -> tuple[str, ...] | None:
     order = entries.filled_list("order", value)
     for name in order:
         if name not in names:
-            raise Wrong(f"order holds {name!r}, which is no host; {suggest(str(name), names)}.")
-    if sorted(order) != sorted(names):
-        raise Wrong(f"order is {order}, but must name each of {', '.join(names)} once.")
+            raise Wrong(
+                f"order holds {shown(name)}, which is no host; {suggest(shown(name), names)}."
+            )
+    if len(order) != len(names) or set(order) != set(names):
+        raise Wrong(f"order is {shown(order)}, but must name each of {', '.join(names)} once.")
     return tuple(order)
 
 

@@ -7,7 +7,6 @@ imported only where a CUDA device is asked for.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import subprocess
@@ -18,6 +17,15 @@ from pathlib import Path
 
 from pipespec.check import package_version
 from pipespec.errors import ModelError
+from pipespec.headers import weight_map
+from pipespec.reading import (
+    Missing,
+    Unreadable,
+    home_expanded,
+    is_folder,
+    parse_json,
+    read_bytes,
+)
 from pipespec.resources import resource_dir
 
 CONFIG = "config.json"
@@ -124,22 +132,24 @@ def code_hash() -> str:
 
 def fingerprint(model: str) -> Fingerprint:
     """What lies in a model folder, or in the hub's cache under a hub id; nothing is fetched."""
-    path = Path(os.path.expanduser(model))
-    if not path.is_dir():
+    path = home_expanded(model)
+    if not is_folder(path):
         cached = _cached(model)
         if cached is None:
             return Fingerprint(model, "is missing")
         path = cached
     folder = str(path)
     try:
-        config = _hash((path / CONFIG).read_bytes())
-    except FileNotFoundError:
+        config = _hash(read_bytes(path / CONFIG))
+    except Missing:
         return Fingerprint(folder, f"holds no {CONFIG}")
-    except OSError as error:
-        return Fingerprint(folder, f"cannot be read ({error.strerror})")
+    except Unreadable as error:
+        return Fingerprint(folder, f"cannot be read ({CONFIG}: {error})")
     try:
-        index = (path / INDEX).read_bytes() if (path / INDEX).is_file() else None
+        index = read_bytes(path / INDEX) if os.path.isfile(path / INDEX) else None
         sizes = _sizes(path, index)
+    except Unreadable as error:
+        return Fingerprint(folder, f"cannot be read ({INDEX}: {error})", config)
     except ModelError as error:
         return Fingerprint(folder, str(error), config)
     except OSError as error:
@@ -155,10 +165,10 @@ def _sizes(path: Path, index: bytes | None) -> dict[str, int]:
         shards = {WEIGHTS}
     else:
         try:
-            shards = set(json.loads(index)["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            shards = set(weight_map(path / INDEX, parse_json(index)).values())
+        except (Unreadable, ModelError) as error:
             raise ModelError(f"has no usable {INDEX}") from error
-    missing = sorted(name for name in shards if not (path / name).is_file())
+    missing = sorted(name for name in shards if not os.path.isfile(path / name))
     if missing:
         others = f" and {len(missing) - 1} more of its files" if missing[1:] else ""
         raise ModelError(f"holds no {missing[0]}{others}")

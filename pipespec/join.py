@@ -12,13 +12,15 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pipespec.agent import choose_interface
-from pipespec.errors import ConfigError, PipespecError
+from pipespec.errors import ConfigError
 from pipespec.hosts import Box, Hosts, load_hosts
 from pipespec.keeper import MEMBER
+from pipespec.outcome import concluded
+from pipespec.reading import Unreadable, build, read_json
 
 USAGE = "usage: python -m pipespec.join [--count] HOSTS.yaml BOX [INVITATION]"
 
@@ -27,9 +29,9 @@ USAGE = "usage: python -m pipespec.join [--count] HOSTS.yaml BOX [INVITATION]"
 class Invitation:
     """What a member must know to take part. `overrides` made the cluster."""
 
-    url: str
+    url: str = field(repr=False)
     namespace: str
-    secret: str
+    secret: str = field(repr=False)
     overrides: tuple[str, ...]
 
     def write(self, path: Path) -> None:
@@ -40,20 +42,17 @@ class Invitation:
 
     @classmethod
     def read(cls, path: Path) -> Invitation:
-        """Raises ConfigError, without a word of what the file holds."""
+        """Raises ConfigError, without a word of the secrets in the file."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(found["url"], found["namespace"], found["secret"], tuple(found["overrides"]))
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
-        except (ValueError, KeyError, TypeError):
+            return build(cls, read_json(path, pipe=True))
+        except Unreadable as error:
             raise ConfigError(
-                f"{path} is no invitation; copy the one that `pipespec up` wrote."
+                f"{path} is no invitation ({error}); copy the one that `pipespec up` wrote."
             ) from None
 
 
-def main(argv: Sequence[str]) -> None:
-    """Print how many members a box has, or be one of them."""
+def main(argv: Sequence[str]) -> int:
+    """Print how many members a box has, or be one of them; the exit code."""
     counting = argv[:1] == ["--count"]
     words = argv[1:] if counting else argv
     if len(words) != (2 if counting else 3):
@@ -62,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     box = box_of(hosts, words[0], words[1])
     if counting:
         print(len(box.devices))
-        return
+        return 0
     invitation = Invitation.read(Path(words[2]))
     os.environ[MEMBER] = box.members[int(os.environ["LOCAL_RANK"])]
     choose_interface(box.address, box.interface)
@@ -75,6 +74,7 @@ def main(argv: Sequence[str]) -> None:
     plan = prepare.plan(compose([f"cluster={words[0]}", *settings]))
     where = prepare.Where(invitation.url, invitation.namespace, secret=invitation.secret)
     run_member(plan, where, {name: b for b in hosts.boxes for name in b.members})
+    return 0
 
 
 def box_of(hosts: Hosts, path: str, name: str) -> Box:
@@ -87,7 +87,4 @@ def box_of(hosts: Hosts, path: str, name: str) -> Box:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except PipespecError as error:
-        sys.exit(f"pipespec: {error}")
+    sys.exit(concluded(lambda: main(sys.argv[1:])))

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pipespec.errors import ConfigError
+from pipespec.reading import shown
 
 # Limits that several settings share.
 LARGEST_PORT = 65535
@@ -44,7 +45,7 @@ def fault(
         return None
     kind = "a whole number" if whole else "a number"
     limits = f"above {least:g} and at most" if above else f"from {_plain(least)} to"
-    return f"{name} is {value!r}, but must be {kind} {limits} {_plain(most)}{hint}."
+    return f"{name} is {shown(value)}, but must be {kind} {limits} {_plain(most)}{hint}."
 
 
 def check_whole(name: str, value: Any, least: int, most: int, hint: str = "") -> None:
@@ -66,7 +67,7 @@ def check_number(
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raise ConfigError, with the nearest choice, if `value` is none of `choices`."""
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; {suggest(value, list(choices))}.")
+        raise ConfigError(f"{name} is {shown(value)}; {suggest(value, list(choices))}.")
 
 
 def suggest(value: str, known: Sequence[str], prefix: str = "") -> str:

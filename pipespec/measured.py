@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipespec.errors import tell
+from pipespec.reading import Unreadable, read_json, typed
 from pipespec.resources import home
 
 
@@ -24,11 +25,10 @@ def cache_file(key: Mapping[str, Any]) -> Path:
 def recall(key: Mapping[str, Any]) -> dict[str, float] | None:
     """The figures of a key; None if there are none, or nothing that `keep` wrote."""
     try:
-        kept = json.loads(cache_file(key).read_text("utf-8"))
-    except (OSError, ValueError):
+        kept: dict[str, float] = typed("it", read_json(cache_file(key)), Mapping[str, int | float])
+    except Unreadable:
         return None
-    whole = isinstance(kept, dict) and all(type(v) in (int, float) for v in kept.values())
-    return kept if whole else None
+    return kept
 
 
 def keep(key: Mapping[str, Any], figures: Mapping[str, float]) -> None:
@@ -40,4 +40,4 @@ def keep(key: Mapping[str, Any], figures: Mapping[str, float]) -> None:
             json.dump(figures, stream)
         os.replace(stream.name, file)
     except OSError as error:
-        print(f"pipespec: {file} cannot be written: {error.strerror}.", file=sys.stderr)
+        tell(f"pipespec: {file} cannot be written: {error.strerror}.")

@@ -6,13 +6,11 @@ takes, with what the configuration asks of memory.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import inf
-from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from pipespec.checkpoint import CheckpointInfo
 from pipespec.config import Config
@@ -21,9 +19,75 @@ from pipespec.errors import ConfigError
 from pipespec.hosts import Hosts
 from pipespec.partition import GIB
 from pipespec.precision import ITEM_BYTES
+from pipespec.reading import Unreadable, build, read_json
 
 # What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
 RUNTIME_BYTES = 512 * 2**20
+
+
+Number = int | float
+# No figure comes near: bytes, milliseconds, Gbit/s.
+LARGEST_FIGURE = 2**62
+
+
+class ModelSizes(TypedDict):
+    """Of a model's weights in memory."""
+
+    dtype: str
+    layer_bytes: Sequence[int]
+    embedding_bytes: int
+    head_bytes: int
+    tied: bool
+    hidden_size: int
+    context: int
+
+
+class StageFigures(TypedDict):
+    """Of a device that computes layers of the target."""
+
+    layer_ms: Number
+    head_ms: Number
+    embedding_ms: Number
+    kv_slot_bytes: Number
+
+
+class DraftFigures(TypedDict):
+    """Of a device that computes the draft."""
+
+    round_ms: Number
+    weight_bytes: Number
+    kv_slot_bytes: Number
+
+
+class Device(TypedDict):
+    """What is known of every device."""
+
+    model: str
+    memory_bytes: Number
+
+
+class DeviceFigures(Device, total=False):
+    """And what was measured of one (`pipespec.measure`); None: it had no room."""
+
+    stage: StageFigures | None
+    draft: DraftFigures | None
+
+
+class BoxFigures(TypedDict):
+    """What `pipespec.measure` answers on one box."""
+
+    target: ModelSizes
+    draft: ModelSizes | None
+    devices: Sequence[DeviceFigures]
+
+
+class LinkFigures(TypedDict):
+    """From one box to another."""
+
+    source: str
+    to: str
+    rtt_ms: Number
+    gbit_s: Number
 
 
 @dataclass(frozen=True)
@@ -31,41 +95,48 @@ class Figures:
     """What was measured, as plain values that JSON can hold.
 
     `rows` and `length` are the width and the text length of it, `dtype` the type of the weights
-    and `quantization` what becomes of those of target and draft. `target` and `draft` are sizes
-    of these weights in memory, in bytes; `members` maps a member to
-    `model` (of the device), `memory_bytes`, and as far as measured `stage` and `draft`
-    (`pipespec.measure`); `links` has `source`, `to`, `rtt_ms` and `gbit_s` for pairs of boxes.
+    and `quantization` what becomes of those of target and draft. `members` maps a member to
+    what was measured of its device.
     """
 
     rows: int
     length: int
     dtype: str
     quantization: Sequence[str | None]
-    target: Mapping[str, Any]
-    draft: Mapping[str, Any] | None
-    members: Mapping[str, Mapping[str, Any]]
-    links: Sequence[Mapping[str, Any]]
+    target: ModelSizes
+    draft: ModelSizes | None
+    members: Mapping[str, DeviceFigures]
+    links: Sequence[LinkFigures]
 
     @classmethod
     def read(cls, file: str) -> Figures:
         """From what `pipespec partition --json` printed. Raises ConfigError."""
         try:
-            values = json.loads(Path(file).read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"The figures {file!r} cannot be read: {error.strerror}.") from error
-        except ValueError as error:
-            raise ConfigError(f"The figures {file!r} are not JSON: {error}.") from error
-        figures = values.get("figures") if isinstance(values, dict) else None
-        known = {f.name for f in fields(cls)}
-        if not isinstance(figures, dict) or figures.keys() != known:
+            values = read_json(file, pipe=True)
+            found = build(cls, values.get("figures") if isinstance(values, dict) else None)
+            for number in _numbers(asdict(found)):
+                if not 0 <= number < LARGEST_FIGURE:
+                    raise Unreadable(f"it holds {number:g}, which nobody measures")
+            if len(found.quantization) != 2 or any(not link["gbit_s"] for link in found.links):
+                raise Unreadable("it lacks a figure")
+        except Unreadable as error:
             raise ConfigError(
-                f"The figures {file!r} were not written by `pipespec partition --json`; "
-                "measure again."
-            )
-        return cls(**figures)
+                f"The figures {file!r} cannot be read ({error}); measure again with `pipespec "
+                "partition --json`."
+            ) from error
+        return found
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _numbers(value: Any) -> Iterator[Number]:
+    """Every number in plain values."""
+    if isinstance(value, Number):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
 
 
 def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
@@ -133,7 +204,7 @@ def problem(hosts: Hosts, figures: Figures, config: Config) -> Problem:
             split=hosts.split,
             spares=hosts.spare_members,
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
         raise ConfigError(
             f"The figures are not complete ({error}); measure again with `pipespec partition`."
         ) from error
@@ -197,8 +268,8 @@ def _member(hosts: Hosts, figures: Figures, name: str) -> Member:
             f"There are no figures of {name}; measure again with `pipespec partition`."
         )
     found = figures.members[name]
-    stage = found.get("stage") or {}
-    draft_round_ms = 0.0
+    stage: Mapping[str, Any] = found.get("stage") or {}
+    draft_round_ms: Number = 0.0
     if "draft" in found:
         draft_round_ms = inf if found["draft"] is None else found["draft"]["round_ms"]
     return Member(
@@ -211,15 +282,18 @@ def _member(hosts: Hosts, figures: Figures, name: str) -> Member:
 
 def _needs(hosts: Hosts, figures: Figures, config: Config) -> Needs:
     target, draft = figures.target, figures.draft
-    stages = [found["stage"] for found in figures.members.values() if found.get("stage")]
-    drafts = [found["draft"] for found in figures.members.values() if found.get("draft")]
+    members = figures.members.values()
+    stages = [times for found in members if (times := found.get("stage"))]
+    drafts = [draw for found in members if (draw := found.get("draft"))]
+    if not stages:
+        raise ConfigError("The figures have no member's times of a layer; measure again.")
     context = min(config.model.context or target["context"], target["context"])
     num_ranks = hosts.num_stages + 1
     slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
     draft_bytes = 0
     if draft is not None and drafts:
         pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
-        draft_bytes = max(d["weight_bytes"] + int(pool * d["kv_slot_bytes"]) for d in drafts)
+        draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
     elif draft is not None:
         draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
     rounds = config.source.rounds

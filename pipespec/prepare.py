@@ -21,11 +21,13 @@ from pipespec.graph import Layout
 from pipespec.hosts import Box, load_hosts, this_machine
 from pipespec.partition import Placement, plan_slices, split_evenly
 from pipespec.placement import unmeasured
+from pipespec.reading import is_whole
 from pipespec.sampling import check_vocabulary
 
 # What a tokenizer is read from: the first, or one of the others.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
-MOST_REASON = 200  # characters of what a library says
+# Of what a library says a sentence holds so many characters.
+LONGEST_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ def _load_tokenizer(path: Path) -> Any:
         if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
             return tokenizer
     except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
-        reason = " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
+        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
     if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
         raise ModelError(
             f"{path} holds no tokenizer: tokenizer.json, or what it is made from "
@@ -254,9 +256,7 @@ def encode(plan: Plan, tokenizer: Any, prompt: str) -> list[int]:
             raise PromptError(
                 f"--chat needs a chat template, but the tokenizer of {plan.target.path} has none."
             )
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
+        prompt = _as_chat(plan, tokenizer, prompt)
     # `verbose` would warn of what is refused below.
     ids = tokenizer.encode(prompt, add_special_tokens=not plan.config.decode.chat, verbose=False)
     if not ids:
@@ -267,6 +267,23 @@ def encode(plan: Plan, tokenizer: Any, prompt: str) -> list[int]:
             "room for an answer; shorten the prompt or raise model.context."
         )
     return [int(i) for i in ids]
+
+
+def _as_chat(plan: Plan, tokenizer: Any, prompt: str) -> str:
+    """The prompt in the tokenizer's chat template. Raises ModelError."""
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+    else:
+        if isinstance(text, str) and is_whole(text):
+            return text
+        why = "what it makes is no text"
+    raise ModelError(
+        f"The chat template of {plan.target.path} fails ({why}); correct it, or leave --chat out."
+    )
 
 
 def fit_context(plan: Plan, prompt_length: int) -> Plan:

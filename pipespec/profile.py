@@ -9,19 +9,16 @@ Every entry may be missing. For stages that differ, `stage_ms` is a list of such
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_STAGES, check_whole
 from pipespec.pace import TimeCurve, point
 from pipespec.plan import Machine
+from pipespec.reading import Unreadable, build, read_json
 from pipespec.source.synthetic import Accuracy
-
-Curve = Sequence[str | float]
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,7 @@ class Profile:
     RTX 3090, and a draft that is right at once for 81 of 100 tokens."""
 
     stages: int = 8
-    stage_ms: Curve | Sequence[Curve] = (37.8,)
+    stage_ms: Sequence[str | float | Sequence[str | float]] = (37.8,)
     hop_ms: float = 0.0
     draft_ms: float = 0.0
     curve: Sequence[str] = ("1:0.81", "8:0.99")
@@ -40,17 +37,11 @@ class Profile:
     def read(cls, file: str) -> Profile:
         """Raises ConfigError."""
         try:
-            values = json.loads(Path(file).read_text("utf-8"))
-        except OSError as error:
-            raise ConfigError(f"The profile {file!r} cannot be read: {error.strerror}.") from error
-        except ValueError as error:
-            raise ConfigError(f"The profile {file!r} is not JSON: {error}.") from error
-        known = {f.name for f in fields(cls)}
-        if not isinstance(values, dict) or not values.keys() <= known:
+            return build(cls, read_json(file, pipe=True))
+        except Unreadable as error:
             raise ConfigError(
-                f"The profile {file!r} must be a JSON object of {', '.join(sorted(known))}."
-            )
-        return cls(**values)
+                f"The profile {file!r} cannot be read: {error}; see docs/planning.md."
+            ) from error
 
     def replaced(self, **values: Any) -> Profile:
         """With every value that is not None in place of its own."""
@@ -59,7 +50,6 @@ class Profile:
     def machine(self) -> Machine:
         """Raises ConfigError."""
         check_whole("stages", self.stages, 1, MAX_STAGES)
-        _list("stage_ms", self.stage_ms)
         curves = [[*c] for c in self.stage_ms if isinstance(c, list | tuple)]
         if curves and len(curves) != self.stages:
             raise ConfigError(
@@ -69,20 +59,8 @@ class Profile:
         stages = tuple(
             TimeCurve(tuple(point(str(entry)) for entry in curve)) for curve in per_stage
         )
-        return Machine(stages, _number("hop_ms", self.hop_ms), _number("draft_ms", self.draft_ms))
+        return Machine(stages, self.hop_ms, self.draft_ms)
 
     def accuracy(self) -> Accuracy:
         """Raises ConfigError."""
-        _list("curve", self.curve)
-        return Accuracy.parse([str(point) for point in self.curve], _number("spread", self.spread))
-
-
-def _list(name: str, value: Any) -> None:
-    if not isinstance(value, list | tuple):
-        raise ConfigError(f"{name} is {value!r}, but must be a list.")
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{name} is {value!r}, but must be a number.")
-    return float(value)
+        return Accuracy.parse(list(self.curve), self.spread)

@@ -119,8 +119,8 @@ def popen(
     line = command(box, module, *args, alive_count=alive_count)
     try:
         return subprocess.Popen(line, **options)
-    except FileNotFoundError as missing:
-        raise _missing(box, line[0]) from missing
+    except (OSError, ValueError) as error:
+        raise _cannot_run(box, line[0], error) from error
 
 
 def run(box: Box, module: str, *args: str, input: bytes = b"", timeout: float) -> bytes:  # noqa: A002
@@ -133,8 +133,8 @@ def run(box: Box, module: str, *args: str, input: bytes = b"", timeout: float) -
     line = command(box, module, *args)
     try:
         done = subprocess.run(line, input=input, capture_output=True, timeout=timeout)
-    except FileNotFoundError as missing:
-        raise _missing(box, line[0]) from missing
+    except (OSError, ValueError) as error:
+        raise _cannot_run(box, line[0], error) from error
     except subprocess.TimeoutExpired:
         raise HostFailed(
             f"{box.name}: {module} did not answer within {timeout:g} s; "
@@ -178,7 +178,10 @@ def _remedy(box: Box, told: str) -> str:
     return f"try `ssh {to}` by hand"
 
 
-def _missing(box: Box, program: str) -> HostFailed:
+def _cannot_run(box: Box, program: str, error: OSError | ValueError) -> HostFailed:
+    if not isinstance(error, FileNotFoundError):
+        why = error.strerror if isinstance(error, OSError) else error
+        return HostFailed(f"{box.name}: {program} cannot be run ({why}); correct the hosts file")
     if program == "ssh":
         return HostFailed(f"{box.name}: this machine has no ssh; install OpenSSH's client")
     return HostFailed(f"{box.name}: there is no {program} here; set `python` of the box")

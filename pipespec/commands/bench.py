@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.resources import files
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec import dataset
 from pipespec.commands.arguments import add_on, configure, finish, overrides
-from pipespec.commands.terminal import labelled, output, progress, shown, write
-from pipespec.config import masked
+from pipespec.commands.terminal import labelled, progress, show, shown, write
+from pipespec.config import check_new_file, masked
 from pipespec.errors import ConfigError, PipespecError
 from pipespec.limits import MAX_COUNT, check_whole
 
@@ -122,8 +123,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.json:
         write(json.dumps(figures, allow_nan=False) + "\n")
     else:
-        with output():
-            print_figures(result)
+        print_figures(result)
     return 0
 
 
@@ -154,10 +154,8 @@ def _number(ours: dict[str, str], name: str) -> int | None:
     text = ours.get(name)
     if text is None:
         return None
-    try:
-        value: int | str = int(text)
-    except ValueError:
-        value = text
+    # `int` refuses a text of thousands of digits, and so does the sentence about it.
+    value = int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
     check_whole(name, value, 1, MAX_COUNT)
     return int(value)
 
@@ -179,11 +177,7 @@ def default_dataset() -> Path:
 
 def check_output(file: str) -> None:
     """Refuse now what could not be written after the run. Raises ConfigError."""
-    path = Path(file)
-    if not file or path.is_dir():
-        raise ConfigError(f"--output is {file!r}, but must name a file.")
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"--output is {file!r}, but the folder of that file is missing.")
+    check_new_file("--output", file)
 
 
 def store(file: str, figures: dict[str, Any]) -> None:
@@ -196,8 +190,6 @@ def store(file: str, figures: dict[str, Any]) -> None:
 
 def print_figures(result: BenchResult) -> None:
     """Three tables: latencies, what guessing brought, and each benchmark by itself."""
-    from rich.console import Console
-
     figures = result.summary()
     label = labelled(figures)
     summary = (
@@ -217,10 +209,7 @@ def print_figures(result: BenchResult) -> None:
     each = _table(f"Means of each benchmark{label}", "benchmark", *headings)
     for row in rows:
         each.add_row(*map(shown, row.values()))
-    console = Console()
-    console.print(summary, soft_wrap=True)
-    for table in (latencies, brought, each):
-        console.print(table)
+    show(summary, latencies, brought, each)
 
 
 def _table(title: str, first: str, *headings: str) -> Table:

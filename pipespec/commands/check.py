@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING
 
 from pipespec.commands.arguments import finish, overrides
-from pipespec.commands.terminal import output, write
-from pipespec.errors import ConfigError
+from pipespec.commands.terminal import show, write
+from pipespec.errors import ConfigError, tell
 
 if TYPE_CHECKING:
     from pipespec.commands.arguments import Commands
@@ -31,10 +30,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.json:
         write(json.dumps(findings, indent=2) + "\n")
     else:
-        from rich.console import Console
-
-        with output():
-            Console().print(table(findings))
+        show(table(findings))
     for problem in findings["problems"]:
-        print(f"pipespec: {problem}", file=sys.stderr)
+        tell(f"pipespec: {problem}")
     return 0 if findings["ok"] else 1

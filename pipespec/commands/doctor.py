@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import TYPE_CHECKING
 
 from pipespec.commands.arguments import finish, overrides
-from pipespec.commands.terminal import output, write
+from pipespec.commands.terminal import show, write
+from pipespec.errors import tell
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,16 +47,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.json:
         write(json.dumps(report.as_json(), indent=2) + "\n")
     else:
-        from rich.console import Console
-
-        with output():
-            console = Console()
-            for table in (boxes_table(report), links_table(report)):
-                if table.row_count:
-                    console.print(table)
+        show(*(table for table in (boxes_table(report), links_table(report)) if table.row_count))
     for finding in report.findings:
         kind = "pipespec" if finding.error else "pipespec: warning"
-        print(f"{kind}: {finding.sentence}", file=sys.stderr)
+        tell(f"{kind}: {finding.sentence}")
     return 0 if report.ok else 1
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pipespec.cards import entry
@@ -47,8 +44,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"The cluster {found.name!r} was started on {host}; run `pipespec down {found.name}` "
             "there."
         )
-    with suppress(ProcessLookupError):  # It ended just now.
-        os.kill(owner.pid, signal.SIGTERM)
+    owner.end()
     deadline = time.monotonic() + PATIENCE_S
     while not owner.gone:
         if time.monotonic() > deadline:

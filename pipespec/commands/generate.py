@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipespec.commands.arguments import STDIN, add_on, configure, finish, overrides
-from pipespec.commands.terminal import labelled, progress, shown, write
+from pipespec.commands.terminal import labelled, progress, show, shown, standard_input, write
 from pipespec.errors import PromptError
+from pipespec.reading import Unreadable, is_whole, read_text
 
 if TYPE_CHECKING:
     from pipespec.commands.arguments import Commands
@@ -59,9 +58,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     from pipespec.generate import generate
 
-    show = _ignore if arguments.json else write
+    on_text = _ignore if arguments.json else write
     with progress("loading") as (on_loaded,):
-        result = generate(config, prompt, show, on_loaded, card)
+        result = generate(config, prompt, on_text, on_loaded, card)
     if arguments.json:
         write(json.dumps(asdict(result), allow_nan=False) + "\n")
     else:
@@ -81,26 +80,20 @@ def read_prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
             "Pass the prompt in one way: --prompt TEXT, --prompt-file FILE or - (standard input)."
         )
     if text is None:
-        source = "standard input" if file in (None, STDIN) else f"The file {file!r}"
+        source = "Standard input" if file in (None, STDIN) else f"The file {file!r}"
         try:
-            data = (
-                sys.stdin.buffer.read() if file in (None, STDIN) else Path(file or "").read_bytes()
-            )
-            text = data.decode("utf-8")
-        except OSError as error:
-            raise PromptError(f"{source} cannot be read: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise PromptError(f"{source} is not UTF-8 text at byte {error.start}.") from error
+            text = standard_input() if file in (None, STDIN) else read_text(file or "", pipe=True)
+        except Unreadable as error:
+            raise PromptError(f"{source} cannot be read: {error}; pass --prompt TEXT.") from error
     if not text:
         raise PromptError("The prompt is empty; pass at least one character.")
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if not is_whole(text):
         raise PromptError("The prompt is not UTF-8 text; save it as UTF-8 and pass --prompt-file.")
     return text
 
 
 def print_statistics(result: Result) -> None:
     """The statistics as a table, on standard error: standard output has the text."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(
@@ -113,4 +106,4 @@ def print_statistics(result: Result) -> None:
     )
     for name, value in result.stats.items():
         table.add_row(LABELS.get(name, name.replace("_", " ")), shown(value))
-    Console(stderr=True).print(table)
+    show(table, stderr=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipespec.commands.arguments import finish, overrides
-from pipespec.commands.terminal import output, progress, write
+from pipespec.commands.terminal import progress, show, write
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,16 +71,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         }
         write(json.dumps(answer, allow_nan=False, indent=2) + "\n")
         return 0
-    from rich.console import Console
-
-    with output():
-        console = Console()
-        console.print(table(placement, figures))
-        for sentence in _sentences(placement, figures, plain_ms):
-            console.print(sentence, soft_wrap=True, highlight=False)
-        console.print(f"\nTo keep this, write into {arguments.hosts}:", soft_wrap=True)
-        for name, value in lines.items():
-            console.print(f"{name}: {_flow(value)}", soft_wrap=True, markup=False, highlight=False)
+    show(
+        table(placement, figures),
+        *_sentences(placement, figures, plain_ms),
+        f"\nTo keep this, write into {arguments.hosts}:",
+        *(f"{name}: {_flow(value)}" for name, value in lines.items()),
+    )
     return 0
 
 

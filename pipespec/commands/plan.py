@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pipespec.commands.arguments import finish, list_of, overrides
-from pipespec.commands.terminal import output, progress, write
+from pipespec.commands.terminal import progress, show, write
 from pipespec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         planning.choices(arguments.policies, arguments.widths, arguments.children, arguments.rounds)
     )
     predictions = []
-    with progress("simulating") as (show,):
+    with progress("simulating") as (on_way,):
         for number, way in enumerate(ways):
-            show(number, len(ways))
+            on_way(number, len(ways))
             predictions.append(
                 planning.predict(
                     way, machine, accuracy, num_tokens=arguments.tokens, seed=arguments.seed
@@ -104,8 +104,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         }
         write(json.dumps(answer, allow_nan=False) + "\n")
     else:
-        with output():
-            _print_plan(machine, predictions, advised)
+        _print_plan(machine, predictions, advised)
     return 0
 
 
@@ -113,7 +112,6 @@ def _print_plan(
     machine: Machine, predictions: Sequence[Prediction], advised: Prediction | None
 ) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(
@@ -141,12 +139,10 @@ def _print_plan(
             f"{p.speedup:.2f}",
             style="bold" if p is advised else None,
         )
-    console = Console()
-    console.print(table)
     if advised is None:
-        console.print("Speculation would lose here: use feed=root.")
+        show(table, "Speculation would lose here: use feed=root.")
         return
-    console.print(f"Recommended: {' '.join(advised.settings)}", soft_wrap=True)
+    show(table, f"Recommended: {' '.join(advised.settings)}")
     losing = [p.policy for p in predictions if p.speedup < 1 and p.policy != "root"]
     if losing:
-        console.print(f"{len(losing)} ways with a speed-up below 1 would lose.")
+        show(f"{len(losing)} ways with a speed-up below 1 would lose.")

@@ -8,15 +8,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cards import Entry, entries, entry
+from pipespec.cards import Damaged, Entry, entries, entry
 from pipespec.commands.arguments import finish, overrides
-from pipespec.commands.terminal import output, write
+from pipespec.commands.terminal import show, write
 from pipespec.errors import ConfigError, Unreachable
 
 if TYPE_CHECKING:
     from pipespec.commands.arguments import Commands
 
-LOADING, READY, RECOVERING, SILENT = "loading", "ready", "recovering", "no answer"
+LOADING, READY, RECOVERING = "loading", "ready", "recovering"
+SILENT, DAMAGED = "no answer", "unreadable"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
@@ -42,15 +43,16 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.json:
         write(json.dumps({"clusters": clusters}) + "\n")
     elif clusters:
-        with output():
-            print_table(clusters)
+        print_table(clusters)
     else:
         write("No cluster is up.\n")
-    return 1 if any(cluster["state"] == SILENT for cluster in clusters) else 0
+    return 1 if any(cluster["state"] in (SILENT, DAMAGED) for cluster in clusters) else 0
 
 
-def report(found: Entry, now: float) -> dict[str, Any]:
+def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
     """What is known of one cluster at a time, in seconds since 1970; None is unknown."""
+    if isinstance(found, Damaged):
+        return {"name": found.name, "state": DAMAGED, "problem": found.problem}
     card = found.card
     told: dict[str, Any] = {"name": found.name, "pid": found.owner.pid, "state": LOADING}
     if card is None:
@@ -88,7 +90,6 @@ def report(found: Entry, now: float) -> dict[str, Any]:
 def print_table(clusters: Sequence[dict[str, Any]]) -> None:
     """One row per cluster, and what went wrong below."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=0)
@@ -104,10 +105,7 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
         table.add_row(cluster["name"], *known.values(), since)
         told = (cluster.get("problem"), cluster.get("last_fault"))
         notes += [f"{cluster['name']}: {note}" for note in told if note is not None]
-    console = Console()
-    console.print(table)
-    for note in notes:
-        console.print(note, soft_wrap=True, markup=False, highlight=False)
+    show(table, *notes)
 
 
 def duration(seconds: float) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipespec.errors import PipespecError
+from pipespec.outcome import OutputClosedError
+from pipespec.reading import MOST_BYTES, Unreadable, decode
 
-
-class OutputClosedError(Exception):
-    """Whoever read our standard output has gone away."""
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 def write(text: str) -> None:
@@ -21,15 +23,54 @@ def write(text: str) -> None:
         sys.stdout.flush()
 
 
+def show(*parts: str | Table, stderr: bool = False) -> None:
+    """Show sentences and tables as they are: nothing in them is taken for markup.
+
+    Raises OutputClosedError if nobody reads any more.
+    """
+    with output("Standard error" if stderr else "Standard output"):
+        out = _console(stderr=stderr)
+        for part in parts:
+            # A sentence may be copied, and is wrapped by the terminal.
+            out.print(part, soft_wrap=isinstance(part, str))
+
+
+def standard_input() -> str:
+    """All that comes through standard input. Raises Unreadable."""
+    if sys.stdin is None:
+        raise Unreadable("it is closed")
+    try:
+        data = sys.stdin.buffer.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise Unreadable(error.strerror or "unknown error") from None
+    if len(data) > MOST_BYTES:
+        raise Unreadable(f"it has more than {MOST_BYTES} bytes")
+    return decode(data)
+
+
+def _console(*, stderr: bool) -> Console:
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise OutputClosedError
+
+    return Plain(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
 @contextmanager
-def output() -> Iterator[None]:
+def output(name: str = "Standard output") -> Iterator[None]:
     """Around whatever writes to standard output: its failures, in our words."""
     try:
         yield
     except BrokenPipeError as error:
         raise OutputClosedError from error
     except OSError as error:
-        raise PipespecError(f"Standard output cannot be written: {error.strerror}.") from error
+        raise PipespecError(f"{name} cannot be written: {error.strerror}.") from error
+    except UnicodeEncodeError as error:
+        raise PipespecError(
+            f"{name} cannot be written: it takes {error.encoding} alone; set PYTHONUTF8=1."
+        ) from error
 
 
 @contextmanager
@@ -38,10 +79,9 @@ def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
 
     Yields what moves each bar: how much is done, and of how much.
     """
-    from rich.console import Console
     from rich.progress import Progress
 
-    console = Console(stderr=True)
+    console = _console(stderr=True)
     with Progress(
         console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
     ) as bars:

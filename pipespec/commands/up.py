@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipespec.asking import group
-from pipespec.cards import LOG, Card, check_name, claim, folder, held, publish
+from pipespec.cards import LOG, Card, check_name, claim, folder, held, kept_folder, publish
 from pipespec.commands.arguments import STDIN, finish, overrides
-from pipespec.commands.terminal import progress, write
-from pipespec.errors import ConfigError, PipespecError
+from pipespec.commands.terminal import progress, standard_input, write
+from pipespec.errors import ConfigError, PipespecError, tell
+from pipespec.reading import Unreadable, parse_json
 
 if TYPE_CHECKING:
     from pipespec.commands.arguments import Commands
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Start a cluster; stay with it, or return when it is ready."""
     settings = overrides(rest, arguments.known_options, stdin_allowed=True)
     if STDIN in rest:
-        settings += parse_settings(sys.stdin.read())
+        settings += read_settings()
     if any(text.startswith("trace=") for text in settings):
         raise ConfigError(
             "`pipespec up` writes no trace; leave trace=FILE to `pipespec generate` without --on."
@@ -76,16 +77,24 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return stay(name, settings, as_json=arguments.json, measure=arguments.measure)
 
 
+def read_settings() -> list[str]:
+    """Settings from standard input. Raises ConfigError."""
+    try:
+        return parse_settings(standard_input())
+    except Unreadable as error:
+        raise ConfigError(
+            f"The settings on standard input cannot be read: {error}; write one per line, or a "
+            "JSON list of texts."
+        ) from None
+
+
 def parse_settings(text: str) -> list[str]:
-    """Settings from standard input: one per line, or a JSON list. Raises ConfigError."""
+    """Settings: one per line, or a JSON list. Raises Unreadable."""
     if not text.lstrip().startswith("["):
         return [line.strip() for line in text.splitlines() if line.strip()]
-    try:
-        settings = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"The settings on standard input are not a JSON list: {error}.") from None
+    settings = parse_json(text)
     if not all(isinstance(setting, str) for setting in settings):
-        raise ConfigError('The settings on standard input must be texts, as in ["feed=level"].')
+        raise Unreadable('they must be texts, as in ["feed=level"]')
     return settings
 
 
@@ -152,7 +161,8 @@ def invited(
         from pipespec.join import Invitation
 
         kept = tuple(text for text in settings if group(text) != "controller")
-        Invitation(where.url, where.namespace, where.secret, kept).write(path)
+        with kept_folder():
+            Invitation(where.url, where.namespace, where.secret, kept).write(path)
         hosts = plan.config.cluster.hosts
         on_log(
             name,
@@ -191,7 +201,7 @@ def placed(config: Config) -> Placement:
 
 def on_log(who: str, line: str) -> None:
     """A line of a member, or of the whole cluster, for the log."""
-    print(f"{who}: {line}", file=sys.stderr, flush=True)
+    tell(f"{who}: {line}")
 
 
 def detached(name: str, settings: Sequence[str], *, measure: bool) -> Card:
@@ -199,12 +209,12 @@ def detached(name: str, settings: Sequence[str], *, measure: bool) -> Card:
 
     What it says goes to the log beside its card. Raises what it failed with.
     """
-    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    log = folder() / (name + LOG)
-    # Nobody's log may be lost to a start that is refused.
-    partial = log.with_suffix(f".log.{os.getpid()}")
+    with kept_folder() as here:
+        log = here / (name + LOG)
+        # Nobody's log may be lost to a start that is refused.
+        partial = here / f"{name}{LOG}.{os.getpid()}"
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     flags = ["--measure"] if measure else []
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as stream:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipespec", "up", "--name", name, *flags, STDIN],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -13,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipespec.errors import ConfigError
+from pipespec.reading import Missing, Unreadable, build, read_json
 
 IDENTITY = "server.json"
 LOCK = "server.lock"
@@ -33,16 +33,14 @@ def read_identity(data: Path) -> Identity | None:
     """The identity of the server that used the folder before. Raises ConfigError."""
     file = data / IDENTITY
     try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        return build(Identity, read_json(file))
+    except Missing:
         return None
-    with contextlib.suppress(ValueError, TypeError):  # no message repeats what the file holds
-        identity = Identity(**json.loads(text))
-        if isinstance(identity.password, str) and isinstance(identity.port, int | None):
-            return identity
-    raise ConfigError(
-        f"{file} cannot be read as the password and port of a server: remove it to have new ones."
-    )
+    except Unreadable:  # no message repeats what the file holds
+        raise ConfigError(
+            f"{file} cannot be read as the password and port of a server: remove it to have new "
+            "ones."
+        ) from None
 
 
 def write_identity(data: Path, identity: Identity) -> None:

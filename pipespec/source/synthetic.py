@@ -7,7 +7,6 @@ tokens that are wrong. Whatever is measured with it is labelled synthetic.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,18 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 
 from pipespec.errors import ConfigError
 from pipespec.feed.rounds import check_rounds
 from pipespec.limits import MAX_SEED, check_whole
+from pipespec.reading import Unreadable, parse_json, read_text
 from pipespec.source import Candidates, Context, TokenSource
 from pipespec.tree import ROOT, Tree
 from pipespec.types import Verdict
 
-POINT = re.compile(r"(\d+):(\d*\.?\d+)")
+POINT = re.compile(r"(\d{1,9}):(\d*\.?\d+)", re.ASCII)
 # A draft names no more guesses for a token.
 MAX_RANK = 65536
 # A miss rate below this is none, where a curve is interpolated in its logarithm.
@@ -177,10 +176,14 @@ class Synthetic:
 def read_truth(file: str) -> list[list[int]]:
     """The texts of a truth file. Raises ConfigError."""
     texts = []
-    for number, line in enumerate(Path(file).read_text("utf-8").splitlines(), 1):
+    try:
+        lines = read_text(file).splitlines()
+    except Unreadable as error:
+        raise ConfigError(f"The truth file {file!r} cannot be read: {error}.") from error
+    for number, line in enumerate(lines, 1):
         try:
-            text = json.loads(line)
-        except ValueError:
+            text = parse_json(line)
+        except Unreadable:
             text = None
         if not isinstance(text, list) or not all(type(token) is int for token in text):
             raise ConfigError(f"Line {number} of {file} is not a JSON list of token ids.")

@@ -8,6 +8,7 @@ from pipespec.asking import configure
 from pipespec.cards import Card, Owner
 from pipespec.commands.up import default_name, parse_settings
 from pipespec.errors import ConfigError
+from pipespec.reading import Unreadable
 from pipespec.resources import resource_dir
 
 
@@ -83,7 +84,7 @@ def test_settings_come_by_the_line_or_as_a_list() -> None:
     assert parse_settings("[\"decode.stop=['\\n']\"]") == ["decode.stop=['\n']"]
     assert parse_settings("") == []
     for text in ("[1]", "[", '["a"'):
-        with pytest.raises(ConfigError, match="on standard input"):
+        with pytest.raises(Unreadable):
             parse_settings(text)
 
 

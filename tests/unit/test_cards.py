@@ -11,10 +11,12 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipespec import cards
 from pipespec.cards import Card, Owner, claim, entries, entry, find, held, publish
+from pipespec.cli import main
 from pipespec.commands.status import duration, report
 from pipespec.errors import ConfigError
 
@@ -156,12 +158,132 @@ def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"name": "lab"}'])
-def test_a_card_that_is_none_is_named(text: str, state: Path) -> None:
+def wrong(**changes: object) -> str:
+    """A card's text with entries of other values."""
+    told = {**asdict(card()), **changes}
+    return json.dumps({name: value for name, value in told.items() if value is not ...})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "it is not JSON"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ("[]", "it must be a JSON object of name, url"),
+        ('{"name": "lab"}', "it must be a JSON object of name, url"),
+        ("\udcff", "it is not UTF-8 text at byte 0"),
+        (wrong(eos=3), "eos is 3, but must be a list"),
+        (wrong(eos=["1"]), r"eos\[0\] is '1', but must be a whole number"),
+        (wrong(eos=[10**4000]) + "0", "it is not JSON"),
+        (wrong(owner="x"), "owner is 'x', but must be an object"),
+        (wrong(owner={"pid": True, "created": 1, "machine": ""}), "owner.pid is True"),
+        (wrong(owner={"pid": 1}), "owner must be a JSON object of pid, created, machine"),
+        (wrong(started="x"), "started is 'x', but must be a finite number"),
+        (wrong(started=float("nan")), "started is nan"),
+        (wrong(started=10**400), "started is 1000"),
+        (wrong(num_ranks=2.5), "num_ranks is 2.5"),
+        (wrong(overrides=...), "it must be a JSON object of name, url"),
+    ],
+)
+def test_one_card_that_is_none_is_named_and_the_others_are_told(
+    text: str, why: str, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state.mkdir()
-    (state / "lab.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"lab\.json' cannot be read .* remove it"):
-        entries()
+    (state / "bad.json").write_bytes(text.encode(errors="surrogateescape"))
+    for name in ("bad", None):
+        with pytest.raises(ConfigError, match=rf"bad\.json' cannot be read \({why}.* remove it"):
+            entry(name)
+    with claim("lab"):
+        assert main(["status", "--json"]) == 1
+        bad, good = json.loads(capsys.readouterr().out)["clusters"]
+        assert (bad["name"], bad["state"]) == ("bad", "unreadable")
+        assert "bad.json" in bad["problem"]
+        assert (good["name"], good["state"]) == ("lab", "loading")
+        assert main(["status"]) == 1
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "bad: The file" in shown
+        assert "loading" in shown
+    for argv in (["down", "bad"], ["status", "bad"], ["generate", "--on", "bad", "--prompt", "a"]):
+        assert main(argv) == 2
+        assert "bad.json' cannot be read" in capsys.readouterr().err
+
+
+def test_a_card_never_tells_its_password(state: Path) -> None:
+    state.mkdir()
+    (state / "bad.json").write_text(wrong(url=["secret"]))
+    with pytest.raises(ConfigError, match="url must be a text") as refused:
+        entry("bad")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_card_that_is_no_file_is_not_waited_for(kind: str, state: Path) -> None:
+    state.mkdir()
+    (os.mkdir if kind == "folder" else os.mkfifo)(state / "bad.lock")
+    with pytest.raises(ConfigError, match=r"bad\.lock' cannot be read"):
+        entry("bad")
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**22 + 1, 2**70])
+def test_a_lock_with_an_impossible_process_holds_nothing_and_nobody_is_signalled(
+    pid: int, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.mkdir()
+    owner = replace(Owner.this(), pid=pid)
+    (state / "bad.lock").write_text(json.dumps(asdict(owner)))
+    assert owner.gone
+    assert main(["down", "bad"]) == 2
+    assert "No cluster named 'bad' is up" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to start a process of another user")
+def test_a_process_of_another_user_is_not_signalled(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.mkdir()
+    other = subprocess.Popen(["cat"], stdin=subprocess.PIPE, user=65534)
+    try:
+        created = psutil.Process(other.pid).create_time()
+        owner = replace(Owner.this(), pid=other.pid, created=created)
+        (state / "lab.lock").write_text(json.dumps(asdict(owner)))
+        assert main(["down", "lab"]) == 2
+        assert "ask that user to end it" in capsys.readouterr().err
+        assert other.poll() is None
+    finally:
+        other.communicate()
+    assert other.returncode == 0  # and not by a signal
+
+
+def test_a_process_that_began_at_another_time_is_not_signalled(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        owner = replace(Owner.this(), pid=other.pid, created=time.time() - 3600)
+        (state / "lab.lock").write_text(json.dumps(asdict(owner)))
+        assert main(["down", "lab"]) == 2
+        assert "No cluster named 'lab' is up" in capsys.readouterr().err
+        other.communicate(b"\n")
+    assert other.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "argv", [["up", "--name"], ["up", "--detach", "--name"], ["down"], ["status"]]
+)
+def test_a_name_that_no_file_can_have_is_refused(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*argv, "n" * 300]) == 2
+    assert "has 300 characters, but may have 240" in capsys.readouterr().err
+
+
+def test_the_longest_name_leaves_room_for_every_ending(state: Path) -> None:
+    name = "n" * cards.LONGEST_NAME
+    with claim(name):
+        publish(card(name))
+        assert find(name).name == name
+        (state / f"{name}.log.4194304").touch()
+        (state / f"{name}.invitation").touch()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(

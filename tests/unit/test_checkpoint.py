@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from pipespec.checkpoint import ARCHITECTURES, Sizes, compare_vocabularies, inspect
 from pipespec.errors import ModelError
+from pipespec.inventory import fingerprint
 from tests.models import NUM_LAYERS, VOCAB_SIZE, build
 
 
@@ -109,7 +111,62 @@ def test_no_config(copy):
 
 def test_a_config_that_is_not_json(copy):
     (copy / "config.json").write_text("{")
-    assert "config.json is not valid JSON" in _refusal(copy)
+    assert "config.json cannot be read (it is not JSON" in _refusal(copy)
+
+
+NESTED = "[" * 3000 + "]" * 3000
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (f'{{"a": {NESTED}}}', "it is nested too deeply"),
+        ('{"a": %s}' % ("9" * 5000), "it holds a number of too many digits"),
+        ('{"a": "\udcff"}', "it is not UTF-8 text at byte 7"),
+    ],
+)
+def test_json_that_nobody_can_read(copy, text, why):
+    raw = text.encode(errors="surrogateescape")
+    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+        kept = (copy / name).read_bytes() if (copy / name).exists() else None
+        (copy / name).write_bytes(raw)
+        assert f"{name} cannot be read ({why}" in _refusal(copy)
+        if kept is None:
+            (copy / name).unlink()
+        else:
+            (copy / name).write_bytes(kept)
+    (copy / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw)
+    assert "its header cannot be read" in _refusal(copy)
+
+
+def test_a_config_that_is_no_file_is_not_waited_for(copy):
+    (copy / "config.json").unlink()
+    os.mkfifo(copy / "config.json")
+    assert "config.json cannot be read (it is no regular file)" in _refusal(copy)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]},
+        {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]},
+        {"dtype": "F32", "shape": [10**30], "data_offsets": [0, 10**30]},
+        {"dtype": 3, "shape": [1], "data_offsets": [0, 4]},
+        [],
+    ],
+)
+def test_a_header_that_describes_nothing_that_can_be(copy, entry):
+    header = json.dumps({"a": entry}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    (copy / "model.safetensors").write_bytes(data)
+    assert "its header cannot be read" in _refusal(copy)
+
+
+@pytest.mark.parametrize("eos", ["</s>", [1, "2"], {"a": 1}, 1.5])
+def test_an_end_of_text_that_is_no_token(copy, eos):
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    assert "eos_token_id" in _refusal(copy)
 
 
 def test_a_config_with_an_impossible_value(copy):
@@ -159,6 +216,28 @@ def test_an_unsupported_architecture(copy):
 def test_no_safetensors(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     assert "holds no model.safetensors" in _refusal(copy)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "../../../../../etc/passwd", "/etc/passwd", "sub/model", "..", "", 3]
+)
+def test_an_index_names_no_file_outside_its_folder(tmp_path, name):
+    path = build("llama", tmp_path / "model", max_shard_size="30KB")
+    shutil.copy(min(path.glob("*.safetensors")), tmp_path / "secret")
+    index = path / "model.safetensors.index.json"
+    shards = json.loads(index.read_text())["weight_map"]
+    _edit(index, weight_map={**shards, min(shards): name})
+    assert f"names the shard {name!r}, which is no file of its folder" in _refusal(path)
+    assert "has no usable" in fingerprint(str(path)).problem
+
+
+def test_shards_may_be_links_as_in_the_cache_of_the_hub(llama, tmp_path):
+    path = build("llama", tmp_path / "model", max_shard_size="30KB")
+    (tmp_path / "blobs").mkdir()
+    for shard in path.glob("*.safetensors"):
+        blob = shard.rename(tmp_path / "blobs" / shard.name)
+        shard.symlink_to(f"../blobs/{blob.name}")
+    assert inspect(path).stored == inspect(llama).stored
 
 
 def test_a_missing_shard(tmp_path):

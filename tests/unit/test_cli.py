@@ -118,7 +118,9 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
 def test_a_prompt_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompt"
     file.write_bytes(b"ab\xff")
-    assert "not UTF-8 text at byte 2" in refused(capsys, "generate", "--prompt-file", str(file))
+    assert "it is not UTF-8 text at byte 2" in refused(
+        capsys, "generate", "--prompt-file", str(file)
+    )
     file.write_bytes(b"")
     assert "prompt is empty" in refused(capsys, "generate", "--prompt-file", str(file))
 
@@ -135,7 +137,7 @@ def test_the_prompt_can_come_from_standard_input(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
-    assert "standard input is not UTF-8" in refused(capsys, "generate", *argv).replace("S", "s")
+    assert "Standard input cannot be read: it is not UTF-8" in refused(capsys, "generate", *argv)
 
 
 def test_settings_and_options_mix_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:

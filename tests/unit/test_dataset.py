@@ -91,7 +91,7 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no sample"):
         load(empty)
     empty.write_bytes(b'{"id": "\xff"}')
-    with pytest.raises(ConfigError, match="line 1 is not UTF-8 text at byte 8"):
+    with pytest.raises(ConfigError, match="line 1: it is not UTF-8 text at byte 8"):
         load(empty)
     with pytest.raises(ConfigError, match="num_prompts is 0"):
         load(write(empty, line(1)), 0)

@@ -186,8 +186,8 @@ def test_a_profile_is_read_and_options_come_before_it(tmp_path: Path, capsys):
     ("content", "part"),
     [
         ("{", "is not JSON"),
-        ("[]", "must be a JSON object of curve, draft_ms"),
-        ('{"stage": 2}', "must be a JSON object of curve, draft_ms"),
+        ("[]", "must be a JSON object of stages, stage_ms"),
+        ('{"stage": 2}', "must be a JSON object of stages, stage_ms"),
         ('{"stages": 3, "stage_ms": [[1], [2]]}', "times of 2 stages"),
         ('{"hop_ms": "1"}', "hop_ms is '1'"),
         ('{"stages": true}', "stages is True"),
