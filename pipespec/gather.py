@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from pipespec import doctor, ssh
 from pipespec.config import Config
-from pipespec.errors import ConfigError, HostFailed
+from pipespec.errors import HostFailed
 from pipespec.hosts import Box, Hosts
 from pipespec.measure import Wish
 from pipespec.placement import BoxFigures, Figures, LinkFigures, choose_dtype
@@ -34,12 +34,7 @@ def gather(
         ConfigError: a device that is no particular one.
         HostFailed: a box or a link between two boxes that cannot be used.
     """
-    for box in hosts.boxes:
-        if "auto" in box.devices:
-            raise ConfigError(
-                f"Box {box.name} has the device auto; name its devices, such as [cpu] or "
-                "[cuda:0, cuda:1]."
-            )
+    hosts.require_devices()
     links = _links(hosts, config)
     dtype, rows = choose_dtype(hosts, config), config.feed.max_rows
     answers: dict[str, BoxFigures] = {}

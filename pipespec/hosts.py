@@ -126,6 +126,15 @@ class Hosts:
         """The box of a member."""
         return self.box(member.rpartition("/")[0])
 
+    def require_devices(self) -> None:
+        """Raise ConfigError unless every member has a particular device."""
+        for box in self.boxes:
+            if "auto" in box.devices:
+                raise ConfigError(
+                    f"Box {box.name} has the device auto; name its devices, such as [cpu] or "
+                    "[cuda:0, cuda:1]."
+                )
+
     def device_of(self, member: str) -> str:
         """The device of a member."""
         return self.box_of(member).devices[int(member.rpartition("/")[2])]

@@ -145,6 +145,7 @@ def plan(config: Config, placement: Placement | None = None) -> Plan:
         placement = place_here(boxes[0].members, target.num_layers, config.cluster)
     else:
         hosts = load_hosts(config.cluster.hosts)
+        hosts.require_devices()
         boxes = hosts.boxes
         if config.cluster.stages != hosts.num_stages:
             raise ConfigError(

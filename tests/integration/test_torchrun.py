@@ -29,6 +29,7 @@ hosts:
   - {name: here, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
   - {name: there, address: 127.0.0.2, ssh: none, devices: [cpu, cpu]}
 """
+THERE = "address: 127.0.0.1, ssh: none, devices: [cpu, cpu]"
 PROMPT = "Once upon a time there was a king who had three sons and"
 NUM_TOKENS = 32
 LENGTH = (f"decode.max_new_tokens={NUM_TOKENS}",)
@@ -136,7 +137,7 @@ def test_an_unknown_box_and_a_file_that_is_no_invitation_are_refused(environment
 
 def test_launch_shows_what_the_members_say_until_ctrl_c(environment):
     hosts = environment / "hosts.yaml"
-    hosts.write_text(HOSTS.replace("ssh: none, devices: [cpu, cpu]", "ssh: local, devices: [cpu]"))
+    hosts.write_text(HOSTS.replace(THERE, "address: 127.0.0.2, ssh: local, devices: [cpu]"))
     folder = resource_dir("demo") / "target"
     prompt = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
     (expected,) = cluster.reference(folder, [prompt], NUM_TOKENS)

@@ -315,10 +315,12 @@ def test_the_help_lists_every_group_and_value_with_its_default() -> None:
         assert set(listed) >= {f"{section}.{f.name}" for f in fields(cls)}
 
 
-@pytest.mark.parametrize("cls", {*SECTIONS.values(), *CLASSES.values()} - {Root})
+@pytest.mark.parametrize("cls", dict.fromkeys([*SECTIONS.values(), *CLASSES.values()]))
 @pytest.mark.parametrize("value", [-1, 99999999999, 1e300])
 def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
     """Where one is harmless, it is listed here."""
+    if cls is Root:  # it has no settings
+        return
     harmless = {"repetition_penalty", "temperature", "top_k", "accept_top", "seed"}
     if value == -1:
         harmless = {"presence_penalty", "frequency_penalty"}

@@ -50,6 +50,13 @@ def test_the_same_index_on_two_boxes_is_two_devices() -> None:
         prepare.require_backend(plan)
 
 
+def test_a_box_without_devices_is_told_to_name_them(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.yaml"
+    file.write_text("hosts: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}]\n")
+    with pytest.raises(ConfigError, match="Box a has the device auto; name its devices"):
+        prepare.plan(compose([f"cluster={file}"]))
+
+
 # --- feed -------------------------------------------------------------------------------------
 
 
