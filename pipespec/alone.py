@@ -17,6 +17,7 @@ from typing import IO
 import psutil
 
 from pipespec.errors import ConfigError
+from pipespec.resources import state_folder
 
 # Seconds until an agent that does not end when asked to is killed, and between two looks at it.
 PATIENCE_S = 5.0
@@ -28,14 +29,11 @@ CLOCK_DRIFT_S = 2.0
 def runtime_folder() -> Path:
     """A folder for the locks of this user's processes, to which nobody else can write.
 
-    `$XDG_RUNTIME_DIR/pipespec`; without one, `~/.local/state/pipespec/run`. Raises ConfigError
-    if it cannot be used, or is another's.
+    `$XDG_RUNTIME_DIR/pipespec`; without one, `run` in the folder of `state_folder`. Raises
+    ConfigError if it cannot be used, or is another's.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    if os.path.isabs(runtime):
-        folder = Path(runtime, "pipespec")
-    else:
-        folder = Path(os.path.expanduser("~"), ".local", "state", "pipespec", "run")
+    folder = Path(runtime, "pipespec") if os.path.isabs(runtime) else state_folder() / "run"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()

@@ -27,7 +27,7 @@ import psutil
 
 from pipespec.errors import ConfigError
 from pipespec.reading import Missing, Unreadable, build, parse_json, read_text
-from pipespec.resources import home
+from pipespec.resources import state_folder
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 # A file's name has 255 bytes at most, and the longest ending, ".log.4194304", must find room.
@@ -136,10 +136,8 @@ class Damaged:
 
 
 def folder() -> Path:
-    """Where cards lie: `$XDG_STATE_HOME/pipespec`, or `~/.local/state/pipespec`."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(state) if os.path.isabs(state) else home() / ".local" / "state"
-    return base / "pipespec"
+    """Where cards lie."""
+    return state_folder()
 
 
 @contextmanager

@@ -33,3 +33,13 @@ def home() -> Path:
             "The user has no home folder: set HOME, or XDG_STATE_HOME and XDG_CACHE_HOME."
         )
     return Path(found)
+
+
+def state_folder() -> Path:
+    """Where what is worth keeping lies: `$XDG_STATE_HOME/pipespec`, `~/.local/state/pipespec`.
+
+    Raises ConfigError.
+    """
+    state = os.environ.get("XDG_STATE_HOME", "")
+    base = Path(state) if os.path.isabs(state) else home() / ".local" / "state"
+    return base / "pipespec"
