@@ -17,7 +17,7 @@ from pipespec.errors import ModelError
 from pipespec.headers import Tensor, read_json, read_tensors
 from pipespec.limits import MAX_COUNT, fault
 from pipespec.precision import ITEM_BYTES, METHODS, MXFP4, QUANTIZATIONS, require_package
-from pipespec.reading import Unreadable, home_expanded, is_folder, typed
+from pipespec.reading import Unreadable, home_expanded, is_folder, shown, typed
 
 # Each of these decodes token for token like Hugging Face `generate` in
 # tests/integration/test_model.py; a model_type enters the table together with its test.
@@ -72,6 +72,8 @@ ARCHITECTURES = (
 
 # How many of the tokens in which two vocabularies differ a message shows.
 NUM_SHOWN = 3
+# Of what another library says of a file a message shows so many characters.
+LONGEST_REASON = 400
 _FOREIGN = "correct it, or fetch the checkpoint again"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -216,6 +218,11 @@ def inspect(model: str | Path) -> CheckpointInfo:
     tensors = read_tensors(path)
     if quantization == MXFP4:
         tensors, quantization = _dequantised(tensors), None
+    if config.num_hidden_layers > len(tensors):
+        raise ModelError(
+            f"{path} holds {len(tensors)} tensors, but config.json counts "
+            f"{shown(config.num_hidden_layers)} layers; fetch the checkpoint again"
+        )
     layers = [0] * config.num_hidden_layers
     matrices = [0] * len(layers)
     height = width = 0
@@ -239,9 +246,15 @@ def inspect(model: str | Path) -> CheckpointInfo:
             f"{path} holds no tensor of layer {layers.index(0)}, though config.json counts "
             f"{len(layers)} layers; fetch the checkpoint again"
         )
-    if embedding is None:
+    sizes = () if embedding is None else (*embedding.shape, embedding.num_bytes)
+    if embedding is None or len(embedding.shape) != 2 or 0 in sizes:
         raise ModelError(
             f"{path} holds no token embedding, or a quantised one; take another checkpoint"
+        )
+    if embedding.shape[1] != config.hidden_size:
+        raise ModelError(
+            f"the embedding of {path} has {embedding.shape[1]} columns, but hidden_size in "
+            f"config.json is {shown(config.hidden_size)}; fetch the checkpoint again"
         )
     return CheckpointInfo(
         path=path,
@@ -323,15 +336,14 @@ def _download(hub_id: str) -> Path:
 
 
 def _config(path: Path) -> Any:
-    # Both are slow to import, and not needed to refuse a wrong path.
-    from huggingface_hub.errors import StrictDataclassError
+    # Slow to import, and not needed to refuse a wrong path.
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{path / 'config.json'} is not valid: {reason}") from error
+    except Exception as error:  # any class's code meets any values
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+        raise ModelError(f"{path / 'config.json'} is not valid: {reason}; {_FOREIGN}") from error
 
 
 def _check_sizes(path: Path, raw: Mapping[str, Any]) -> None:

@@ -124,7 +124,7 @@ def test_an_unknown_box_and_a_file_that_is_no_invitation_are_refused(environment
         run = subprocess.run(
             [sys.executable, "-m", "pipespec.join", *arguments], capture_output=True, text=True
         )
-        assert run.returncode == 1
+        assert run.returncode == 2
         return run.stderr
 
     assert "has no box 'elsewhere'; it has here, there" in complaint(

@@ -169,6 +169,31 @@ def test_an_end_of_text_that_is_no_token(copy, eos):
     assert "eos_token_id" in _refusal(copy)
 
 
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dtype": "x"}, "config.json is not valid: AttributeError"),
+        ({"dtype": []}, "config.json is not valid: IndexError"),
+        ({"num_hidden_layers": 10**30}, "but config.json counts 1000"),
+        ({"hidden_size": 0}, "columns, but hidden_size in config.json is 0"),
+        ({"quantization_config": json.loads("[" * 900 + "]" * 900)}, "quantised by 'None'"),
+    ],
+)
+def test_a_config_that_no_class_expects(copy, changes, why):
+    _edit(copy / "config.json", **changes)
+    assert why in _refusal(copy)
+
+
+@pytest.mark.parametrize("shape", [[], [4], [0, 48]])
+def test_an_embedding_that_is_none(copy, shape):
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}
+    layers = {f"model.layers.{i}.a": entry for i in range(NUM_LAYERS)}
+    header = json.dumps({"model.embed_tokens.weight": entry, **layers}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    (copy / "model.safetensors").write_bytes(data)
+    assert "holds no token embedding" in _refusal(copy)
+
+
 def test_a_config_with_an_impossible_value(copy):
     _edit(copy / "config.json", num_hidden_layers="many")
     assert "config.json is not valid" in _refusal(copy)
