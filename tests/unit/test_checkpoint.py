@@ -174,8 +174,9 @@ def test_an_end_of_text_that_is_no_token(copy, eos):
     [
         ({"dtype": "x"}, "config.json is not valid: AttributeError"),
         ({"dtype": []}, "config.json is not valid: IndexError"),
-        ({"num_hidden_layers": 10**30}, "but config.json counts 1000"),
-        ({"hidden_size": 0}, "columns, but hidden_size in config.json is 0"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
+        ({"hidden_size": 8}, "columns, but hidden_size in config.json is 8"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
         ({"quantization_config": json.loads("[" * 900 + "]" * 900)}, "quantised by 'None'"),
     ],
 )
