@@ -37,7 +37,8 @@ class Scratch:
         read, self.hold = os.pipe()
         try:
             self._remover = subprocess.Popen(
-                ["sh", "-c", _REMOVER, str(self.folder)],
+                ["/bin/sh", "-c", _REMOVER, str(self.folder)],
+                env={"PATH": os.defpath},
                 stdin=read,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -23,6 +23,8 @@ from pipespec.control.connection import Pipe
 from pipespec.control.server import EmbeddedRedis
 from pipespec.interfaces import LOOPBACK
 from pipespec.resources import resource_dir
+from pipespec.text import Detokenizer
+from pipespec.verify import Sample
 from tests import cluster, models
 from tests.listening import assert_private, family, watched
 
@@ -157,26 +159,27 @@ def test_text_streams_and_ends_before_a_stop_string(tmp_path):
     assert not run.leftovers()
 
 
-@pytest.mark.parametrize("bias", ["[]", "['{padded}:100']"], ids=["random weights", "bias"])
-def test_an_id_of_a_padded_vocabulary_decodes_to_nothing(tmp_path, bias):
-    """Half of the model's ids stand for no token; with the bias it says one of them only."""
+def test_an_id_of_a_padded_vocabulary_decodes_to_nothing(tmp_path):
+    """Half of the model's ids stand for no token, and one of them may have a bias in its favour;
+    the head decodes them to look for stop strings."""
     folder, source = tmp_path / "padded", resource_dir("demo") / "target"
     tokenizer = AutoTokenizer.from_pretrained(source)
     models.build("llama", folder, vocab_size=2 * len(tokenizer))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((source / name).read_bytes())
-    padded = len(tokenizer) + 7
-    code, out, err = Run(
-        tmp_path, "--prompt", PROMPT, "--json", f"model.target={folder}", "cluster.stages=1",
-        "source=ngram", "verify=sample", "verify.seed=3", f"verify.logit_bias={bias}".format(
-        padded=padded), "decode.max_new_tokens=24", "decode.stop=['zzz']",
-    ).finish()  # fmt: skip
-    assert (code, err) == (0, "")
-    answer = json.loads(out)
-    ids = answer["token_ids"]
-    assert any(id_ >= len(tokenizer) for id_ in ids)
-    assert answer["text"] == tokenizer.decode(ids, skip_special_tokens=True)
-    assert (ids == [padded] * 24) == (bias != "[]")
+    prompt, padded = tokenizer.encode(PROMPT), len(tokenizer) + 7
+    plan = cluster.make_plan(folder, folder, "cluster.stages=1", "model.context=256")
+    asked = {"prompt": tuple(prompt), "max_new_tokens": 24, "stop": ("zzz",), "eos": ()}
+    drawn = [Sample(logit_bias=bias).sampling(fresh_seed=3) for bias in ([], [f"{padded}:100"])]
+    with EmbeddedRedis() as server:
+        plain, biased = cluster.decode(plan, server, [{**asked, "sampling": s} for s in drawn])
+    assert any(id_ >= len(tokenizer) for id_ in plain[0])
+    assert biased[0] == [padded] * 24
+    for ids, reason, _ in (plain, biased):
+        assert reason == "length"
+        text = Detokenizer(tokenizer, prompt)
+        whole = tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
+        assert tokenizer.decode(prompt) + text.push(ids) + text.flush() == whole
 
 
 def test_an_existing_redis_is_used_and_left_as_it_was(tmp_path):
@@ -194,7 +197,9 @@ def test_an_existing_redis_is_used_and_left_as_it_was(tmp_path):
         pipe.close()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
     run = Run(tmp_path, "--prompt", PROMPT, "cluster.stages=3", "decode.max_new_tokens=1500",
               "decode.ignore_eos=true")  # fmt: skip

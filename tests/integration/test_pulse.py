@@ -305,7 +305,7 @@ def test_a_redis_that_takes_nothing_more_is_given_up_at_once(server: EmbeddedRed
             Pipe(server.url).call("CONFIG", "SET", "maxmemory", 1)
             alarm.await_call()
         for ask in (pulse.next, pulse.check):
-            with pytest.raises(ControllerError, match=r"Redis failed: .*maxmemory"):
+            with pytest.raises(ControllerError, match=r"Redis refuses writes: .*maxmemory"):
                 ask(epoch)
     assert len(alarm.callers) == 1
 

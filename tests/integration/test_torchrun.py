@@ -29,7 +29,7 @@ hosts:
   - {name: here, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
   - {name: there, address: 127.0.0.2, ssh: none, devices: [cpu, cpu]}
 """
-THERE = "address: 127.0.0.1, ssh: none, devices: [cpu, cpu]"
+THERE = "address: 127.0.0.2, ssh: none, devices: [cpu, cpu]"
 PROMPT = "Once upon a time there was a king who had three sons and"
 NUM_TOKENS = 32
 LENGTH = (f"decode.max_new_tokens={NUM_TOKENS}",)
@@ -41,6 +41,13 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.05)
+
+
+def expected() -> list[int]:
+    """What the target says by itself."""
+    folder = resource_dir("demo") / "target"
+    prompt = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
+    return cluster.reference(folder, [prompt], NUM_TOKENS)[0]
 
 
 @pytest.fixture
@@ -99,7 +106,7 @@ def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment):
             with watched(lambda: [*family(up.pid), *family(there.pid)]) as seen:
                 until(lambda: (entry := cards.held("hand")) is not None and entry.card)
                 before = answer("--on", "hand")
-            assert before == answer("cluster.stages=3")
+            assert before == expected()
             assert {each.pid for each in seen} & set(family(there.pid))
             assert_private(seen, {LOOPBACK})
             card = cards.find("hand")
@@ -138,16 +145,13 @@ def test_an_unknown_box_and_a_file_that_is_no_invitation_are_refused(environment
 def test_launch_shows_what_the_members_say_until_ctrl_c(environment):
     hosts = environment / "hosts.yaml"
     hosts.write_text(HOSTS.replace(THERE, "address: 127.0.0.2, ssh: local, devices: [cpu]"))
-    folder = resource_dir("demo") / "target"
-    prompt = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
-    (expected,) = cluster.reference(folder, [prompt], NUM_TOKENS)
     log = environment / "log"
     with (
         running(pipespec("launch", str(hosts)), log) as launched,
         watched(lambda: family(launched.pid)) as seen,
     ):
         until(lambda: (entry := cards.held("hand")) is not None and entry.card)
-        assert answer("--on", "hand") == expected
+        assert answer("--on", "hand") == expected()
     assert launched.returncode == 0
     assert_private(seen, {LOOPBACK})
     said = log.read_text()

@@ -418,12 +418,20 @@ def test_a_lost_rank_interrupts_no_request_and_is_counted(
     assert place.processes() == []
 
 
-def test_a_killed_cluster_is_not_up_and_its_name_is_free(
+def test_a_killed_cluster_fails_its_request_with_one_sentence_and_frees_its_name(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert place.run("up", "--detach", *SETTINGS)[0] == 0
     card = cards.find("default")
-    os.kill(card.owner.pid, signal.SIGKILL)
+    pieces: list[str] = []
+
+    def kill(piece: str) -> None:
+        if not pieces:
+            os.kill(card.owner.pid, signal.SIGKILL)
+        pieces.append(piece)
+
+    with pytest.raises(RankFailed, match=r"'default' on \S+ ended before the request was finished"):
+        generate(asking.configure(card, LONG), PROMPTS[0], kill, on=card)
     until(lambda: not place.processes())
     assert not list((place.folder / "tmp").iterdir())
     assert (place.folder / "pipespec" / "default.json").exists()
@@ -436,21 +444,6 @@ def test_a_killed_cluster_is_not_up_and_its_name_is_free(
     assert cards.find("default").owner.pid != card.owner.pid
     assert main(["down"]) == 0
     assert place.processes() == []
-
-
-def test_a_request_whose_cluster_is_killed_ends_with_one_sentence(place: Place) -> None:
-    assert place.run("up", "--detach", "--name", NAME, *SETTINGS)[0] == 0
-    card = cards.find(NAME)
-    pieces: list[str] = []
-
-    def kill(piece: str) -> None:
-        if not pieces:
-            os.kill(card.owner.pid, signal.SIGKILL)
-        pieces.append(piece)
-
-    with pytest.raises(RankFailed, match=r"'lab' on \S+ ended before the request was finished"):
-        generate(asking.configure(card, LONG), PROMPTS[0], kill, on=card)
-    until(lambda: not place.processes())
 
 
 def test_what_keeps_a_cluster_from_starting_is_told_and_nothing_stays(place: Place) -> None:

@@ -46,7 +46,7 @@ def examples(share: float) -> settings:
 
 
 # What has to read all of conf/ takes a tenth of a second.
-slow, few, many = examples(0.1), examples(0.3), examples(1)
+slow, few, many = examples(0.1), examples(0.2), examples(0.5)
 
 # --- what stands there ------------------------------------------------------------------------
 
