@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.report import Row, publish
-from pipespec.feed import PipelineState
-from pipespec.feed.best_first import BestFirst
-from pipespec.kv import SlotPool
-from pipespec.lineage import Lineage
-from pipespec.stage import Sequence
-from pipespec.tree import ROOT, Tree
-from pipespec.types import Verdict
+from pipespec.core import Verdict
+from pipespec.engine.kv import SlotPool
+from pipespec.engine.lineage import Lineage
+from pipespec.engine.stage import Sequence
+from pipespec.head.feed.best_first import BestFirst
+from pipespec.head.feed.policy import PipelineState
+from pipespec.head.tree import ROOT, Tree
 
 WIDTH, CHILDREN, LIVE = 64, 16, 600
 STATE = PipelineState(num_stages=8, step=0)

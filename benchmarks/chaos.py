@@ -48,9 +48,9 @@ from benchmarks.faults import (
 )
 from benchmarks.report import publish_table
 from benchmarks.victim import Broken, Victim, agent_of, hosts_file, signalled
-from pipespec.dataset import load
-from tests import testbed
-from tests.testbed import Testbed
+from pipespec.client.dataset import load
+from tools.rig import testbed
+from tools.rig.testbed import Testbed
 
 CONTEXT = 512
 # Of a link between two boxes.

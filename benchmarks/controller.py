@@ -21,10 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.report import Row, publish
-from pipespec.control.client import Controller
-from pipespec.control.connection import Pipe, check_server
-from pipespec.control.server import EmbeddedRedis
-from pipespec.graph import Graph, Layout, compute, prune, step_graph, transfer
+from pipespec.controller.client import Controller
+from pipespec.controller.connection import Pipe, check_server
+from pipespec.controller.graph import Graph, Layout, compute, prune, step_graph, transfer
+from pipespec.controller.server import EmbeddedRedis
 
 NAMESPACE = "benchmark"
 # Steps of a there-and-back that are laid out before it starts, so that only hops are timed.

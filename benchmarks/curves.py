@@ -14,9 +14,9 @@ import argparse
 from benchmarks import emulated
 from benchmarks.pair import RANKS, Guess, Pair
 from benchmarks.report import publish_table
-from pipespec.bench import bench
-from pipespec.compose import compose
-from pipespec.source.synthetic import Accuracy
+from pipespec.client.bench import bench
+from pipespec.config.compose import compose
+from pipespec.head.source.synthetic import Accuracy
 
 SHOWN = (1, 2, 4, 8, 16)
 ALL = "all"

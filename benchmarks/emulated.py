@@ -15,10 +15,10 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks.report import ROOT
-from pipespec.bench import BenchResult, RequestResult, bench, record_truth
-from pipespec.compose import compose
-from pipespec.config import Config
-from pipespec.dataset import Sample, load
+from pipespec.client.bench import BenchResult, RequestResult, bench, record_truth
+from pipespec.client.dataset import Sample, load
+from pipespec.config.compose import compose
+from pipespec.config.schema import Config
 
 METHODS = ("root", "static_tree", "level", "best_first")
 DATA = Path(__file__).parent / "data"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.dataset import Sample
+from pipespec.client.dataset import Sample
 
 LOCAL_KINDS = ("kill", "hang", "redis")
 BOX_KINDS = ("cut", "agent")
@@ -124,7 +124,7 @@ def schedule(
 def compare(answer: dict[str, Any], expected: Sequence[int]) -> tuple[int, int, int]:
     """Tokens of an answer that are not the expected ones, that are lost, and that came twice.
 
-    `answer` is what `tests.driver` tells.
+    `answer` is what `tools.rig.driver` tells.
     """
     have = lost = doubled = 0
     for _, base, count, _ in answer["events"]:

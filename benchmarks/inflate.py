@@ -41,7 +41,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipespec.errors import ConfigError, ModelError
-from pipespec.resources import resource_dir
+from pipespec.system.resources import resource_dir
 
 # The usual standard deviation of a Llama's initial weights.
 SPREAD = 0.02

@@ -26,13 +26,13 @@ import torch
 from benchmarks import emulated
 from benchmarks.inflate import Shape, read_config
 from benchmarks.report import publish_table
-from pipespec import build, prepare
-from pipespec.compose import compose
-from pipespec.launch import launch
-from pipespec.partition import split_evenly
-from pipespec.source import Context
-from pipespec.stage import Stage
-from pipespec.types import Batch
+from pipespec.cluster import build, deployment
+from pipespec.cluster.launch import launch
+from pipespec.config.compose import compose
+from pipespec.core import Batch
+from pipespec.engine.stage import Stage
+from pipespec.head.source.protocol import Context
+from pipespec.planning.partition import split_evenly
 
 MIB, GIB = 2**20, 2**30
 ROWS = 64
@@ -83,7 +83,7 @@ def tree_slots(stages: int, width: int) -> int:
     return (stages + 2) * width
 
 
-def measure(plan: prepare.Plan) -> dict[str, float]:
+def measure(plan: deployment.Plan) -> dict[str, float]:
     """The entrypoint of every rank: bytes after one batch."""
     rank = int(os.environ["RANK"])
     model = build.load_model(plan, rank)
@@ -101,7 +101,7 @@ def measure(plan: prepare.Plan) -> dict[str, float]:
     }
 
 
-def row(plan: prepare.Plan, found: dict[str, float]) -> dict[str, str | float]:
+def row(plan: deployment.Plan, found: dict[str, float]) -> dict[str, str | float]:
     """A rank's line of the table, in MiB."""
     rank = int(found["rank"])
     info = plan.target if rank else plan.draft
@@ -211,7 +211,7 @@ def main() -> None:
         f"feed.width={args.width}",
     ]
     config = compose(overrides)
-    plan = prepare.plan(config)
+    plan = deployment.plan(config)
     # A script's own functions cannot be found by the ranks; the module's can.
     from benchmarks.memory import measure as entrypoint
 

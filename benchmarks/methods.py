@@ -24,8 +24,8 @@ from benchmarks import emulated
 from benchmarks.emulated import numbers
 from benchmarks.pair import Pair
 from benchmarks.report import publish_table
-from pipespec.compose import compose
-from pipespec.control.server import EmbeddedRedis
+from pipespec.config.compose import compose
+from pipespec.controller.server import EmbeddedRedis
 
 # Methods whose size no setting of this table changes.
 FIXED = ("root", "static_tree")

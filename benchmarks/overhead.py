@@ -39,14 +39,14 @@ from benchmarks import emulated
 from benchmarks.emulated import Ran
 from benchmarks.report import publish_table
 from benchmarks.timeline import Span, Trace, phases
-from pipespec.bench import record_truth
-from pipespec.dataset import Sample
-from pipespec.feed import PipelineState
-from pipespec.feed.best_first import BestFirst
-from pipespec.source import Context
-from pipespec.stage import Stage
-from pipespec.tree import ROOT, Tree
-from pipespec.types import Batch, Verdict
+from pipespec.client.bench import record_truth
+from pipespec.client.dataset import Sample
+from pipespec.core import Batch, Verdict
+from pipespec.engine.stage import Stage
+from pipespec.head.feed.best_first import BestFirst
+from pipespec.head.feed.policy import PipelineState
+from pipespec.head.source.protocol import Context
+from pipespec.head.tree import ROOT, Tree
 
 PARTS = ("neighbour", "verdict", "prune", "wire", "python", "late")
 CURVE = "1:0.9,16:0.9999"  # nearly always among the rows of a batch
@@ -137,12 +137,12 @@ def bookkeeping(context: int, width: int, stages: int, steps: int) -> dict[str, 
         return time.perf_counter_ns()
 
     for step in range(steps):
-        growth = policy.grow(tree, state)
-        nodes = len(growth.nodes)
+        expansion = policy.grow(tree, state)
+        nodes = len(expansion.nodes)
         tokens = rng.permuted(np.tile(np.arange(NoLayers.vocab_size), (nodes, 1)), axis=1)
         logps = np.log(rng.dirichlet(np.full(CHILDREN, 0.3), nodes) + 1e-9)
         start = time.perf_counter_ns()
-        tree.append(growth.nodes, tokens[:, :CHILDREN], logps, growth.limit)
+        tree.append(expansion.nodes, tokens[:, :CHILDREN], logps, expansion.limit)
         tree.trim(policy.capacity)
         start = timed("head_grow", start)
         fed = policy.feed(tree, state)

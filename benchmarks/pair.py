@@ -1,6 +1,6 @@
 """What the benchmarks know of a target and a draft: prompts, texts, accuracy, decoding.
 
-Decoding runs the whole product with its ranks as threads of one process (`tests.cluster`):
+Decoding runs the whole product with its ranks as threads of one process (`tools.rig.cluster`):
 counts of steps, tokens and rows are those of processes, times are not.
 """
 
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipespec.control.server import EmbeddedRedis
-from pipespec.resources import resource_dir
-from tests import cluster
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.system.resources import resource_dir
+from tools.rig import cluster
 
 PROMPTS = Path(__file__).parent.parent / "tests" / "data" / "prompts.jsonl"
 # Ranks whose hit rate is measured.

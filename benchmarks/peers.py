@@ -42,12 +42,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from benchmarks.report import ROOT, store
-from pipespec import dataset
-from pipespec.bench import bench
-from pipespec.compose import compose
-from pipespec.dataset import Sample
+from pipespec.client import dataset
+from pipespec.client.bench import bench
+from pipespec.client.dataset import Sample
+from pipespec.config.compose import compose
 from pipespec.errors import ConfigError, PipespecError
-from pipespec.resources import resource_dir
+from pipespec.system.resources import resource_dir
 
 REFERENCE = "Hugging Face generate"
 POLICIES = ("root", "level", "best_first")

@@ -22,11 +22,11 @@ from rich.progress import track
 from benchmarks.methods import numbers
 from benchmarks.pair import Measured, Pair
 from benchmarks.report import publish_table
-from pipespec import plan
-from pipespec.control.server import EmbeddedRedis
-from pipespec.pace import TimeCurve
-from pipespec.plan import Choice, Machine
-from pipespec.source.synthetic import Accuracy
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.emulation import TimeCurve
+from pipespec.head.source.synthetic import Accuracy
+from pipespec.planning import simulation as plan
+from pipespec.planning.simulation import Choice, Machine
 
 # Tokens recorded beyond those decoded, so that the synthetic draft does not run out of answer.
 BEYOND = 64

@@ -23,7 +23,7 @@ from benchmarks import emulated, inflate
 from benchmarks.emulated import Ran
 from benchmarks.report import publish_table
 from benchmarks.tbt import ALL, table
-from pipespec.resources import resource_dir
+from pipespec.system.resources import resource_dir
 
 TARGET = resource_dir("demo") / "target"
 # Of the whole model: plain pipeline parallelism of a 70B over RTX 3090, as in SpecPipe.

@@ -38,11 +38,11 @@ from benchmarks.memory import LLAMA_70B, MIB
 from benchmarks.report import circumstances, store
 from benchmarks.stage_report import draw, pace, show
 from benchmarks.timed_stage import REQUEST, TimedStage, guesses, random_tree
-from pipespec.attention import sdpa
-from pipespec.resources import resource_dir
-from pipespec.source.draft_model import DraftModelSource
-from pipespec.tree import ROOT
-from pipespec.types import Verdict
+from pipespec.core import Verdict
+from pipespec.engine.attention import sdpa
+from pipespec.head.source.draft_model import DraftModelSource
+from pipespec.head.tree import ROOT
+from pipespec.system.resources import resource_dir
 
 # As the published config.json of each says.
 SHAPES = {

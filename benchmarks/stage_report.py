@@ -106,6 +106,6 @@ def pace(title: str, result: dict[str, Any], context: int) -> str:
         f"{about['date']}, commit {about['commit']}: `{about['command']}`",
     ]
     lines = [f"# {line}" for line in comment]
-    lines += ["_target_: pipespec.pace.Pace", f'stage_ms: ["{points}"]']
+    lines += ["_target_: pipespec.emulation.Pace", f'stage_ms: ["{points}"]']
     lines += [f"draft_ms: {draft_ms:.4f}", "jitter_ms: 0.0", "scale: 1.0"]
     return "\n".join(lines) + "\n"

@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from benchmarks.inflate import Shape
-from pipespec.attention import AttentionPlan, LayerOptions, LayerPool, sdpa
-from pipespec.kv import SlotPool
-from pipespec.model import ModelSlice
-from pipespec.source import Context
-from pipespec.stage import Stage
-from pipespec.tree import Tree
-from pipespec.types import Batch
+from pipespec.core import Batch
+from pipespec.engine.attention import sdpa
+from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool
+from pipespec.engine.kv import SlotPool
+from pipespec.engine.model import ModelSlice
+from pipespec.engine.stage import Stage
+from pipespec.head.source.protocol import Context
+from pipespec.head.tree import Tree
 
 REQUEST = 1
 SIBLINGS = 4  # at most, of a random tree

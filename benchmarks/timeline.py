@@ -22,8 +22,8 @@ from pathlib import Path
 
 from benchmarks import emulated
 from benchmarks.report import publish_table
-from pipespec.compose import compose
-from pipespec.generate import generate
+from pipespec.client.generate import generate
+from pipespec.config.compose import compose
 
 PROMPT = "Once upon a time there was a king who had three sons"
 # What the figure calls each phase of a trace.

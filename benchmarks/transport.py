@@ -18,10 +18,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipespec.launch import launch
+from pipespec.cluster.launch import launch
+from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.transport.distributed import DistributedTransport
-from pipespec.types import NUM_COLUMNS, Batch
-from pipespec.wire import Wire
+from pipespec.transport.wire import Wire
 
 MAX_ROWS = 64
 SHAPES = [(rows, hidden) for hidden in (128, 8192) for rows in (1, 64)]

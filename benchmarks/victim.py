@@ -1,6 +1,6 @@
 """The cluster that `benchmarks.chaos` does its faults to: asked, struck, and counted at its end.
 
-The cluster runs in a process of its own (`tests.driver`), on this machine or from the first box
+The cluster runs in a process of its own (`tools.rig.driver`), on this machine or from the first box
 of a test bed. Whatever it starts finds its temporary files in one folder of the run, and is
 found by that folder: the environment names it.
 """
@@ -25,7 +25,7 @@ import psutil
 import yaml
 
 from benchmarks.report import ROOT
-from tests.testbed import Testbed
+from tools.rig.testbed import Testbed
 
 # Log lines that are shown when something goes wrong.
 KEPT_LINES = 60
@@ -66,7 +66,7 @@ class Victim:
             "env": {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": path},
             "start_new_session": True,  # Ctrl-C is for us
         }
-        argv = [sys.executable, "-m", "tests.driver", *overrides]
+        argv = [sys.executable, "-m", "tools.rig.driver", *overrides]
         if bed is None:
             self._process = subprocess.Popen(argv, **options)
         else:
@@ -183,7 +183,7 @@ def agent_of(bed: Testbed, box: str) -> int | None:
     """The process id of a box's agent; None: there is none now."""
     for pid in bed.processes(box):
         with suppress(psutil.Error):
-            if "pipespec.agent" in psutil.Process(pid).cmdline():
+            if "pipespec.cluster.agent" in psutil.Process(pid).cmdline():
                 return pid
     return None
 

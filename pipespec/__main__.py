@@ -2,7 +2,7 @@
 
 import sys
 
-from pipespec.cli import main
+from pipespec.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

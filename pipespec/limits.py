@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pipespec.errors import ConfigError
-from pipespec.reading import shown
+from pipespec.system.reading import shown
 
 # Limits that several settings share.
 LARGEST_PORT = 65535

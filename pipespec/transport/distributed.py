@@ -1,6 +1,6 @@
 """Ranks as processes, joined by torch.distributed.
 
-One message per batch over gloo (`pipespec.wire`). Two facts about gloo decide its shape:
+One message per batch over gloo (`pipespec.transport.wire`). Two facts about gloo decide its shape:
 
 - A send delivers its payload only once the receiver has posted a buffer. So the receiver always
   has one posted: the next batch arrives while the rank computes the current one, and a hop costs
@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
+from pipespec.core import Batch
 from pipespec.errors import RankFailed
-from pipespec.types import Batch
-from pipespec.wire import Wire, token
+from pipespec.transport.wire import Wire, token
 
 # How long the ranks wait for one another when they meet, all of them being ready.
 MEET_S = 10.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipespec.clock import monotonic_ns
-from pipespec.pace import Link, hold
-from pipespec.transport import Transport
-from pipespec.types import Batch
+from pipespec.core import Batch
+from pipespec.emulation import Link, hold
+from pipespec.transport.protocol import Transport
 
 
 class PacedTransport:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+from pipespec.core import Batch
 from pipespec.errors import RankFailed
-from pipespec.transport import Transport
-from pipespec.types import Batch
+from pipespec.transport.protocol import Transport
 
 
 class _Link:

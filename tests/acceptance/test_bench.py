@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec.bench import TRUTH_MARGIN, bench, record_truth
-from pipespec.cli import main
-from pipespec.compose import compose
-from pipespec.dataset import load
-from pipespec.resources import resource_dir
-from tests import cluster
+from pipespec.cli.main import main
+from pipespec.client.bench import TRUTH_MARGIN, bench, record_truth
+from pipespec.client.dataset import load
+from pipespec.config.compose import compose
+from pipespec.system.resources import resource_dir
+from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
 PROMPTS = {
@@ -145,12 +145,12 @@ def test_under_a_pace_times_are_labelled_and_in_the_time_of_the_emulated_machine
 @pytest.fixture
 def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Run the command in this process; it must end with code 2 and one sentence."""
-    import pipespec.session
+    import pipespec.cluster.session
 
     def no_rank(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(pipespec.session, "Cluster", no_rank)
+    monkeypatch.setattr(pipespec.cluster.session, "Cluster", no_rank)
 
     def run(*arguments: str) -> str:
         code = main(["bench", *arguments])

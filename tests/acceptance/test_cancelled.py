@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from pipespec.control.client import Controller
-from pipespec.control.overview import look
-from pipespec.control.requests import Accepted, Finished, RequestLog
-from pipespec.control.server import EmbeddedRedis
-from pipespec.resources import resource_dir
-from tests import cluster
+from pipespec.controller.client import Controller
+from pipespec.controller.overview import look
+from pipespec.controller.requests import Accepted, Finished, RequestLog
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.system.resources import resource_dir
+from tools.rig import cluster
 
 DEMO = resource_dir("demo")
 LONG = tuple(range(100, 300))  # prompts of which the KV pools hold one

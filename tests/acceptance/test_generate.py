@@ -18,15 +18,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from pipespec.cli import main
-from pipespec.control.connection import Pipe
-from pipespec.control.server import EmbeddedRedis
-from pipespec.interfaces import LOOPBACK
-from pipespec.resources import resource_dir
+from pipespec.cli.main import main
+from pipespec.controller.connection import Pipe
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.sampling.verify import Sample
+from pipespec.system.interfaces import LOOPBACK
+from pipespec.system.resources import resource_dir
 from pipespec.text import Detokenizer
-from pipespec.verify import Sample
-from tests import cluster, models
-from tests.listening import assert_private, family, watched
+from tests.helpers import models
+from tests.helpers.listening import assert_private, family, watched
+from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
 PROMPT = "Once upon a time there was a king who"
@@ -232,12 +233,12 @@ def test_a_process_that_is_killed_does_not_show_in_the_text(tmp_path):
 @pytest.fixture
 def refuse(capsys, monkeypatch):
     """Run the command in this process; it must end with code 2 and one sentence."""
-    import pipespec.session
+    import pipespec.cluster.session
 
     def no_rank(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(pipespec.session, "Cluster", no_rank)
+    monkeypatch.setattr(pipespec.cluster.session, "Cluster", no_rank)
 
     def run(*arguments: str, prompt: str = PROMPT) -> str:
         capsys.readouterr()  # what building a model has printed

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec.control.server import EmbeddedRedis
-from pipespec.resources import resource_dir
-from tests import cluster, models
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.system.resources import resource_dir
+from tests.helpers import models
+from tools.rig import cluster
 
 PROMPTS = Path(__file__).parent.parent / "data" / "prompts.jsonl"
 MAX_PROMPT = 64

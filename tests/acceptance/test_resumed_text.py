@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec import compose, prepare
-from pipespec.control.client import Controller
-from pipespec.control.requests import Accepted, Finished, RequestLog
-from pipespec.control.server import EmbeddedRedis
-from pipespec.resources import resource_dir
-from pipespec.types import Sampling, TokenLogprobs
-from tests import cluster, models
+from pipespec.cluster import deployment
+from pipespec.config import compose
+from pipespec.controller.client import Controller
+from pipespec.controller.requests import Accepted, Finished, RequestLog
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.core import Sampling, TokenLogprobs
+from pipespec.system.resources import resource_dir
+from tests.helpers import models
+from tools.rig import cluster
 
 NUM_TOKENS = 10
 # How much of an answer the earlier epoch has decided.
@@ -84,7 +86,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.build("llama", tmp_path_factory.mktemp("tiny"))
 
 
-def resume(plan: prepare.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[int]:
+def resume(plan: deployment.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[int]:
     """Lets one epoch leave the requests as they are and another finish them; their ids."""
     first = Controller.new_epoch(redis.url, cluster.NAMESPACE)
     with Controller.connect(redis.url, namespace=cluster.NAMESPACE, epoch=first, rank=0) as earlier:
@@ -121,7 +123,7 @@ def told(redis: EmbeddedRedis, number: int) -> Told:
     )
 
 
-def resumed(plan: prepare.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[Told]:
+def resumed(plan: deployment.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[Told]:
     return [told(redis, number) for number in resume(plan, redis, requests)]
 
 

@@ -1,8 +1,8 @@
 """A sampled text is the one that a plain loop samples, whatever computes it.
 
 The plain loop is Hugging Face's forward over the whole text, one token at a time, and
-`pipespec.sampling` with a tally made anew for every token. The target is its own draft, so that
-many guesses are right and several tokens of one batch are decided along their path.
+`pipespec.sampling.sampler` with a tally made anew for every token. The target is its own draft, so
+that many guesses are right and several tokens of one batch are decided along their path.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipespec import compose
-from pipespec.cli import main
-from pipespec.control.server import EmbeddedRedis
-from pipespec.resources import resource_dir
-from pipespec.sampling import Tally, sample
-from pipespec.types import Sampling
-from tests import cluster, models
+from pipespec.cli.main import main
+from pipespec.config import compose
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.core import Sampling
+from pipespec.sampling.sampler import Tally, sample
+from pipespec.system.resources import resource_dir
+from tests.helpers import models
+from tools.rig import cluster
 
 NUM_TOKENS = 14
 CASES = [

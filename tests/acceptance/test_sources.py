@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec import build
-from pipespec.control.server import EmbeddedRedis
+from pipespec.cluster import build
+from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ConfigError, ModelError
-from pipespec.resources import resource_dir
-from tests import cluster, models
+from pipespec.system.resources import resource_dir
+from tests.helpers import models
+from tools.rig import cluster
 
 NUM_TOKENS = 24
 POLICIES = {

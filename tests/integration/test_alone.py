@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipespec.alone import alone, runtime_folder
+from pipespec.cluster.agent_lock import alone, runtime_folder
 from pipespec.errors import ConfigError
 
 PATIENCE = 60
@@ -22,7 +22,7 @@ NAME = "lab-1-beta"
 HOLDER = """
     import sys
     from pathlib import Path
-    from pipespec.alone import alone
+    from pipespec.cluster.agent_lock import alone
     with alone(sys.argv[1], Path(sys.argv[2])):
         print("held", flush=True)
         sys.stdin.read()

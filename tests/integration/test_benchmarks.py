@@ -16,12 +16,12 @@ from benchmarks import emulated, hits, memory, methods, overhead, scaling, stage
 from benchmarks.inflate import Shape, read_config
 from benchmarks.timed_stage import TimedStage, random_tree
 from benchmarks.timeline import Span, Trace
-from pipespec.checkpoint import inspect
-from pipespec.compose import compose
-from pipespec.pace import Pace
-from pipespec.stage import Stage
+from pipespec.config.compose import compose
+from pipespec.core import Verdict
+from pipespec.emulation import Pace
+from pipespec.engine.checkpoint import inspect
+from pipespec.engine.stage import Stage
 from pipespec.trace import write_chrome_trace
-from pipespec.types import Verdict
 
 MS = 1_000_000
 

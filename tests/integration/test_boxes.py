@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from pipespec.interfaces import LOOPBACK
-from tests.cluster import reference
-from tests.driver import PROMPT
-from tests.listening import Listening, assert_private, listening, visit
-from tests.testbed import Testbed, missing
+from pipespec.system.interfaces import LOOPBACK
+from tests.helpers.listening import Listening, assert_private, listening, visit
+from tools.rig.cluster import reference
+from tools.rig.driver import PROMPT
+from tools.rig.testbed import Testbed, missing
 
 if (lacking := missing()) is not None:
     pytest.skip(lacking, allow_module_level=True)
@@ -48,7 +48,7 @@ class Driver:
             [
                 sys.executable,
                 "-m",
-                "tests.driver",
+                "tools.rig.driver",
                 f"cluster={hosts}",
                 "decode.ignore_eos=true",
                 "model.context=256",
@@ -130,11 +130,11 @@ def texts(cluster) -> dict[str, list[int]]:
 
 
 def test_eight_stages_over_three_boxes_say_what_hugging_face_says(texts):
-    from pipespec import prepare
-    from pipespec.compose import compose
+    from pipespec.cluster import deployment
+    from pipespec.config.compose import compose
 
-    plan = prepare.plan(compose(["cluster.devices=[cpu]"]))
-    prompt = prepare.encode(plan, prepare.load_tokenizers(plan), PROMPT)
+    plan = deployment.plan(compose(["cluster.devices=[cpu]"]))
+    prompt = deployment.encode(plan, deployment.load_tokenizers(plan), PROMPT)
     assert texts["greedy"] == reference(Path(plan.target.path), [prompt], TOKENS)[0]
 
 

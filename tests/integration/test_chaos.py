@@ -11,7 +11,7 @@ import pytest
 from benchmarks import chaos
 from benchmarks.faults import KINDS, LOCAL_KINDS, Fault, Struck, compare, recovery_s, table
 from benchmarks.faults import schedule as draw
-from tests import testbed
+from tools.rig import testbed
 
 KILL, CUT = Fault("kill", "1", 4, 0.0, 0), Fault("cut", "a-b", 4, 2.0, 0)
 

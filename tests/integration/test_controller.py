@@ -12,14 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec.control.client import MAX_OPEN_STEPS, Controller
-from pipespec.control.connection import Pipe
-from pipespec.control.keys import Keys
-from pipespec.control.requests import evalsha
-from pipespec.control.scripts import ERRORS, load_scripts
-from pipespec.control.server import EmbeddedRedis
-from pipespec.errors import ControllerError, GraphError, StaleEpoch, Unreachable
-from pipespec.graph import (
+from pipespec.controller.client import MAX_OPEN_STEPS, Controller
+from pipespec.controller.connection import Pipe
+from pipespec.controller.graph import (
     Graph,
     Layout,
     Task,
@@ -29,7 +24,12 @@ from pipespec.graph import (
     step_graph,
     transfer,
 )
-from pipespec.resources import resource_dir
+from pipespec.controller.keys import Keys
+from pipespec.controller.requests import evalsha
+from pipespec.controller.scripts import ERRORS, load_scripts
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.errors import ControllerError, GraphError, StaleEpoch, Unreachable
+from pipespec.system.resources import resource_dir
 
 names = count()
 

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from pipespec import doctor, linkcheck, probe
-from pipespec.cli import main
-from pipespec.interfaces import interfaces
-from pipespec.linkcheck import Door, NotReached, Peer, Place
-from pipespec.resources import resource_dir
-from tests import testbed
+from pipespec.cli.main import main
+from pipespec.survey import doctor, linkcheck, probe
+from pipespec.survey.linkcheck import Door, NotReached, Peer, Place
+from pipespec.system.interfaces import interfaces
+from pipespec.system.resources import resource_dir
+from tools.rig import testbed
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "t" * 64
@@ -338,7 +338,7 @@ def test_the_rate_leaves_out_how_a_burst_begins() -> None:
 
 def test_a_probe_ends_with_its_standard_input() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pipespec.probe"],
+        [sys.executable, "-m", "pipespec.survey.probe"],
         input=b'{"id": 7, "do": "hello"}\n',
         capture_output=True,
         timeout=60,

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import inflate
 from benchmarks.inflate import Shape
-from pipespec.checkpoint import inspect
-from pipespec.control.server import EmbeddedRedis
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.engine.checkpoint import inspect
 from pipespec.errors import ConfigError
-from pipespec.resources import resource_dir
-from tests import cluster
-from tests.models import VOCAB_SIZE, build
+from pipespec.system.resources import resource_dir
+from tests.helpers.models import VOCAB_SIZE, build
+from tools.rig import cluster
 
 NEW_TOKENS = 16
 PROMPT = torch.arange(3, 70, 5) % VOCAB_SIZE

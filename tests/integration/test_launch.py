@@ -18,10 +18,10 @@ import psutil
 import pytest
 import torch
 
+from pipespec.cluster.launch import check_port, launch
+from pipespec.core import Batch
 from pipespec.errors import ConfigError, OutOfSlots, RankFailed
-from pipespec.launch import check_port, launch
 from pipespec.transport.distributed import DistributedTransport, host_meeting, join_meeting
-from pipespec.types import Batch
 
 PATIENCE = 60
 # The promise to the user, from the death of a rank to the error.
@@ -218,7 +218,7 @@ def test_a_signal_to_the_launching_process_ends_everything(number, meeting, plac
         import sys
         sys.path[:0] = {sys.path!r}
         from {__name__} import wait_for_batches
-        from pipespec.launch import launch
+        from pipespec.cluster.launch import launch
         where = {(2, str(meeting), place)!r}
         with launch(wait_for_batches, where, num_ranks=2, preload=()) as cluster:
             cluster.wait()

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from pipespec.checkpoint import inspect
-from pipespec.cli import main
-from pipespec.compose import compose
+from pipespec.cli.main import main
+from pipespec.config.compose import compose
+from pipespec.config.hosts import load_hosts
+from pipespec.engine.checkpoint import inspect
 from pipespec.errors import ConfigError
-from pipespec.gather import gather
-from pipespec.hosts import load_hosts
-from pipespec.measure import Wish, measure
-from pipespec.partition import plan_slices
-from pipespec.placement import Figures, problem
-from pipespec.resources import resource_dir
+from pipespec.planning.partition import plan_slices
+from pipespec.planning.placement import Figures, problem
+from pipespec.survey.gather import gather
+from pipespec.survey.measure import Wish, measure
+from pipespec.system.resources import resource_dir
 
 DEMO = resource_dir("demo")
 NUM_LAYERS = 16
@@ -45,7 +45,7 @@ def wish(**changes):
 
 def measured(wish):
     return subprocess.run(
-        [sys.executable, "-m", "pipespec.measure"],
+        [sys.executable, "-m", "pipespec.survey.measure"],
         input=json.dumps(wish),
         capture_output=True,
         text=True,

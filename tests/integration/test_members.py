@@ -13,14 +13,14 @@ from typing import TypeVar
 
 import pytest
 
-from pipespec.control.client import Controller
-from pipespec.control.members import Epoch, Membership, Suspicion
-from pipespec.control.server import EmbeddedRedis
+from pipespec.cluster.launch import Death
+from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.cluster.recovery import Recovery
+from pipespec.controller.client import Controller
+from pipespec.controller.graph import Layout, compute, prune, step_graph, transfer
+from pipespec.controller.members import Epoch, Membership, Suspicion
+from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import StaleEpoch, Unreachable
-from pipespec.graph import Layout, compute, prune, step_graph, transfer
-from pipespec.launch import Death
-from pipespec.recovery import Recovery
-from pipespec.roster import Roster
 
 # For what comes; tests end as soon as it has.
 PATIENCE_S = 20.0
@@ -263,10 +263,14 @@ class Processes:
 
 def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life) -> None:
     """It can come late; the epoch would end for a member that is there and well."""
-    roster = Roster(("m/0", "m/1"), (range(4),), "127.0.0.1")
+    assignment = RankAssignment(("m/0", "m/1"), (range(4),), "127.0.0.1")
     processes = Processes()
     with Recovery(
-        life.url, life.namespace, roster, members=roster.members, replan=lambda _: roster
+        life.url,
+        life.namespace,
+        assignment,
+        members=assignment.members,
+        replan=lambda _: assignment,
     ) as recovery:
         recovery.watch(processes)
         first = recovery.epoch

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipespec.attention import AttentionPlan, Segment, causal_plan
-from pipespec.checkpoint import ARCHITECTURES, inspect
+from pipespec.engine.attention.plan import AttentionPlan, Segment, causal_plan
+from pipespec.engine.checkpoint import ARCHITECTURES, inspect
+from pipespec.engine.model import ModelSlice
 from pipespec.errors import ModelError
-from pipespec.model import ModelSlice
-from tests.models import CONFIGS, NUM_LAYERS, VOCAB_SIZE, build
+from tests.helpers.models import CONFIGS, NUM_LAYERS, VOCAB_SIZE, build
 
 NUM_SLOTS = 96
 NEW_TOKENS = 16

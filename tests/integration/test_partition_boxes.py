@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from tests.testbed import Testbed, missing
+from tools.rig.testbed import Testbed, missing
 
 DELAY_MS = 5.0
 NUM_LAYERS = 16

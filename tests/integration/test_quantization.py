@@ -23,18 +23,18 @@ from transformers import (
     TorchAoConfig,
 )
 
-from pipespec import session
-from pipespec.attention import causal_plan
-from pipespec.build import load_model as build_rank
-from pipespec.checkpoint import inspect
-from pipespec.control.server import EmbeddedRedis
+from pipespec.cluster import session
+from pipespec.cluster.build import load_model as build_rank
+from pipespec.cluster.member import on_this_box
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.engine.attention.plan import causal_plan
+from pipespec.engine.checkpoint import inspect
+from pipespec.engine.model import ModelSlice
+from pipespec.engine.precision import METHODS, QUANTIZATIONS
 from pipespec.errors import ConfigError, ModelError
-from pipespec.member import on_this_box
-from pipespec.model import ModelSlice
-from pipespec.precision import METHODS, QUANTIZATIONS
-from pipespec.resources import resource_dir
-from tests import cluster
-from tests.models import NUM_LAYERS, build
+from pipespec.system.resources import resource_dir
+from tests.helpers.models import NUM_LAYERS, build
+from tools.rig import cluster
 
 ROOT = Path(__file__).parents[2]
 DEMO = resource_dir("demo")
@@ -206,7 +206,7 @@ def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
 def test_loading_prints_nothing():
     """In a process of its own: packages complain when they are imported, and once."""
     script = f"""import torch
-from pipespec.model import ModelSlice
+from pipespec.engine.model import ModelSlice
 for quantization in {list(QUANTIZATIONS)}:
     ModelSlice.load({str(DEMO / "target")!r}, range(2, 4), dtype=torch.float32,
                     quantization=quantization, num_slots=4)

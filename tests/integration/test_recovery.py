@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from pipespec import prepare, session
-from pipespec.compose import compose
-from pipespec.control.members import Membership
-from pipespec.control.requests import Accepted
+from pipespec.cluster import deployment, session
+from pipespec.cluster.session import ClusterSession
+from pipespec.config.compose import compose
+from pipespec.controller.members import Membership
+from pipespec.controller.requests import Accepted
 from pipespec.errors import RankFailed
-from pipespec.session import ClusterSession
 
 PROMPT = "Once upon a time there was a king who had three sons and"
 STAGES = 3
@@ -25,8 +25,8 @@ GREEDY = ("verify=greedy",)
 SAMPLED = ("verify=sample", "verify.seed=11", "verify.temperature=0.9")
 
 
-def plan_of(*overrides: str) -> prepare.Plan:
-    return prepare.plan(
+def plan_of(*overrides: str) -> deployment.Plan:
+    return deployment.plan(
         compose(
             [
                 f"cluster.stages={STAGES}",
@@ -43,7 +43,7 @@ def plan_of(*overrides: str) -> prepare.Plan:
 def ask(cluster: ClusterSession, *, at: int = 0, fault: Callable[[], None] = lambda: None):
     """The tokens of an answer; the fault happens once `at` of them have come."""
     config = cluster.plan.config
-    prompt = prepare.encode(cluster.plan, prepare.load_tokenizers(cluster.plan), PROMPT)
+    prompt = deployment.encode(cluster.plan, deployment.load_tokenizers(cluster.plan), PROMPT)
     request = cluster.submit(prompt, config.verify.sampling(0), max_new_tokens=TOKENS)
     tokens: list[int] = []
     base = len(prompt)
@@ -139,22 +139,22 @@ def test_a_rank_killed_between_requests_is_back_for_the_next(greedy):
 
 
 def test_a_spare_takes_the_place_of_a_member_that_stays_away(greedy):
-    """Its keeper is stopped with it, so nobody starts it again."""
+    """Its supervisor is stopped with it, so nobody starts it again."""
     import psutil
 
     with session.start(plan_of(*GREEDY, "cluster.spares=1", "cluster.patience_s=1")) as cluster:
         pid = pid_of(cluster, 2)
-        keeper = psutil.Process(pid).ppid()
+        supervisor = psutil.Process(pid).ppid()
 
         def fault() -> None:
-            os.kill(keeper, signal.SIGSTOP)
+            os.kill(supervisor, signal.SIGSTOP)
             os.kill(pid, signal.SIGSTOP)
 
         try:
             assert ask(cluster, at=EARLY, fault=fault) == greedy
-            assert f"local/{STAGES + 1}" in cluster._recovery.roster.members
+            assert f"local/{STAGES + 1}" in cluster._recovery.assignment.members
         finally:
-            os.kill(keeper, signal.SIGCONT)
+            os.kill(supervisor, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.control import kept
-from pipespec.control.client import Controller
-from pipespec.control.connection import Pipe, check_server
-from pipespec.control.requests import Accepted, Finished, RequestLog
-from pipespec.control.server import EmbeddedRedis
+from pipespec.controller import data_folder
+from pipespec.controller.client import Controller
+from pipespec.controller.connection import Pipe, check_server
+from pipespec.controller.graph import Layout, compute, step_graph
+from pipespec.controller.requests import Accepted, Finished, RequestLog
+from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ConfigError, ControllerError, Unreachable
-from pipespec.graph import Layout, compute, step_graph
-from tests import testbed
-from tests.testbed import Testbed
+from tools.rig import testbed
+from tools.rig.testbed import Testbed
 
 NAMESPACE = "restart"
 LOOPBACK = "127.0.0.1"
@@ -122,7 +122,7 @@ def test_a_port_that_clients_know_is_not_given_up(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_for_one_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "LOCK_TIMEOUT_S", 0)
+    monkeypatch.setattr(data_folder, "LOCK_TIMEOUT_S", 0)
     with EmbeddedRedis(data=tmp_path) as first:
         with pytest.raises(ConfigError, match="another running cluster"):
             EmbeddedRedis(data=tmp_path).__enter__()
@@ -417,8 +417,8 @@ def test_a_rank_does_not_come_back(server: EmbeddedRedis) -> None:
 
 SERVE = """
 import sys
-from pipespec.control.client import Controller
-from pipespec.control.server import EmbeddedRedis
+from pipespec.controller.client import Controller
+from pipespec.controller.server import EmbeddedRedis
 with EmbeddedRedis(addresses=[sys.argv[1]]) as server:
     Controller.new_epoch(server.url, "n")
     print(server.url_at(sys.argv[1]), flush=True)
@@ -426,10 +426,10 @@ with EmbeddedRedis(addresses=[sys.argv[1]]) as server:
 """
 LISTEN = """
 import sys
-from pipespec.control.client import Controller
-from pipespec.control.requests import RequestLog
+from pipespec.controller.client import Controller
+from pipespec.controller.requests import RequestLog
 from pipespec.errors import Unreachable
-from pipespec.graph import prune
+from pipespec.controller.graph import prune
 url, kind = input(), sys.argv[1]
 try:
     if kind == "rank":

@@ -19,12 +19,12 @@ import pytest
 import trustme
 
 import pipespec
-from pipespec.control import server as server_module
-from pipespec.control.client import Controller
-from pipespec.control.connection import Pipe, check_server, place
-from pipespec.control.listen import free_port
-from pipespec.control.requests import RequestLog
-from pipespec.control.server import EmbeddedRedis, find_redis
+from pipespec.controller import server as server_module
+from pipespec.controller.client import Controller
+from pipespec.controller.connection import Pipe, check_server, place
+from pipespec.controller.listen import free_port
+from pipespec.controller.requests import RequestLog
+from pipespec.controller.server import EmbeddedRedis, find_redis
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 
 REPOSITORY = Path(pipespec.__file__).parent.parent
@@ -61,7 +61,7 @@ def test_the_server_is_private_and_leaves_nothing() -> None:
 @pytest.mark.parametrize("hangs", [False, True])
 def test_server_and_folder_go_with_a_parent_that_is_killed(hangs: bool) -> None:
     code = (
-        "from pipespec.control.server import EmbeddedRedis\n"
+        "from pipespec.controller.server import EmbeddedRedis\n"
         "with EmbeddedRedis() as server:\n"
         "    print(server.pid, server.url.partition('unix://')[2].partition('?')[0], flush=True)\n"
         "    input()\n"
@@ -345,7 +345,7 @@ def test_tls_and_plain_taken_for_each_other_are_said(
 def test_an_installed_package_finds_its_scripts_inside(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "pipespec", tmp_path / "pipespec", ignore=ignore)
-    code = "from pipespec.control.scripts import load_scripts; print(*load_scripts())"
+    code = "from pipespec.controller.scripts import load_scripts; print(*load_scripts())"
 
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import trustme
 
-from pipespec.control.client import Controller
-from pipespec.control.connection import check_server
-from pipespec.control.listen import TlsFiles
-from pipespec.control.server import EmbeddedRedis
+from pipespec.controller.client import Controller
+from pipespec.controller.connection import check_server
+from pipespec.controller.listen import TlsFiles
+from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ConfigError, Unreachable
 
 LOOPBACK = "127.0.0.1"

@@ -9,14 +9,14 @@ from itertools import count
 
 import pytest
 
-from pipespec.control import requests
-from pipespec.control.client import Controller
-from pipespec.control.requests import CANCELLED, Accepted, Finished, RequestLog
-from pipespec.control.server import EmbeddedRedis
+from pipespec.controller import requests
+from pipespec.controller.client import Controller
+from pipespec.controller.graph import compute
+from pipespec.controller.requests import CANCELLED, Accepted, Finished, RequestLog
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.core import Request, TokenLogprobs
+from pipespec.core import Sampling as Asked
 from pipespec.errors import ControllerError, StaleEpoch
-from pipespec.graph import compute
-from pipespec.types import Request, TokenLogprobs
-from pipespec.types import Sampling as Asked
 
 names = count()
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9, "eos": (2,), "stop": ("\n\n", "é")}

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from pipespec import ssh
-from pipespec.hosts import Box, load_hosts
-from tests.testbed import Testbed, missing
+from pipespec.cluster import ssh
+from pipespec.config.hosts import Box, load_hosts
+from tools.rig.testbed import Testbed, missing
 
 if (lacking := missing()) is not None:
     pytest.skip(lacking, allow_module_level=True)
@@ -18,7 +18,9 @@ if (lacking := missing()) is not None:
 # Runs in box a: one call of `ssh.run` or `ssh.popen` as standard input describes it.
 CALLER = """
 import json, subprocess, sys, time
-from pipespec import errors, hosts, ssh
+from pipespec import errors
+from pipespec.cluster import ssh
+from pipespec.config import hosts
 call = json.load(sys.stdin)
 box = hosts.Box(**call["box"])
 start = time.monotonic()
@@ -32,7 +34,8 @@ print(json.dumps([answer, time.monotonic() - start]))
 # Runs in box a: a program that waits on another box. Says when it runs, and how it ended.
 WAITER = """
 import json, subprocess, sys, time
-from pipespec import hosts, ssh
+from pipespec.cluster import ssh
+from pipespec.config import hosts
 box = hosts.Box(**json.loads(sys.stdin.readline()))
 pipe = subprocess.PIPE
 words = "timeit", "-n1", "-r1", "print('runs', flush=True); input()"

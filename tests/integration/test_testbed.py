@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.hosts import load_hosts
-from tests.testbed import Testbed, missing
+from pipespec.config.hosts import load_hosts
+from tools.rig.testbed import Testbed, missing
 
 DELAY_MS = 5.0
 GBIT = 0.2
@@ -97,7 +97,7 @@ def test_the_hosts_file_is_what_was_asked_for(bed):
 
 def test_a_failed_start_leaves_nothing_behind(monkeypatch):
     before = namespaces()
-    monkeypatch.setattr("tests.sshd.START", "echo no sshd >&2; exit 1")
+    monkeypatch.setattr("tools.rig.sshd.START", "echo no sshd >&2; exit 1")
     bed = Testbed(boxes=2)
 
     with pytest.raises(RuntimeError, match=r"did not start: no sshd"):
@@ -129,7 +129,7 @@ def test_an_exception_leaves_nothing_behind():
 
 def test_a_bed_whose_owner_was_killed_removes_itself():
     program = (
-        "import signal; from tests.testbed import Testbed\n"
+        "import signal; from tools.rig.testbed import Testbed\n"
         "with Testbed(boxes=2) as bed:\n"
         "    print(bed.folder, bed.relay_pid, flush=True)\n"
         "    signal.pause()\n"

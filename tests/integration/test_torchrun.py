@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec import cards
-from pipespec.control.members import Membership
-from pipespec.interfaces import LOOPBACK
-from pipespec.resources import resource_dir
-from tests import cluster
-from tests.listening import assert_private, family, watched
+from pipespec.client import registry
+from pipespec.controller.members import Membership
+from pipespec.system.interfaces import LOOPBACK
+from pipespec.system.resources import resource_dir
+from tests.helpers.listening import assert_private, family, watched
+from tools.rig import cluster
 
 ROOT = Path(__file__).parents[2]
 HOSTS = """
@@ -96,7 +96,7 @@ def answer(*arguments: str) -> list[int]:
 def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment):
     hosts = environment / "hosts.yaml"
     hosts.write_text(HOSTS)
-    invitation = cards.folder() / "hand.invitation"
+    invitation = registry.folder() / "hand.invitation"
     log = environment / "log"
     with running(pipespec("up", f"cluster={hosts}"), log) as up:
         until(lambda: invitation.exists() and invitation.stat().st_size)
@@ -104,12 +104,12 @@ def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment):
         script = [str(ROOT / "launch" / "torchrun.sh"), str(hosts), "there", str(invitation)]
         with running(script, log) as there:
             with watched(lambda: [*family(up.pid), *family(there.pid)]) as seen:
-                until(lambda: (entry := cards.held("hand")) is not None and entry.card)
+                until(lambda: (entry := registry.held("hand")) is not None and entry.card)
                 before = answer("--on", "hand")
             assert before == expected()
             assert {each.pid for each in seen} & set(family(there.pid))
             assert_private(seen, {LOOPBACK})
-            card = cards.find("hand")
+            card = registry.find("hand")
             with Membership(card.url, card.namespace) as shared:
                 pid = shared.alive(["there/1"])["there/1"]
                 os.kill(pid, signal.SIGKILL)
@@ -129,7 +129,9 @@ def test_an_unknown_box_and_a_file_that_is_no_invitation_are_refused(environment
 
     def complaint(*arguments: str) -> str:
         run = subprocess.run(
-            [sys.executable, "-m", "pipespec.join", *arguments], capture_output=True, text=True
+            [sys.executable, "-m", "pipespec.cluster.join", *arguments],
+            capture_output=True,
+            text=True,
         )
         assert run.returncode == 2
         return run.stderr
@@ -150,11 +152,11 @@ def test_launch_shows_what_the_members_say_until_ctrl_c(environment):
         running(pipespec("launch", str(hosts)), log) as launched,
         watched(lambda: family(launched.pid)) as seen,
     ):
-        until(lambda: (entry := cards.held("hand")) is not None and entry.card)
+        until(lambda: (entry := registry.held("hand")) is not None and entry.card)
         assert answer("--on", "hand") == expected()
     assert launched.returncode == 0
     assert_private(seen, {LOOPBACK})
     said = log.read_text()
     assert "here/1 rank 1: epoch 1" in said
     assert "there/0 rank 2: epoch 1" in said
-    assert cards.held("hand") is None
+    assert registry.held("hand") is None

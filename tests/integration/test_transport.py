@@ -14,18 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipespec.cluster.launch import launch
+from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.errors import RankFailed
-from pipespec.interfaces import LOOPBACK
-from pipespec.launch import launch
-from pipespec.transport import Transport
+from pipespec.system.interfaces import LOOPBACK
 from pipespec.transport.distributed import (
     DistributedTransport,
     choose_backend,
     host_meeting,
     join_meeting,
 )
+from pipespec.transport.protocol import Transport
 from pipespec.transport.threads import thread_transports
-from pipespec.types import NUM_COLUMNS, Batch
 
 HIDDEN, MAX_ROWS = 16, 8
 SHAPES = [3, 0, 8, 1, 1, 0, 8]

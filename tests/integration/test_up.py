@@ -19,18 +19,19 @@ import psutil
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec import asking, cards
-from pipespec.cli import main
-from pipespec.control.connection import Pipe
-from pipespec.control.members import Membership
-from pipespec.control.requests import Finished, RequestLog
-from pipespec.control.server import EmbeddedRedis
+from pipespec.cli.main import main
+from pipespec.client import registry
+from pipespec.client import settings as request_settings
+from pipespec.client.generate import generate
+from pipespec.controller.connection import Pipe
+from pipespec.controller.members import Membership
+from pipespec.controller.requests import Finished, RequestLog
+from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import RankFailed
-from pipespec.generate import generate
-from pipespec.interfaces import LOOPBACK
-from pipespec.resources import resource_dir
-from tests import cluster
-from tests.listening import assert_private, listening, visit
+from pipespec.system.interfaces import LOOPBACK
+from pipespec.system.resources import resource_dir
+from tests.helpers.listening import assert_private, listening, visit
+from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
 PIPESPEC = [sys.executable, "-m", "pipespec"]
@@ -95,10 +96,10 @@ class Place:
     def files(self) -> list[str]:
         """What lies there, logs of what was detached excepted."""
         told = [*(self.folder / "tmp").iterdir(), *(self.folder / "pipespec").iterdir()]
-        return [path.name for path in told if path.suffix != cards.LOG]
+        return [path.name for path in told if path.suffix != registry.LOG]
 
     def log(self, name: str) -> str:
-        return (self.folder / "pipespec" / f"{name}{cards.LOG}").read_text()
+        return (self.folder / "pipespec" / f"{name}{registry.LOG}").read_text()
 
     def kill(self) -> None:
         for process in self.processes():
@@ -204,7 +205,7 @@ def test_whoever_leaves_cancels_what_was_asked(
         assert user.returncode == 130
     until(lambda: status(capsys)[0]["finished"] == before["finished"] + 2)
     (after,) = status(capsys)
-    card = cards.find(NAME)
+    card = registry.find(NAME)
     with RequestLog(card.url, namespace=card.namespace, epoch=card.epoch) as log:
         newest = int(log._pipe.call("GET", log._keys.counter))
         ends = [[*log.stream(request)][-1] for request in (newest - 1, newest)]
@@ -265,11 +266,11 @@ def test_bench_measures_a_running_cluster(
 def test_times_of_a_cluster_with_another_clock_are_taken_here(
     expected: dict[str, list[int]],
 ) -> None:
-    here = cards.find(NAME)
+    here = registry.find(NAME)
     far = replace(here, owner=replace(here.owner, machine="another kernel"))
     for prompt, tokens in expected.items():
         began = time.monotonic()
-        result = generate(asking.configure(far, []), prompt, on=far)
+        result = generate(request_settings.configure(far, []), prompt, on=far)
         passed_ms = (time.monotonic() - began) * 1e3
         assert result.token_ids == tokens
         assert 0 < result.stats["ttft_ms"] < passed_ms
@@ -299,7 +300,7 @@ def test_a_second_cluster_of_that_name_is_refused_and_the_first_goes_on(
 
 
 def test_the_password_is_in_the_card_alone(up: Place, capsys: pytest.CaptureFixture[str]) -> None:
-    url = cards.find(NAME).url
+    url = registry.find(NAME).url
     password = url.partition("password=")[2]
     assert len(password) > 20
     for process in up.processes():
@@ -385,8 +386,10 @@ def test_a_lost_rank_interrupts_no_request_and_is_counted(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert place.run("up", "--detach", "--name", NAME, *SETTINGS)[0] == 0
-    card = cards.find(NAME)
-    config = asking.configure(card, ["decode.max_new_tokens=60", "decode.ignore_eos=true"])
+    card = registry.find(NAME)
+    config = request_settings.configure(
+        card, ["decode.max_new_tokens=60", "decode.ignore_eos=true"]
+    )
     undisturbed = generate(config, PROMPTS[0], on=card)
     pieces: list[str] = []
 
@@ -422,7 +425,7 @@ def test_a_killed_cluster_fails_its_request_with_one_sentence_and_frees_its_name
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert place.run("up", "--detach", *SETTINGS)[0] == 0
-    card = cards.find("default")
+    card = registry.find("default")
     pieces: list[str] = []
 
     def kill(piece: str) -> None:
@@ -431,7 +434,7 @@ def test_a_killed_cluster_fails_its_request_with_one_sentence_and_frees_its_name
         pieces.append(piece)
 
     with pytest.raises(RankFailed, match=r"'default' on \S+ ended before the request was finished"):
-        generate(asking.configure(card, LONG), PROMPTS[0], kill, on=card)
+        generate(request_settings.configure(card, LONG), PROMPTS[0], kill, on=card)
     until(lambda: not place.processes())
     assert not list((place.folder / "tmp").iterdir())
     assert (place.folder / "pipespec" / "default.json").exists()
@@ -441,7 +444,7 @@ def test_a_killed_cluster_fails_its_request_with_one_sentence_and_frees_its_name
     assert main(["down"]) == 2
     assert "No cluster is up" in capsys.readouterr().err
     assert place.run("up", "--detach", *SETTINGS)[0] == 0
-    assert cards.find("default").owner.pid != card.owner.pid
+    assert registry.find("default").owner.pid != card.owner.pid
     assert main(["down"]) == 0
     assert place.processes() == []
 
@@ -458,7 +461,7 @@ def test_what_keeps_a_cluster_from_starting_is_told_and_nothing_stays(place: Pla
 
 def test_a_start_that_is_interrupted_leaves_nothing(place: Place) -> None:
     process = place.start("up", "--detach", *SETTINGS)
-    until(lambda: cards.entries(), PATIENCE_S)
+    until(lambda: registry.entries(), PATIENCE_S)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=ENDING_S)
     assert process.returncode == 128 + signal.SIGTERM
@@ -468,7 +471,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(place: Place) -> None:
 
 def test_down_ends_a_cluster_that_is_still_loading(place: Place) -> None:
     process = place.start("up", *SETTINGS)
-    until(lambda: cards.entries(), PATIENCE_S)
+    until(lambda: registry.entries(), PATIENCE_S)
     assert main(["down", "default"]) == 0
     process.communicate(timeout=ENDING_S)
     assert place.processes() == []

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec import cards
-from pipespec.resources import resource_dir
-from tests import cluster
-from tests.testbed import Testbed, missing
+from pipespec.client import registry
+from pipespec.system.resources import resource_dir
+from tools.rig import cluster
+from tools.rig.testbed import Testbed, missing
 
 if (lacking := missing()) is not None:
     pytest.skip(lacking, allow_module_level=True)
@@ -49,13 +49,13 @@ def test_a_copied_card_is_enough_to_ask_from_another_box(
     assert (started.returncode, started.stderr) == (0, "")
     assert started.stdout.startswith("The cluster 'attic' is ready: 3 ranks")
 
-    here = cards.folder()
+    here = registry.folder()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "b"))
-    cards.folder().mkdir(mode=0o700, parents=True)
+    registry.folder().mkdir(mode=0o700, parents=True)
     told = json.loads((here / "attic.json").read_text())
     # To box b, box a's processes are those of another machine.
     told["owner"]["machine"] = "box a"
-    (cards.folder() / "attic.json").write_text(json.dumps(told))
+    (registry.folder() / "attic.json").write_text(json.dumps(told))
     ask = ["generate", "--on", "attic", "--json", "--prompt", PROMPT]
     answer = run(bed, "b", *ask, f"decode.max_new_tokens={NUM_TOKENS}")
     assert (answer.returncode, answer.stderr) == (0, "")

@@ -80,7 +80,7 @@ def test_the_wheel_carries_everything_and_nothing_else(installed: Installed) -> 
 
 
 def test_the_package_is_the_installed_one(installed: Installed) -> None:
-    code = "import pipespec.resources as r; print(r.__file__); print(r.resource_dir('conf'))"
+    code = "import pipespec.system.resources as r; print(r.__file__); print(r.resource_dir('conf'))"
     module, conf = installed.run("python", "-c", code).stdout.splitlines()
     assert Path(module).is_relative_to(installed.programs.parent)
     assert Path(conf) == Path(module).parent / "_conf"

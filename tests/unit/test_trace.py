@@ -2,10 +2,10 @@
 
 import json
 
+from pipespec.controller.verdict import pack, unpack
+from pipespec.core import Verdict
 from pipespec.stats import summarise
 from pipespec.trace import Timeline, write_chrome_trace
-from pipespec.types import Verdict
-from pipespec.verdict import pack, unpack
 
 
 class Ticks:

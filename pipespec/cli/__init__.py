@@ -1,0 +1,1 @@
+"""What a person types: one module per command, the parser and what is printed."""

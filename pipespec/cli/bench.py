@@ -1,0 +1,223 @@
+"""`pipespec bench`: decode a data set of prompts and measure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.cli.arguments import add_on, configure, finish, overrides
+from pipespec.cli.terminal import labelled, progress, show, shown, write
+from pipespec.client import dataset
+from pipespec.config.schema import check_new_file, masked
+from pipespec.errors import ConfigError, PipespecError
+from pipespec.limits import MAX_COUNT, check_whole
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pipespec.cli.arguments import Commands
+    from pipespec.client.bench import BenchResult
+
+LATENCIES = {
+    "ttft": "time to first token (TTFT)",
+    "tpot": "time per output token (TPOT)",
+    "itl": "between verdicts (ITL)",
+    "tbt": "time between tokens (TBT)",
+    "e2el": "whole request (E2E)",
+}
+FIGURES = {
+    "request_throughput": "requests per second",
+    "output_throughput": "output tokens per second",
+    "tokens_per_step": "tokens per step",
+    "accepted_per_batch": "tokens per verdict that decided any",
+    "hit_rate": "hit rate",
+    "rows_per_step": "rows per step",
+    "stage_busy": "share of time each stage computed",
+    "overruns": "overruns",
+    "seed": "seed",
+}
+COLUMNS = ("mean", "p50", "p90", "p99")
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "bench",
+        show_settings=True,
+        help="decode a data set of prompts and measure",
+        usage="pipespec bench [--on NAME] [--json] [--output FILE] [dataset=PATH] [concurrency=N] "
+        "[num_prompts=N] [prompt_tokens=N] [SETTING=VALUE ...]",
+        description="Decode a data set of prompts on one cluster: latencies and throughput, named "
+        "as by `vllm bench serve`, and what guessing brought. --dataset, --concurrency, "
+        "--num-prompts and --prompt-tokens may also be written like settings: concurrency=4.",
+    )
+    command.add_argument(
+        "--dataset",
+        metavar="PATH",
+        help="a JSON Lines file, or a folder of them: id, benchmark and prompt per line "
+        "(benchmarks/data in a source checkout; elsewhere it must be given)",
+    )
+    command.add_argument(
+        "--concurrency", metavar="N", help="requests handed in and not yet finished, at most (1)"
+    )
+    command.add_argument(
+        "--num-prompts", metavar="N", help="take so many, at equal distances from all (all)"
+    )
+    command.add_argument(
+        "--prompt-tokens", metavar="N", help="cut every prompt to so many tokens (uncut)"
+    )
+    command.add_argument(
+        "--output", metavar="FILE", help="write the figures and every request to a JSON file"
+    )
+    add_on(command)
+    finish(command, run)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Decode a data set and print what was measured."""
+    ours, settings = split(overrides(rest, arguments.known_options))
+    for name in NAMES:
+        value = getattr(arguments, name)
+        if value is not None and name in ours:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{name} is given twice, as {option} and as a setting; give it once.")
+        if value is not None:
+            ours[name] = value
+    concurrency = _number(ours, "concurrency") or 1
+    prompt_tokens = _number(ours, "prompt_tokens")
+    where = Path(ours["dataset"]) if "dataset" in ours else default_dataset()
+    samples = dataset.load(where, _number(ours, "num_prompts"))
+    if arguments.output is not None:
+        check_output(arguments.output)
+
+    config, card = configure(arguments.on, settings)
+
+    from pipespec.client.bench import bench
+
+    with progress("loading", "decoding") as (on_loaded, on_done):
+        result = bench(
+            config,
+            samples,
+            concurrency=concurrency,
+            prompt_tokens=prompt_tokens,
+            on_done=on_done,
+            on_loaded=on_loaded,
+            on=card,
+        )
+    figures = {
+        **result.summary(),
+        "dataset": str(where),
+        "prompt_tokens": prompt_tokens,
+        "settings": list(map(masked, settings if card is None else [*card.overrides, *settings])),
+        "benchmarks": result.by_benchmark(),
+    }
+    if arguments.output is not None:
+        requests = [asdict(request) for request in result.requests]
+        store(arguments.output, figures | {"requests": requests})
+    if arguments.json:
+        write(json.dumps(figures, allow_nan=False) + "\n")
+    else:
+        print_figures(result)
+    return 0
+
+
+# --- settings of the bench itself -------------------------------------------------------------
+
+NAMES = ("dataset", "concurrency", "num_prompts", "prompt_tokens")
+
+
+def split(texts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Settings of the bench itself, by name, and those of the run. Raises ConfigError."""
+    ours: dict[str, str] = {}
+    others = []
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or name not in NAMES:
+            others.append(text)
+            continue
+        if name in ours:
+            raise ConfigError(f"{name} is given twice; give it once.")
+        if not value:
+            raise ConfigError(f"{name} has no value; write {name}=VALUE.")
+        ours[name] = value
+    return ours, others
+
+
+def _number(ours: dict[str, str], name: str) -> int | None:
+    """The value of a setting that is a number, if it is given. Raises ConfigError."""
+    text = ours.get(name)
+    if text is None:
+        return None
+    # `int` refuses a text of thousands of digits, and so does the sentence about it.
+    value = int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
+    check_whole(name, value, 1, MAX_COUNT)
+    return int(value)
+
+
+def default_dataset() -> Path:
+    """`benchmarks/data` of the source checkout that this is. Raises ConfigError elsewhere."""
+    root = Path(str(files("pipespec"))).parent
+    folder = root / "benchmarks" / "data"
+    if not ((root / "pyproject.toml").is_file() and folder.is_dir()):
+        raise ConfigError(
+            "No data set was given, and only a source checkout has one of its own: pass "
+            "dataset=PATH, a JSON Lines file or a folder of them."
+        )
+    return folder
+
+
+# --- what comes out ---------------------------------------------------------------------------
+
+
+def check_output(file: str) -> None:
+    """Refuse now what could not be written after the run. Raises ConfigError."""
+    check_new_file("--output", file)
+
+
+def store(file: str, figures: dict[str, Any]) -> None:
+    """Write the figures as JSON. Raises PipespecError."""
+    try:
+        Path(file).write_text(json.dumps(figures, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise PipespecError(f"{file!r} cannot be written: {error.strerror}.") from error
+
+
+def print_figures(result: BenchResult) -> None:
+    """Three tables: latencies, what guessing brought, and each benchmark by itself."""
+    figures = result.summary()
+    label = labelled(figures)
+    summary = (
+        f"{figures['completed']} requests, {figures['max_concurrency']} at once, "
+        f"{figures['total_output_tokens']} tokens after {figures['total_input_tokens']} of the "
+        f"prompts in {figures['duration']:.1f} s{label}"
+    )
+    latencies = _table(f"Latencies{label}", "milliseconds", *COLUMNS)
+    for kind, name in LATENCIES.items():
+        latencies.add_row(name, *(shown(figures[f"{c}_{kind}_ms"]) for c in COLUMNS))
+    brought = _table(f"Over all requests{label}", "", "")
+    brought.show_header = False
+    for key, name in FIGURES.items():
+        brought.add_row(name, shown(figures[key]))
+    rows = result.by_benchmark()
+    headings = ("requests", "tokens", "TTFT ms", "TBT ms", "tok/step", "hit rate", "tok/verdict")
+    each = _table(f"Means of each benchmark{label}", "benchmark", *headings)
+    for row in rows:
+        each.add_row(*map(shown, row.values()))
+    show(summary, latencies, brought, each)
+
+
+def _table(title: str, first: str, *headings: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
+    table.add_column(first)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table

@@ -1,0 +1,109 @@
+"""`pipespec generate`: decode one prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from pipespec.cli.arguments import STDIN, add_on, configure, finish, overrides
+from pipespec.cli.terminal import labelled, progress, show, shown, standard_input, write
+from pipespec.errors import PromptError
+from pipespec.system.reading import Unreadable, is_whole, read_text
+
+if TYPE_CHECKING:
+    from pipespec.cli.arguments import Commands
+    from pipespec.client.generate import Result
+
+# Statistics that say what they are by more than their name.
+LABELS = {
+    "ttft_ms": "time to first token (ms)",
+    "tbt_ms": "time between tokens (ms)",
+    "tokens_per_s": "tokens per second",
+    "control_ms_per_step": "controller per step (ms)",
+    "stage_busy": "share of time each stage computed",
+}
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "generate",
+        show_settings=True,
+        help="decode one prompt",
+        usage="pipespec generate (--prompt TEXT | --prompt-file FILE | -) [--chat] [--on NAME] "
+        "[--json] [SETTING=VALUE ...]",
+        description="Decode one prompt: the text as it comes, then the statistics.",
+    )
+    command.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    command.add_argument(
+        "--prompt-file", metavar="FILE", help="a UTF-8 file, taken as it is; - is standard input"
+    )
+    command.add_argument(
+        "--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template"
+    )
+    add_on(command)
+    finish(command, run)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Decode one prompt: the text as it comes, then the statistics."""
+    settings = overrides(rest, arguments.known_options, stdin_allowed=True)
+    prompt = read_prompt(arguments.prompt, arguments.prompt_file, from_stdin=STDIN in rest)
+    if arguments.chat:
+        settings.append("decode.chat=true")
+
+    config, card = configure(arguments.on, settings)
+
+    from pipespec.client.generate import generate
+
+    on_text = _ignore if arguments.json else write
+    with progress("loading") as (on_loaded,):
+        result = generate(config, prompt, on_text, on_loaded, card)
+    if arguments.json:
+        write(json.dumps(asdict(result), allow_nan=False) + "\n")
+    else:
+        write("\n")
+        print_statistics(result)
+    return 0
+
+
+def _ignore(_: str) -> None:
+    """The text comes with the result."""
+
+
+def read_prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
+    """The prompt from the one place where it was given. Raises PromptError."""
+    if (text is not None) + (file is not None) + from_stdin != 1:
+        raise PromptError(
+            "Pass the prompt in one way: --prompt TEXT, --prompt-file FILE or - (standard input)."
+        )
+    if text is None:
+        source = "Standard input" if file in (None, STDIN) else f"The file {file!r}"
+        try:
+            text = standard_input() if file in (None, STDIN) else read_text(file or "", pipe=True)
+        except Unreadable as error:
+            raise PromptError(f"{source} cannot be read: {error}; pass --prompt TEXT.") from error
+    if not text:
+        raise PromptError("The prompt is empty; pass at least one character.")
+    if not is_whole(text):
+        raise PromptError("The prompt is not UTF-8 text; save it as UTF-8 and pass --prompt-file.")
+    return text
+
+
+def print_statistics(result: Result) -> None:
+    """The statistics as a table, on standard error: standard output has the text."""
+    from rich.table import Table
+
+    table = Table(
+        "",
+        "",
+        title=f"{result.completion_tokens} tokens after {result.prompt_tokens} of the prompt, "
+        f"ended by {result.finish_reason}{labelled(result.stats)}",
+        show_header=False,
+        title_justify="left",
+    )
+    for name, value in result.stats.items():
+        table.add_row(LABELS.get(name, name.replace("_", " ")), shown(value))
+    show(table, stderr=True)

@@ -1,0 +1,99 @@
+"""The command line: `pipespec generate`, `bench`, `up` and the others in `COMMANDS`.
+
+Each command is a module of `pipespec.cli`. torch and transformers are imported only by
+the commands that need them, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from pipespec.cli import (
+    bench,
+    check,
+    doctor,
+    down,
+    generate,
+    launch,
+    partition,
+    plan,
+    status,
+    up,
+)
+from pipespec.cli.arguments import Parser
+from pipespec.cli.terminal import write
+from pipespec.errors import ConfigError
+from pipespec.system.outcome import SIGNALLED, concluded
+
+COMMANDS = (generate, bench, plan, check, doctor, partition, launch, up, down, status)
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal other than Ctrl-C asked us to end; everything is cleaned up as for Ctrl-C."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit code."""
+    try:
+        with _ended_by_signals():
+            return concluded(lambda: _run(sys.argv[1:] if argv is None else list(argv)))
+    except KeyboardInterrupt as interrupt:
+        return SIGNALLED + getattr(interrupt, "number", signal.SIGINT)
+
+
+def _run(argv: list[str]) -> int:
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.version:
+        from pipespec.survey.check import package_version
+
+        write(f"pipespec {package_version('pipespec') or '(not installed)'}\n")
+        return 0
+    run: Callable[[argparse.Namespace, list[str]], int] | None = arguments.command
+    if run is None:
+        raise ConfigError("No command was given; see pipespec --help.")
+    return run(arguments, rest)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="pipespec",
+        description="Lossless speculative decoding of one large model over a pipeline of stages.",
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and end")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(commands)
+    return parser
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that no process is left behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise Terminated(number)
+
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:  # and not what nohup or a caller has set
+            before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,148 @@
+"""`pipespec plan`: predict what a cluster will do, without running anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from pipespec.cli.arguments import finish, list_of, overrides
+from pipespec.cli.terminal import progress, show, write
+from pipespec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipespec.cli.arguments import Commands
+    from pipespec.planning.simulation import Machine, Prediction
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "plan",
+        help="predict what a cluster will do, and which way to decode suits it",
+        description="Predict tokens per step, time between tokens and speed-up over plain pipeline "
+        "parallelism for every policy, width and number of draft rounds. Nothing is run; "
+        "docs/planning.md says how it is done.",
+    )
+    command.add_argument("--profile", metavar="FILE", help="JSON with what the options below give")
+    command.add_argument("--stages", type=int, metavar="N", help="stages of the pipeline (8)")
+    command.add_argument(
+        "--stage-ms",
+        type=list_of(str),
+        metavar="ROWS:MS,...",
+        help="time of a stage by rows, as in 1:37.8,64:41; without a ROWS: it is the same for all",
+    )
+    command.add_argument("--hop-ms", type=float, metavar="MS", help="from stage to stage (0)")
+    command.add_argument("--draft-ms", type=float, metavar="MS", help="one draft round (0)")
+    command.add_argument(
+        "--curve",
+        type=list_of(str),
+        metavar="RANK:SHARE,...",
+        help="accuracy of the draft: share of tokens among its RANK best (1:0.81,8:0.99)",
+    )
+    command.add_argument(
+        "--spread", type=float, help="how much its confidence varies, from 0 to below 1 (0.5)"
+    )
+    command.add_argument(
+        "--policies", type=list_of(str), default=["root", "static_tree", "level", "best_first"]
+    )
+    command.add_argument("--widths", type=list_of(int), default=[8, 16, 32, 64])
+    command.add_argument("--children", type=list_of(int), default=[8])
+    command.add_argument(
+        "--rounds", type=list_of(_rounds), default=[1, 2, 3, 4], help="numbers or auto"
+    )
+    command.add_argument(
+        "--tokens", type=int, default=500, help="simulated for each prediction (500)"
+    )
+    command.add_argument("--seed", type=int, default=0)
+    finish(command, run)
+
+
+def _rounds(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Predict tokens per step, TBT and speed-up of every way to decode, and advise one."""
+    if overrides(rest, arguments.known_options):
+        raise ConfigError(f"`pipespec plan` takes options and no settings, but got {rest[0]!r}.")
+
+    from pipespec.planning import simulation as planning
+    from pipespec.planning.profile import Profile
+
+    profile = Profile.read(arguments.profile) if arguments.profile else Profile()
+    profile = profile.replaced(
+        stages=arguments.stages,
+        stage_ms=arguments.stage_ms,
+        hop_ms=arguments.hop_ms,
+        draft_ms=arguments.draft_ms,
+        curve=arguments.curve,
+        spread=arguments.spread,
+    )
+    machine, accuracy = profile.machine(), profile.accuracy()
+    ways = list(
+        planning.choices(arguments.policies, arguments.widths, arguments.children, arguments.rounds)
+    )
+    predictions = []
+    with progress("simulating") as (on_way,):
+        for number, way in enumerate(ways):
+            on_way(number, len(ways))
+            predictions.append(
+                planning.predict(
+                    way, machine, accuracy, num_tokens=arguments.tokens, seed=arguments.seed
+                )
+            )
+    advised = planning.recommend(predictions)
+    if arguments.json:
+        answer = {
+            "profile": asdict(profile),
+            "plain_tbt_ms": machine.plain_tbt_ms,
+            "predictions": [asdict(prediction) for prediction in predictions],
+            "recommended": None if advised is None else asdict(advised),
+        }
+        write(json.dumps(answer, allow_nan=False) + "\n")
+    else:
+        _print_plan(machine, predictions, advised)
+    return 0
+
+
+def _print_plan(
+    machine: Machine, predictions: Sequence[Prediction], advised: Prediction | None
+) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=0,
+        title=f"{machine.num_stages} stages; plain pipeline parallelism: "
+        f"{machine.plain_tbt_ms:.1f} ms between tokens",
+        title_justify="left",
+    )
+    headings = "policy width top-k rounds tok/step ± bound hits rows TBT speed-up"
+    for heading in headings.split():
+        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+    for p in predictions:
+        table.add_row(
+            p.policy,
+            str(p.width),
+            str(p.children),
+            str(p.rounds),
+            f"{p.tokens_per_step:.2f}",
+            f"{p.error:.2f}",
+            "" if p.equation is None else f"{p.equation:.2f}",
+            f"{p.hit_rate:.2f}",
+            f"{p.rows_per_step:.1f}",
+            f"{p.tbt_ms:.1f}",
+            f"{p.speedup:.2f}",
+            style="bold" if p is advised else None,
+        )
+    if advised is None:
+        show(table, "Speculation would lose here: use feed=root.")
+        return
+    show(table, f"Recommended: {' '.join(advised.settings)}")
+    losing = [p.policy for p in predictions if p.speedup < 1 and p.policy != "root"]
+    if losing:
+        show(f"{len(losing)} ways with a speed-up below 1 would lose.")

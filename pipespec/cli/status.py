@@ -1,0 +1,120 @@
+"""`pipespec status`: how the clusters that `pipespec up` started are doing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipespec.cli.arguments import finish, overrides
+from pipespec.cli.terminal import show, write
+from pipespec.client.registry import Damaged, Entry, entries, entry
+from pipespec.errors import ConfigError, Unreachable
+
+if TYPE_CHECKING:
+    from pipespec.cli.arguments import Commands
+
+LOADING, READY, RECOVERING = "loading", "ready", "recovering"
+SILENT, DAMAGED = "no answer", "unreadable"
+COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
+MINUTE, HOUR, DAY = 60, 3600, 86400
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "status",
+        help="how the clusters that `pipespec up` started are doing",
+        description="Say of every cluster, or of one, how many ranks take part, which epoch it "
+        "is, how many faults it has survived, and how many requests are open, queued and finished.",
+    )
+    command.add_argument("name", nargs="?", metavar="NAME", help="which (all)")
+    finish(command, run)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Say how clusters are doing; 0 if all of them answer."""
+    if overrides(rest, arguments.known_options):
+        raise ConfigError(f"`pipespec status` takes one name and no settings, but got {rest[0]!r}.")
+    found = entries() if arguments.name is None else [entry(arguments.name)]
+    clusters = [report(each, time.time()) for each in found]
+    if arguments.json:
+        write(json.dumps({"clusters": clusters}) + "\n")
+    elif clusters:
+        print_table(clusters)
+    else:
+        write("No cluster is up.\n")
+    return 1 if any(cluster["state"] in (SILENT, DAMAGED) for cluster in clusters) else 0
+
+
+def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
+    """What is known of one cluster at a time, in seconds since 1970; None is unknown."""
+    if isinstance(found, Damaged):
+        return {"name": found.name, "state": DAMAGED, "problem": found.problem}
+    card = found.card
+    told: dict[str, Any] = {"name": found.name, "pid": found.owner.pid, "state": LOADING}
+    if card is None:
+        return told
+    told |= {
+        "state": SILENT,
+        "host": card.host,
+        "num_ranks": card.num_ranks,
+        "context": card.context,
+        "target": card.target,
+        "settings": list(card.overrides),
+        "up_s": now - card.started,
+    }
+
+    from pipespec.controller.overview import look
+
+    try:
+        seen = look(card.url, card.namespace)
+    except Unreachable as error:
+        return told | {"problem": str(error)}
+    if seen is None:
+        return told | {"problem": "Its Redis knows nothing of it any more."}
+    return told | {
+        "state": READY if seen.joined >= card.num_ranks else RECOVERING,
+        "ranks": seen.joined,
+        "epoch": seen.epoch,
+        "faults": seen.epoch - card.epoch,
+        "last_fault": seen.last_fault,
+        "open": seen.open,
+        "queued": seen.queued,
+        "finished": seen.finished,
+    }
+
+
+def print_table(clusters: Sequence[dict[str, Any]]) -> None:
+    """One row per cluster, and what went wrong below."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    table.add_column("cluster")
+    for column in (*COLUMNS, "up"):
+        table.add_column(column, justify="left" if column in ("state", "host") else "right")
+    notes = []
+    for cluster in clusters:
+        known = {name: str(cluster.get(name, "-")) for name in COLUMNS}
+        if "ranks" in cluster:
+            known["ranks"] = f"{cluster['ranks']}/{cluster['num_ranks']}"
+        since = duration(cluster["up_s"]) if "up_s" in cluster else "-"
+        table.add_row(cluster["name"], *known.values(), since)
+        told = (cluster.get("problem"), cluster.get("last_fault"))
+        notes += [f"{cluster['name']}: {note}" for note in told if note is not None]
+    show(table, *notes)
+
+
+def duration(seconds: float) -> str:
+    """The two largest units of a time that are not zero in front, as in 2 h 5 min."""
+    whole = int(max(seconds, 0))
+    if whole < MINUTE:
+        return f"{whole} s"
+    if whole < HOUR:
+        return f"{whole // MINUTE} min {whole % MINUTE} s"
+    if whole < DAY:
+        return f"{whole // HOUR} h {whole % HOUR // MINUTE} min"
+    return f"{whole // DAY} d {whole % DAY // HOUR} h"

@@ -1,0 +1,277 @@
+"""`pipespec up`: start a cluster that stays up for many requests."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipespec.cli.arguments import STDIN, finish, overrides
+from pipespec.cli.terminal import progress, standard_input, write
+from pipespec.client.registry import (
+    LOG,
+    Card,
+    check_name,
+    claim,
+    folder,
+    held,
+    kept_folder,
+    publish,
+)
+from pipespec.client.settings import group
+from pipespec.errors import ConfigError, PipespecError, tell
+from pipespec.system.reading import Unreadable, parse_json
+
+if TYPE_CHECKING:
+    from pipespec.cli.arguments import Commands
+    from pipespec.cluster.deployment import ControllerAddress, Plan
+    from pipespec.config.schema import Config
+    from pipespec.planning.partition import Placement
+
+DEFAULT_NAME = "default"
+# How often the ranks, or a cluster that is to become ready, are looked at.
+LOOK_S = 0.1
+MESSAGE = "pipespec: "
+# The end of the file that lets boxes started by hand take part.
+INVITATION = ".invitation"
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "up",
+        show_settings=True,
+        help="start a cluster that stays up for many requests",
+        usage="pipespec up [--name NAME] [--detach] [--json] [-] [SETTING=VALUE ...]",
+        description="Start a cluster and keep it until Ctrl-C or `pipespec down`. "
+        "`pipespec generate --on NAME` and `pipespec bench --on NAME` ask it, several at the same "
+        "time if need be: requests queue. With - more settings are read from standard input, one "
+        "per line or as a JSON list, so that a password among them shows in no list of processes.",
+    )
+    command.add_argument("--name", help=f"what to call it ({DEFAULT_NAME}, or that of hosts.yaml)")
+    command.add_argument(
+        "--detach", action="store_true", help="return when it is ready; it goes on by itself"
+    )
+    command.add_argument(
+        "--measure",
+        action="store_true",
+        help="with a hosts file: measure its boxes first, and place layers and draft accordingly",
+    )
+    finish(command, run)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Start a cluster; stay with it, or return when it is ready."""
+    settings = overrides(rest, arguments.known_options, stdin_allowed=True)
+    if STDIN in rest:
+        settings += read_settings()
+    if any(text.startswith("trace=") for text in settings):
+        raise ConfigError(
+            "`pipespec up` writes no trace; leave trace=FILE to `pipespec generate` without --on."
+        )
+    name = default_name(settings) if arguments.name is None else arguments.name
+    check_name(name)
+    if arguments.detach:
+        card = detached(name, settings, measure=arguments.measure)
+        write(announcement(card, as_json=arguments.json))
+        return 0
+    return stay(name, settings, as_json=arguments.json, measure=arguments.measure)
+
+
+def read_settings() -> list[str]:
+    """Settings from standard input. Raises ConfigError."""
+    try:
+        return parse_settings(standard_input())
+    except Unreadable as error:
+        raise ConfigError(
+            f"The settings on standard input cannot be read: {error}; write one per line, or a "
+            "JSON list of texts."
+        ) from None
+
+
+def parse_settings(text: str) -> list[str]:
+    """Settings: one per line, or a JSON list. Raises Unreadable."""
+    if not text.lstrip().startswith("["):
+        return [line.strip() for line in text.splitlines() if line.strip()]
+    settings = parse_json(text)
+    if not all(isinstance(setting, str) for setting in settings):
+        raise Unreadable('they must be texts, as in ["feed=level"]')
+    return settings
+
+
+def default_name(settings: Sequence[str]) -> str:
+    """What a cluster is called that nobody named: as its host file, if it has one."""
+    for text in settings:
+        key, _, value = text.partition("=")
+        if key == "cluster" and value.endswith((".yaml", ".yml")):
+            from pipespec.config.hosts import load_hosts
+
+            return load_hosts(value).name
+    return DEFAULT_NAME
+
+
+def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) -> int:
+    """Run a cluster until a signal asks for its end.
+
+    With `measure` the boxes of its hosts file are measured first.
+    """
+    with claim(name):
+        from pipespec.config.compose import compose
+
+        config = compose(settings)
+
+        from pipespec.client.attached import card_of
+        from pipespec.cluster import deployment, session
+
+        plan = deployment.plan(config, placed(config) if measure else None)
+        deployment.load_tokenizers(plan)
+        ready = False
+        try:
+            with (
+                progress("loading") as (on_loaded,),
+                invited(name, plan, settings) as on_begun,
+                session.start(plan, on_loaded, on_log, on_begun) as cluster,
+            ):
+                card = card_of(name, cluster, settings)
+                publish(card)
+                ready = True
+                write(announcement(card, as_json=as_json))
+                told = 0
+                while cluster.poll():
+                    for fault in cluster.faults[told:]:
+                        on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
+                    told = len(cluster.faults)
+                    time.sleep(LOOK_S)
+                raise PipespecError(f"The ranks of the cluster {name!r} ended by themselves.")
+        except KeyboardInterrupt:
+            # Once it is up, this is how it is meant to end.
+            if not ready:
+                raise
+    return 0
+
+
+@contextmanager
+def invited(
+    name: str, plan: Plan, settings: Sequence[str]
+) -> Iterator[Callable[[ControllerAddress], None] | None]:
+    """What writes the invitation for boxes that are started by hand; it lasts as long as they."""
+    path = folder() / (name + INVITATION)
+    waiting = [box.name for box in plan.boxes if box.by_hand]
+
+    def begin(where: ControllerAddress) -> None:
+        from pipespec.cluster.join import Invitation
+
+        kept = tuple(text for text in settings if group(text) != "controller")
+        with kept_folder():
+            Invitation(where.url, where.namespace, where.secret, kept).write(path)
+        hosts = plan.config.cluster.hosts
+        on_log(
+            name,
+            f"waiting for {', '.join(waiting)}: run `launch/torchrun.sh {hosts} BOX {path}` there",
+        )
+
+    if not waiting:
+        yield None
+        return
+    try:
+        yield begin
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def placed(config: Config) -> Placement:
+    """Who should hold what, by measured figures. Raises ConfigError, HostFailed."""
+    if config.cluster.hosts is None:
+        raise ConfigError("--measure needs a hosts file; pass cluster=HOSTS.yaml.")
+    from pipespec.config.hosts import load_hosts
+    from pipespec.planning.partition import plan_slices, reason
+    from pipespec.planning.placement import problem
+    from pipespec.survey.gather import gather
+
+    hosts = load_hosts(config.cluster.hosts)
+    if config.cluster.split is not None:
+        hosts = replace(hosts, split=tuple(config.cluster.split))
+    with progress("measuring") as (on_box,):
+        placement = plan_slices(problem(hosts, gather(hosts, config, on_box), config))
+    for rank, member in enumerate(placement.members_by_rank):
+        piece = placement.layers[rank - 1] if rank else None
+        holds = "the draft" if piece is None else f"layers {piece.start} to {piece.stop - 1}"
+        on_log(member, f"rank {rank}, {holds}: {reason(placement, rank)}")
+    return placement
+
+
+def on_log(who: str, line: str) -> None:
+    """A line of a member, or of the whole cluster, for the log."""
+    tell(f"{who}: {line}")
+
+
+def detached(name: str, settings: Sequence[str], *, measure: bool) -> Card:
+    """Start `pipespec up` in a session of its own and wait until it is ready.
+
+    What it says goes to the log beside its card. Raises what it failed with.
+    """
+    with kept_folder() as here:
+        log = here / (name + LOG)
+        # Nobody's log may be lost to a start that is refused.
+        partial = here / f"{name}{LOG}.{os.getpid()}"
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    flags = ["--measure"] if measure else []
+    with os.fdopen(descriptor, "wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipespec", "up", "--name", name, *flags, STDIN],
+            stdin=subprocess.PIPE,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+    try:
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            # Settings may hold a password, which a command line would show.
+            stdin.write(json.dumps(settings).encode())
+        while True:
+            entry = held(name)
+            if entry is not None and entry.card and entry.owner.pid == process.pid:
+                partial.rename(log)
+                return entry.card
+            if process.poll() is not None:
+                raise failure(partial, process.returncode)
+            time.sleep(LOOK_S)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def failure(log: Path, code: int) -> PipespecError:
+    """What a process said last, as an error."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = lines[-1].removeprefix(MESSAGE) if lines else f"It ended with exit code {code}."
+    return ConfigError(said) if code == ConfigError.exit_code else PipespecError(said)
+
+
+def announcement(card: Card, *, as_json: bool) -> str:
+    """What is printed once a cluster is ready."""
+    if as_json:
+        told = {
+            "name": card.name,
+            "host": card.host,
+            "pid": card.owner.pid,
+            "num_ranks": card.num_ranks,
+            "context": card.context,
+        }
+        return json.dumps(told) + "\n"
+    return (
+        f"The cluster {card.name!r} is ready: {card.num_ranks} ranks, context "
+        f"{card.context} tokens. Ask it with `pipespec generate --on {card.name} --prompt TEXT`; "
+        f"end it with `pipespec down {card.name}`.\n"
+    )

@@ -1,0 +1,1 @@
+"""Asks a running cluster, and puts the answer together."""

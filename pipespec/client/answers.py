@@ -1,0 +1,111 @@
+"""An answer, from the events of its request; what is said of it: statistics, labels, a trace."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipespec.cluster import deployment
+from pipespec.config.schema import Config
+from pipespec.controller.requests import Accepted, Finished
+from pipespec.core import Sampling, TokenLogprobs
+from pipespec.stats import Report, summarise
+from pipespec.text import Detokenizer, StopStrings
+from pipespec.trace import write_chrome_trace
+
+# A seed nobody chose is short enough to be typed again, and exact wherever JSON is read.
+SEED_BITS = 32
+
+
+def fresh_seed() -> int:
+    """The seed of a request that names none."""
+    return secrets.randbits(SEED_BITS)
+
+
+@dataclass
+class Answer:
+    """What a request's events have told: its tokens, its text before a stop string, its end."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+def gather(
+    events: Iterable[Accepted | Finished],
+    text: Detokenizer,
+    stops: StopStrings,
+    on_text: Callable[[str], None] = lambda piece: None,
+) -> Answer:
+    """The answer that the events make; `on_text` hears each piece of text once it is final."""
+    answer = Answer()
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        on_text(piece)
+
+    for event in events:
+        if isinstance(event, Accepted):
+            answer.token_ids += event.tokens
+            answer.logprobs += event.logprobs
+            show(stops.push(text.push(event.tokens)))
+        else:
+            answer.finish_reason = event.reason
+    show(stops.push(text.flush()) + stops.flush())
+    answer.text = "".join(pieces)
+    return answer
+
+
+# Statistics that are milliseconds; `tokens_per_s` is the inverse of one.
+TIMES = ("ttft_ms", "tbt_ms", "step_ms", "control_ms_per_step")
+
+
+def statistics(config: Config, enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
+    """`pipespec.stats.summarise`, in the time of the machine that `pace` emulates, if one is."""
+    stats = summarise(enqueued_ns, reports)
+    scale = time_scale(config)
+    if scale == 1:
+        return stats
+
+    def scaled(value: Any, factor: float) -> Any:
+        if isinstance(value, dict):
+            return {name: scaled(part, factor) for name, part in value.items()}
+        return None if value is None else value * factor
+
+    times = {name: scaled(stats[name], 1 / scale) for name in TIMES}
+    return stats | times | {"tokens_per_s": scaled(stats["tokens_per_s"], scale)}
+
+
+def emulated(config: Config) -> bool:
+    """Whether times are those of an emulated machine or network."""
+    return bool(config.pace) or bool(config.link)
+
+
+def time_scale(config: Config) -> float:
+    """How many times longer than in the emulated machine everything takes here."""
+    return config.pace.scale if emulated(config) else 1.0
+
+
+def labels(config: Config, sampling: Sampling) -> dict[str, Any]:
+    """What every output must say of its figures and text, and the seed to repeat them."""
+    return {
+        "emulated": emulated(config),
+        "synthetic": config.source.synthetic,
+        "lossy": sampling.lossy,
+        "seed": sampling.seed if sampling.temperature else None,
+    }
+
+
+def write_trace(plan: deployment.Plan, reports: Iterable[Report]) -> None:
+    """Join the ranks' spans to one file, if one was asked for."""
+    if plan.config.trace is None:
+        return
+    names = ["head: draft and tree"]
+    names += [f"stage {i}: layers {s.start}..{s.stop - 1}" for i, s in enumerate(plan.layers, 1)]
+    ranks = [(r["rank"], names[r["rank"]], [tuple(e) for e in r["events"]]) for r in reports]
+    write_chrome_trace(Path(plan.config.trace), ranks)

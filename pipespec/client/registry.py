@@ -1,0 +1,307 @@
+"""Cards of clusters that stay up: small files that say how to reach them.
+
+`pipespec up` holds its cluster's name from before the start until the end, by a lock on
+`<name>.lock`, which also says which process holds it. Once the cluster is ready there is a card
+beside it, `<name>.json`. Both are gone when the cluster is; what a killed process left behind
+counts for nothing and is replaced.
+
+A card holds the password of the cluster's Redis, so folder and files are for this user alone.
+Copied to the same folder on another box, it lets that box ask the cluster too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from signal import Signals
+from typing import TypeVar
+
+import psutil
+
+from pipespec.errors import ConfigError
+from pipespec.system.reading import Missing, Unreadable, build, parse_json, read_text
+from pipespec.system.resources import state_folder
+
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+# A file's name has 255 bytes at most, and the longest ending, ".log.4194304", must find room.
+LONGEST_NAME = 240
+LARGEST_PID = 2**22
+CARD, LOCK, LOG = ".json", ".lock", ".log"
+# The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+# A process's start is told in wall-clock time, which may be set right meanwhile.
+CLOCK_DRIFT_S = 2.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, told apart from later ones with its number.
+
+    `created` is when it began, in seconds since 1970; `machine` is where its number means it.
+    """
+
+    pid: int
+    created: float
+    machine: str
+
+    @classmethod
+    def this(cls) -> Owner:
+        """The process that asks."""
+        return cls(os.getpid(), psutil.Process().create_time(), _machine())
+
+    @property
+    def here(self) -> bool:
+        """Whether its number and its clock mean something on this machine."""
+        return self.machine == _machine()
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is known to have ended; of a process elsewhere nothing is known."""
+        return self.here and self._process() is None
+
+    def end(self) -> None:
+        """Ask it to end, if it still runs here. Raises ConfigError if it is another user's."""
+        process = self._process()
+        if process is None or not self.here:
+            return
+        try:
+            if process.uids().real != os.getuid():
+                raise ConfigError(
+                    f"Process {self.pid} is of user {process.username()}; ask that user to end it."
+                )
+            process.send_signal(Signals.SIGTERM)  # unless the number is another's by now
+        except psutil.NoSuchProcess:
+            return  # it ended just now
+
+    def _process(self) -> psutil.Process | None:
+        """The process, unless it has ended."""
+        if not 0 < self.pid <= LARGEST_PID:
+            return None
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.created) < CLOCK_DRIFT_S
+            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+        except psutil.NoSuchProcess:
+            return None
+
+
+@dataclass(frozen=True)
+class Card:
+    """How to reach a running cluster, and what its users must know of it.
+
+    `url` and `namespace` lead to its request log, `owner` is its `pipespec up`, on the box
+    `host`. `epoch` is the one it began with. `target` is the folder or hub id of the model,
+    `vocab_size`, `context` (tokens) and `eos` are the target's. `overrides` made the cluster,
+    except those of `controller`. `started` is in seconds since 1970.
+    """
+
+    name: str
+    url: str = field(repr=False)
+    namespace: str
+    epoch: int
+    owner: Owner
+    host: str
+    overrides: tuple[str, ...]
+    target: str
+    vocab_size: int
+    context: int
+    eos: tuple[int, ...]
+    num_ranks: int
+    started: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name that is taken. `card` is None while the cluster starts."""
+
+    name: str
+    owner: Owner
+    card: Card | None
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A name of which nothing is known, because its files cannot be read; the problem says why."""
+
+    name: str
+    problem: str
+
+
+def folder() -> Path:
+    """Where cards lie."""
+    return state_folder()
+
+
+@contextmanager
+def claim(name: str) -> Iterator[None]:
+    """Hold a name; card and lock are removed afterwards.
+
+    Raises ConfigError if the name cannot be used, or a cluster that lives holds it.
+    """
+    check_name(name)
+    with kept_folder() as here:
+        lock, card = here / (name + LOCK), here / (name + CARD)
+        descriptor = _lock(lock)
+    if descriptor is None:
+        raise ConfigError(
+            f"A cluster named {name!r} is up already; end it with `pipespec down {name}`, or "
+            "choose another --name."
+        )
+    try:
+        with kept_folder():
+            card.unlink(missing_ok=True)
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps(asdict(Owner.this())).encode())
+        yield
+    finally:
+        card.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def publish(card: Card) -> Path:
+    """Write the card of a name that this process holds, in one go; its file.
+
+    Raises ConfigError if that fails.
+    """
+    with kept_folder() as here:
+        file, partial = here / (card.name + CARD), here / (card.name + ".partial")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+                json.dump(asdict(card), stream)
+            partial.rename(file)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+    return file
+
+
+def held(name: str) -> Entry | None:
+    """Who has a name, None if nobody. Raises ConfigError if the card cannot be read."""
+    # The lock's holder is asked first: a card may be a killed one's.
+    owner, card = _read(folder() / (name + LOCK), Owner), _read(folder() / (name + CARD), Card)
+    if owner is not None and not owner.gone:
+        return Entry(name, owner, card if card is not None and card.owner == owner else None)
+    if card is not None and not card.owner.here:
+        return Entry(name, card.owner, card)
+    return None
+
+
+def entries() -> list[Entry | Damaged]:
+    """Every name that is taken, in order: by a process that lives, or on another machine."""
+    names = {path.stem for path in folder().glob("*") if path.suffix in (CARD, LOCK)}
+    found: list[Entry | Damaged] = []
+    for name in sorted(filter(NAME.fullmatch, names)):
+        try:
+            entry = held(name)
+        except ConfigError as error:
+            found.append(Damaged(name, str(error)))
+        else:
+            found += [] if entry is None else [entry]
+    return found
+
+
+def entry(name: str | None) -> Entry:
+    """The cluster of that name, or the only one there is. Raises ConfigError."""
+    if name is not None:
+        check_name(name)
+    taken = entries()
+    names = ", ".join(entry.name for entry in taken)
+    if name is None:
+        if len(taken) > 1:
+            raise ConfigError(f"Several clusters are up: {names}; name one.")
+        if not taken:
+            raise ConfigError("No cluster is up; start one with `pipespec up`.")
+        name = taken[0].name
+    for candidate in taken:
+        if candidate.name == name:
+            if isinstance(candidate, Damaged):
+                raise ConfigError(candidate.problem)
+            return candidate
+    others = f"these are: {names}" if taken else "start it with `pipespec up`"
+    log = folder() / (name + LOG)
+    last = f" (the last one's log is {log})" if log.exists() else ""
+    raise ConfigError(f"No cluster named {name!r} is up; {others}{last}.")
+
+
+def find(name: str) -> Card:
+    """The card of a cluster that is ready. Raises ConfigError."""
+    card = entry(name).card
+    if card is None:
+        raise ConfigError(f"The cluster {name!r} is still loading; ask again when it is ready.")
+    return card
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError unless a cluster can have this name."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"The name of a cluster is {name!r}, but must be letters, digits, '_', '-' and '.', "
+            "and not begin with '.'."
+        )
+    if len(name) > LONGEST_NAME:
+        raise ConfigError(
+            f"The name of a cluster has {len(name)} characters, but may have {LONGEST_NAME}; "
+            "choose a shorter --name."
+        )
+
+
+@contextmanager
+def kept_folder() -> Iterator[Path]:
+    """The folder of cards, made if need be; whatever fails in it becomes a ConfigError."""
+    try:
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield folder()
+    except OSError as error:
+        raise ConfigError(
+            f"The folder of cards {str(folder())!r} cannot be used ({error.strerror}); set "
+            "XDG_STATE_HOME to a folder of yours that has room."
+        ) from error
+
+
+def _read(file: Path, kind: type[T]) -> T | None:
+    """What a file tells; None if there is none yet, or no more. Raises ConfigError."""
+    try:
+        text = read_text(file)
+        # A lock that is just being taken says nothing yet.
+        return build(kind, parse_json(text)) if text else None
+    except Missing:
+        return None
+    except Unreadable as error:
+        raise ConfigError(
+            f"The file {str(file)!r} cannot be read ({error}); remove it if its cluster is gone."
+        ) from error
+
+
+def _lock(file: Path) -> int | None:
+    """The descriptor of a file that is locked as long as it is open; None if another has it."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
+            return descriptor
+        # Its holder removed it between our two calls.
+        os.close(descriptor)
+
+
+def _machine() -> str:
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,1 @@
+"""Starts, watches and mends the processes of all boxes."""

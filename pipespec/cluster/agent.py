@@ -1,0 +1,317 @@
+"""What runs on each box: the agent, and the supervisors of its members.
+
+    agent ── fork server ─┬─ supervisor ── member (box/0)
+                          └─ supervisor ── member (box/1)
+
+The *agent* runs torchrun's elastic launcher in its main thread, where that launcher's signal
+handlers must live. The *fork server* imports torch, the models and the entrypoint once; supervisors
+are forked from it, so that seventeen of them start almost as fast as one. It stays a process of
+one thread without a CUDA context, as forking needs. What torchrun takes for a rank is a
+*supervisor*: it forks the member that does the work, and, in a cluster that mends itself, forks
+another when a signal has ended it; the others of the box go on.
+
+The agent reads its job from standard input, then one JSON object per line: {"kill": number} ends
+a member, anything else says that the launcher lives. The end of standard input, or on a box
+behind SSH SILENCE_S without a line, ends the agent and with it the box. It writes one JSON object
+per line to standard output: {"died": number, "pid": ..., "how": ...}, {"log": number, "line": ...},
+and at last {"failed": sentence}, {"lost": sentence} or {"ended": true}; {} says that it lives. All
+processes of the box hold that standard output, so its end tells that the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from pipespec.cluster import rendezvous
+from pipespec.cluster.agent_lock import PATIENCE_S, alone
+from pipespec.cluster.supervisor import Job, how_it_ended, supervise
+from pipespec.system.interfaces import LOOPBACK, holding, interfaces, resolve
+from pipespec.system.scratch import private_folder
+
+# Seconds without a word from the launcher after which a box behind SSH gives up.
+SILENCE_S = 40.0
+# Seconds between two signs of life.
+SIGN_OF_LIFE_S = 1.0
+# Seconds between two looks at the members.
+_MONITOR_S = 0.1
+# What multiprocessing calls the fork server's socket.
+_LISTENER = "pymp-12345678/listener-12345678"
+_leftovers: list[Path] = []  # to be removed when the agent ends
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the agent must know before it can start its fork server.
+
+    Attributes:
+        directory: where everything of this box lies; None: the agent makes and removes one.
+        preload: modules to import once for all members.
+        address: of the box, for the interface that carries the batches.
+        interface: its name, if that address does not tell.
+        lock: what no two agents of a box may share; the older one is ended.
+        remote: whether the launcher is at the other end of an SSH connection.
+    """
+
+    directory: str | None
+    preload: tuple[str, ...]
+    num_members: int
+    address: str
+    interface: str | None = None
+    lock: str | None = None
+    remote: bool = False
+
+
+def make_directory() -> Path:
+    """A private directory in which the fork server's socket can have its name."""
+    return private_folder(_LISTENER)
+
+
+def main() -> None:
+    """Read the job from standard input, run the members, leave the outcome."""
+    try:
+        _main(sys.stdin.buffer)
+    except BaseException:  # noqa: BLE001 - the launcher reads the last line of it
+        traceback.print_exc()
+        _tidy()
+    finally:
+        # Half a second of dismantling torch would serve nobody.
+        gc.collect()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _main(stdin: BinaryIO) -> NoReturn:
+    setup: Setup = pickle.load(stdin)
+    directory = Path(setup.directory) if setup.directory else make_directory()
+    if setup.directory is None:
+        _leftovers.append(directory)
+    with alone(setup.lock, directory) as lock:
+        if lock is not None:
+            _leftovers.append(lock)
+        _prepare(setup, directory)
+        # The fork server imports while this process does.
+        forkserver.set_forkserver_preload(list(setup.preload))
+        forkserver.ensure_running()
+        job: Job = pickle.load(stdin)
+        # Until the elastic launcher installs its own handler.
+        signal.signal(signal.SIGTERM, lambda *_: _leave_nothing(directory))
+        listener = _Listener(stdin, directory, patient=not setup.remote)
+        threading.Thread(target=listener.run, daemon=True).start()
+        teller = _Teller(directory, job)
+        threading.Thread(target=teller.run, daemon=True).start()
+        outcome = _run_supervisors(directory, job)
+        teller.stop()
+        if isinstance(outcome, Lost):
+            _tell({"lost": outcome.sentence})
+        elif isinstance(outcome, str):
+            _tell({"failed": outcome})
+        else:
+            # Results are for a launcher on this machine, which reads them there.
+            partial = directory / "results.partial"
+            partial.write_bytes(pickle.dumps(outcome))
+            partial.rename(directory / "results")
+            _tell({"ended": True})
+        _tidy()
+        os._exit(0)
+
+
+def _tell(message: dict[str, Any]) -> None:
+    with suppress(OSError):  # The launcher is gone; standard input says so too.
+        os.write(1, json.dumps(message).encode() + b"\n")
+
+
+def _prepare(setup: Setup, directory: Path) -> None:
+    """The environment of every process of this box."""
+    cores = len(os.sched_getaffinity(0))
+    environment = os.environ
+    # Several members share the cores. OpenBLAS keeps idle threads from import on, and a process
+    # with threads must not fork.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // setup.num_members)))
+    environment["OPENBLAS_NUM_THREADS"] = "1"
+    # `torch.cuda.is_available` asks NVML, so that no import makes the fork server use CUDA.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # Whatever a killed process leaves is removed with the directory.
+    environment["TMPDIR"] = tempfile.tempdir = str(directory)
+    choose_interface(setup.address, setup.interface)
+
+
+def choose_interface(address: str, name: str | None) -> None:
+    """Let torch.distributed use the interface of that name, or the one that has the address."""
+    found = holding(resolve(address), interfaces())
+    interface = name or (found.name if found else None)
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+
+
+class _Listener:
+    """Does what the launcher says."""
+
+    def __init__(self, stdin: BinaryIO, directory: Path, *, patient: bool) -> None:
+        self._stdin = stdin
+        self._directory = directory
+        self._heard = time.monotonic()
+        if not patient:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def run(self) -> None:
+        for line in self._stdin:
+            self._heard = time.monotonic()
+            number = json.loads(line).get("kill")
+            with suppress(FileNotFoundError, ProcessLookupError):
+                if number is not None:
+                    os.kill(int((self._directory / f"{number}.pid").read_text()), signal.SIGKILL)
+        self._end()
+
+    def _watch(self) -> None:
+        while time.monotonic() - self._heard < SILENCE_S:
+            time.sleep(SIGN_OF_LIFE_S)
+        self._end()
+
+    def _end(self) -> None:
+        # The elastic launcher's handler ends the supervisors; the second signal never meets it.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _Teller:
+    """Tells the launcher what happens on this box."""
+
+    def __init__(self, directory: Path, job: Job) -> None:
+        self._directory = directory
+        self._job = job
+        self._read: dict[Path, int] = {}  # bytes of the logs that were passed on
+        self._done = threading.Event()
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        spoke = time.monotonic()
+        while True:
+            last = self._done.wait(_MONITOR_S)
+            for path in sorted(self._directory.glob("died-*.json")):
+                _tell(json.loads(path.read_text()))
+                path.unlink()
+            if self._job.logs:
+                for path in sorted(self._directory.glob("logs/*/attempt_0/*/*.log")):
+                    self._pass_on(path, last)
+            if time.monotonic() - spoke > SIGN_OF_LIFE_S:
+                spoke = time.monotonic()
+                _tell({})
+            if last:
+                self._over.set()
+                return
+
+    def stop(self) -> None:
+        """Tell the rest."""
+        self._done.set()
+        self._over.wait(PATIENCE_S)
+
+    def _pass_on(self, path: Path, last: bool) -> None:
+        with path.open("rb") as log:
+            log.seek(self._read.get(path, 0))
+            text = log.read()
+        whole = len(text) if last else text.rfind(b"\n") + 1
+        self._read[path] = self._read.get(path, 0) + whole
+        for line in text[:whole].decode(errors="replace").splitlines():
+            _tell({"log": int(path.parent.name), "line": line})
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A signal ended a supervisor; the box may be started again."""
+
+    sentence: str
+
+
+def _run_supervisors(directory: Path, job: Job) -> list[Any] | str | Lost:
+    """What the members returned, or the sentence that says what failed."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    rendezvous.register()
+    # The members meet elsewhere (`pipespec.transport.distributed`), anew in every epoch.
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=len(job.members),
+        run_id=directory.name,
+        rdzv_backend=rendezvous.BACKEND,
+        local_addr=LOOPBACK,
+        max_restarts=0,
+        monitor_interval=_MONITOR_S,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(str(directory / "logs"), redirects=Std.ALL),
+        shutdown_timeout=int(PATIENCE_S) - 2,
+    )
+    try:
+        results = elastic_launch(config, supervise)(str(directory), job)
+        return [results[number] for number in range(len(job.members))]
+    except ChildFailedError as error:
+        number, failure = error.get_first_failure()
+        sentence = _blame(directory, job, number, failure.exitcode)
+        return Lost(sentence) if job.restart and failure.exitcode < 0 else sentence
+    except SignalException:
+        _leave_nothing(directory)
+
+
+def _leave_nothing(directory: Path) -> NoReturn:
+    # Nobody reads the outcome, and a launcher that was killed cannot remove its directory.
+    shutil.rmtree(directory, ignore_errors=True)
+    _tidy()
+    os._exit(1)
+
+
+def _tidy() -> None:
+    """Remove what this agent made itself."""
+    for path in _leftovers:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _blame(directory: Path, job: Job, number: int, exitcode: int) -> str:
+    """The sentence about the member that failed first.
+
+    `number` is the first one that the agent saw end. If it raised, so may others have done
+    before it within the agent's interval: the earliest of those that did not merely lose a
+    neighbour is to blame.
+    """
+    raised = [json.loads(path.read_text()) for path in directory.glob("raised-*.json")]
+    if any(record["number"] == number for record in raised):
+        first = min(raised, key=lambda record: (record["lost_neighbour"], record["time"]))
+        if first["number"] != number:
+            number, exitcode = first["number"], 1
+        reason = first["line"]
+    else:
+        (log,) = directory.glob(f"logs/*/attempt_0/{number}/stderr.log")
+        reason = last_line(log.read_bytes())
+    how = how_it_ended(exitcode)
+    return f"{job.titles[number]} on host {socket.gethostname()} ({how}): {reason}"
+
+
+def last_line(said: bytes) -> str:
+    """What a process wrote last, or the interpreter's word on why it crashed."""
+    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+    # The interpreter follows a crash's cause with the stacks of its threads.
+    crashes = [line for line in lines if line.startswith("Fatal Python error")]
+    return (crashes or lines or ["it left no message."])[-1]
+
+
+if __name__ == "__main__":
+    # What the members run is pickled by this module's name.
+    from pipespec.cluster.agent import main as imported_main
+
+    imported_main()

@@ -1,0 +1,114 @@
+"""One agent of a name on a box: a later one ends an earlier one, and clears up after it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import signal
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from pipespec.errors import ConfigError
+from pipespec.system.resources import state_folder
+
+# Seconds until an agent that does not end when asked to is killed, and between two looks at it.
+PATIENCE_S = 5.0
+LOOK_S = 0.1
+# A process's start is told in wall-clock time, which may be set right meanwhile.
+CLOCK_DRIFT_S = 2.0
+
+
+def runtime_folder() -> Path:
+    """A folder for the locks of this user's processes, to which nobody else can write.
+
+    `$XDG_RUNTIME_DIR/pipespec`; without one, `run` in the folder of `state_folder`. Raises
+    ConfigError if it cannot be used, or is another's.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    folder = Path(runtime, "pipespec") if os.path.isabs(runtime) else state_folder() / "run"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"The folder {str(folder)!r} cannot be used for locks ({error.strerror}); set "
+            "XDG_RUNTIME_DIR to a folder of yours."
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"Others can write to {str(folder)!r}, where locks lie; set XDG_RUNTIME_DIR to a "
+            "folder of yours alone."
+        )
+    return folder
+
+
+@contextmanager
+def alone(name: str | None, directory: Path) -> Iterator[Path | None]:
+    """End the process of that name, if there is one, and keep the name while this one runs.
+
+    Yields the lock's file, for the holder to remove at its end. The file says who holds it, and
+    the holder's `directory`, which a killed one leaves to the next. Without a name nothing is
+    done. Raises ConfigError.
+    """
+    if name is None:
+        yield None
+        return
+    path = runtime_folder() / f"{name.replace('/', '_')}.lock"
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        with open(path, "a+", encoding="utf-8", opener=_for_this_user) as file:
+            held, status = _locked(file), os.fstat(file.fileno())
+            file.seek(0)
+            holder = file.read().splitlines()
+            # Whoever held it before may have removed the file meanwhile.
+            if held and status.st_nlink:
+                if len(holder) == 3:
+                    _remove(Path(holder[2]))
+                file.truncate(0)
+                file.write(f"{os.getpid()}\n{psutil.Process().create_time()}\n{directory}\n")
+                file.flush()
+                yield path
+                return
+        if not held and len(holder) == 3:
+            kind = signal.SIGTERM if time.monotonic() < deadline else signal.SIGKILL
+            _signal(holder[0], holder[1], kind)
+        time.sleep(LOOK_S)
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _locked(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _signal(pid: str, created: str, kind: signal.Signals) -> None:
+    """Signal the process that wrote the lock, and no other that has its number by now."""
+    with suppress(psutil.Error, OSError, ValueError):
+        process = psutil.Process(int(pid))
+        drift = abs(process.create_time() - float(created))
+        if process.uids().real == os.getuid() and drift < CLOCK_DRIFT_S:
+            process.send_signal(kind)
+
+
+def _remove(directory: Path) -> None:
+    """Remove what a killed agent left: a temporary folder of this user, and nothing else."""
+    temporary = {Path(tempfile.gettempdir()), Path("/tmp")}
+    with suppress(OSError):
+        found = directory.lstat()
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if ours and directory.parent in temporary and directory.name.startswith("pipespec-"):
+            shutil.rmtree(directory)

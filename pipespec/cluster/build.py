@@ -1,0 +1,125 @@
+"""From a plan to the running objects of a rank: the only place where parts are wired together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from pipespec.cluster.deployment import ControllerAddress, Plan
+from pipespec.controller.client import Controller
+from pipespec.core import Request
+from pipespec.engine.model import ModelSlice
+from pipespec.engine.stage import Stage
+from pipespec.head.loop import Head
+from pipespec.head.sequence import StopCheck
+from pipespec.head.source.draft_model import DraftModelSource
+from pipespec.head.source.protocol import TokenSource
+from pipespec.planning.placement import num_slots
+from pipespec.stage.worker import Worker
+from pipespec.text import StopChecker
+from pipespec.trace import Timeline
+from pipespec.transport.paced import PacedTransport
+from pipespec.transport.protocol import Transport
+
+
+def load_model(plan: Plan, rank: int) -> ModelSlice | None:
+    """The rank's part of the target, or at rank 0 the whole draft, if there is one."""
+    info = plan.target if rank else plan.draft
+    if info is None:
+        return None
+    layers = plan.layers[rank - 1] if rank else range(info.num_layers)
+    slots = num_slots(plan.config, context=plan.context, num_ranks=plan.num_ranks, head=rank == 0)
+    name = "quantization" if rank else "draft_quantization"
+    quantization = getattr(plan.config.model, name)
+    info.require_quantizer(f"model.{name}", quantization)
+    return ModelSlice.load(
+        info.path,
+        layers,
+        dtype=plan.dtype_of(info),
+        quantization=quantization,
+        device=plan.devices[rank],
+        num_slots=slots,
+    )
+
+
+def serve(
+    plan: Plan,
+    where: ControllerAddress,
+    rank: int,
+    model: ModelSlice | None,
+    connect: Callable[[], Transport],
+    guard: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> None:
+    """Run the loop of a rank until the head says stop.
+
+    `connect` joins the rank to its neighbours; `guard` is what may end the links meanwhile.
+    """
+    config = plan.config
+    # Word from the last stage goes to the head's machine, and from there to the rank's.
+    delay_ms = config.link.latency_ms * config.pace.scale * (2 if rank else 1)
+    timeline = Timeline(record=config.trace is not None)
+    stage = None if model is None else Stage(model, model.num_slots)
+    # Joining the controller tells whoever waits that this rank has loaded its model.
+    with Controller.connect(
+        where.url, namespace=where.namespace, epoch=where.epoch, rank=rank
+    ) as controller:
+        link = inner = connect()
+        if config.link:
+            link = PacedTransport(inner, config.link, config.pace.scale)
+        try:
+            with guard(inner.abort):
+                if rank:
+                    assert stage is not None
+                    Worker(
+                        stage,
+                        link,
+                        controller,
+                        plan.layout,
+                        pace=config.pace,
+                        delay_ms=delay_ms,
+                        timeline=timeline,
+                    ).run()
+                else:
+                    Head(
+                        link,
+                        controller,
+                        make_source(plan, stage),
+                        config.feed,
+                        plan.layout,
+                        rounds=config.source.rounds,
+                        chunk=config.decode.prefill_chunk,
+                        context_limit=plan.context,
+                        stop_check=stop_check(plan),
+                        pace=config.pace,
+                        delay_ms=delay_ms,
+                        timeline=timeline,
+                    ).run()
+        finally:
+            link.close()
+
+
+def make_source(plan: Plan, stage: Stage | None) -> TokenSource:
+    """The source of guesses; `stage` is the draft model, where there is one."""
+    draft = None
+    if plan.draft is not None:
+        assert stage is not None
+        vocabulary = min(plan.target.vocab_size, plan.draft.vocab_size)
+        draft = DraftModelSource(stage, plan.config.decode.prefill_chunk, vocabulary)
+    return plan.config.source.make(draft, plan.target.vocab_size)
+
+
+def stop_check(plan: Plan) -> Callable[[Request], StopCheck]:
+    """What watches the text of a request for its stop strings."""
+
+    def never(_: int) -> bool:
+        return False
+
+    def make(request: Request) -> StopCheck:
+        if not request.stop:
+            return never
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(plan.target.path, local_files_only=True)
+        return StopChecker(tokenizer, request.stop, request.prompt)
+
+    return make

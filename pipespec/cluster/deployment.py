@@ -1,0 +1,293 @@
+"""What is decided before any rank starts: the checkpoints, who holds which layers, the prompt.
+
+No model and no rank's loop is imported here, so a command is quick to say what is wrong, and a
+process that only asks or starts ranks does not pay for what they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipespec.config.hosts import Box, load_hosts, this_machine
+from pipespec.config.schema import ClusterConfig, Config
+from pipespec.controller.graph import Layout
+from pipespec.engine.checkpoint import CheckpointInfo, compare_vocabularies, inspect
+from pipespec.errors import ConfigError, ModelError, PromptError
+from pipespec.planning.costs import Member, Needs, Problem
+from pipespec.planning.partition import Placement, plan_slices, split_evenly
+from pipespec.planning.placement import unmeasured
+from pipespec.sampling.sampler import check_vocabulary
+from pipespec.system.reading import is_whole
+
+# What a tokenizer is read from: the first, or one of the others.
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+# Of what a library says a sentence holds so many characters.
+LONGEST_REASON = 200
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a rank must know, decided before any rank starts. It travels by pickle.
+
+    `draft` is None where the source needs none. `placement` says which members of the `boxes`
+    begin at which rank. `layers` has one entry per stage and `devices` one per rank; in a later
+    epoch they may be others. `context` is the longest sequence in tokens that the KV pools are
+    made for.
+    """
+
+    config: Config
+    target: CheckpointInfo
+    draft: CheckpointInfo | None
+    placement: Placement
+    layers: tuple[range, ...]
+    devices: tuple[str, ...]
+    context: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Who holds each rank at first, the head's first."""
+        return self.placement.members_by_rank
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        """Members that hold none until one is needed."""
+        return self.placement.spares
+
+    def device_of(self, member: str) -> str:
+        """The device of a member."""
+        return next(
+            device
+            for box in self.boxes
+            for name, device in zip(box.members, box.devices, strict=True)
+            if name == member
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.layers) + 1
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(len(self.layers), self.config.cluster.group_sizes, self.config.cluster.sync)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the target. It decides the text, so whatever devices are left, it stays."""
+        return self.dtype_of(self.target)
+
+    def dtype_of(self, info: CheckpointInfo) -> torch.dtype:
+        """What target or draft computes in."""
+        name = self.config.model.dtype
+        if name == "auto":
+            stages = map(self.device_of, self.placement.members_by_rank[1:])
+            on_gpu = all(device.startswith("cuda") for device in stages)
+            name = "bfloat16" if on_gpu else "float32"
+        found: torch.dtype = getattr(torch, info.computes_in(name))
+        return found
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of a batch at most."""
+        return max(self.config.feed.max_rows, self.config.decode.prefill_chunk)
+
+
+@dataclass(frozen=True)
+class ControllerAddress:
+    """Which controller, which life of the cluster, and what its ranks know one another by."""
+
+    url: str = field(repr=False)  # it holds a password
+    namespace: str
+    epoch: int = 0
+    secret: str = field(default="", repr=False)
+
+
+def plan(config: Config, placement: Placement | None = None) -> Plan:
+    """Look at the checkpoints and the machine.
+
+    `placement` is what was planned from measured figures; without it devices count as equal.
+    Raises ConfigError, in one sentence.
+    """
+    target = inspect(config.model.target)
+    target.check_quantization("model.quantization", config.model.quantization)
+    draft = None
+    if config.source.needs_draft:
+        assert config.model.draft is not None  # as Config checks
+        draft = inspect(config.model.draft)
+        draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
+    if config.model.dtype not in ("auto", target.computes_in(config.model.dtype)):
+        raise ConfigError(
+            f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "
+            f"{target.dtype}; leave model.dtype out."
+        )
+    context = target.context
+    if config.model.context is not None:
+        if config.model.context > target.context:
+            raise ConfigError(
+                f"model.context is {config.model.context}, but the target was made for at most "
+                f"{target.context} tokens; lower model.context."
+            )
+        context = config.model.context
+    check_vocabulary(config.verify.sampling(fresh_seed=0), target.vocab_size)
+    if config.feed.children > target.vocab_size:
+        raise ConfigError(
+            f"feed.children is {config.feed.children}, but the target's vocabulary has "
+            f"{target.vocab_size} tokens; lower feed.children."
+        )
+    if config.cluster.hosts is None:
+        count = config.cluster.stages + 1 + config.cluster.spares
+        boxes: tuple[Box, ...] = (this_machine(resolve_devices(config.cluster.devices, count)),)
+        placement = place_here(boxes[0].members, target.num_layers, config.cluster)
+    else:
+        hosts = load_hosts(config.cluster.hosts)
+        hosts.require_devices()
+        boxes = hosts.boxes
+        if config.cluster.stages != hosts.num_stages:
+            raise ConfigError(
+                f"cluster.stages is {config.cluster.stages}, but {config.cluster.hosts} has "
+                f"members for {hosts.num_stages} stages; leave cluster.stages out."
+            )
+        if config.cluster.split is not None:
+            hosts = replace(hosts, split=tuple(config.cluster.split))
+        if placement is None:
+            placement = plan_slices(unmeasured(hosts, config, target, draft, context))
+    found = Plan(config, target, draft, placement, placement.layers, (), context, boxes)
+    return replace(found, devices=tuple(map(found.device_of, placement.members_by_rank)))
+
+
+def require_quantizers(plan: Plan) -> None:
+    """Raise ModelError unless this machine can load what its members are to hold."""
+    model = plan.config.model
+    if any(box.local for box in plan.boxes):
+        plan.target.require_quantizer("model.quantization", model.quantization)
+        if plan.draft is not None:
+            plan.draft.require_quantizer("model.draft_quantization", model.draft_quantization)
+
+
+def require_backend(plan: Plan) -> None:
+    """Raise ConfigError if NCCL is asked for and a stage has no CUDA device of its own."""
+    if plan.config.transport.backend != "nccl":
+        return
+    stages = [
+        (member.rpartition("/")[0], "cuda:0" if device == "cuda" else device)
+        for member, device in zip(plan.members[1:], plan.devices[1:], strict=True)
+    ]
+    devices = [device for _, device in stages]
+    if "cpu" in devices or len(set(stages)) < len(stages):
+        raise ConfigError(
+            "transport.backend is nccl, but NCCL needs a CUDA device of its own for every stage, "
+            f"and the stages are on {', '.join(devices)}; use auto or gloo."
+        )
+
+
+def place_here(members: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
+    """The layout of a cluster on this machine, whose members are equals. Raises ConfigError."""
+    stages = cluster.stages
+    split = tuple(cluster.split or map(len, split_evenly(num_layers, stages)))
+    return plan_slices(
+        Problem(
+            tuple(map(Member, members)),
+            Needs((0,) * num_layers),
+            draft=members[0],
+            split=split,
+            spares=tuple(members[stages + 1 :]),
+        )
+    )
+
+
+def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
+    """One device per rank. "auto" and "cuda" go round the CUDA devices; "auto" is CPU without."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = names * num_ranks if len(names) == 1 else names
+    devices = []
+    for rank, name in enumerate(names):
+        if name == "auto":
+            name = "cuda" if count else "cpu"
+        kind, _, index = name.partition(":")
+        if kind == "cuda" and (not count or int(index or 0) >= count):
+            raise ConfigError(
+                f"cluster.devices asks for {name} at rank {rank}, but this machine has {count} "
+                "CUDA devices; see `pipespec check`."
+            )
+        # The head's draft shares a device only when there are fewer devices than ranks.
+        devices.append(name if index or kind == "cpu" else f"cuda:{(rank - 1) % count}")
+    return tuple(devices)
+
+
+def load_tokenizers(plan: Plan) -> Any:
+    """The target's tokenizer, once that of a draft has proved to be the same.
+
+    Raises ModelError.
+    """
+    target = _load_tokenizer(plan.target.path)
+    if plan.draft is not None:
+        compare_vocabularies(target, _load_tokenizer(plan.draft.path))
+    return target
+
+
+def _load_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    reason = "it has no tokens"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+            return tokenizer
+    except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
+        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+    if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
+        raise ModelError(
+            f"{path} holds no tokenizer: tokenizer.json, or what it is made from "
+            f"({', '.join(TOKENIZER_FILES[1:])}), is missing; fetch the checkpoint again"
+        )
+    raise ModelError(f"the tokenizer in {path} cannot be used ({reason}); fetch it again")
+
+
+def encode(plan: Plan, tokenizer: Any, prompt: str) -> list[int]:
+    """The prompt's token ids. Raises PromptError."""
+    if not prompt:
+        raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
+    if plan.config.decode.chat:
+        if not tokenizer.chat_template:
+            raise PromptError(
+                f"--chat needs a chat template, but the tokenizer of {plan.target.path} has none."
+            )
+        prompt = _as_chat(plan, tokenizer, prompt)
+    # `verbose` would warn of what is refused below.
+    ids = tokenizer.encode(prompt, add_special_tokens=not plan.config.decode.chat, verbose=False)
+    if not ids:
+        raise PromptError("The prompt has no tokens; pass a longer one.")
+    if len(ids) >= plan.context:
+        raise PromptError(
+            f"The prompt has {len(ids)} tokens, but the context holds {plan.context} and needs "
+            "room for an answer; shorten the prompt or raise model.context."
+        )
+    return [int(i) for i in ids]
+
+
+def _as_chat(plan: Plan, tokenizer: Any, prompt: str) -> str:
+    """The prompt in the tokenizer's chat template. Raises ModelError."""
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+    else:
+        if isinstance(text, str) and is_whole(text):
+            return text
+        why = "what it makes is no text"
+    raise ModelError(
+        f"The chat template of {plan.target.path} fails ({why}); correct it, or leave --chat out."
+    )
+
+
+def fit_context(plan: Plan, prompt_length: int) -> Plan:
+    """The plan with KV pools for one request and no longer context than it can reach."""
+    reach = prompt_length + plan.config.decode.max_new_tokens
+    return replace(plan, context=min(plan.context, reach))

@@ -1,0 +1,181 @@
+"""The memory and the open files that a plan asks for, and what is free: before any rank starts.
+
+Of memory only that is counted which is surely taken, so that nothing is refused that would run:
+the KV pools, which are written when they are made, one batch of the largest size on its way
+through a rank, the tree, and the weights. On a CPU weights of the checkpoint's own type are no
+more than its files, mapped into memory, of which the system keeps as much as it has room for;
+they count where loading makes others of them.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+import torch
+
+from pipespec.cluster.deployment import Plan
+from pipespec.core import NUM_COLUMNS
+from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.errors import ConfigError
+from pipespec.planning.partition import GIB
+from pipespec.planning.placement import slots_by_setting
+from pipespec.transport.wire import Wire
+
+WEIGHTS = "the weights"
+# What a node of `pipespec.head.tree.Tree` takes: seven numbers of 8 bytes and two flags.
+NODE_BYTES = 7 * 8 + 2
+SLOT_BYTES = 8  # in the list of free slots
+
+# What was measured with 1, 4 and 8 stages: below this nothing starts. The process with most files
+# holds pipes to every member; a private Redis keeps 32 for itself and has two to four connections
+# of every member.
+FILES, REDIS_FILES, FILES_PER_MEMBER = 30, 35, 4
+
+REMEDIES = {
+    WEIGHTS: "use more boxes or devices, a smaller model, or model.quantization",
+    "model.context": "lower model.context",
+    "feed.width": "lower feed.width",
+    "feed.capacity": "lower feed.capacity, or feed.width and feed.children",
+    "decode.prefill_chunk": "lower decode.prefill_chunk",
+}
+
+
+def needs(plan: Plan, rank: int) -> Counter[str]:
+    """Bytes that a rank surely takes on its device, by what asks for them: settings or WEIGHTS."""
+    info = plan.target if rank else plan.draft
+    if info is None:
+        return Counter()
+    found: Counter[str] = Counter()
+    dtype = plan.dtype_of(info)
+    layers = plan.layers[rank - 1] if rank else range(info.num_layers)
+    slots = slots_by_setting(
+        plan.config, context=plan.context, num_ranks=plan.num_ranks, head=rank == 0
+    )
+    for setting, count in slots.items():
+        found[setting] += count * (len(layers) * info.kv_size * dtype.itemsize + SLOT_BYTES)
+    feed = plan.config.feed
+    logits = feed.max_rows * info.vocab_size * dtype.itemsize
+    if rank == 0:
+        found["feed.capacity"] += feed.capacity * NODE_BYTES
+        found["feed.width"] += logits
+    else:
+        wire = Wire(0, 0, info.hidden_size, dtype)
+        row = NUM_COLUMNS * 8 + wire.hidden_size * dtype.itemsize
+        found["feed.width"] += feed.max_rows * row
+        if layers.stop == info.num_layers:
+            found["feed.width"] += logits
+    found[WEIGHTS] += weight_bytes(plan, info, rank, layers)
+    return found
+
+
+def weight_bytes(plan: Plan, info: CheckpointInfo, rank: int, layers: range) -> int:
+    """Bytes of weights that loading these layers surely takes on the rank's device."""
+    quantization = plan.config.model.quantization if rank else plan.config.model.draft_quantization
+    dtype = str(plan.dtype_of(info)).removeprefix("torch.")
+    sizes = info.loaded(dtype, quantization)
+    if plan.devices[rank] == "cpu" and quantization is None and sizes == info.stored:
+        return 0
+    first, last = layers.start == 0, layers.stop == info.num_layers
+    embedding = sizes.embedding if first or (last and info.tied) else 0
+    return sum(sizes.layers[layers.start : layers.stop]) + embedding + last * sizes.head
+
+
+def free_bytes(device: str) -> int:
+    """What can still be had on a device of this machine, as far as can be known."""
+    if device == "cpu":
+        swap = psutil.swap_memory().free
+        return min(psutil.virtual_memory().available, cgroup_free()) + swap
+    return int(torch.cuda.mem_get_info(torch.device(device))[0])
+
+
+def require_memory(
+    plan: Plan, ranks: Iterable[int], free_on: Callable[[str], int] = free_bytes
+) -> None:
+    """Raise ConfigError unless this machine has the memory that these ranks surely take.
+
+    `free_on`: what is free on a device, in bytes.
+    """
+    by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for rank in ranks:
+        by_device[plan.devices[rank]] += needs(plan, rank)
+    for device, wanted in by_device.items():
+        free = free_on(device)
+        if wanted.total() > free:
+            what, most = wanted.most_common(1)[0]
+            raise ConfigError(
+                f"The ranks of this machine need {wanted.total() / GIB:.3g} GiB on {device}, of "
+                f"which {most / GIB:.3g} are for {what}, but {free / GIB:.3g} GiB are free; "
+                f"{REMEDIES[what]}."
+            )
+
+
+def require_files(plan: Plan, limit: int | None = None) -> None:
+    """Raise ConfigError unless this process and its children may open files enough.
+
+    `limit` is the soft limit of open files, None: the one that is in force.
+    """
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    local = sum(len(box.members) for box in plan.boxes if box.local)
+    wanted = FILES + FILES_PER_MEMBER * local
+    if plan.config.controller.url is None:
+        members = sum(len(box.members) for box in plan.boxes)
+        wanted = max(wanted, REDIS_FILES + FILES_PER_MEMBER * members)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        raise ConfigError(
+            f"This process may open {limit} files, but {wanted} are needed for "
+            f"{plan.num_ranks} ranks; raise the limit with `ulimit -n`."
+        )
+
+
+def local_ranks(plan: Plan) -> list[int]:
+    """The ranks that members of this machine hold at first."""
+    here = {member for box in plan.boxes if box.local for member in box.members}
+    return [rank for rank, member in enumerate(plan.members) if member in here]
+
+
+# --- control groups ---------------------------------------------------------------------------
+
+UNLIMITED = 2**62
+
+
+def cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes that the control groups of this process leave it; UNLIMITED without a limit.
+
+    Files that the system keeps in memory count as free: they give way. Version 1 and 2 of the
+    interface; in a container the limits of the group may lie at the root.
+    """
+    free = UNLIMITED
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return free
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(base):
+                free = min(free, _group_free(folder, *names))
+    return free
+
+
+def _group_free(folder: Path, limit: str, usage: str, prefix: str) -> int:
+    try:
+        most = int((folder / limit).read_text())
+        used = int((folder / usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # "max", or no such group here
+        return UNLIMITED
+    files = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+    return max(most - used + files, 0)

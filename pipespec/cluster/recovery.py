@@ -1,0 +1,322 @@
+"""Watches a cluster's members, and begins a new epoch when one of them is lost.
+
+Four things tell that something is wrong: a member's lease that has run out (it hangs, or its
+box is cut off), a supervisor that replaced a member ended by a signal, a suspicion (a neighbour
+whose link broke), and a request for which no step is completed. What follows is always the
+same: the next epoch begins, with the same assignment or, where a member stays away, with a spare in
+its place or over fewer stages. The requests that were open return to the queue, the ranks that
+live join again with their weights in memory, and the head reads prompt and accepted tokens like
+a prompt and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.controller.client import Controller
+from pipespec.controller.connection import ANSWER_TIMEOUT_S
+from pipespec.controller.members import LEASE_S, Membership
+from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
+
+# Seconds between two looks at the leases.
+LOOK_S = 0.1
+# Seconds in which a member that was started in the place of another must say something.
+KILL_S = 15.0
+# Seconds in which one whose lease has run out may still renew it.
+GRACE_S = 0.5
+# So many faults in a row end the cluster, unless a token was decided in between, or all ranks
+# were there for so many seconds.
+FRUITLESS = 16
+LONG_S = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Death(Protocol):
+    """A member was ended by a signal; its supervisor starts another."""
+
+    @property
+    def member(self) -> str: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def how(self) -> str: ...
+
+
+class Members(Protocol):
+    """The processes that hold ranks."""
+
+    deaths: queue.SimpleQueue[Any]  # of Death
+
+    def kill(self, member: str, since: float) -> bool:
+        """End one that has hung since then; another is started in its place. False: not now."""
+        ...
+
+    def mend(self) -> None:
+        """Start what was lost, as far as it can be reached."""
+
+
+class Server(Protocol):
+    """A private Redis."""
+
+    def alive(self) -> bool: ...
+
+    def restart(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ended an epoch; `at_s` is on the monotonic clock."""
+
+    epoch: int
+    reason: str
+    at_s: float
+
+
+class Recovery:
+    """A thread that keeps one cluster going.
+
+        with Recovery(url, namespace, assignment, members=..., replan=...) as recovery:
+            recovery.watch(cluster)
+
+    Args:
+        assignment: of the first epoch, which begins at once.
+        members: all that there are, spares included.
+        replan: makes an assignment without members that are lost, or raises ConfigError.
+        server: the private Redis, if there is one; it is started again when it has ended or hangs.
+        patience_s: how long a lost member is waited for before the assignment changes, and a Redis
+            that is not ours before all ends.
+        stall_s: how long a step may take.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        assignment: RankAssignment,
+        *,
+        members: Sequence[str],
+        replan: Callable[[set[str]], RankAssignment],
+        server: Server | None = None,
+        patience_s: float = 30.0,
+        stall_s: float = 30.0,
+    ):
+        self._url, self._namespace = url, namespace
+        self._everyone = tuple(members)
+        self._replan = replan
+        self._server = server
+        self._patience_s = patience_s
+        self._stall_s = stall_s
+        # Our own Redis is on this machine: silent for longer, it will not speak again.
+        self._answer_s = ANSWER_TIMEOUT_S if server is None else LEASE_S
+        self._members: Members | None = None
+        self._alive: set[str] = set()  # members that hold a lease
+        self._lost: dict[str, float] = {}  # when a lease ran out
+        self._killed: dict[str, float] = {}  # when a lost member was ended
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._fruitless = 0  # faults since something was decided
+        self._events = 0  # faults since the last judgement
+        self._latest = ""
+        self._complete_at: float | None = None  # since when all ranks of this epoch are there
+        self._moved: tuple[object, ...] = ()  # what changes as long as the cluster works
+        self._moved_at = time.monotonic()
+        self._finished = 0  # requests so far
+        self._lengths: dict[int, int] = {}  # of the sequences of the requests seen
+        self._failure: RankFailed | None = None
+        self.faults: list[Fault] = []
+        self.assignment = assignment
+        self.epoch = Controller.new_epoch(url, namespace, assignment.encode())
+
+    def watch(self, members: Members) -> None:
+        """Begin to watch."""
+        self._members = members
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop watching; harmless when called again."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def check(self) -> None:
+        """Raise RankFailed if the cluster was given up."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        reached = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                with Membership(self._url, self._namespace, answer_s=self._answer_s) as shared:
+                    if self.faults and self.faults[-1].epoch == self.epoch:
+                        self._next(shared)
+                    while not self._stop.is_set():
+                        reached = time.monotonic()
+                        self._look(shared)
+            except Unreachable as error:
+                silent_s = time.monotonic() - reached
+                if not self._revive(silent_s):
+                    self._note("Redis went away")
+                    if silent_s > self._patience_s:
+                        self._give_up(str(error))
+            except Exception as error:  # noqa: BLE001 - nobody else would see to the next fault
+                self._give_up(f"{type(error).__name__}: {error}")
+            self._stop.wait(LOOK_S)
+
+    def _revive(self, silent_s: float) -> bool:
+        """Start our own Redis again if it has ended, or hangs as long as a lease lasts."""
+        if self._server is None:
+            return False
+        hangs = self._server.alive()
+        if hangs and silent_s < self._answer_s:
+            return False
+        self._note("Redis hung" if hangs else "Redis went away")
+        try:
+            self._server.restart()
+        except ControllerError as error:
+            self._give_up(str(error))
+        return True
+
+    def _look(self, shared: Membership) -> None:
+        """Take in what has happened; begin the next epoch if it must be."""
+        assert self._members is not None
+        reasons = [
+            f"{told.member}: {told.reason}"
+            for told in shared.suspicions(LOOK_S)
+            if told.epoch == self.epoch
+        ]
+        deaths = self._deaths()
+        here = shared.attached(self.epoch)
+        if len(here) < len(self.assignment.members):
+            self._complete_at = None
+        elif self._complete_at is None:
+            self._complete_at = time.monotonic()
+        for death in deaths:
+            self._events += 1
+            self._latest = f"{death.member} ended ({death.how})"
+            # One that had not joined this epoch yet will join it when it is started again, or
+            # has done so already: word of a death can come later than the next life.
+            rank = self.assignment.rank_of(death.member)
+            if rank in here and death.pid in (None, here[rank]):
+                reasons.append(self._latest)
+        reasons += [
+            f"{member} says nothing"
+            for member in self._silent(shared)
+            if self.assignment.rank_of(member) in here
+        ]
+        if self._stalls(shared):
+            reasons.append(f"no step was completed for {self._stall_s:g} seconds")
+        self._members.mend()
+        if reasons:
+            self._note(reasons[0])
+        if reasons or self._must_replace():
+            self._next(shared)
+        elif self._events:
+            self._judge(shared)
+
+    def _stalls(self, shared: Membership) -> bool:
+        """Whether a request is open, all ranks are there, and yet nothing moves: two of them
+        may have lost one another, while both still reach Redis."""
+        now, complete = time.monotonic(), self._complete_at is not None
+        moved = (self.epoch, complete, shared.oldest_step(self.epoch), shared.progress())
+        if moved != self._moved or not complete or shared.idle():
+            self._moved, self._moved_at = moved, now
+        return now - self._moved_at > self._stall_s
+
+    def _deaths(self) -> list[Death]:
+        assert self._members is not None
+        found: list[Death] = []
+        while not self._members.deaths.empty():
+            found.append(self._members.deaths.get())
+        return found
+
+    def _silent(self, shared: Membership) -> list[str]:
+        """Members whose leases have run out since the last look; what hangs there is ended."""
+        assert self._members is not None
+        alive, now = set(shared.alive(self._everyone)), time.monotonic()
+        silent = sorted(self._alive - alive)
+        self._alive = alive
+        for member in alive:
+            self._lost.pop(member, None)
+            self._killed.pop(member, None)
+        for member in silent:
+            self._lost[member] = now
+        for member, since in self._lost.items():
+            # A moment more: after a silence of Redis all leases have run out.
+            due = now - self._killed.get(member, -KILL_S) > KILL_S and now - since > GRACE_S
+            if due and self._members.kill(member, since):
+                self._killed[member] = now
+        return silent
+
+    def _must_replace(self) -> bool:
+        """Whether a member of the assignment has been away so long that others must do, and can."""
+        now = time.monotonic()
+        lost = [self._lost.get(member, now) for member in self.assignment.members]
+        if now - min(lost) < self._patience_s:
+            return False
+        # Those that never came cannot take anybody's place.
+        away = {
+            member
+            for member in self._everyone
+            if now - self._lost.get(member, now) > self._patience_s
+            or (member not in self._lost and member not in self._alive)
+        }
+        try:
+            self.assignment = self._replan(away)
+        except ConfigError as error:
+            self._give_up(f"{', '.join(sorted(away))} stayed away: {error}")
+            return False
+        self._note(f"{', '.join(sorted(away))} stayed away")
+        return True
+
+    def _note(self, reason: str) -> None:
+        """Keep the first reason why an epoch must end."""
+        if not self.faults or self.faults[-1].epoch != self.epoch:
+            self.faults.append(Fault(self.epoch, reason, time.monotonic()))
+            log.info("epoch %d: %s", self.epoch, reason)
+
+    def _next(self, shared: Membership) -> None:
+        self._events += 1
+        self._latest = self.faults[-1].reason
+        shared.note_fault(self.epoch, self._latest)
+        self._judge(shared)
+        if not self._stop.is_set():
+            begun = Controller.new_epoch(self._url, self._namespace, self.assignment.encode())
+            if begun <= self.epoch:
+                self._give_up("Redis came back without what it knew; start the cluster again.")
+            self.epoch, self._complete_at = begun, None
+            log.info("epoch %d begins", self.epoch)
+
+    def _judge(self, shared: Membership) -> None:
+        """Give up if there was fault after fault and nothing was decided in between."""
+        finished, lengths = shared.finished(), dict(shared.progress())
+        # Admitted again is no progress; a token more is.
+        grown = any(length > self._lengths.get(n, length) for n, length in lengths.items())
+        long = self._complete_at is not None and time.monotonic() - self._complete_at > LONG_S
+        if grown or long or finished > self._finished:
+            self._fruitless = 0
+        self._finished, self._lengths = finished, self._lengths | lengths
+        self._fruitless += self._events
+        self._events = 0
+        if self._fruitless > FRUITLESS:
+            self._give_up(f"{self._latest}; {FRUITLESS} faults, and nothing was decided.")
+
+    def _give_up(self, reason: str) -> None:
+        self._failure = RankFailed(reason)
+        self._stop.set()

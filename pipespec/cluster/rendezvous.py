@@ -1,0 +1,104 @@
+"""torchrun's rendezvous for a single node, inside its own process.
+
+torchrun's own kinds open a TCPStore on every address of the machine, and the dynamic one
+unpickles what it finds there. What torchrun starts for us is one node, whose agent has nobody to
+meet, so this one keeps its store in memory: nothing listens and nothing is read from outside.
+
+    torchrun --rdzv-backend=pipespec --nproc-per-node=2 -m ...
+
+finds it by the entry point group `torchrun.handlers`; `register` makes it known to a process
+without an installed package. The ranks meet elsewhere (`pipespec.transport.distributed`).
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, cast
+
+from pipespec.system.interfaces import LOOPBACK
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousHandlerCreator,
+        RendezvousInfo,
+        RendezvousParameters,
+    )
+
+BACKEND = "pipespec"
+
+
+class OneNode:
+    """A `RendezvousHandler` of torch.distributed.elastic.
+
+    It does not inherit from it: torch loads entry points while it imports that class.
+    """
+
+    use_agent_store = False
+
+    def __init__(self, run_id: str):
+        self._run_id = run_id
+        self._closed = False
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet nobody, at once. A script that calls `init_process_group` by itself finds an
+        address of this machine alone in its environment."""
+        from torch._C._distributed_c10d import HashStore
+        from torch.distributed.elastic.rendezvous import (
+            RendezvousClosedError,
+            RendezvousInfo,
+            RendezvousStoreInfo,
+        )
+
+        if self._closed:
+            raise RendezvousClosedError
+        place = RendezvousStoreInfo(LOOPBACK, _free_port())
+        return RendezvousInfo(HashStore(), rank=0, world_size=1, bootstrap_store_info=place)
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+def create(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The handler of these parameters. Raises ValueError if they ask for several nodes."""
+    if parameters.max_nodes != 1:
+        raise ValueError(
+            f"The rendezvous {BACKEND!r} is for one node, but --nnodes asks for "
+            f"{parameters.max_nodes}; start torchrun once per box, each with --nnodes=1."
+        )
+    return cast("RendezvousHandler", OneNode(parameters.run_id))
+
+
+def handler() -> RendezvousHandlerCreator:
+    """What the entry point names: torch calls it for what creates handlers."""
+    return create
+
+
+def register() -> None:
+    """Make the rendezvous known to this process; harmless when called again."""
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+
+    rendezvous_handler_registry.register(BACKEND, create)
+
+
+def _free_port() -> int:
+    # Bound and never listened on.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])

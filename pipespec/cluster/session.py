@@ -1,0 +1,332 @@
+"""A cluster that is started once and decodes many requests.
+
+    with session.start(plan) as cluster:
+        request = cluster.submit(prompt, sampling, max_new_tokens=64)
+        for event in cluster.events(request):
+            ...
+
+The head decodes one request at a time, in the order in which they were submitted; the others
+wait in the request log.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pipespec.cluster import deployment, memory
+from pipespec.cluster.launch import Cluster, check_port
+from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.cluster.recovery import Fault, Recovery
+from pipespec.config.hosts import Box
+from pipespec.config.schema import ControllerConfig
+from pipespec.controller.client import Controller
+from pipespec.controller.connection import check_server
+from pipespec.controller.listen import TlsFiles
+from pipespec.controller.members import Membership
+from pipespec.controller.requests import Accepted, Finished, RequestLog
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.core import Sampling
+from pipespec.errors import ConfigError, ControllerError, RankFailed, StaleEpoch, Unreachable
+from pipespec.planning.partition import remaining
+from pipespec.stats import Report, blank
+
+# Imported by the members alone: a launcher needs no model.
+MEMBERS_RUN = "pipespec.cluster.member:run_member"
+# How often a silent cluster is looked at, and how long its ranks may take to report at the end.
+HEARTBEAT_S = 0.05
+REPORTS_TIMEOUT_S = 60.0
+LOST_REPORTS_S = 2.0
+# How long the ranks may take to end once there is nothing more to do.
+ENDING_S = 5.0
+# A port to which nothing is sent.
+DISCARD = 9
+
+
+class ClusterSession:
+    """The running cluster, as whoever asks it for text sees it. Not for several threads."""
+
+    def __init__(
+        self,
+        plan: deployment.Plan,
+        url: str,
+        elsewhere: str,
+        namespace: str,
+        log: RequestLog,
+        cluster: Cluster,
+        recovery: Recovery,
+    ):
+        self.plan = plan
+        # Passwords included: not for messages or command lines.
+        self.url = url
+        self.elsewhere = elsewhere  # where other boxes reach it
+        self.namespace = namespace
+        self._log = log
+        self._cluster = cluster
+        self._recovery = recovery
+
+    @property
+    def epoch(self) -> int:
+        return self._recovery.epoch
+
+    @property
+    def faults(self) -> Sequence[Fault]:
+        """What has ended epochs so far."""
+        return self._recovery.faults
+
+    def poll(self) -> bool:
+        """Whether the ranks still run. Raises RankFailed if the cluster has failed."""
+        self._recovery.check()
+        return self._cluster.poll()
+
+    def await_ranks(self, on_loaded: Callable[[int, int], None]) -> None:
+        """Wait until every rank has loaded its model and joined."""
+        joined = -1
+
+        def look(shared: Membership) -> bool:
+            nonlocal joined
+            if not self.poll():
+                raise RankFailed("The ranks ended before they had any work.")
+            count = len(self._recovery.assignment.members)
+            now = shared.await_attached(self.epoch, max(joined + 1, 0), HEARTBEAT_S)
+            if now != joined:
+                joined = now
+                on_loaded(joined, count)
+            return joined >= count
+
+        self._until(look)
+
+    def finish(self) -> None:
+        """Wait until all that was submitted is done and the ranks have ended."""
+        by_hand = [member for box in self.plan.boxes if box.by_hand for member in box.members]
+        closed = 0
+        done_at: float | None = None
+
+        def look(shared: Membership) -> bool:
+            nonlocal closed, done_at
+            self._recovery.check()
+            if closed != self.epoch:
+                closed = self.epoch
+                with suppress(StaleEpoch):
+                    self._log.close_queue(closed)
+            try:
+                self._cluster.wait(HEARTBEAT_S)
+                if not by_hand or not shared.alive(by_hand):
+                    return True
+                time.sleep(HEARTBEAT_S)
+            except TimeoutError:
+                pass
+            done_at = (done_at or time.monotonic()) if shared.idle() else None
+            # Who was lost at the end is not worth another epoch.
+            return done_at is not None and (
+                bool(self.faults or self.plan.spares) or time.monotonic() - done_at > ENDING_S
+            )
+
+        self._until(look)
+
+    def _until(self, look: Callable[[Membership], bool]) -> None:
+        """Look until it is done, also while Redis is started again. Raises Unreachable."""
+        reached = time.monotonic()
+        while True:
+            try:
+                with Membership(self.url, self.namespace) as shared:
+                    while not look(shared):
+                        reached = time.monotonic()
+                    return
+            except Unreachable:
+                self._recovery.check()
+                if time.monotonic() - reached > self.plan.config.cluster.patience_s:
+                    raise
+                time.sleep(HEARTBEAT_S)
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        eos: Sequence[int] = (),
+    ) -> int:
+        """Put a request in the queue; its number.
+
+        `prompt` are token ids; prompt and answer must fit into the plan's context, which ends
+        an answer that does not. `stop` are texts and `eos` tokens that end it earlier.
+        """
+        assert 0 < len(prompt) < self.plan.context, "the KV pools are made for no more"
+        return self._log.enqueue(
+            prompt=tuple(prompt),
+            max_new_tokens=max_new_tokens,
+            eos=tuple(eos),
+            stop=tuple(stop),
+            sampling=sampling,
+        )
+
+    def events(self, request: int) -> Iterator[Accepted | Finished]:
+        """The events of a request, from its first on; Finished is the last.
+
+        Raises RankFailed if the cluster ends before the request does.
+        """
+        for event in self._log.stream(request, heartbeat=HEARTBEAT_S):
+            if event is not None:
+                yield event
+            elif not self.poll():
+                raise RankFailed("The ranks ended before the request was finished.")
+
+    def reports(self, request: int) -> list[Report]:
+        """What every rank says of a finished request, the head's first.
+
+        One that was lost with what it had to say has a blank report.
+        """
+        count = len(self._recovery.assignment.members)
+        timeout = LOST_REPORTS_S if self.faults else REPORTS_TIMEOUT_S
+        found = self._log.reports(request, count, timeout, partial=bool(self.faults))
+        return [found.get(rank) or blank(rank) for rank in range(count)]
+
+
+@contextmanager
+def start(
+    plan: deployment.Plan,
+    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
+    on_log: Callable[[str, str], None] | None = None,
+    on_begun: Callable[[deployment.ControllerAddress], None] | None = None,
+) -> Iterator[ClusterSession]:
+    """Start the cluster of a plan, wait until all ranks are ready, and end it afterwards.
+
+    Leaving the block waits for what was submitted; an exception ends the ranks at once.
+
+    Args:
+        on_loaded: called with how many ranks have loaded their models, and of how many.
+        on_log: called with a member's name and rank, and a line that it wrote.
+        on_begun: called with what members must know, when those started by hand may join.
+
+    Raises:
+        ConfigError (also of a missing package), Unreachable, HostFailed: before any rank starts.
+        RankFailed: a rank failed, or was lost again and again; the others have been ended.
+    """
+    by_hand = [box.name for box in plan.boxes if box.by_hand]
+    if by_hand and on_begun is None:
+        raise ConfigError(
+            f"The members of {', '.join(by_hand)} are started by hand (ssh: none); start the "
+            "cluster with `pipespec up`, and ask it with --on."
+        )
+    deployment.require_quantizers(plan)
+    deployment.require_backend(plan)
+    memory.require_files(plan)
+    memory.require_memory(plan, memory.local_ranks(plan))
+    check_port(plan.config.transport.port)
+    address = own_address(plan.boxes)
+    with controller(plan.config.controller, address) as (url, elsewhere, namespace, server):
+        assignment = RankAssignment(
+            plan.members, plan.layers, address_of(plan, plan.members[0], address)
+        )
+        with Recovery(
+            url,
+            namespace,
+            assignment,
+            members=(*plan.members, *plan.spares),
+            replan=replanner(plan, address),
+            server=server,
+            patience_s=plan.config.cluster.patience_s,
+            stall_s=plan.config.cluster.stall_s,
+        ) as recovery:
+            where = deployment.ControllerAddress(
+                elsewhere, namespace, secret=secrets.token_urlsafe(24)
+            )
+            boxes = {member: box for box in plan.boxes for member in box.members}
+
+            def tell(member: str, line: str) -> None:
+                assert on_log is not None
+                rank = recovery.assignment.rank_of(member)
+                on_log(f"{member} {'spare' if rank is None else f'rank {rank}'}", line)
+
+            with (
+                RequestLog(url, namespace=namespace, epoch=recovery.epoch) as log,
+                Cluster(
+                    [box for box in plan.boxes if not box.by_hand],
+                    MEMBERS_RUN,
+                    (plan, where, boxes),
+                    restart=True,
+                    name=f"{namespace}-{secrets.token_hex(4)}",
+                    on_log=None if on_log is None else tell,
+                ) as cluster,
+            ):
+                session = ClusterSession(plan, url, elsewhere, namespace, log, cluster, recovery)
+                recovery.watch(cluster)
+                if on_begun is not None:
+                    on_begun(where)
+                try:
+                    session.await_ranks(on_loaded)
+                    yield session
+                    session.finish()
+                finally:
+                    # Spares, and members that others started, learn that it is over.
+                    with suppress(ControllerError):
+                        recovery.stop()
+                        Controller.new_epoch(url, namespace)
+
+
+def own_address(boxes: Sequence[Box]) -> str | None:
+    """This machine's address towards the boxes; None: it is all the cluster."""
+    far = next((box.address for box in boxes if not box.local), None)
+    if far is None:
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((far, DISCARD))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"This machine has no route to {far} ({error.strerror}); correct the address."
+        ) from error
+
+
+def address_of(plan: deployment.Plan, member: str, own: str | None) -> str:
+    """The address of a member's box, `own` being this machine's."""
+    box = next(box for box in plan.boxes if member in box.members)
+    return own if own is not None and box.local else box.address
+
+
+def replanner(plan: deployment.Plan, own: str | None) -> Callable[[set[str]], RankAssignment]:
+    """What makes an assignment without the members that are lost."""
+
+    def replan(lost: set[str]) -> RankAssignment:
+        found = remaining(plan.placement, lost)
+        if plan.config.cluster.groups is not None and len(found.layers) != len(plan.layers):
+            raise ConfigError("fewer stages do not fit cluster.groups; set spares aside.")
+        head = found.members_by_rank[0]
+        return RankAssignment(found.members_by_rank, found.layers, address_of(plan, head, own))
+
+    return replan
+
+
+@contextmanager
+def controller(
+    config: ControllerConfig, address: str | None
+) -> Iterator[tuple[str, str, str, EmbeddedRedis | None]]:
+    """URL here and for the members, namespace, server: the user's Redis, once it has answered,
+    or a private one, which other boxes reach at `address`.
+
+    In a Redis that others use too, this run's keys have a namespace of their own, and are gone
+    after it.
+    """
+    if config.url is None:
+        with EmbeddedRedis(
+            addresses=() if address is None else (address,),
+            port=None if address is None else config.port,
+            data=None if config.data is None else Path(config.data),
+            tls=None if config.tls is None else TlsFiles.of(Path(config.tls)),
+        ) as server:
+            elsewhere = server.url if address is None else server.url_at(address)
+            yield server.url, elsewhere, config.namespace, server
+        return
+    check_server(config.url, namespace=config.namespace)
+    namespace = f"{config.namespace}:{secrets.token_hex(4)}"
+    try:
+        yield config.url, config.url, namespace, None
+    finally:
+        Controller.forget(config.url, namespace)

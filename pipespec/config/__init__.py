@@ -1,0 +1,1 @@
+"""What may be set: dataclasses, Hydra and the hosts file."""

@@ -1,0 +1,241 @@
+"""What a run needs to know, as checked dataclasses, which `compose` makes from `conf/`.
+
+Whatever is out of range is one sentence in a ConfigError.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pipespec.engine.precision import ITEM_BYTES, QUANTIZATIONS
+from pipespec.errors import ConfigError
+from pipespec.limits import (
+    LARGEST_PORT,
+    MAX_COUNT,
+    MAX_SECONDS,
+    MAX_STAGES,
+    check_choice,
+    check_number,
+    check_whole,
+)
+from pipespec.system.reading import shown
+
+if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
+    from pipespec.emulation import Link, Pace
+    from pipespec.head.feed.policy import FeedPolicy
+    from pipespec.head.source.protocol import SourceSpec
+    from pipespec.sampling.verify import VerifierSpec
+
+DTYPES = ("auto", *ITEM_BYTES)
+SYNCS = ("lockstep", "free")
+BACKENDS = ("auto", "gloo", "nccl")
+URL_SCHEMES = ("redis", "rediss", "unix")
+MAX_CHUNK = 65536  # prompt tokens in a batch
+A_FREE_PORT = "; 0 is a free one"
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+NAMESPACE = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Folders of the two checkpoints; `context` is the longest sequence in tokens.
+
+    `draft` may be None where the source needs no draft model. `quantization` keeps the weights
+    of the target's layers in fewer bits than `dtype`, `draft_quantization` those of the draft's.
+    """
+
+    target: str
+    draft: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    draft_quantization: str | None = None
+    context: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("target", "draft"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"model.{name} is empty, but must name a model folder.")
+        check_choice("model.dtype", self.dtype, DTYPES)
+        for name in ("quantization", "draft_quantization"):
+            if getattr(self, name) is not None:
+                check_choice(f"model.{name}", getattr(self, name), QUANTIZATIONS)
+        if self.context is not None:
+            check_whole("model.context", self.context, 2, MAX_COUNT)
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """How many stages, how they are grouped, and the device of each rank.
+
+    `groups` are PipeDec's G_i, consecutive stages that together form one pipeline step: their
+    sizes, or one size for all, or None for every stage by itself.
+    `sync` is "lockstep" (a rank sends when it knows the verdict of its step) or "free" (it does
+    not wait for it).
+    `devices` holds one entry for every rank, or one per rank with the head's first.
+    `hosts` is a hosts file (`pipespec.config.hosts`), None: all ranks run on this machine.
+    `split` are the layers of each stage, None: as even as can be, or as the hosts file says.
+    `spares` members of this machine hold no layers until one is needed.
+    `patience_s`: how long a lost box, or a Redis that is not ours, is waited for.
+    `stall_s`: how long a step may take before the ranks meet anew.
+    """
+
+    stages: int = 4
+    groups: int | list[int] | None = None
+    sync: str = "lockstep"
+    devices: list[str] = field(default_factory=lambda: ["auto"])
+    hosts: str | None = None
+    split: list[int] | None = None
+    spares: int = 0
+    patience_s: float = 30.0
+    stall_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_whole("cluster.stages", self.stages, 1, MAX_STAGES)
+        check_whole("cluster.spares", self.spares, 0, MAX_STAGES)
+        for name in ("patience_s", "stall_s"):
+            check_number(f"cluster.{name}", getattr(self, name), 0, MAX_SECONDS, above=True)
+        if self.split is not None and (len(self.split) != self.stages or min(self.split) < 1):
+            raise ConfigError(
+                f"cluster.split is {self.split}, but must be a positive number of layers for each "
+                f"of {self.stages} stages."
+            )
+        check_choice("cluster.sync", self.sync, SYNCS)
+        sizes = self.group_sizes
+        if sizes is not None and (min(sizes, default=0) < 1 or sum(sizes) != self.stages):
+            raise ConfigError(
+                f"cluster.groups is {self.groups}, but must be positive sizes that add up to "
+                f"cluster.stages={self.stages}, or one size that divides it."
+            )
+        for device in self.devices:
+            if not DEVICE.fullmatch(device):
+                raise ConfigError(
+                    f"cluster.devices holds {device!r}, but a device is auto, cpu, cuda or cuda:N."
+                )
+        ranks = self.stages + 1
+        if len(self.devices) not in (1, ranks):
+            raise ConfigError(
+                f"cluster.devices names {len(self.devices)} devices, but must name 1 (for every "
+                f"rank) or {ranks} (the head, then {self.stages} stages)."
+            )
+
+    @property
+    def group_sizes(self) -> tuple[int, ...] | None:
+        """How many stages each group has, in order; None: no groups."""
+        if isinstance(self.groups, int):
+            return (self.groups,) * (self.stages // max(self.groups, 1))
+        return None if self.groups is None else tuple(self.groups)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """When the text ends, and how the prompt is read."""
+
+    max_new_tokens: int = 128
+    stop: list[str] = field(default_factory=list)
+    ignore_eos: bool = False
+    prefill_chunk: int = 128
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole("decode.max_new_tokens", self.max_new_tokens, 1, MAX_COUNT)
+        check_whole("decode.prefill_chunk", self.prefill_chunk, 1, MAX_CHUNK)
+        if "" in self.stop:
+            raise ConfigError("decode.stop holds an empty string, which would end every text.")
+
+
+@dataclass(frozen=True)
+class ControllerConfig:
+    """Which Redis; no `url` means a private server for this cluster.
+
+    Of a private server: the TCP port where other boxes reach it (0: a free one), the folder in
+    which it keeps its data beyond its end, and the folder with cert.pem, key.pem and ca.pem if
+    TCP is to be TLS.
+    """
+
+    url: str | None = field(default=None, repr=False)  # it may hold a password
+    namespace: str = "pipespec"
+    port: int = 0
+    data: str | None = None
+    tls: str | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("controller.port", self.port, 0, LARGEST_PORT, A_FREE_PORT)
+        for name in ("data", "tls"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"controller.{name} is empty, but must name a folder or be null.")
+        if self.url is not None:
+            for name in ("port", "data", "tls"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"controller.{name} is for the private server, but controller.url names "
+                        "another: leave one of them out."
+                    )
+            scheme, separator, _ = self.url.partition("://")
+            # The URL itself may hold a password, so no message repeats it.
+            if not separator or scheme not in URL_SCHEMES:
+                raise ConfigError(
+                    "controller.url must begin with redis://, rediss:// or unix://, "
+                    "as in redis://user:password@host:6379/0."
+                )
+        if not NAMESPACE.fullmatch(self.namespace):
+            raise ConfigError(
+                f"controller.namespace is {self.namespace!r}, but must be letters, digits, "
+                "'_', '-' and '.'."
+            )
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    """What carries batches between ranks, and the port where they meet (0: a free one)."""
+
+    backend: str = "auto"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice("transport.backend", self.backend, BACKENDS)
+        check_whole("transport.port", self.port, 0, LARGEST_PORT, A_FREE_PORT)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run needs to know, checked."""
+
+    model: ModelConfig
+    cluster: ClusterConfig
+    feed: FeedPolicy
+    source: SourceSpec
+    verify: VerifierSpec
+    decode: DecodeConfig
+    controller: ControllerConfig
+    transport: TransportConfig
+    pace: Pace
+    link: Link
+    trace: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.source.needs_draft and self.model.draft is None:
+            raise ConfigError(
+                "model.draft is null, but this source guesses with a draft model; name its folder "
+                "or choose source=ngram, which needs none."
+            )
+        self.pace.check(self.cluster.stages)
+        if self.trace is None:
+            return
+        check_new_file("trace", self.trace)
+
+
+def masked(text: str) -> str:
+    """A setting as messages and results may show it: without the password of a URL."""
+    text = re.sub(r"://\S*@", "://***@", text)
+    return re.sub(r"password=[^&\s]*", "password=***", text)
+
+
+def check_new_file(name: str, file: str) -> None:
+    """Refuse now what could not be written after the run. Raises ConfigError."""
+    if not file or "\0" in file or os.path.isdir(file):
+        raise ConfigError(f"{name} is {shown(file)}, but must name a file.")
+    if not os.path.isdir(os.path.dirname(os.path.realpath(file))):
+        raise ConfigError(f"{name} is {shown(file)}, but the folder of that file is missing.")

@@ -1,0 +1,1 @@
+"""The task graph, the way of the verdicts, the request log and who is alive, in Redis."""

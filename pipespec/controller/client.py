@@ -1,0 +1,195 @@
+"""The controller as one rank sees it: the task graph in Redis, and the request log."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, Self
+
+from pipespec.controller.connection import Pipe
+from pipespec.controller.graph import Graph, Kind, Task
+from pipespec.controller.keys import Keys
+from pipespec.controller.requests import RequestLog, evalsha, load
+from pipespec.errors import ControllerError, StaleEpoch
+
+# More open steps than this are a mistake (a rank completes nothing), not a deep pipeline.
+MAX_OPEN_STEPS = 1024
+# How often a rank that waits looks whether an earlier command of its own was refused.
+LOOK_S = 0.5
+# How long a rank of an old epoch can still learn that it is over.
+KEEP_STALE_S = 60
+# What lua/cancel.lua puts before the number of a request.
+CANCEL = b"CANCEL "
+
+
+class Controller(RequestLog):
+    """One rank's client, for one epoch. Not for several threads.
+
+    `submit` and `complete` do not wait for Redis: an error of theirs surfaces at a later
+    call, or at once if Redis was quick. A second connection always has a blocking pop of the
+    rank's ready list under way before it is needed, so an announced task costs its owner half
+    a round trip.
+    """
+
+    def __init__(self, url: str, *, namespace: str, epoch: int, rank: int):
+        # An epoch ends with a rank's connection.
+        super().__init__(url, namespace=namespace, epoch=epoch, patience=0)
+        self.rank = rank
+        self._graph = (
+            self._keys.epoch,
+            self._keys.graph(epoch),
+            self._keys.ready(epoch),
+        )
+        self._ready: dict[str, bytes] = {}
+        # The newest step whose task of a kind this rank has completed; it completes them in
+        # order, so an announcement of an older one comes too late to be of use.
+        self._completed: dict[Kind, int] = {}
+        keys = (self._keys.epoch, self._keys.ranks(epoch))
+        self._call("attach", keys, epoch, rank, os.getpid())
+        self._announcements = Pipe(url)
+        self._listening = False
+        self._cancelled: set[int] = set()
+        self._listen()
+
+    @classmethod
+    def connect(cls, url: str, *, namespace: str, epoch: int, rank: int) -> Self:
+        """A client of the controller. Raises Unreachable or StaleEpoch."""
+        return cls(url, namespace=namespace, epoch=epoch, rank=rank)
+
+    @staticmethod
+    def new_epoch(url: str, namespace: str, plan: str = "") -> int:
+        """Ends the current epoch of a namespace, if there is one, and begins the next.
+
+        `plan` is what `Membership.epoch` tells of it.
+        """
+        keys = Keys(namespace)
+        pipe = Pipe(url)
+        try:
+            load(pipe)
+            return pipe.call(
+                *evalsha(
+                    "new_epoch",
+                    (
+                        keys.epoch,
+                        keys.queue,
+                        keys.admitted,
+                        keys.plans,
+                        keys.counter,
+                        keys.arrivals,
+                    ),
+                    keys.epochs,
+                    KEEP_STALE_S,
+                    plan,
+                )
+            )
+        finally:
+            pipe.close()
+
+    @staticmethod
+    def forget(url: str, namespace: str) -> None:
+        """Deletes every key of a namespace; for clusters that live for one request."""
+        pipe = Pipe(url)
+        try:
+            cursor = b"0"
+            while True:
+                cursor, names = pipe.call("SCAN", cursor, "MATCH", Keys(namespace).everything)
+                if names:
+                    pipe.call("DEL", *names)
+                if cursor == b"0":
+                    return
+        finally:
+            pipe.close()
+
+    def close(self) -> None:
+        self._announcements.close()
+        super().close()
+
+    def submit(self, graph: Graph) -> None:
+        """Adds the tasks of a step; each step of an epoch follows the one before."""
+        flags = {Kind.JOIN: "v"}
+        tasks = " ".join(
+            f"{task.id} {'a' if task in graph.announced else flags.get(task.kind, 't')}"
+            for task in graph.tasks
+        )
+        edges = " ".join(f"{source.id} {target.id}" for source, target in graph.told)
+        self._send("submit", self._graph, self._epoch, graph.step, MAX_OPEN_STEPS, tasks, edges)
+
+    def complete(self, tasks: Sequence[Task], payload: bytes = b"") -> None:
+        """Records tasks of this rank as complete, each with `payload`.
+
+        A rank completes its tasks of one kind in the order of their steps. It may complete
+        a task before everything in front of it is complete, and before it was submitted.
+        """
+        ids = [task.id for task in tasks]
+        self._send("complete", self._graph, self._epoch, MAX_OPEN_STEPS, payload, *ids)
+        for task in tasks:
+            self._completed[task.kind] = task.step
+            self._ready.pop(task.id, None)
+        self._listen()
+
+    def wait(self, task: Task, timeout: float | None = None) -> bytes:
+        """Waits until an announced task of this rank is ready; returns its payload.
+
+        That is the payloads of what came before it, concatenated in the order of completion.
+        Each task can be waited for once. Raises StaleEpoch when a new epoch has begun, and
+        ControllerError after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (payload := self._take(task)) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise ControllerError(
+                    f"Task {task.id} was not ready within {timeout:g} seconds: a rank before it "
+                    "may have stopped."
+                )
+            # Replies of earlier commands are read here too: one that was refused may be the
+            # reason why nothing comes.
+            self._pipe.drain()
+            left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            self._hear(max(0.0, left))
+        return payload
+
+    def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
+        """The payload of an announced task of this rank if it is ready within `timeout` seconds,
+        else None."""
+        deadline = time.monotonic() + timeout
+        while (payload := self._take(task)) is None:
+            if not self._hear(max(0.0, deadline - time.monotonic())):
+                self._pipe.drain()
+                return None
+        return payload
+
+    def report(self, request: int, stats: dict[str, Any]) -> None:
+        """Adds what this rank has to say about a request (anything that JSON can hold)."""
+        self._send_report(self.rank, request, stats)
+
+    def cancelled(self, request: int) -> bool:
+        """Whether a user has cancelled the request, as far as this rank, the head, has heard."""
+        return request in self._cancelled
+
+    def _take(self, task: Task) -> bytes | None:
+        assert task.rank == self.rank, f"task {task.id} is not of rank {self.rank}"
+        return self._ready.pop(task.id, None)
+
+    def _listen(self) -> None:
+        if not self._listening:
+            self._announcements.send("BLPOP", f"{self._graph[2]}:{self.rank}", 0)
+            self._listening = True
+
+    def _hear(self, timeout: float) -> bool:
+        """Takes in one announcement if it comes within `timeout` seconds."""
+        self._listen()
+        if not self._announcements.readable(timeout):
+            return False
+        self._listening = False
+        _, item = self._announcements.read()
+        if item == b"STALE":
+            raise StaleEpoch(f"Epoch {self._epoch} is over: a newer one has begun.")
+        if item.startswith(CANCEL):
+            self._cancelled.add(int(item[len(CANCEL) :]))
+            return True
+        name, _, payload = item.partition(b" ")
+        task = Task.parse(name.decode())
+        if task.step > self._completed.get(task.kind, -1):
+            self._ready[task.id] = payload
+        return True

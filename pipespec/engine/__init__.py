@@ -1,0 +1,1 @@
+"""Rows through a slice of layers: used by the stages and by the draft."""

@@ -1,0 +1,1 @@
+"""Attention over the slots of a batch, one function for each backend."""

@@ -1,0 +1,138 @@
+"""Attention with PyTorch's scaled_dot_product_attention: every device, no other library.
+
+Prefix and tree keys are gathered into one block and attended to in one masked call per segment.
+The query heads that read one KV head stand in it as rows: left to group them itself, PyTorch
+copies every K and V for each of its query heads. Everything that depends only on the plan and
+the window (which slots, which mask) is derived in the first layer that asks and read by the
+others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool, Segment
+
+# Slots that lie this close together (highest - lowest over count) are read as one slice of the
+# pool, holes masked, instead of gathered in every layer. On a CPU a gather costs as much as
+# attending to a seventh of the keys with 32 rows, to half of them with one.
+_MAX_SPREAD = 1.1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Keys:
+    """What the rows of one segment read, in one window.
+
+    `index` picks the slots; a slice costs no copy. `bias` `[rows, keys]` is 0 where a row sees
+    a key and -inf where not, or None where every row sees every key; for `_fused` it has a row
+    for each query head of a group.
+    """
+
+    rows: slice
+    index: slice | Tensor
+    bias: Tensor | None
+
+    def read(self, pool: Tensor) -> Tensor:
+        """`[slots, kv_heads, dim]` -> `[keys, kv_heads, dim]`."""
+        if isinstance(self.index, slice):
+            return pool[self.index]
+        return pool.index_select(0, self.index)  # four times as fast as pool[index]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pool: LayerPool,
+    plan: AttentionPlan,
+    options: LayerOptions,
+) -> Tensor:
+    """The `AttentionFn` of this backend."""
+    plain = options.softcap is None and options.sinks is None
+    attend_segment = _fused if plain else _explicit
+    group = query.shape[1] // key.shape[1] if plain else 1
+    write, segments = _prepared(plan, options.window, group, query)
+    pool.keys.index_copy_(0, write, key)
+    pool.values.index_copy_(0, write, value)
+    if len(segments) == 1:
+        return attend_segment(query, pool, segments[0], options)
+    return torch.cat([attend_segment(query[s.rows], pool, s, options) for s in segments])
+
+
+def _fused(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -> Tensor:
+    rows, heads, _ = query.shape
+    k, v = keys.read(pool.keys), keys.read(pool.values)
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    grouped = query.view(rows, kv_heads, group, -1).transpose(0, 1)
+    out = scaled_dot_product_attention(
+        grouped.reshape(1, kv_heads, rows * group, -1),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
+        attn_mask=keys.bias,
+        scale=options.scaling,
+    )
+    return out.view(kv_heads, rows, group, -1).transpose(0, 1).reshape(rows, heads, -1)
+
+
+def _explicit(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -> Tensor:
+    """Scores, cap, sinks and softmax spelled out, for the layers that SDPA cannot express."""
+    rows, heads, _ = query.shape
+    k, v = keys.read(pool.keys), keys.read(pool.values)
+    grouped = query.view(rows, k.shape[1], -1, query.shape[2])
+    scores = torch.einsum("rkgd,nkd->kgrn", grouped, k) * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    if keys.bias is not None:
+        scores = scores + keys.bias
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1)
+        scores = torch.cat([scores, sinks.expand(-1, -1, rows, 1)], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)[..., : len(k)]
+    return torch.einsum("kgrn,nkd->rkgd", weights, v).reshape(rows, heads, v.shape[2])
+
+
+def _prepared(
+    plan: AttentionPlan, window: int | None, group: int, like: Tensor
+) -> tuple[Tensor, tuple[_Keys, ...]]:
+    prepared = plan.cache.get((window, group))
+    if prepared is None:
+        assert sum(s.rows.stop - s.rows.start for s in plan.segments) == len(like)
+        prepared = plan.cache[window, group] = (
+            plan.write.to(like.device),
+            tuple(_keys(segment, window, group, like) for segment in plan.segments),
+        )
+    return prepared
+
+
+def _keys(segment: Segment, window: int | None, group: int, like: Tensor) -> _Keys:
+    prefix, mask = segment.prefix, segment.mask
+    first = 0
+    if window is not None:
+        # The window of the earliest row bounds what any row can see of the prefix.
+        first = min(max(0, int(segment.positions.min()) - window + 1), len(prefix))
+        prefix = prefix[first:]
+        positions = segment.positions[:, None]
+        in_prefix = positions - torch.arange(first, first + len(prefix)) < window
+        mask = mask & (positions - segment.tree_positions < window)
+    else:
+        in_prefix = mask.new_ones(len(mask), len(prefix))
+    slots = torch.cat([prefix, segment.tree])
+    seen = torch.cat([in_prefix, mask], dim=1)
+    lowest, highest = int(slots.min()), int(slots.max())
+    if highest - lowest < _MAX_SPREAD * len(slots):
+        index: slice | Tensor = slice(lowest, highest + 1)
+        spread = seen.new_zeros(len(seen), highest - lowest + 1)
+        spread[:, slots - lowest] = seen
+        seen = spread
+    else:
+        index = slots.to(like.device)
+    bias = None
+    if not seen.all():
+        bias = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
+        bias = bias.to(like.device).repeat_interleave(group, 0)
+    return _Keys(segment.rows, index, bias)

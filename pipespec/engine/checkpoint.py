@@ -1,0 +1,431 @@
+"""What a checkpoint is, read from its config and the headers of its safetensors files.
+
+No weight is loaded here, so that a folder that cannot work is refused before any rank starts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipespec.engine.headers import Tensor, read_json, read_tensors
+from pipespec.engine.precision import ITEM_BYTES, METHODS, MXFP4, QUANTIZATIONS, require_package
+from pipespec.errors import ModelError
+from pipespec.limits import MAX_COUNT, fault
+from pipespec.system.reading import Unreadable, home_expanded, is_folder, shown, typed
+
+# Each of these decodes token for token like Hugging Face `generate` in
+# tests/integration/test_model.py; a model_type enters the table together with its test.
+ARCHITECTURES = (
+    "apertus",
+    "arcee",
+    "cohere",
+    "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "dots1",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "helium",
+    "hunyuan_v1_dense",
+    "hunyuan_v1_moe",
+    "llama",
+    "ministral",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
+
+# How many of the tokens in which two vocabularies differ a message shows.
+NUM_SHOWN = 3
+# Of what another library says of a file a message shows so many characters.
+LONGEST_REASON = 400
+_FOREIGN = "correct it, or fetch the checkpoint again"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+_MAX_LAYERS = 10_000
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EMBEDDING = re.compile(r"\.(embed_tokens|embed_in)\.weight$")
+# Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
+# computed before and after would disagree, so that is where the usable context ends.
+_GROWING_ROPE = ("dynamic", "longrope")
+# As safetensors names them.
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What the rest of pipespec needs to know of a checkpoint before it is loaded.
+
+    `path` is the local folder. `vocab_size` counts the rows of the embedding, which may be
+    padded beyond the tokenizer's tokens. `context` is the longest sequence in tokens. `eos` are
+    the token ids that end a text. `stored` are the sizes in the files. `tied`: the embedding is
+    the output head too. `kv_size`: how many numbers K and V of one token in one layer are.
+    `matrix_bytes`: what of each layer's bytes are matrices. `quantization`: by what
+    method the files are quantised already, and `dtype` the type that such a model computes in;
+    both None for plain weights. `experts`: some layers are mixtures. `height` and `width`: the
+    largest numbers that divide both sides of every matrix `[out, in]` of the layers.
+    """
+
+    path: Path
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    context: int
+    eos: tuple[int, ...]
+    stored: Sizes
+    tied: bool
+    kv_size: int
+    matrix_bytes: tuple[int, ...]
+    quantization: str | None = None
+    dtype: str | None = None
+    experts: bool = False
+    height: int = 1
+    width: int = 1
+
+    @property
+    def kind(self) -> str:
+        """What all boxes must have in common, in words."""
+        weights = "plain" if self.quantization is None else f"{self.quantization} in {self.dtype}"
+        return f"{self.model_type}, {self.num_layers} layers of {self.hidden_size}, {weights}"
+
+    def computes_in(self, dtype: str) -> str:
+        """The type of hidden states and KV, where a plain checkpoint would have `dtype`."""
+        return self.dtype or dtype
+
+    def loaded(self, dtype: str, quantization: str | None) -> Sizes:
+        """The sizes in memory of weights of that type, quantised so."""
+        stored, item = self.stored, ITEM_BYTES[self.computes_in(dtype)]
+        # Numbers of the embedding are stored in as many bytes as all that is not quantised.
+        growth = item / (stored.embedding / (self.vocab_size * self.hidden_size))
+        layers = stored.layers
+        if self.quantization is None:
+            shrink = 1.0 if quantization is None else QUANTIZATIONS[quantization].bits / 8 / item
+            layers = tuple(
+                int((size - matrices + matrices * shrink) * growth)
+                for size, matrices in zip(layers, self.matrix_bytes, strict=True)
+            )
+        return Sizes(layers, int(stored.embedding * growth), int(stored.head * growth))
+
+    def check_quantization(self, name: str, quantization: str | None) -> None:
+        """Raise ModelError unless it can be loaded so; `name` is that of the setting."""
+        if self.quantization is not None:
+            if quantization is not None:
+                raise ModelError(
+                    f"{self.path} is quantised already, by {self.quantization}; leave {name} out"
+                )
+        elif quantization is not None:
+            if self.experts:
+                raise ModelError(
+                    f"the experts of {self.path} cannot be quantised while they load; leave "
+                    f"{name} out, or name a checkpoint that is quantised already"
+                )
+            how = QUANTIZATIONS[quantization]
+            if self.width % how.block or self.height % how.pack:
+                raise ModelError(
+                    f"{quantization} needs matrices of multiples of {how.pack} by {how.block}, but "
+                    f"{self.path} has others; choose another {name}"
+                )
+
+    def require_quantizer(self, name: str, quantization: str | None) -> None:
+        """Raise ModelError unless this machine has the package that loads it so."""
+        if self.quantization is not None:
+            require_package(self.quantization, f"{self.path} ({self.quantization})")
+        elif quantization is not None:
+            require_package(QUANTIZATIONS[quantization].package, f"{name}={quantization}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of weights: of each layer, of the input embedding, of final norm and output head."""
+
+    layers: tuple[int, ...]
+    embedding: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.layers) + self.embedding + self.head
+
+
+class Vocabulary(Protocol):
+    """The one method of a tokenizer that matters here."""
+
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+
+def inspect(model: str | Path) -> CheckpointInfo:
+    """Read a checkpoint's config and headers: a folder, or the id of a Hugging Face Hub model.
+
+    A hub model is downloaded into the hub's own cache unless it is there. Raises `ModelError`,
+    in one sentence, for whatever would keep the checkpoint from being loaded.
+    """
+    path = resolve(model)
+    raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
+    model_type = str(raw.get("model_type"))
+    require_supported(model_type, path)
+    _check_sizes(path, raw)
+    try:
+        quantization = _quantization(path, raw.get("quantization_config"))
+        config = _config(path)
+    except RecursionError as error:
+        raise ModelError(f"{path / 'config.json'} is nested too deeply; {_FOREIGN}") from error
+    tensors = read_tensors(path)
+    if quantization == MXFP4:
+        tensors, quantization = _dequantised(tensors), None
+    if config.num_hidden_layers > len(tensors):
+        raise ModelError(
+            f"{path} holds {len(tensors)} tensors, but config.json counts "
+            f"{shown(config.num_hidden_layers)} layers; fetch the checkpoint again"
+        )
+    layers = [0] * config.num_hidden_layers
+    matrices = [0] * len(layers)
+    height = width = 0
+    embedding, head, experts = None, 0, False
+    for name, tensor in tensors.items():
+        layer = _LAYER.search(name)
+        if layer is not None and int(layer[1]) < len(layers):
+            layers[int(layer[1])] += tensor.num_bytes
+            if len(tensor.shape) > 1:
+                matrices[int(layer[1])] += tensor.num_bytes
+                height = math.gcd(height, tensor.shape[-2])
+                width = math.gcd(width, tensor.shape[-1])
+                # Granite's mixtures stack theirs in one tensor.
+                experts = experts or len(tensor.shape) > 2 or ".experts." in name
+        elif _EMBEDDING.search(name):
+            embedding = tensor
+        else:
+            head += tensor.num_bytes
+    if not all(layers):
+        raise ModelError(
+            f"{path} holds no tensor of layer {layers.index(0)}, though config.json counts "
+            f"{len(layers)} layers; fetch the checkpoint again"
+        )
+    sizes = () if embedding is None else (*embedding.shape, embedding.num_bytes)
+    if embedding is None or len(embedding.shape) != 2 or 0 in sizes:
+        raise ModelError(
+            f"{path} holds no token embedding, or a quantised one; take another checkpoint"
+        )
+    if embedding.shape[1] != config.hidden_size:
+        raise ModelError(
+            f"the embedding of {path} has {embedding.shape[1]} columns, but hidden_size in "
+            f"config.json is {shown(config.hidden_size)}; fetch the checkpoint again"
+        )
+    return CheckpointInfo(
+        path=path,
+        model_type=model_type,
+        num_layers=len(layers),
+        hidden_size=config.hidden_size,
+        vocab_size=embedding.shape[0],
+        context=_context(config),
+        eos=_eos(path, config),
+        stored=Sizes(tuple(layers), embedding.num_bytes, head),
+        tied=bool(config.tie_word_embeddings),
+        kv_size=_kv_size(config),
+        matrix_bytes=tuple(matrices),
+        quantization=quantization,
+        dtype=None if quantization is None else _DTYPES.get(embedding.dtype),
+        experts=experts,
+        height=height,
+        width=width,
+    )
+
+
+def require_supported(model_type: str, path: str | Path) -> None:
+    """Raise `ModelError` unless the architecture is one of `ARCHITECTURES`."""
+    if model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"the architecture {model_type!r} of {path} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+
+
+def resolve(model: str | Path) -> Path:
+    """The local folder of a model: the path itself, or where the hub's cache holds that id."""
+    path = home_expanded(model)
+    if is_folder(path):
+        return path
+    if os.path.lexists(path):
+        raise ModelError(f"{path} is a file; give the folder that holds config.json")
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model in (".", ".."):
+        raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
+    return _download(model)
+
+
+def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
+    """Check that both tokenizers give every token the same id.
+
+    Raises `ModelError` that counts the tokens that differ and shows some. The embeddings may
+    have different numbers of rows (padding); that is no matter of the tokenizer's.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    shown = ", ".join(
+        f"{token!r} ({_id_of(token, ours)} in the target, {_id_of(token, theirs)} in the draft)"
+        for token in differing[:NUM_SHOWN]
+    )
+    raise ModelError(
+        f"the vocabularies of target and draft differ in {len(differing)} tokens, for example "
+        f"{shown}; choose a draft that shares the target's tokenizer"
+    )
+
+
+def _id_of(token: str, vocabulary: Mapping[str, int]) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "missing"
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"there is no model folder {hub_id!r} and the hub could not provide a model of that "
+            f"name ({type(error).__name__}); give an existing folder, or check the name, the "
+            "network and your access"
+        ) from error
+
+
+def _config(path: Path) -> Any:
+    # Slow to import, and not needed to refuse a wrong path.
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # any class's code meets any values
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+        raise ModelError(f"{path / 'config.json'} is not valid: {reason}; {_FOREIGN}") from error
+
+
+def _check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
+    """Raise ModelError if a size in config.json is out of range; Transformers checks types."""
+    for name in _SIZES:
+        most = _MAX_LAYERS if name == "num_hidden_layers" else MAX_COUNT
+        wrong = fault(name, raw.get(name), 1, most)
+        if wrong and type(raw.get(name)) in (int, float):
+            raise ModelError(f"{path / 'config.json'}: {wrong[:-1]}; fetch the checkpoint again")
+
+
+def _kv_size(config: Any) -> int:
+    heads = config.num_attention_heads
+    if getattr(config, "qk_rope_head_dim", None) is not None:  # latent attention
+        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    # A config.json may name what its architecture ignores; the class knows.
+    grouped = hasattr(type(config), "num_key_value_heads") and config.num_key_value_heads
+    return int(2 * head_dim * (grouped or heads))
+
+
+def _context(config: Any) -> int:
+    context = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _GROWING_ROPE:
+        original = rope.get("original_max_position_embeddings")
+        original = original or getattr(config, "original_max_position_embeddings", None)
+        context = min(context, int(original or context))
+    return context
+
+
+def _eos(path: Path, config: Any) -> tuple[int, ...]:
+    generation = path / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if eos is None:
+        eos = getattr(config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    try:
+        return typed("eos_token_id", eos if isinstance(eos, list) else [eos], tuple[int, ...])
+    except Unreadable as error:
+        raise ModelError(f"{path}: {error}; {_FOREIGN}") from error
+
+
+def _quantization(path: Path, config: Any) -> str | None:
+    """The method by which the files are quantised, None for plain weights."""
+    if config is None:
+        return None
+    settings = config if isinstance(config, dict) else {}
+    in_8_bit = settings.get("load_in_8bit")
+    old = "bitsandbytes" if in_8_bit or settings.get("load_in_4bit") else None
+    method = str(settings.get("quant_method", old))
+    if method not in (*METHODS, MXFP4):
+        raise ModelError(
+            f"{path} is quantised by {method!r}, which is not supported; supported are "
+            f"{', '.join((*METHODS, MXFP4))}"
+        )
+    kind = "LLM.int8" if in_8_bit else _activations(settings.get("quant_type"))
+    if kind is not None:
+        raise ModelError(
+            f"{path} is quantised by {kind}, which may round a row by what else is in its batch, "
+            "so the text would depend on the guesses; take a 4-bit or a weight-only checkpoint"
+        )
+    return method
+
+
+def _activations(config: Any) -> str | None:
+    """The first kind in a torchao config that quantises more than weights."""
+    if isinstance(config, dict):
+        kind = str(config.get("_type", ""))
+        if kind.endswith("Config") and not kind.endswith(("WeightOnlyConfig", "FqnToConfig")):
+            return kind
+        config = list(config.values())
+    found = map(_activations, config) if isinstance(config, list) else ()
+    return next((kind for kind in found if kind is not None), None)
+
+
+def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What MXFP4 tensors are in bfloat16: a byte of blocks holds two weights."""
+    blocks, scales = "_blocks", "_scales"
+    return {
+        name: replace(tensor, num_bytes=4 * tensor.num_bytes) if name.endswith(blocks) else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(scales)
+    }

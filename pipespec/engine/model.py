@@ -1,0 +1,387 @@
+"""A contiguous slice of the layers of a Hugging Face causal language model.
+
+No model code of our own: a slice is the model's own class with some modules left out before its
+weights are loaded, so Transformers itself reads exactly the tensors that remain (converted,
+fused, cast and quantised as it would for the whole model) and runs its own forward. Only
+attention is ours: Transformers calls a registered function, which hands the layer's pool and
+the batch's plan to an `AttentionFn`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pipespec.engine.attention import sdpa
+from pipespec.engine.attention.plan import (
+    AttentionFn,
+    AttentionPlan,
+    LayerOptions,
+    LayerPool,
+    causal_plan,
+)
+from pipespec.engine.checkpoint import require_supported
+from pipespec.engine.precision import MXFP4, QUANTIZATIONS
+from pipespec.errors import ModelError
+from pipespec.system.quiet import quiet
+
+with quiet():
+    from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils import logging as transformers_logging
+
+# Registered with Transformers' attention interface only: for an attention without a mask
+# function of the same name Transformers makes no mask at all, which is what we want.
+_ATTENTION = "pipespec"
+
+# What the base models of the supported architectures call the norm after the last layer.
+_FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+# Quantisers leave a model's last parameter alone, which in a slice without a head could be a
+# matrix. Until the weights are loaded such a slice has a module of this name for them to spare.
+_SPARED = "spared"
+
+# `from_pretrained` sets process-wide state while it runs (default dtype, initialisers, log
+# level), and the ranks of a test cluster are threads of one process.
+_loading = threading.Lock()
+
+
+class ModelSlice:
+    """Layers `layers` of a checkpoint, with a KV pool of `num_slots` token slots per layer.
+
+    The slice with layer 0 takes token ids; the one with the last layer returns hidden states
+    after the final norm and has `logits`. Slices share no state; each belongs to one thread.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: range, num_slots: int, step: _Step):
+        """Wrap what `load` loaded."""
+        config = model.config
+        self.layers = layers
+        self.num_layers: int = config.num_hidden_layers  # of the whole model
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.num_slots = num_slots
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self._model = model
+        self._step = step
+        self._base = model.base_model
+        if not self.is_first:
+            _leave_out(self._base, self._base.get_input_embeddings())
+            # Granite scales its embeddings in the base model's forward, which here gets the
+            # hidden states of the slice before.
+            if hasattr(self._base, "embedding_multiplier"):
+                self._base.embedding_multiplier = 1.0
+        if not self.is_last:
+            delattr(model, _SPARED)
+        self.num_weight_bytes = _num_bytes(model.state_dict().values())
+        # The placeholders of other slices' layers have served to keep the names right.
+        self._base.layers = self._base.layers[layers.start : layers.stop]
+        config.num_hidden_layers = len(layers)
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[layers.start : layers.stop]
+        # From here on the model's own forward is the head alone.
+        setattr(model, model.base_model_prefix, _Done())
+        self._attentions = [_attach(layer, step, num_slots) for layer in self._base.layers]
+        self._allocate()
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        layers: range,
+        *,
+        dtype: torch.dtype | None = None,
+        quantization: str | None = None,
+        device: torch.device | str = "cpu",
+        num_slots: int,
+        attention: AttentionFn = sdpa.attend,
+        progress: bool = False,
+    ) -> ModelSlice:
+        """Load `layers` of the checkpoint folder `path` and allocate their KV pools.
+
+        `dtype` None keeps the checkpoint's; `quantization` is one of QUANTIZATIONS, for plain
+        weights. Prints nothing, unless `progress` asks for the progress bar of Transformers.
+        Raises `ModelError` if the architecture is not supported, if tensors are missing or of
+        another shape, or if a quantised checkpoint cannot be had in that type.
+        """
+        with _loading, quiet(), _log_level(progress):
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            require_supported(config.model_type, path)
+            assert layers.step == 1
+            assert 0 <= layers.start < layers.stop <= config.num_hidden_layers
+            # Each attention layer finds its state by its `kv`, so this is one entry for all.
+            AttentionInterface.register(_ATTENTION, _attend)
+            model, loaded = _sliced_class(config, layers).from_pretrained(
+                path,
+                config=config,
+                dtype=dtype if dtype is not None else "auto",
+                device_map={"": torch.device(device)},
+                attn_implementation=_ATTENTION,
+                local_files_only=True,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **_quantizer(config, quantization, dtype),
+            )
+        for what in ("missing_keys", "mismatched_keys"):
+            if loaded[what]:
+                raise ModelError(
+                    f"{path} does not fit its config.json: {len(loaded[what])} "
+                    f"{what.replace('_keys', ' tensors')}, for example "
+                    f"{_name(min(loaded[what]))}; fetch the checkpoint again"
+                )
+        if dtype is not None and model.dtype != dtype:
+            raise ModelError(
+                f"{path} is quantised for {_plain(model.dtype)}, not {_plain(dtype)}; leave "
+                "model.dtype out"
+            )
+        return cls(model, layers, num_slots, _Step(attention))
+
+    @classmethod
+    def random(
+        cls,
+        config: PretrainedConfig,
+        layers: range,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        num_slots: int,
+        attention: AttentionFn = sdpa.attend,
+    ) -> ModelSlice:
+        """A slice of a model of that `config` with random weights, for measurements.
+
+        Every layer that `config` counts is made at first, also those outside of `layers`.
+        """
+        with _loading, torch.device(device):
+            require_supported(config.model_type, "the model")
+            AttentionInterface.register(_ATTENTION, _attend)
+            model = _sliced_class(config, layers)._from_config(
+                config, dtype=dtype, attn_implementation=_ATTENTION
+            )
+        return cls(model.eval(), layers, num_slots, _Step(attention))
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.num_layers
+
+    @property
+    def num_kv_bytes(self) -> int:
+        """Bytes of all KV pools of the slice."""
+        return sum(state.pool.num_bytes for state in self._attentions if state.pool is not None)
+
+    @torch.inference_mode()
+    def forward(self, inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """Run one batch through the layers, storing its K and V at `plan.write`.
+
+        `inputs`: token ids int64 `[rows]` on the first slice, else the hidden states
+        `[rows, hidden]` that the slice before returned. `positions` int64 `[rows]`. Returns
+        `[rows, hidden]`. Inputs may lie on any device.
+        """
+        inputs = inputs.to(self.device).unsqueeze(0)
+        self._step.plan = plan
+        output = self._base(
+            **{"input_ids" if self.is_first else "inputs_embeds": inputs},
+            position_ids=positions.to(self.device).unsqueeze(0),
+            use_cache=False,
+        )
+        self._step.plan = None
+        return output.last_hidden_state.squeeze(0)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[k, hidden]` as the last slice's `forward` returned it -> `[k, vocab]`."""
+        assert self.is_last, "only the last slice has a head"
+        return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
+
+    def _allocate(self) -> None:
+        """Run one row, which allocates every layer's pool: too little memory shows at load."""
+        position = torch.zeros(1, dtype=torch.long)
+        row = position
+        if not self.is_first:
+            row = torch.zeros(1, self.hidden_size, dtype=self.dtype)
+        self.forward(row, position, causal_plan(position[:0], position))
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """What a slice is computing right now, shared by its layers."""
+
+    attention: AttentionFn
+    plan: AttentionPlan | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _LayerState:
+    """What an attention module of a slice carries as its attribute `kv`.
+
+    The layer's first call sets `pool` and `options`: its K and V say what the architecture
+    makes of its config better than the config does.
+    """
+
+    step: _Step
+    num_slots: int
+    pool: LayerPool | None = None
+    options: LayerOptions | None = None
+
+
+class _Done(nn.Module):
+    """In the place of a base model whose layers have run already."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
+        # The output type with the most fields: heads of mixtures also look at router logits.
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What Transformers calls: `[1, heads, rows, dim]` in, `[1, rows, heads, dim]` out."""
+    state: _LayerState = module.kv  # type: ignore[assignment]
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if state.pool is None or state.options is None:
+        assert attention_mask is None
+        state.pool = LayerPool.allocate(state.num_slots, key, value)
+        scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
+        state.options = LayerOptions(scaling, sliding_window, softcap, s_aux)
+    step = state.step
+    assert step.plan is not None
+    out = step.attention(query, key, value, state.pool, step.plan, state.options)
+    return out.unsqueeze(0), None
+
+
+def _sliced_class(config: PretrainedConfig, layers: range) -> type[PreTrainedModel]:
+    """The model's own class, which leaves out what is not of `layers` before weights load."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
+
+    def init(self: PreTrainedModel, config: PretrainedConfig) -> None:
+        model_class.__init__(self, config)
+        base = self.base_model
+        for i in range(len(base.layers)):
+            if i not in layers:
+                base.layers[i] = nn.Identity()
+        if not is_last:
+            norm = next(name for name in _FINAL_NORMS if hasattr(base, name))
+            setattr(base, norm, nn.Identity())
+            _leave_out(self, self.get_output_embeddings())
+            setattr(self, _SPARED, nn.LayerNorm(1))
+            self.all_tied_weights_keys = {}
+        # A tied head is stored as the embedding, and loads as that.
+        if not is_first and not (is_last and config.tie_word_embeddings):
+            _leave_out(base, base.get_input_embeddings())
+
+    # Transformers finds conversions and error messages by the class's name and module.
+    return type(
+        model_class.__name__,
+        (model_class,),
+        {
+            "__init__": init,
+            "__module__": model_class.__module__,
+            "can_generate": classmethod(lambda _: False),
+            "_keys_to_ignore_on_load_missing": [rf"^{_SPARED}\."],
+        },
+    )
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """What the tensors take, counted by address: a tied head appears twice."""
+    found: dict[int, int] = {}
+
+    def add(tensor: Any) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # torchao's: values and scales
+            for name in tensor.__tensor_flatten__()[0]:
+                add(getattr(tensor, name))
+        else:
+            found[tensor.data_ptr()] = tensor.nbytes
+
+    for tensor in tensors:
+        add(tensor)
+    return sum(found.values())
+
+
+def _quantizer(
+    config: PretrainedConfig, name: str | None, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """What `from_pretrained` is told in order to quantise; packages are imported when needed."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and stored.get("quant_method") == MXFP4:
+        from transformers import Mxfp4Config
+
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    if name is None:
+        return {}
+    assert name in QUANTIZATIONS
+    if name == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=name, bnb_4bit_compute_dtype=dtype
+        )
+    }
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _leave_out(parent: nn.Module, module: nn.Module) -> None:
+    """Put a module without parameters in the place of `parent`'s child `module`."""
+    name = next(name for name, child in parent.named_children() if child is module)
+    setattr(parent, name, nn.Identity())
+
+
+def _attach(layer: nn.Module, step: _Step, num_slots: int) -> _LayerState:
+    """Give the attention module of a decoder layer its state."""
+    (attention,) = (m for m in layer.modules() if type(m).__name__.endswith("Attention"))
+    state = _LayerState(step, num_slots)
+    attention.kv = state  # type: ignore[assignment]
+    return state
+
+
+@contextmanager
+def _log_level(progress: bool) -> Iterator[None]:
+    """Keep Transformers from printing: what matters of its reports is raised instead."""
+    level, bar = (
+        transformers_logging.get_verbosity(),
+        transformers_logging.is_progress_bar_enabled(),
+    )
+    transformers_logging.set_verbosity_error()
+    if not progress:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bar:
+            transformers_logging.enable_progress_bar()
+
+
+def _name(key: str | tuple[Any, ...]) -> str:
+    return key if isinstance(key, str) else str(key[0])

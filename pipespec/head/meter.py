@@ -1,0 +1,137 @@
+"""Measurements of a running pipeline, from which the head makes the policies' state."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from pipespec.head.feed.policy import PipelineState, Rate
+
+# Steps (or rounds) that an average remembers: a newer one weighs 1/MEMORY.
+MEMORY = 64
+# What it takes to hear a verdict that has been there.
+AT_ONCE_MS = 0.3
+
+
+@dataclass(slots=True)
+class Ema:
+    """A mean in which older samples fade; the first `memory` samples count alike."""
+
+    memory: int = MEMORY
+    value: float | None = None
+    samples: int = 0
+
+    def add(self, sample: float) -> None:
+        self.samples += 1
+        old = sample if self.value is None else self.value
+        self.value = old + (sample - old) / min(self.samples, self.memory)
+
+
+class Meter:
+    """What the head has seen of its pipeline. Holds no clock: durations are told to it.
+
+    The two ways of decoding, with guesses and without, are measured separately, each anew
+    when it is taken up again. A guessing pipeline needs `num_stages` steps to fill, which
+    are left out.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self._in_flight: deque[int] = deque(maxlen=num_stages)  # rows of the batches on the way
+        self._draft = Ema()
+        self._verdict = Ema()
+        self._by_rows: dict[int, tuple[Ema, Ema]] = {}  # rows, ms; by rows' bit length
+        self._plain = Ema()  # ms per step
+        self._guessing = Ema()  # ms per step
+        self._tokens = Ema()  # tokens per guessing step
+        self._made_guesses = False
+        self._streak = 0
+        self.rounds = 0  # of this step
+        self._last_round_ms = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.rounds = 0
+        self._last_round_ms = 0.0
+
+    def round(self, ms: float, *, measured: bool = True) -> None:
+        """The draft expanded the tree once, or (not measured) read a piece of the prompt."""
+        self.rounds += 1
+        self._last_round_ms = ms
+        if measured:
+            self._draft.add(ms)
+
+    def verdict(self, elapsed_ms: float, wait_ms: float, tokens: int) -> None:
+        """The head began to wait when the step had lasted `elapsed_ms`; then the verdict came
+        and decided so many tokens.
+
+        One that decided none may have come at once, as the last stage had nothing to compute;
+        the others still do, so it does not tell how long a step lasts.
+
+        Who did not wait does not know how long the verdict had been there, only that the last
+        round may have been one too many: the sample is where that round began.
+        """
+        if not tokens:
+            return
+        late = wait_ms < AT_ONCE_MS
+        self._verdict.add(elapsed_ms - self._last_round_ms if late else elapsed_ms + wait_ms)
+
+    def step(self, ms: float, tokens: int, *, guesses: bool) -> None:
+        """A step of decoding (not of reading a prompt) lasted `ms` and decided `tokens`.
+
+        `guesses`: the draft worked in this step, or guesses were in the pipeline.
+        """
+        if guesses != self._made_guesses or not self._streak:
+            self._made_guesses, self._streak = guesses, 0
+            if guesses:
+                self._guessing, self._tokens = Ema(), Ema()
+            else:
+                self._plain = Ema()
+        self._streak += 1
+        if not guesses:
+            self._plain.add(ms)
+        elif self._streak > self.num_stages:
+            self._guessing.add(ms)
+            self._tokens.add(tokens)
+        rows = max(self._in_flight, default=0)
+        if rows:
+            seen = self._by_rows.setdefault(rows.bit_length(), (Ema(), Ema()))
+            seen[0].add(rows)
+            seen[1].add(ms)
+
+    def fed(self, rows: int) -> None:
+        """A batch of so many rows entered the pipeline."""
+        self._in_flight.append(rows)
+
+    def state(self, step: int, *, end: int, elapsed_ms: float) -> PipelineState:
+        """The state at this moment of a step."""
+        return PipelineState(
+            num_stages=self.num_stages,
+            step=step,
+            end=end,
+            rounds=self.rounds,
+            elapsed_ms=elapsed_ms,
+            draft_ms=self._draft.value,
+            verdict_ms=self._verdict.value,
+            tokens_per_step=self._tokens.value,
+            step_ms=self._curve(),
+            plain=self._rate(self._plain, 1 / self.num_stages),
+            guessing=self._rate(self._guessing, self._tokens.value),
+            made_guesses=self._made_guesses,
+            streak=self._streak,
+        )
+
+    def _rate(self, step_ms: Ema, tokens_per_step: float | None) -> Rate | None:
+        if step_ms.value is None or not tokens_per_step:
+            return None
+        return Rate(step_ms.value / tokens_per_step, step_ms.samples)
+
+    def _curve(self) -> tuple[tuple[int, float], ...]:
+        """Step time by rows; more rows never count as cheaper than fewer."""
+        points: list[tuple[int, float]] = []
+        highest = 0.0
+        for _, (rows, ms) in sorted(self._by_rows.items()):
+            assert rows.value is not None and ms.value is not None
+            highest = max(highest, ms.value)
+            points.append((round(rows.value), highest))
+        return tuple(points)

@@ -1,0 +1,136 @@
+"""The request that the head decodes: its text, its tree, what has been counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pipespec.core import Request
+from pipespec.head.source.protocol import Context
+from pipespec.head.tree import ROOT, Tree
+
+# Says whether the text so far ends the request: given one more token, True if a stop string
+# is complete.
+StopCheck = Callable[[int], bool]
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The one request that is being decoded: its text, its tree, its counts."""
+
+    request: Request
+    context: Context
+    tree: Tree
+    stops: StopCheck
+    last_position: int
+    replayed: int  # tokens of the answer that were decided before this sequence was opened
+    prefilled: int = 0
+    generated: int = 0
+    hits: int = 0
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0)
+    )
+    started_ns: int = 0
+    token_ns: list[int] = field(default_factory=list)
+    first_token: dict[str, int] = field(default_factory=dict)
+    ended: str | None = None  # why the request was over before this sequence was opened
+
+    @classmethod
+    def open(
+        cls,
+        request: Request,
+        stops: StopCheck,
+        context_limit: int,
+        now: int,
+        answer: tuple[int, ...] = (),
+    ) -> Sequence:
+        """Positions are numbered from 0; a decided row's node id is its position.
+
+        `answer` is what an earlier epoch decided: it is read like the prompt, and counts as
+        decided now.
+        """
+        known = [*request.prompt, *answer]
+        context = Context(request.id, known, list(range(len(known))))
+        root = len(known) - 1
+        tree = Tree(root, root - 1, known[-1], root, fed=True)
+        last = min(len(request.prompt) + request.max_new_tokens, context_limit) - 1
+        sequence = cls(
+            request,
+            context,
+            tree,
+            stops,
+            last_position=last,
+            replayed=len(answer),
+            generated=len(answer),
+            started_ns=now,
+            token_ns=[now] * len(answer),
+        )
+        for token in answer:
+            sequence.ended = sequence.ending(token)
+        return sequence
+
+    @property
+    def known(self) -> int:
+        """How many tokens were decided before this sequence was opened, prompt included."""
+        return len(self.request.prompt) + self.replayed
+
+    @property
+    def prompt_left(self) -> bool:
+        return self.prefilled < self.known
+
+    @property
+    def decoding(self) -> bool:
+        """Whether a token was decided since this sequence was opened."""
+        return self.generated > self.replayed
+
+    def accept(self, token: int, now: int) -> str | None:
+        """One decided token moves the root; the reason if it is the last one."""
+        if not self.decoding:
+            self.first_token = dict(self.counts)
+        self.tree.advance(token)
+        # A hit had entered the pipeline before it was decided; a miss must be fed now.
+        self.hits += bool(self.tree.fed[ROOT])
+        self.context.tokens.append(token)
+        self.context.nodes.append(int(self.tree.id[ROOT]))
+        self.generated += 1
+        self.token_ns.append(now)
+        return self.ending(token)
+
+    def ending(self, token: int) -> str | None:
+        """Why the newest token of the answer is the last one; None: it is not."""
+        if token in self.request.eos or self.stops(token):
+            return "stop"
+        return "length" if self.context_full else None
+
+    @property
+    def misses_per_step(self) -> float:
+        """Tokens that had to be fed after they were decided."""
+        return (self.generated - self.replayed - self.hits) / max(self.counts["steps"], 1)
+
+    @property
+    def guesses_in_flight(self) -> bool:
+        return bool(self.tree.fed[1:].any())
+
+    @property
+    def context_full(self) -> bool:
+        return len(self.context.tokens) > self.last_position
+
+    def useful(self, nodes: np.ndarray) -> np.ndarray:
+        """Those of the nodes whose logits can still matter: not the last token, nor beyond."""
+        return nodes[self.tree.position[nodes] < self.last_position]
+
+    def statistics(self) -> dict[str, Any]:
+        """Counts of the whole request, and those when its first token came."""
+        return {
+            "prompt_tokens": len(self.request.prompt),
+            "completion_tokens": self.generated,
+            "replayed": self.replayed,
+            "hits": self.hits,
+            "started_ns": self.started_ns,
+            "token_ns": self.token_ns,
+            "counts": self.counts,
+            "first_token": self.first_token,
+        }

@@ -1,0 +1,173 @@
+"""Several sources as one: their candidates merged, each weighed by how right it has been."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipespec.core import Verdict
+from pipespec.errors import ConfigError
+from pipespec.head.feed.rounds import check_rounds
+from pipespec.head.source.ngram import MAX_MATCH, NGramSource
+from pipespec.head.source.protocol import Candidates, Context, TokenSource
+from pipespec.head.tree import Tree
+from pipespec.limits import check_whole
+
+MEMBERS = ("draft_model", "ngram")
+# Stated probabilities of (1/2, 1], (1/4, 1/2], ... are calibrated apart; the last bucket is open.
+NUM_BUCKETS = 12
+# A source is believed as if so many hits had come exactly as often as it stated.
+PRIOR_HITS = 4.0
+# The share of what was observed that is still held after one more decided token.
+MEMORY = 0.995
+# No candidate is certain.
+MOST = 0.999
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Settings: `rounds`, draft rounds per step at most; `sources`, who is asked; `longest`,
+    tokens of an n-gram match."""
+
+    rounds: int | str = 2
+    sources: list[str] = field(default_factory=lambda: ["draft_model", "ngram"])
+    longest: int = 4
+
+    def __post_init__(self) -> None:
+        check_rounds(self.rounds)
+        check_whole("source.longest", self.longest, 1, MAX_MATCH)
+        if not self.sources or len(set(self.sources)) < len(self.sources):
+            raise ConfigError("source.sources must name one or more sources, each once.")
+        for name in self.sources:
+            if name not in MEMBERS:
+                raise ConfigError(
+                    f"source.sources holds {name!r}, but a hybrid is made of {', '.join(MEMBERS)}."
+                )
+
+    @property
+    def needs_draft(self) -> bool:
+        return "draft_model" in self.sources
+
+    @property
+    def synthetic(self) -> bool:
+        return False
+
+    def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
+        made = {"draft_model": draft, "ngram": NGramSource(self.longest)}
+        members = {name: made[name] for name in self.sources}
+        return HybridSource({name: s for name, s in members.items() if s is not None})
+
+
+class Calibration:
+    """Turns the probabilities that one source states into those that were observed.
+
+    Per bucket of stated probabilities it counts hits and the hits that were stated; their ratio
+    corrects what is stated next. Old observations fade.
+    """
+
+    def __init__(self) -> None:
+        self.hits = np.full(NUM_BUCKETS, PRIOR_HITS)
+        self.stated = np.full(NUM_BUCKETS, PRIOR_HITS)
+
+    def observe(self, probabilities: Sequence[float], hit: int | None) -> None:
+        """The candidates of one node, and which of them was the target's, if any was."""
+        self.hits += (1 - MEMORY) * (PRIOR_HITS - self.hits)
+        self.stated += (1 - MEMORY) * (PRIOR_HITS - self.stated)
+        for i, probability in enumerate(probabilities):
+            bucket = _bucket(probability)
+            self.stated[bucket] += probability
+            self.hits[bucket] += i == hit
+
+    def correct(self, probability: float) -> float:
+        bucket = _bucket(probability)
+        return min(probability * float(self.hits[bucket] / self.stated[bucket]), MOST)
+
+
+def _bucket(probability: float) -> int:
+    return min(int(-math.log2(probability)), NUM_BUCKETS - 1) if probability > 0 else -1
+
+
+# Per source, what it stated for the children of one node: (token, probability).
+Proposals = dict[str, list[tuple[int, float]]]
+
+
+class HybridSource:
+    """Asks every source about every node, merges what they propose, and learns from verdicts.
+
+    A token that several sources propose counts once, with the highest of its calibrated
+    probabilities; where the sources together claim more than everything, all are scaled down.
+    Nothing is proposed until all sources are ready, so that none falls behind the tree.
+    """
+
+    def __init__(self, members: Mapping[str, TokenSource]):
+        self.members = members
+        self.calibrations = {name: Calibration() for name in members}
+        self._context: dict[int, Context] = {}
+        self._proposed: dict[int, dict[int, Proposals]] = {}
+
+    def begin(self, context: Context) -> None:
+        self._context[context.request] = context
+        self._proposed[context.request] = {}
+        for member in self.members.values():
+            member.begin(context)
+
+    def end(self, request: int) -> None:
+        del self._context[request], self._proposed[request]
+        for member in self.members.values():
+            member.end(request)
+
+    def accept(self, verdict: Verdict) -> None:
+        for member in self.members.values():
+            member.accept(verdict)
+        context, proposed = self._context[verdict.request], self._proposed[verdict.request]
+        for position in range(verdict.base, len(context.tokens)):
+            proposals = proposed.pop(context.nodes[position - 1], {})
+            for name, candidates in proposals.items():
+                tokens = [token for token, _ in candidates]
+                token = context.tokens[position]
+                hit = tokens.index(token) if token in tokens else None
+                self.calibrations[name].observe([p for _, p in candidates], hit)
+
+    def expand(
+        self, context: Context, tree: Tree, nodes: np.ndarray, children: int
+    ) -> Candidates | None:
+        answers = {}
+        for name, member in self.members.items():
+            candidates = member.expand(context, tree, nodes, children)
+            if candidates is None:
+                return None
+            answers[name] = candidates
+        proposed = self._proposed[context.request]
+        self._forget(proposed, tree)
+        rows = []
+        for i, node in enumerate(tree.id[nodes].tolist()):
+            proposals = {name: _row(candidates, i) for name, candidates in answers.items()}
+            proposed[node] = proposals
+            rows.append(self._merge(proposals, children))
+        return Candidates.of(nodes, rows)
+
+    def _merge(self, proposals: Proposals, children: int) -> list[tuple[int, float]]:
+        best: dict[int, float] = {}
+        for name, candidates in proposals.items():
+            correct = self.calibrations[name].correct
+            for token, stated in candidates:
+                best[token] = max(best.get(token, 0.0), correct(stated))
+        scale = 1 / max(1.0, sum(best.values()))
+        ordered = sorted(best.items(), key=lambda pair: -pair[1])[:children]
+        return [(token, probability * scale) for token, probability in ordered]
+
+    def _forget(self, proposed: dict[int, Proposals], tree: Tree) -> None:
+        """Drop what was proposed for nodes that are gone, once they are the most."""
+        if len(proposed) > 2 * len(tree):
+            alive = set(tree.id.tolist())
+            for node in [node for node in proposed if node not in alive]:
+                del proposed[node]
+
+
+def _row(candidates: Candidates, row: int) -> list[tuple[int, float]]:
+    present = np.isfinite(candidates.logps[row])
+    tokens = candidates.tokens[row, present].tolist()
+    return list(zip(tokens, np.exp(candidates.logps[row, present]).tolist(), strict=True))

@@ -1,0 +1,123 @@
+"""Token sources: who proposes the children of a tree node.
+
+Context and tree in, candidate children with log-probabilities out. A source never sees the
+pipeline and decides nothing: a bad guess costs speed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from pipespec.core import (
+    DECIDED,
+    KIND,
+    LAST_DECIDED,
+    NO_NODE,
+    NODE,
+    NUM_COLUMNS,
+    PARENT,
+    POSITION,
+    REQUEST,
+    TOKEN,
+    Verdict,
+)
+from pipespec.head.tree import Tree
+
+
+@dataclass(slots=True)
+class Context:
+    """The decided text of one request: token and node id of each position, root included."""
+
+    request: int
+    tokens: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+
+    def rows(self, start: int, stop: int | None = None) -> np.ndarray:
+        """Positions `[start, stop)` as decided rows of a batch, `[k, 6]`."""
+        stop = len(self.tokens) if stop is None else stop
+        positions = np.arange(start, stop)
+        before = self.nodes[start - 1 : start] or [NO_NODE]
+        rows = np.zeros((len(positions), NUM_COLUMNS), np.int64)
+        rows[:, REQUEST] = self.request
+        rows[:, NODE] = self.nodes[start:stop]
+        rows[:, PARENT] = (before + self.nodes[start:stop])[: stop - start]
+        rows[:, TOKEN] = self.tokens[start:stop]
+        rows[:, POSITION] = positions
+        rows[:, KIND] = np.where(positions == len(self.tokens) - 1, LAST_DECIDED, DECIDED)
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Children for the nodes `parents` `[k]`: `tokens` and `logps`, both `[k, children]`.
+
+    The tokens of a row differ. Where a row has fewer candidates than others, the rest of it
+    has log-probability -inf.
+    """
+
+    parents: np.ndarray
+    tokens: np.ndarray
+    logps: np.ndarray
+
+    @classmethod
+    def of(cls, parents: np.ndarray, rows: Sequence[Sequence[tuple[int, float]]]) -> Candidates:
+        """From one list of (token, probability) per parent, of any lengths."""
+        shape = (len(rows), max(map(len, rows), default=0))
+        tokens, logps = np.full(shape, -1, np.int64), np.full(shape, -np.inf)
+        for i, row in enumerate(rows):
+            if row:
+                tokens[i, : len(row)] = [token for token, _ in row]
+                logps[i, : len(row)] = np.log([probability for _, probability in row])
+        return cls(parents, tokens, logps)
+
+
+class TokenSource(Protocol):
+    def begin(self, context: Context) -> None:
+        """A request starts; `context` is its prompt, and grows as tokens are decided."""
+        ...
+
+    def expand(
+        self, context: Context, tree: Tree, nodes: np.ndarray, children: int
+    ) -> Candidates | None:
+        """Propose at most `children` children for each of `nodes` (indices into `tree`).
+
+        None: not ready yet (still reading the prompt); ask again.
+        """
+        ...
+
+    def accept(self, verdict: Verdict) -> None:
+        """The target decided these tokens; those that count are in the context already."""
+        ...
+
+    def end(self, request: int) -> None:
+        """The request is over."""
+        ...
+
+
+class SourceSpec(Protocol):
+    """What `conf/source/*.yaml` names: a frozen dataclass of settings.
+
+    `rounds`: draft rounds per pipeline step at most, or "auto" (see `pipespec.head.feed.rounds`).
+    `needs_draft`: rank 0 loads the draft model. `synthetic`: the guesses are made from the
+    answer, so results are labelled.
+    """
+
+    @property
+    def rounds(self) -> int | str: ...
+    @property
+    def needs_draft(self) -> bool: ...
+    @property
+    def synthetic(self) -> bool: ...
+
+    def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
+        """The running source.
+
+        Args:
+            draft: the draft model as a source, given exactly if `needs_draft`.
+            vocabulary: how many token ids the target knows.
+        """
+        ...

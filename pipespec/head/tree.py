@@ -1,0 +1,214 @@
+"""The tree of guesses that hangs from the last accepted token (PipeDec 3.3, SpecPipe 3.2).
+
+Nodes stand in breadth-first order, so a parent always has a smaller index than its
+children, a level is a contiguous range, and every walk over the tree is a numpy operation
+over whole levels. Indices change when the tree does; a node's `id` never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipespec.core import NODE, NUM_COLUMNS, PARENT, POSITION, REQUEST, TOKEN
+
+ROOT = 0
+
+
+class Tree:
+    """Guesses below a root, as parallel arrays of `len(tree)` nodes.
+
+    Attributes (all `[nodes]`, in breadth-first order):
+        id: unique within the request.
+        parent: index of the parent; the root is its own parent.
+        parent_id: id of the parent; the root's is the id of the token before it.
+        token, position: what the node says and where in the text.
+        logp: log-probability given its parent, as the source stated it.
+        cum: log-probability given the root, i.e. the sum of `logp` along the path.
+        fed: the node has entered the pipeline.
+        expanded: a source has proposed its children.
+    """
+
+    _COLUMNS = ("id", "parent", "parent_id", "token", "position", "logp", "cum", "fed", "expanded")
+    __slots__ = (*_COLUMNS, "_next_id")
+
+    def __init__(self, root_id: int, parent_id: int, token: int, position: int, *, fed: bool):
+        self._next_id = root_id + 1
+        self._plant(root_id, parent_id, token, position, fed)
+
+    def _plant(self, root_id: int, parent_id: int, token: int, position: int, fed: bool) -> None:
+        self.id = np.array([root_id])
+        self.parent = np.array([ROOT])
+        self.parent_id = np.array([parent_id])
+        self.token = np.array([token])
+        self.position = np.array([position])
+        self.logp = np.zeros(1)
+        self.cum = np.zeros(1)
+        self.fed = np.array([fed])
+        self.expanded = np.array([False])
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+    @property
+    def depth(self) -> np.ndarray:
+        """Distance from the root, `[nodes]`."""
+        return self.position - self.position[ROOT]
+
+    def append(
+        self, parents: np.ndarray, tokens: np.ndarray, logps: np.ndarray, limit: int | None = None
+    ) -> int:
+        """Hang candidates below their parents and mark the parents expanded.
+
+        Args:
+            parents: indices `[k]` of nodes that have no children yet.
+            tokens, logps: the candidates `[k, children]`, distinct within a row; a candidate
+                with log-probability -inf is none.
+            limit: keep only so many of all of them, those of highest cumulative probability.
+
+        Returns the number of nodes added.
+        """
+        self.expanded[parents] = True
+        parent = np.repeat(parents, tokens.shape[1])
+        token, logp = tokens.ravel(), logps.ravel()
+        cum = self.cum[parent] + logp
+        chosen = np.flatnonzero(np.isfinite(cum))
+        if limit is not None and len(chosen) > limit:
+            chosen = np.sort(chosen[np.argsort(-cum[chosen], kind="stable")[:limit]])
+        count = len(chosen)
+        if not count:
+            return 0
+        parent, token, logp, cum = parent[chosen], token[chosen], logp[chosen], cum[chosen]
+        position = self.position[parent] + 1
+        last_level = self.position[-1]
+        self._extend(
+            id=np.arange(self._next_id, self._next_id + count),
+            parent=parent,
+            parent_id=self.id[parent],
+            token=token,
+            position=position,
+            logp=logp,
+            cum=cum,
+            fed=np.zeros(count, bool),
+            expanded=np.zeros(count, bool),
+        )
+        self._next_id += count
+        if position[0] < last_level or (position[1:] < position[:-1]).any():
+            self._select(np.argsort(self.position, kind="stable"))
+        return count
+
+    def advance(self, token: int) -> bool:
+        """The verdict's next token: its node becomes the root, all else is pruned.
+
+        Returns whether the token was in the tree. If it was not, the tree is that token alone.
+        """
+        child = self.child(ROOT, token)
+        if child is None:
+            self._plant(
+                self._next_id, int(self.id[ROOT]), token, int(self.position[ROOT]) + 1, fed=False
+            )
+            self._next_id += 1
+            return False
+        self.prune(child)
+        return True
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The index of `parent`'s child with that token, or None."""
+        found = np.flatnonzero((self.parent == parent) & (self.token == token))
+        found = found[found != ROOT]
+        return int(found[0]) if len(found) else None
+
+    def prune(self, root: int) -> None:
+        """Keep the subtree of `root` alone; cumulative log-probabilities start there anew."""
+        self._select(np.flatnonzero(self.descends_from(root)))
+        self.parent[ROOT] = ROOT
+        self.cum -= self.cum[ROOT]
+
+    def trim(self, capacity: int) -> None:
+        """Drop the least probable leaves that nobody has seen until `capacity` nodes are left.
+
+        A node that was fed or expanded stays: a stage or the draft holds its row.
+        """
+        excess = len(self) - capacity
+        if excess <= 0:
+            return
+        unseen = np.flatnonzero(~(self.fed | self.expanded))
+        unseen = unseen[unseen != ROOT]
+        keep = np.ones(len(self), bool)
+        keep[unseen[np.argsort(self.cum[unseen], kind="stable")[:excess]]] = False
+        self._select(np.flatnonzero(keep))
+
+    def descends_from(self, root: int) -> np.ndarray:
+        """bool `[nodes]`: is `root` or below it. Pointer doubling, so log2(depth) passes."""
+        reached = np.zeros(len(self), bool)
+        reached[root] = True
+        jump = self.parent
+        while True:
+            further = reached | reached[jump]
+            if (further == reached).all() and (jump == ROOT).all():
+                return reached
+            reached, jump = further, jump[jump]
+
+    def ancestor_mask(self) -> np.ndarray:
+        """bool `[nodes, nodes]`: row i may attend to column j, an ancestor of i or i itself."""
+        mask = np.eye(len(self), dtype=bool)
+        levels = np.flatnonzero(np.diff(self.position)) + 1
+        for level in np.split(np.arange(len(self)), levels)[1:]:
+            mask[level] |= mask[self.parent[level]]
+        return mask
+
+    def path(self, node: int) -> list[int]:
+        """Indices from the root to `node`, both included."""
+        nodes = [node]
+        while nodes[-1] != ROOT:
+            nodes.append(int(self.parent[nodes[-1]]))
+        return nodes[::-1]
+
+    def best(self, candidates: np.ndarray, count: int) -> np.ndarray:
+        """The `count` most probable of `candidates` (indices), in breadth-first order.
+
+        Ties go to the lower index. As no child is more probable than its parent, the choice
+        among all nodes of a kind that only descendants can lack is closed under ancestors.
+        """
+        if len(candidates) > count:
+            order = np.lexsort((candidates, -self.cum[candidates]))
+            candidates = np.sort(candidates[order[:count]])
+        return candidates
+
+    def rows(self, request: int, nodes: np.ndarray) -> np.ndarray:
+        """The nodes as rows of a batch, `[k, 6]`."""
+        rows = np.zeros((len(nodes), NUM_COLUMNS), np.int64)
+        rows[:, REQUEST] = request
+        rows[:, NODE] = self.id[nodes]
+        rows[:, PARENT] = self.parent_id[nodes]
+        rows[:, TOKEN] = self.token[nodes]
+        rows[:, POSITION] = self.position[nodes]
+        return rows
+
+    def check(self) -> None:
+        """Assert the invariants that the rest of the code relies on."""
+        index = np.arange(len(self))
+        assert self.parent[ROOT] == ROOT and self.cum[ROOT] == 0
+        assert (self.parent[1:] < index[1:]).all(), "a parent stands before its children"
+        assert (np.diff(self.position) >= 0).all(), "breadth-first order"
+        assert (self.position[1:] == self.position[self.parent[1:]] + 1).all()
+        assert (self.parent_id[1:] == self.id[self.parent[1:]]).all()
+        assert len(set(self.id.tolist())) == len(self)
+        assert np.allclose(self.cum[1:], self.cum[self.parent[1:]] + self.logp[1:])
+        siblings: Sequence[tuple[int, int]] = list(
+            zip(self.parent[1:].tolist(), self.token[1:].tolist(), strict=True)
+        )
+        assert len(set(siblings)) == len(siblings), "siblings differ in their token"
+
+    def _extend(self, **columns: np.ndarray) -> None:
+        for name, values in columns.items():
+            setattr(self, name, np.concatenate((getattr(self, name), values)))
+
+    def _select(self, order: np.ndarray) -> None:
+        """Keep the nodes `order`, in that order; the first is the root of all others."""
+        place = np.zeros(len(self), np.int64)
+        place[order] = np.arange(len(order))
+        for name in self._COLUMNS:
+            setattr(self, name, getattr(self, name)[order])
+        self.parent = place[self.parent]

@@ -1,0 +1,172 @@
+"""What a layout of the pipeline costs: time and memory of every rank, from measured figures.
+
+A rank's time is its computation and then its message to the next rank:
+
+    head          rounds × draft round            + the rows' headers to the first stage's box
+    stage         layers × layer (+ embedding)    + rows of hidden states to the next box
+    last stage    layers × layer + head           + half a round trip to the head's box: the verdict
+
+Everything here is arithmetic; milliseconds and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import inf
+
+# Six integers of 8 bytes describe a row (`pipespec.transport.wire`).
+ROW_HEADER_BYTES = 48
+BITS_PER_GBIT_MS = 1_000_000  # what a Gbit/s moves in a millisecond
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that can hold a rank, and what was measured of it at the width to be used.
+
+    `layer_ms` is one layer, `head_ms` the final norm and the LM head, `embedding_ms` the
+    embedding, `draft_round_ms` one expansion by the draft. `memory_bytes` is what it may hold.
+    """
+
+    name: str
+    layer_ms: float = 1.0
+    head_ms: float = 0.0
+    embedding_ms: float = 0.0
+    draft_round_ms: float = 0.0
+    memory_bytes: float = inf
+
+    @property
+    def box(self) -> str:
+        return self.name.rpartition("/")[0]
+
+
+@dataclass(frozen=True)
+class Route:
+    """The network from one box to another."""
+
+    rtt_ms: float = 0.0
+    gbit_s: float = inf
+
+    def ms(self, num_bytes: int) -> float:
+        """From the first byte sent to the last one received."""
+        return self.rtt_ms / 2 + num_bytes * 8 / (self.gbit_s * BITS_PER_GBIT_MS)
+
+
+NEAR = Route()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the models need.
+
+    `layer_bytes` are the weights of each layer of the target. `head_bytes` are the final norm
+    and the LM head; with `tied` the last stage holds the embedding too. `kv_layer_bytes` is the
+    KV pool of a layer. `runtime_bytes` is what any rank takes beyond weights and KV.
+    `draft_bytes` are weights and KV of the draft. A batch has `rows` rows of `row_bytes` bytes.
+    `rounds` is how often the draft expands the tree in a step.
+    """
+
+    layer_bytes: tuple[int, ...]
+    embedding_bytes: int = 0
+    head_bytes: int = 0
+    tied: bool = False
+    kv_layer_bytes: int = 0
+    runtime_bytes: int = 0
+    draft_bytes: int = 0
+    rows: int = 1
+    row_bytes: int = 0
+    rounds: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_bytes)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """Bytes of weights and KV of the first i layers, for i from 0 to all."""
+        return tuple(
+            accumulate((weights + self.kv_layer_bytes for weights in self.layer_bytes), initial=0)
+        )
+
+    def fixed_bytes(self, *, first: bool, last: bool) -> int:
+        """What a stage holds whatever its layers are."""
+        embedding = self.embedding_bytes if first or (last and self.tied) else 0
+        return self.runtime_bytes + embedding + (self.head_bytes if last else 0)
+
+    def stage_bytes(self, layers: range) -> int:
+        """What the stage with these layers holds."""
+        fixed = self.fixed_bytes(first=layers.start == 0, last=layers.stop == self.num_layers)
+        return fixed + self.before[layers.stop] - self.before[layers.start]
+
+    @property
+    def head_rank_bytes(self) -> int:
+        """What the head holds: the draft."""
+        return self.runtime_bytes + self.draft_bytes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be laid out.
+
+    `members` in the order of the hosts file; those of a box follow one another, and keep their
+    order. `routes` holds the link of each pair of boxes once or in both directions; one that is
+    not there costs nothing. `draft`, `order` (of boxes) and `split` (layers per stage) are the
+    user's wishes. The members in `spares` hold nothing until one is needed; a box with stages and
+    spares comes last, because a hosts file counts the last members as spares.
+    """
+
+    members: tuple[Member, ...]
+    needs: Needs
+    routes: Mapping[tuple[str, str], Route] = field(default_factory=dict)
+    draft: str | None = None
+    order: tuple[str, ...] | None = None
+    split: tuple[int, ...] | None = None
+    spares: tuple[str, ...] = ()
+
+    @property
+    def last_box(self) -> str | None:
+        """The box that must come last, if one must."""
+        spare = {member.box for member in self.members if member.name in self.spares}
+        busy = {member.box for member in self.members if member.name not in self.spares}
+        return next(iter(spare & busy), None)
+
+    def member(self, name: str) -> Member:
+        return next(member for member in self.members if member.name == name)
+
+    def route(self, sender: str, receiver: str) -> Route:
+        """Between two boxes, or within one."""
+        there = self.routes.get((sender, receiver))
+        return there or self.routes.get((receiver, sender), NEAR)
+
+    def batch_ms(self, sender: str, receiver: str) -> float:
+        """A full batch from a stage's box to the next stage's."""
+        return self.route(sender, receiver).ms(self.needs.rows * self.needs.row_bytes)
+
+    def feed_ms(self, head: str, first: str) -> float:
+        """A full batch from the head's box to the first stage's: no hidden states yet."""
+        return self.route(head, first).ms(self.needs.rows * ROW_HEADER_BYTES)
+
+    def verdict_ms(self, last: str, head: str) -> float:
+        """The verdict from the last stage's box to the head's."""
+        return self.route(last, head).ms(0)
+
+    def draft_ms(self, head: Member) -> float:
+        """What the head computes in a step."""
+        return self.needs.rounds * head.draft_round_ms
+
+    def link_ms(self, head: Member, stages: Sequence[Member]) -> list[float]:
+        """The message of every rank, the head's first, the last one's a verdict."""
+        boxes = [stage.box for stage in stages]
+        return [
+            self.feed_ms(head.box, boxes[0]),
+            *(self.batch_ms(sender, receiver) for sender, receiver in pairwise(boxes)),
+            self.verdict_ms(boxes[-1], head.box),
+        ]
+
+
+def compute_ms(member: Member, num_layers: int, *, first: bool, last: bool) -> float:
+    """What a stage computes in a step."""
+    ends = (member.embedding_ms if first else 0.0) + (member.head_ms if last else 0.0)
+    return num_layers * member.layer_ms + ends

@@ -1,0 +1,311 @@
+"""From measured figures to who does what on the boxes of a hosts file.
+
+`pipespec.survey.gather` measures, `partition` decides; here the one becomes what the other takes,
+with what the configuration asks of memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Any, TypedDict
+
+from pipespec.config.hosts import Hosts
+from pipespec.config.schema import Config
+from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.engine.precision import ITEM_BYTES
+from pipespec.errors import ConfigError
+from pipespec.planning.costs import ROW_HEADER_BYTES, Member, Needs, Problem, Route
+from pipespec.planning.partition import GIB
+from pipespec.system.reading import Unreadable, build, read_json
+
+# What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
+RUNTIME_BYTES = 512 * 2**20
+
+
+Number = int | float
+# No figure comes near: bytes, milliseconds, Gbit/s.
+LARGEST_FIGURE = 2**62
+
+
+class ModelSizes(TypedDict):
+    """Of a model's weights in memory."""
+
+    dtype: str
+    layer_bytes: Sequence[int]
+    embedding_bytes: int
+    head_bytes: int
+    tied: bool
+    hidden_size: int
+    context: int
+
+
+class StageFigures(TypedDict):
+    """Of a device that computes layers of the target."""
+
+    layer_ms: Number
+    head_ms: Number
+    embedding_ms: Number
+    kv_slot_bytes: Number
+
+
+class DraftFigures(TypedDict):
+    """Of a device that computes the draft."""
+
+    round_ms: Number
+    weight_bytes: Number
+    kv_slot_bytes: Number
+
+
+class Device(TypedDict):
+    """What is known of every device."""
+
+    model: str
+    memory_bytes: Number
+
+
+class DeviceFigures(Device, total=False):
+    """And what was measured of one (`pipespec.survey.measure`); None: it had no room."""
+
+    stage: StageFigures | None
+    draft: DraftFigures | None
+
+
+class BoxFigures(TypedDict):
+    """What `pipespec.survey.measure` answers on one box."""
+
+    target: ModelSizes
+    draft: ModelSizes | None
+    devices: Sequence[DeviceFigures]
+
+
+class LinkFigures(TypedDict):
+    """From one box to another."""
+
+    source: str
+    to: str
+    rtt_ms: Number
+    gbit_s: Number
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured, as plain values that JSON can hold.
+
+    `rows` and `length` are the width and the text length of it, `dtype` the type of the weights
+    and `quantization` what becomes of those of target and draft. `members` maps a member to
+    what was measured of its device.
+    """
+
+    rows: int
+    length: int
+    dtype: str
+    quantization: Sequence[str | None]
+    target: ModelSizes
+    draft: ModelSizes | None
+    members: Mapping[str, DeviceFigures]
+    links: Sequence[LinkFigures]
+
+    @classmethod
+    def read(cls, file: str) -> Figures:
+        """From what `pipespec partition --json` printed. Raises ConfigError."""
+        try:
+            values = read_json(file, pipe=True)
+            found = build(cls, values.get("figures") if isinstance(values, dict) else None)
+            for number in _numbers(asdict(found)):
+                if not 0 <= number < LARGEST_FIGURE:
+                    raise Unreadable(f"it holds {number:g}, which nobody measures")
+            if len(found.quantization) != 2 or any(not link["gbit_s"] for link in found.links):
+                raise Unreadable("it lacks a figure")
+        except Unreadable as error:
+            raise ConfigError(
+                f"The figures {file!r} cannot be read ({error}); measure again with `pipespec "
+                "partition --json`."
+            ) from error
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _numbers(value: Any) -> Iterator[Number]:
+    """Every number in plain values."""
+    if isinstance(value, Number):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
+
+
+def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
+    """Token slots in the KV pool of a stage, or of the head's draft."""
+    return sum(slots_by_setting(config, context=context, num_ranks=num_ranks, head=head).values())
+
+
+def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool) -> Counter[str]:
+    """The same, by the setting that asks for them.
+
+    Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it has
+    expanded. One batch more of each is on its way in before a verdict frees the last.
+    """
+    feed, chunk = config.feed, config.decode.prefill_chunk
+    # Running free, every link can hold a batch, and so can every rank.
+    in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
+    found = Counter({"model.context": context})
+    found["feed.width"] += max(feed.max_rows - chunk, 0)
+    found["decode.prefill_chunk"] += min(max(feed.max_rows, chunk), chunk)
+    if head:
+        found["feed.capacity"] += feed.capacity
+    else:
+        found["feed.width"] += in_flight * feed.max_rows
+    return found
+
+
+def choose_dtype(hosts: Hosts, config: Config) -> str:
+    """The type of the weights: bfloat16 if no stage can be on a CPU, where nothing else is said."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    stages = set(hosts.members) - {hosts.draft, *hosts.spare_members}
+    on_gpu = all(hosts.device_of(member).startswith("cuda") for member in stages)
+    return "bfloat16" if on_gpu else "float32"
+
+
+def problem(hosts: Hosts, figures: Figures, config: Config) -> Problem:
+    """What the planner is to lay out. Raises ConfigError if the figures are of something else."""
+    if figures.rows != config.feed.max_rows:
+        raise ConfigError(
+            f"The figures are of {figures.rows} rows a batch, but {config.feed.max_rows} are to be "
+            "fed; measure again, or set feed.width as it was."
+        )
+    model = config.model
+    for name, found, wanted in (
+        ("dtype", figures.dtype, choose_dtype(hosts, config)),
+        ("quantization", figures.quantization[0], model.quantization),
+        ("draft_quantization", figures.quantization[1], model.draft_quantization),
+    ):
+        if found != wanted:
+            raise ConfigError(
+                f"The figures were measured with model.{name}={found or 'null'}, not "
+                f"{wanted or 'null'}; measure again, or set it as it was."
+            )
+    try:
+        members = tuple(_member(hosts, figures, name) for name in _file_order(hosts))
+        return Problem(
+            members=members,
+            needs=_needs(hosts, figures, config),
+            routes={
+                (link["source"], link["to"]): Route(link["rtt_ms"], link["gbit_s"])
+                for link in figures.links
+            },
+            draft=hosts.draft,
+            order=hosts.order,
+            split=hosts.split,
+            spares=hosts.spare_members,
+        )
+    except KeyError as error:
+        raise ConfigError(
+            f"The figures are not complete ({error}); measure again with `pipespec partition`."
+        ) from error
+
+
+def unmeasured(
+    hosts: Hosts,
+    config: Config,
+    target: CheckpointInfo,
+    draft: CheckpointInfo | None,
+    context: int,
+) -> Problem:
+    """The same without figures: equal devices, with the memory that the hosts file grants them.
+
+    The head is the file's, or its first member; the boxes stand as in the file. `context` is
+    the longest sequence in tokens.
+    """
+    hosts = replace(hosts, draft=hosts.draft or hosts.members[0])
+    dtype = choose_dtype(hosts, config)
+    num_ranks = hosts.num_stages + 1
+    slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
+    weights = target.loaded(dtype, config.model.quantization)
+    draft_bytes = 0
+    if draft is not None:
+        pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
+        slot_bytes = draft.num_layers * draft.kv_size * ITEM_BYTES[draft.computes_in(dtype)]
+        draft_bytes = draft.loaded(dtype, config.model.draft_quantization).total + pool * slot_bytes
+    return Problem(
+        members=tuple(
+            Member(name, memory_bytes=_granted(hosts, name, inf)) for name in _file_order(hosts)
+        ),
+        needs=Needs(
+            layer_bytes=weights.layers,
+            embedding_bytes=weights.embedding,
+            head_bytes=weights.head,
+            tied=target.tied,
+            kv_layer_bytes=slots * target.kv_size * ITEM_BYTES[target.computes_in(dtype)],
+            runtime_bytes=RUNTIME_BYTES,
+            draft_bytes=draft_bytes,
+        ),
+        draft=hosts.draft,
+        order=hosts.order or tuple(box.name for box in hosts.boxes),
+        split=hosts.split,
+        spares=hosts.spare_members,
+    )
+
+
+def _granted(hosts: Hosts, member: str, free: float) -> float:
+    """What a member may use of what is free."""
+    limit = hosts.box_of(member).memory_gib
+    return free if limit is None else min(free, int(limit * GIB))
+
+
+def _file_order(hosts: Hosts) -> list[str]:
+    return [member for box in hosts.boxes for member in box.members]
+
+
+def _member(hosts: Hosts, figures: Figures, name: str) -> Member:
+    if name not in figures.members:
+        raise ConfigError(
+            f"There are no figures of {name}; measure again with `pipespec partition`."
+        )
+    found = figures.members[name]
+    stage: Mapping[str, Any] = found.get("stage") or {}
+    draft_round_ms: Number = 0.0
+    if "draft" in found:
+        draft_round_ms = inf if found["draft"] is None else found["draft"]["round_ms"]
+    return Member(
+        name,
+        **{key: stage[key] for key in ("layer_ms", "head_ms", "embedding_ms") if stage},
+        draft_round_ms=draft_round_ms,
+        memory_bytes=_granted(hosts, name, found["memory_bytes"]),
+    )
+
+
+def _needs(hosts: Hosts, figures: Figures, config: Config) -> Needs:
+    target, draft = figures.target, figures.draft
+    members = figures.members.values()
+    stages = [times for found in members if (times := found.get("stage"))]
+    drafts = [draw for found in members if (draw := found.get("draft"))]
+    if not stages:
+        raise ConfigError("The figures have no member's times of a layer; measure again.")
+    context = min(config.model.context or target["context"], target["context"])
+    num_ranks = hosts.num_stages + 1
+    slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
+    draft_bytes = 0
+    if draft is not None and drafts:
+        pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
+        draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
+    elif draft is not None:
+        draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
+    rounds = config.source.rounds
+    return Needs(
+        layer_bytes=tuple(target["layer_bytes"]),
+        embedding_bytes=target["embedding_bytes"],
+        head_bytes=target["head_bytes"],
+        tied=target["tied"],
+        kv_layer_bytes=int(slots * max(stage["kv_slot_bytes"] for stage in stages)),
+        runtime_bytes=RUNTIME_BYTES,
+        draft_bytes=draft_bytes,
+        rows=figures.rows,
+        row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
+        rounds=rounds if isinstance(rounds, int) else 1,
+    )

@@ -1,0 +1,66 @@
+"""What `pipespec plan` is told about machine and draft: by options, or by a JSON file.
+
+    {"stages": 8, "stage_ms": ["1:37.8", "64:41"], "hop_ms": 1.0, "draft_ms": 9.5,
+     "curve": ["1:0.81", "8:0.99"], "spread": 0.5}
+
+Every entry may be missing. For stages that differ, `stage_ms` is a list of such lists.
+`benchmarks/plan_check.py` writes one from what it measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipespec.emulation import TimeCurve, point
+from pipespec.errors import ConfigError
+from pipespec.head.source.synthetic import Accuracy
+from pipespec.limits import MAX_STAGES, check_whole
+from pipespec.planning.simulation import Machine
+from pipespec.system.reading import Unreadable, build, read_json
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times in milliseconds; the defaults are SpecPipe's 8 stages of ten layers of a 70B on an
+    RTX 3090, and a draft that is right at once for 81 of 100 tokens."""
+
+    stages: int = 8
+    stage_ms: Sequence[str | float | Sequence[str | float]] = (37.8,)
+    hop_ms: float = 0.0
+    draft_ms: float = 0.0
+    curve: Sequence[str] = ("1:0.81", "8:0.99")
+    spread: float = 0.5
+
+    @classmethod
+    def read(cls, file: str) -> Profile:
+        """Raises ConfigError."""
+        try:
+            return build(cls, read_json(file, pipe=True))
+        except Unreadable as error:
+            raise ConfigError(
+                f"The profile {file!r} cannot be read: {error}; see docs/planning.md."
+            ) from error
+
+    def replaced(self, **values: Any) -> Profile:
+        """With every value that is not None in place of its own."""
+        return replace(self, **{name: v for name, v in values.items() if v is not None})
+
+    def machine(self) -> Machine:
+        """Raises ConfigError."""
+        check_whole("stages", self.stages, 1, MAX_STAGES)
+        curves = [[*c] for c in self.stage_ms if isinstance(c, list | tuple)]
+        if curves and len(curves) != self.stages:
+            raise ConfigError(
+                f"stage_ms has times of {len(curves)} stages, but there are {self.stages}."
+            )
+        per_stage = curves or [[*self.stage_ms]] * self.stages
+        stages = tuple(
+            TimeCurve(tuple(point(str(entry)) for entry in curve)) for curve in per_stage
+        )
+        return Machine(stages, self.hop_ms, self.draft_ms)
+
+    def accuracy(self) -> Accuracy:
+        """Raises ConfigError."""
+        return Accuracy.parse(list(self.curve), self.spread)

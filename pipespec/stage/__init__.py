@@ -1,0 +1,1 @@
+"""Ranks 1..n: receive, compute, verify, prune, send."""

@@ -1,0 +1,180 @@
+"""The loop of a stage: receive, compute, verify, prune, send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipespec.controller.client import Controller
+from pipespec.controller.graph import Layout, Task, compute, prune, transfer
+from pipespec.controller.verdict import VerdictReceiver, pack
+from pipespec.core import Batch, Verdict
+from pipespec.emulation import Pace, hold
+from pipespec.engine.stage import Stage
+from pipespec.sampling.verify import Verifier
+from pipespec.trace import Timeline
+from pipespec.transport.protocol import Transport
+
+
+class Worker:
+    """One stage of the pipeline, at one rank.
+
+    In lockstep every rank does the same in step t: compute the batch that its neighbour sent
+    in step t-1, hear the verdict of step t, drop what it ruled out, send on. Inside a group
+    (PipeDec's G_i) the batch goes on within the step, so it is sent before the verdict is heard.
+    Running free, a rank applies the verdicts that have come, before and after it computes, and
+    waits for none.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        link: Transport,
+        controller: Controller,
+        layout: Layout,
+        *,
+        pace: Pace,
+        delay_ms: float,
+        timeline: Timeline,
+    ):
+        self.stage = stage
+        self.link = link
+        self.controller = controller
+        self.rank = link.rank
+        self.layout = layout
+        self.last = link.rank == layout.last
+        self.free = layout.sync == "free"
+        # A neighbour in the same group computes the same batch in the same step.
+        self.joins_previous = layout.same_group(link.rank - 1)
+        self.joins_next = not self.last and layout.same_group(link.rank)
+        self.pace = pace
+        self.timeline = timeline
+        self.receiver = VerdictReceiver(controller, self.rank, timeline, delay_ms)
+        self.step = 0
+        self._done: list[Task] = []
+        self._verdicts: list[Verdict] = []  # of this step, at the last stage
+        self._verifiers: dict[int, Verifier] = {}  # of the open requests, at the last stage
+        self._counts = dict.fromkeys(("steps", "rows", "dropped", "overruns"), 0)
+        # When the current request's first row came; None between requests.
+        self._since: int | None = None
+
+    def run(self) -> None:
+        """Work until a batch says stop."""
+        while True:
+            batch = self.receive()
+            if self.free:
+                self.catch_up()
+            computed = self.compute(batch)
+            if self.joins_next:
+                self.send(computed)
+            self.hear()
+            if not (self.last or self.joins_next):
+                self.send(self.prune(computed))
+            for request in batch.released:
+                self.release(request)
+            if batch.stop:
+                while not self.last and self.receiver.heard <= self.step:
+                    self.follow(self.receiver.verdict())
+                self.controller.complete(self._done)
+                return
+            self.step += 1
+
+    def receive(self) -> Batch:
+        """What the neighbour sent in this step or the one before; none was before step 0."""
+        self.timeline.step = self.step
+        # Rank 1 has the head before it, which may be idle: waiting there is not waiting for work.
+        with self.timeline("receive"):
+            sent = self.step if self.joins_previous else self.step - 1
+            batch = self.link.recv() if sent >= 0 else Batch(step=-1)
+        assert batch.step == sent, "the links are in step"
+        return batch
+
+    def compute(self, batch: Batch) -> Batch:
+        """Run the batch through the slice; at the last stage, draw the verdict too.
+
+        Under a pace both belong to the stage's time, as they do on the machine that is emulated.
+        """
+        start = self.timeline.clock()
+        if self._since is None and len(batch):
+            self.timeline.take()
+            self._since = start
+        self._counts["steps"] += self._since is not None
+        with self.timeline("compute"):
+            computed = self.stage.compute(batch)
+        if self.last:
+            with self.timeline("verify"):
+                self._verdicts = self.stage.verdicts(computed, self.verifier)
+        with self.timeline("pace"):
+            paced = hold(start, self.pace.of_stage(self.rank, self.step, len(computed)))
+        self._counts["overruns"] += not paced
+        self._counts["rows"] += len(computed)
+        self._counts["dropped"] += len(batch) - len(computed)
+        computed.step = self.step
+        return computed
+
+    def hear(self) -> None:
+        """Say that this step is computed; follow the verdicts that must be, or can be, known."""
+        done, self._done = [*self._done, compute(self.rank, self.step)], []
+        with self.timeline("control"):
+            self.controller.complete(done, pack(self._verdicts, self.timeline.clock()))
+        if self.last:
+            self.receiver.heard += 1
+            self.follow(self._verdicts)
+        elif not self.free:
+            self.follow(self.receiver.verdict())
+        else:
+            if self.layout.asks_for_link(self.rank, self.step):
+                self.receiver.link(self.step)
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Follow every verdict that has come."""
+        while not self.last and (verdicts := self.receiver.verdict(timeout=0.0)) is not None:
+            self.follow(verdicts)
+
+    def follow(self, verdicts: list[Verdict] | None) -> None:
+        """Apply the verdict of the step after those followed so far."""
+        assert verdicts is not None
+        with self.timeline("prune"):
+            self.stage.apply(verdicts)
+        self._done.append(prune(self.rank, self.receiver.heard - 1))
+
+    def verifier(self, request: int) -> Verifier:
+        """Who decides the tokens of a request; what it asks for is looked up at its first row."""
+        verifier = self._verifiers.get(request)
+        if verifier is None:
+            verifier = Verifier(self.controller.request(request), self.controller.tokens(request))
+            self._verifiers[request] = verifier
+        return verifier
+
+    def prune(self, computed: Batch) -> Batch:
+        with self.timeline("prune"):
+            alive = self.stage.prune(computed)
+        self._counts["dropped"] += len(computed) - len(alive)
+        return alive
+
+    def send(self, batch: Batch) -> None:
+        with self.timeline("send"):
+            self.link.send(batch)
+        self._done.append(transfer(self.rank, self.step))
+
+    def release(self, request: int) -> None:
+        """A request is over: free what it held here, report where the time went."""
+        self.stage.release(request)
+        self._verifiers.pop(request, None)
+        self.controller.report(request, self.statistics())
+
+    def statistics(self) -> dict[str, Any]:
+        """This rank's part of a request's statistics; the counts start anew."""
+        totals, events = self.timeline.take()
+        now = self.timeline.clock()
+        report = {
+            "rank": self.rank,
+            "elapsed_ns": now - self._since if self._since is not None else 0,
+            "busy_ns": totals["compute"] + totals["verify"] + totals["pace"],
+            "control_ns": totals["control"],
+            **self._counts,
+            "events": events,
+        }
+        self._since = None
+        self._counts = dict.fromkeys(self._counts, 0)
+        return report

@@ -1,0 +1,190 @@
+"""What a box has: versions, CUDA devices, and which model files, told by their hashes.
+
+Nothing is downloaded and no weight is read, so an answer takes a fraction of a second; torch is
+imported only where a CUDA device is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from pipespec.engine.headers import weight_map
+from pipespec.errors import ModelError
+from pipespec.survey.check import package_version
+from pipespec.system.reading import (
+    Missing,
+    Unreadable,
+    home_expanded,
+    is_folder,
+    parse_json,
+    read_bytes,
+)
+from pipespec.system.resources import resource_dir
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+PACKAGES = ("torch", "transformers")
+OPTIONAL = ("torchao", "bitsandbytes")  # what quantises
+DRIVER_TIMEOUT_S = 10.0
+# So much of a hash tells two things apart and can still be read.
+SHORT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A checkpoint as it lies on a box.
+
+    `problem` says in a clause why it cannot be used, or is None. `config` and `index` are SHA-256
+    hashes of those files; `shards` is one of the names and sizes of the weight files. `index` is
+    None where a single file holds all weights.
+    """
+
+    folder: str
+    problem: str | None
+    config: str | None = None
+    index: str | None = None
+    shards: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a box has.
+
+    `versions` has python, pipespec, code (of pipespec: a hash), torch, transformers, torchao,
+    bitsandbytes and driver (NVIDIA's); None stands for what is not there. `cuda` names the CUDA
+    devices that torch can use, None if nobody asked; `cuda_problem` says in a clause why there
+    are none. `models` maps "target" and "draft" to what lies where they should.
+    """
+
+    versions: dict[str, str | None]
+    cuda: list[str] | None
+    cuda_problem: str | None
+    models: dict[str, Fingerprint]
+
+
+def take(models: Mapping[str, str], devices: Iterable[str]) -> Inventory:
+    """Look around on this machine.
+
+    `models` maps a part, as "target", to a folder or hub id; `devices` are those that the hosts
+    file names.
+    """
+    driver = nvidia_driver()
+    versions = {
+        "python": platform.python_version(),
+        "pipespec": package_version("pipespec"),
+        "code": code_hash()[:SHORT],
+        **{name: package_version(name) for name in (*PACKAGES, *OPTIONAL)},
+        "driver": driver,
+    }
+    named = any(device.startswith("cuda") for device in devices)
+    wanted = named or (driver is not None and any(device == "auto" for device in devices))
+    cuda, problem = cuda_devices() if wanted else (None, None)
+    found = {part: fingerprint(model) for part, model in models.items()}
+    return Inventory(versions, cuda, problem, found)
+
+
+def nvidia_driver() -> str | None:
+    """The version of NVIDIA's driver, None without one."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=DRIVER_TIMEOUT_S,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(answer.split()), None)
+
+
+def cuda_devices() -> tuple[list[str], str | None]:
+    """The names of the CUDA devices that torch can use, and a clause that says why none."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+        return [], f"torch cannot be imported ({error})"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return [], f"torch {torch.__version__} is built without CUDA"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [torch.cuda.get_device_name(index) for index in range(count)]
+    return names, None if names else "torch finds no CUDA device, or its driver is too old"
+
+
+def code_hash() -> str:
+    """SHA-256 of the package's own code: two checkouts of one version may differ."""
+    digest = hashlib.sha256()
+    package = Path(str(files("pipespec")))
+    for folder, pattern in ((package, "**/*.py"), (resource_dir("lua"), "**/*.lua")):
+        for file in sorted(folder.glob(pattern)):
+            digest.update(f"{file.relative_to(folder)}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def fingerprint(model: str) -> Fingerprint:
+    """What lies in a model folder, or in the hub's cache under a hub id; nothing is fetched."""
+    path = home_expanded(model)
+    if not is_folder(path):
+        cached = _cached(model)
+        if cached is None:
+            return Fingerprint(model, "is missing")
+        path = cached
+    folder = str(path)
+    try:
+        config = _hash(read_bytes(path / CONFIG))
+    except Missing:
+        return Fingerprint(folder, f"holds no {CONFIG}")
+    except Unreadable as error:
+        return Fingerprint(folder, f"cannot be read ({CONFIG}: {error})")
+    try:
+        index = read_bytes(path / INDEX) if os.path.isfile(path / INDEX) else None
+        sizes = _sizes(path, index)
+    except Unreadable as error:
+        return Fingerprint(folder, f"cannot be read ({INDEX}: {error})", config)
+    except ModelError as error:
+        return Fingerprint(folder, str(error), config)
+    except OSError as error:
+        return Fingerprint(folder, f"cannot be read ({error.strerror})", config)
+    listed = "\n".join(f"{name} {size}" for name, size in sorted(sizes.items()))
+    hashed = None if index is None else _hash(index)
+    return Fingerprint(folder, None, config, hashed, _hash(listed.encode()))
+
+
+def _sizes(path: Path, index: bytes | None) -> dict[str, int]:
+    """Name and size of every weight file. Raises ModelError with a clause."""
+    if index is None:
+        shards = {WEIGHTS}
+    else:
+        try:
+            shards = set(weight_map(path / INDEX, parse_json(index)).values())
+        except (Unreadable, ModelError) as error:
+            raise ModelError(f"has no usable {INDEX}") from error
+    missing = sorted(name for name in shards if not os.path.isfile(path / name))
+    if missing:
+        others = f" and {len(missing) - 1} more of its files" if missing[1:] else ""
+        raise ModelError(f"holds no {missing[0]}{others}")
+    return {name: (path / name).stat().st_size for name in shards}
+
+
+def _cached(model: str) -> Path | None:
+    """The folder of a hub id in this machine's cache, None if it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,1 @@
+"""What this machine has: files, folders, interfaces, and how a process ends."""

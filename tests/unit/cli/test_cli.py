@@ -1,0 +1,257 @@
+"""The command line: what it prints where, and the exit code, without decoding anything."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipespec.cli import bench as bench_command
+from pipespec.cli.generate import print_statistics
+from pipespec.cli.main import main
+from pipespec.config import compose
+
+PIPESPEC = [sys.executable, "-m", "pipespec"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The sentence with which a command line is refused."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pipespec: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "up"])
+def test_help_lists_every_setting_with_its_default(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    for setting in compose.settings():
+        assert f"{setting.name}={setting.default}" in out
+        assert setting.note in out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("pipespec ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "No command"),
+        (["generat"], "'generate', 'bench', 'plan', 'check'"),
+        (["generate"], "Pass the prompt in one way"),
+        (["generate", "--prompt", "a", "-"], "Pass the prompt in one way"),
+        (["generate", "--prompt", "a", "--prompt-file", "f"], "Pass the prompt in one way"),
+        (["generate", "--prompt"], "expected one argument"),
+        (["generate", "--prompt", ""], "The prompt is empty"),
+        (["generate", "--prompt", "\udcff"], "not UTF-8"),
+        (["generate", "--prompt-file", "/no/such/file"], "No such file"),
+        (["generate", "--prompt-file", "/"], "Is a directory"),
+        (["generate", "--prompt", "a", "--jsn"], "did you mean --json?"),
+        (["generate", "--prompt", "a", "feed.widht=3"], "did you mean feed.width?"),
+        (["generate", "--prompt", "a", "feed.width=0", "--json"], "feed.width is 0"),
+        (
+            ["bench", "concurrency=0"],
+            "concurrency is 0, but must be a whole number from 1 to 1000000000",
+        ),
+        (["bench", "--num-prompts", "few"], "num_prompts is 'few'"),
+        (["bench", "prompt_tokens=-1"], "prompt_tokens is -1"),
+        (["bench", "--concurrency", "2", "concurrency=2"], "concurrency is given twice"),
+        (["bench", "num_prompts=1", "num_prompts=2"], "num_prompts is given twice"),
+        (["bench", "dataset="], "dataset has no value"),
+        (["bench", "dataset=/no/such/file"], "No such file"),
+        (["bench", "--output", "/no/such/folder/file"], "the folder of that file is missing"),
+        (["bench", "--output", "/"], "must name a file"),
+        (["bench", "--nun-prompts=3"], "did you mean --num-prompts?"),
+        (["bench", "feed.widht=3"], "did you mean feed.width?"),
+        (["bench", "feed.width"], "is not a setting"),
+        (["up", "--name", ""], "The name of a cluster is ''"),
+        (["launch", "--name", "", "hosts.yaml"], "The name of a cluster is ''"),
+        (["check", "feed=level"], "takes no settings"),
+        (["check", "--jason"], "did you mean --json?"),
+        (["plan", "feed=level"], "takes options and no settings"),
+        (["plan", "--width", "3"], "did you mean --widths?"),
+        (["plan", "--stages", "0"], "stages is 0"),
+        (["plan", "--stage-ms", "1:a"], "'1:a' is no time of a stage"),
+        (["plan", "--stage-ms", "8:1,1:2"], "rising numbers from 1"),
+        (["plan", "--stage-ms", "-1"], "must be a number from 0 to"),
+        (["plan", "--hop-ms", "-1"], "hop_ms is -1.0"),
+        (["plan", "--curve", "0.9"], "no point of an accuracy curve"),
+        (["plan", "--spread", "1"], "spread of the confidence is 1.0"),
+        (["plan", "--policies", "levle"], "'levle' is not known"),
+        (["plan", "--rounds", "0"], "rounds is 0"),
+        (["plan", "--tokens", "0"], "tokens is 0"),
+        (["plan", "--tokens", "99999999999"], "tokens is 99999999999"),
+        (["plan", "--stages", "1000000000"], "stages is 1000000000"),
+        (["plan", "--widths", "99999999"], "feed.width is 99999999"),
+        (["plan", "--children", "9999999999"], "feed.children is 9999999999"),
+        (["plan", "--rounds", "1000000000"], "source.rounds is 1000000000"),
+        (["plan", "--seed", "-1"], "seed is -1"),
+        (["plan", "--seed", "99999999999999999999"], "seed is 9999"),
+        (["plan", "--curve", "1:0.5,99999999999:0.9"], "no point of an accuracy curve"),
+        (["plan", "--curve", "1:0.5,999999999:0.9"], "is 999999999"),
+        (["plan", "--stage-ms", "1e300"], "is 1e+300"),
+        (["plan", "--hop-ms", "1e300"], "hop_ms is 1e+300"),
+        (["bench", "concurrency=99999999999"], "concurrency is 99999999999"),
+        (["plan", "--widths", "a"], "invalid list of int value"),
+        (["plan", "--profile", "/no/such/file"], "No such file"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in refused(capsys, *argv)
+
+
+def test_a_prompt_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompt"
+    file.write_bytes(b"ab\xff")
+    assert "it is not UTF-8 text at byte 2" in refused(
+        capsys, "generate", "--prompt-file", str(file)
+    )
+    file.write_bytes(b"")
+    assert "prompt is empty" in refused(capsys, "generate", "--prompt-file", str(file))
+
+
+def test_without_a_checkout_a_data_set_must_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_command, "files", lambda package: tmp_path / package)
+    assert "only a source checkout has one of its own" in refused(capsys, "bench")
+
+
+@pytest.mark.parametrize("argv", [["-"], ["--prompt-file", "-"]])
+def test_the_prompt_can_come_from_standard_input(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert "Standard input cannot be read: it is not UTF-8" in refused(capsys, "generate", *argv)
+
+
+def test_settings_and_options_mix_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["generate", "feed=level", "--json", "cluster.stages=0", "--prompt", "a", "--chat"]
+    assert "cluster.stages is 0" in refused(capsys, *argv)
+
+
+def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "missing")
+    argv = ["--prompt", "a", f"model.target={missing}", f"model.draft={missing}"]
+    assert missing in refused(capsys, "generate", *argv)
+
+
+def test_mistakes_and_help_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from pipespec.cli.main import main; "
+        "main(['generate', '--prompt', 'a', 'feed.widht=1']); "
+        "main(['bench', 'feed.widht=1']); "
+        "main(['up', 'feed.widht=1']); "
+        "main(['status', 'no-such-cluster']); "
+        "main(['generate', '--on', 'no-such-cluster', '--prompt', 'a']); "
+        "print('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.stdout == "False\n"
+
+
+def test_a_user_without_a_home_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "")
+    assert "no home folder: set HOME" in refused(capsys, "status")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # nobody has this number
+    assert "no home folder: set HOME" in refused(capsys, "status")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["status"]) == 0
+
+
+def test_check_says_what_the_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["ok"] is True
+    assert findings["problems"] == []
+    assert findings["packages"]["torch"]
+    assert findings["devices"][0]["name"] == "cpu"
+    assert findings["devices"][0]["memory_gib"] >= findings["devices"][0]["free_gib"] > 0
+    assert findings["attention"]["sdpa"] == {"usable": True, "why_not": None}
+    assert findings["transport"]["gloo"]["usable"] is True
+    assert findings["redis"]["version"][0].isdigit()
+
+
+def test_check_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 0
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("torch", "sdpa", "flashinfer", "gloo", "Redis", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "label"), [("lossy", "LOSSY"), ("emulated", "EMULATED"), ("synthetic", "SYNTHETIC")]
+)
+def test_what_is_not_the_plain_truth_is_labelled(
+    flag: str, label: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pipespec.client.generate import Result
+
+    for stated in (False, True):
+        stats = {"lossy": False, "emulated": False, "synthetic": False, flag: stated}
+        print_statistics(Result("a", [1], None, 1, 1, "length", stats))
+        assert (label in capsys.readouterr().err) is stated
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        answer = subprocess.run(
+            [*PIPESPEC, "check", "--json"], stdout=out, stderr=subprocess.PIPE, text=True
+        )
+    assert answer.returncode == 128 + signal.SIGPIPE
+    assert answer.stderr == ""
+
+
+def test_a_full_disk_is_one_sentence() -> None:
+    with open("/dev/full", "w") as out:
+        answer = subprocess.run(
+            [*PIPESPEC, "check", "--json"], stdout=out, stderr=subprocess.PIPE, text=True
+        )
+    assert answer.returncode == 1
+    assert (
+        answer.stderr == "pipespec: Standard output cannot be written: No space left on device.\n"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_command_without_a_traceback(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    prompt = tmp_path / "prompt"
+    os.mkfifo(prompt)
+    # Under nohup it is ignored, and so it would be there.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        process = subprocess.Popen(
+            [*PIPESPEC, "generate", "--prompt-file", str(prompt)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(number, before)
+    with process, prompt.open("w"):  # opens as soon as the command is waiting for the prompt's text
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (128 + number, "", "")

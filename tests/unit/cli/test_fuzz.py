@@ -1,0 +1,354 @@
+"""Whatever stands in arguments and files: every command ends with a sentence and an exit code.
+
+Nothing here begins a cluster: what would reach one names a device that no machine has, or a model
+folder that is not there.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from pipespec.cli import partition
+from pipespec.cli.main import main
+from pipespec.client.registry import Card, Owner
+from pipespec.config import compose
+from pipespec.config.hosts import load_hosts
+from pipespec.config.schema import Config
+from pipespec.engine.checkpoint import inspect
+from pipespec.planning.partition import plan_slices
+from pipespec.planning.placement import Figures, problem
+from pipespec.system.outcome import concluded
+from pipespec.system.resources import resource_dir
+
+NO_DEVICE = "cluster.devices=[cuda:99]"
+NO_MODEL = "model.target=/no/such/model"
+DEMO = resource_dir("demo")
+DIGITS = "9" * 5000
+NESTED = "[" * 3000
+
+
+def examples(share: float) -> settings:
+    """So many of the examples that other tests take."""
+    count = max(1, int(settings.default.max_examples * share))
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
+
+
+# What has to read all of conf/ takes a tenth of a second.
+slow, few, many = examples(0.1), examples(0.2), examples(0.5)
+
+# --- what stands there ------------------------------------------------------------------------
+
+ODD = (
+    *("", "-1", "0", "1", "3", "1e999", "nan", "null", "true", "~nobody/x", "\0", "..", "/", "é"),
+    *("a" * 300, "x" * 5000, "\udcff", "\ud800", "a\nb", "[/red]", "${a}", "${oc.env:HOME}", "*"),
+    *(DIGITS, NESTED, "[1,2]", "['a']", "{a: 1}", "a,b", "1:2", "choice(1,2)"),
+)
+TEXTS = st.one_of(
+    st.sampled_from(ODD),
+    st.text(alphabet="ab01.-+:=,/'\"[]{}()$&*!%~@#\\ \n\t\0é\ud800", max_size=8),
+)
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 9),
+    st.sampled_from([10**18, 10**400, -(2**63), 1.5, float("nan"), float("inf"), 1e300]),
+    TEXTS,
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+BYTES = st.one_of(
+    st.binary(max_size=12),
+    st.sampled_from([NESTED, DIGITS, "{", "", "\ufeff{}", f'{{"a": {DIGITS}}}', "a: &a [*a]"]).map(
+        str.encode
+    ),
+)
+
+
+@st.composite
+def like(draw: st.DrawFn, whole: Any) -> bytes:
+    """JSON of the shape of `whole`, with some of it replaced or left out, or what is none."""
+    if draw(st.integers(0, 5)) == 0:
+        return draw(BYTES)
+    return json.dumps(draw(altered(whole))).encode("utf-8", "surrogatepass")
+
+
+def altered(whole: Any) -> st.SearchStrategy[Any]:
+    """A value of the shape of `whole`, with a part of it replaced."""
+    if isinstance(whole, dict) and whole:
+        key = st.sampled_from(sorted(whole))
+        return st.one_of(
+            st.just(whole),
+            key.flatmap(lambda k: altered(whole[k]).map(lambda v: {**whole, k: v})),
+            key.map(lambda k: {name: v for name, v in whole.items() if name != k}),
+            st.builds(lambda k, v: {**whole, k: v}, TEXTS, VALUES),
+        )
+    if isinstance(whole, list) and whole:
+        return st.one_of(
+            st.just([]), altered(whole[0]).map(lambda v: [v, *whole[1:]]), VALUES, st.just(whole)
+        )
+    return VALUES
+
+
+# --- what happens -----------------------------------------------------------------------------
+
+
+@contextmanager
+def place() -> Iterator[Path]:
+    """A folder with everything that a command may write outside its own arguments."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "HOME"):
+            patch.setenv(name, folder)
+        patch.chdir(folder)
+        yield Path(folder)
+
+
+def ends_well(*argv: str, stdin: bytes = b"") -> None:
+    """Run a command; it must not let anything out, nor end by what nobody foresaw."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        judge(lambda: main(argv))
+
+
+def judge(run: Callable[[], int]) -> None:
+    """The same for a part of one."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code: object = concluded(run)
+        except SystemExit as leaving:  # --help
+            code = leaving.code
+    said = err.getvalue()
+    assert code in (0, 1, 2), said
+    assert "Traceback" not in said + out.getvalue()
+    assert code == 0 or "pipespec: " in said or out.getvalue()
+
+
+# --- arguments --------------------------------------------------------------------------------
+
+WORDS = [
+    *("--json", "--on", "--prompt", "--prompt-file", "--chat", "--name", "--profile", "--measured"),
+    *("--dataset", "--num-prompts", "--concurrency", "--prompt-tokens", "--output", "--version"),
+    *("dataset=", "num_prompts=", "concurrency=", "prompt_tokens=", "-", "--help", "lab"),
+]
+COMMANDS = ["generate", "bench", "up", "launch", "partition", "status", "down", "check"]
+NAMES = [setting.name for setting in compose.settings()]
+
+
+@few
+@given(st.sampled_from(COMMANDS), st.lists(st.sampled_from(WORDS) | TEXTS, max_size=4), BYTES)
+def test_any_arguments(command: str, words: list[str], stdin: bytes) -> None:
+    with place():
+        # `check` takes a second, and what it is given is refused.
+        ends_well(command, *words, NO_DEVICE, NO_MODEL, stdin=stdin)
+
+
+@examples(0.3)
+@given(st.lists(st.tuples(st.sampled_from(NAMES), TEXTS), min_size=1, max_size=2))
+@example([("cluster.patience_s", "9" * 400)])
+@example([("model.draft", "~nobody")])
+def test_any_settings(pairs: list[tuple[str, str]]) -> None:
+    with place():
+        chosen = [f"{name}={value}" for name, value in pairs]
+        ends_well("generate", "--prompt", "a", *chosen, NO_DEVICE, NO_MODEL)
+
+
+@slow
+@given(st.lists(st.sampled_from(NAMES), max_size=2), VALUES, BYTES)
+def test_any_standard_input(names: list[str], value: Any, raw: bytes) -> None:
+    lines = [f"{name}={value}" for name in names]
+    for text in (json.dumps([*lines, value]).encode(errors="surrogatepass"), raw):
+        with place():
+            ends_well("up", "-", NO_DEVICE, NO_MODEL, stdin=text)
+
+
+OPTIONS = ("--stage-ms", "--hop-ms", "--draft-ms", "--curve", "--spread", "--policies")
+PROFILE = {"stages": 2, "stage_ms": [[1, "8:2"], ["1:3"]], "hop_ms": 1, "draft_ms": 0.5}
+
+
+@many
+@given(st.lists(st.tuples(st.sampled_from(OPTIONS), TEXTS), max_size=2), like(PROFILE))
+def test_any_plan(options: list[tuple[str, str]], profile: bytes) -> None:
+    with place() as folder:
+        (folder / "profile").write_bytes(profile)
+        argv = ["plan", "--policies", "root,level", "--widths", "4", "--rounds", "1"]
+        argv += ["--tokens", "3", "--stages", "2", "--profile", "profile"]
+        ends_well(*argv, *(word for pair in options for word in pair))
+
+
+# --- files ------------------------------------------------------------------------------------
+
+BOX = {
+    "name": "a",
+    "address": "127.0.0.1",
+    "ssh": "local",
+    "user": "me",
+    "port": 22,
+    "identity": "~/key",
+    "interface": "lo",
+    "devices": ["cpu", "cpu"],
+    "python": "python3",
+    "env": {"A": "1"},
+    "target": "/x",
+    "draft": "/y",
+    "memory_gib": 2,
+}
+HOSTS = {
+    "name": "lab",
+    "defaults": {"user": "me"},
+    "hosts": [BOX],
+    "draft": "a/0",
+    "order": ["a"],
+    "split": [1],
+    "spares": 0,
+}
+
+
+@few
+@given(like(HOSTS))
+def test_any_hosts_file(text: bytes) -> None:
+    with place() as folder:
+        (folder / "hosts.yaml").write_bytes(text)
+        ends_well("launch", "hosts.yaml", NO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return compose.compose(["cluster.stages=1", "feed.width=8", "source=ngram"])
+
+
+SIZES = {
+    "dtype": "float32",
+    "layer_bytes": [1, 1],
+    "embedding_bytes": 1,
+    "head_bytes": 1,
+    "tied": False,
+    "hidden_size": 4,
+    "context": 64,
+}
+TIMES = {"layer_ms": 1, "head_ms": 1, "embedding_ms": 1, "kv_slot_bytes": 1}
+DEVICE = {"model": "x", "memory_bytes": 2**40, "stage": TIMES}
+FIGURES = {
+    "rows": 8,
+    "length": 8,
+    "dtype": "float32",
+    "quantization": [None, None],
+    "target": SIZES,
+    "draft": None,
+    "links": [],
+    "members": {
+        "a/0": DEVICE | {"draft": {"round_ms": 1, "weight_bytes": 1, "kv_slot_bytes": 1}},
+        "a/1": DEVICE,
+    },
+}
+
+
+@many
+@given(like({"figures": FIGURES}))
+def test_any_figures(config: Config, text: bytes) -> None:
+    with place() as folder:
+        (folder / "hosts.yaml").write_text(json.dumps({"hosts": [BOX]}))
+        (folder / "figures").write_bytes(text)
+        hosts = load_hosts("hosts.yaml")
+
+        def run() -> int:
+            figures = Figures.read("figures")
+            placement = plan_slices(problem(hosts, figures, config))
+            return (
+                len([partition.rows(placement, figures), partition.table(placement, figures)]) - 2
+            )
+
+        judge(run)
+
+
+@few
+@given(st.lists(like({"id": "1", "benchmark": "a", "prompt": "b"}), max_size=3))
+def test_any_data_set(lines: list[bytes]) -> None:
+    with place() as folder:
+        (folder / "set.jsonl").write_bytes(b"\n".join(lines))
+        ends_well("bench", "dataset=set.jsonl", NO_DEVICE, NO_MODEL)
+
+
+CARD = asdict(
+    Card(
+        name="lab",
+        url="unix:///no/such/socket",
+        namespace="pipespec",
+        epoch=1,
+        owner=Owner(pid=1, created=0.0, machine="elsewhere"),
+        host="alpha",
+        overrides=("feed=level",),
+        target="/no/such/model",
+        vocab_size=512,
+        context=64,
+        eos=(1,),
+        num_ranks=3,
+        started=1.0,
+    )
+)
+URLS = ("", "x", "redis://127.0.0.1:1", "redis://[", "redis://h:99999999", "unix://", "rediss://:@")
+
+
+@many
+@given(like(CARD), like({"pid": 1, "created": 0.0, "machine": "elsewhere"}), st.sampled_from(URLS))
+@example(json.dumps({**CARD, "context": -1}).encode(), b"", "")
+def test_any_card(card: bytes, lock: bytes, url: str) -> None:
+    with place() as folder:
+        (folder / "pipespec").mkdir()
+        (folder / "pipespec" / "lab.json").write_bytes(card)
+        (folder / "pipespec" / "lab.lock").write_bytes(lock)
+        (folder / "pipespec" / "other.json").write_text(json.dumps({**CARD, "url": url}))
+        ends_well("status")
+        ends_well("status", "--json")
+        ends_well("down", "lab")
+        ends_well("generate", "--on", "lab", "--prompt", "a", "verify=greedy")
+
+
+CONFIG = json.loads((DEMO / "target" / "config.json").read_text()) | {"num_hidden_layers": 1}
+GENERATION = {"eos_token_id": [1, 2]}
+HEADER = {
+    "model.embed_tokens.weight": {"dtype": "F32", "shape": [8, 4], "data_offsets": [0, 128]},
+    "model.layers.0.a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [128, 144]},
+}
+
+
+@many
+@given(
+    like(CONFIG),
+    like(GENERATION),
+    like(HEADER),
+    like({"weight_map": {"a": "b"}}),
+    st.integers(0, 3),
+)
+def test_any_checkpoint(
+    config: bytes, generation: bytes, header: bytes, index: bytes, which: int
+) -> None:
+    with place() as folder:
+        whole = json.dumps(HEADER).encode()
+        files = {
+            "config.json": json.dumps(CONFIG).encode(),
+            "model.safetensors": len(whole).to_bytes(8, "little") + whole + bytes(144),
+        }
+        files |= [
+            {"config.json": config},
+            {"generation_config.json": generation},
+            {"model.safetensors": len(header).to_bytes(8, "little") + header + bytes(144)},
+            {"model.safetensors.index.json": index},
+        ][which]
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        judge(lambda: 0 if inspect(folder).loaded("float32", None).total >= 0 else 1)

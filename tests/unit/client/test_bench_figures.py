@@ -1,0 +1,146 @@
+"""What a benchmark's figures mean, from given times of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipespec.client import answers
+from pipespec.client.bench import BenchResult, RequestResult
+from pipespec.config.compose import compose
+
+LABELS = {"emulated": False, "synthetic": False, "lossy": False, "seed": None}
+
+
+def request(name: str, token_ms: list[float], **stats: Any) -> RequestResult:
+    known = {
+        "steps": 10,
+        "tokens_per_step": 0.5,
+        "hit_rate": 0.5,
+        "rows_per_step": 4.0,
+        "stage_busy": [0.2, 0.4],
+        "overruns": 0,
+    }
+    return RequestResult(
+        id="q",
+        benchmark=name,
+        prompt_ids=[1, 2, 3],
+        token_ids=[7] * len(token_ms),
+        text="",
+        finish_reason="length",
+        ttft_ms=token_ms[0],
+        token_ms=token_ms,
+        stats=known | stats,
+    )
+
+
+def figures(*requests: RequestResult, duration_s: float = 2.0) -> dict[str, Any]:
+    return BenchResult(list(requests), duration_s, 1, LABELS).summary()
+
+
+def test_tokens_of_one_verdict_have_one_itl_and_their_own_tbt() -> None:
+    got = figures(request("a", [100.0, 130.0, 130.0, 190.0]))
+    assert got["mean_ttft_ms"] == 100
+    assert got["mean_itl_ms"] == pytest.approx(45)  # 30 and 60
+    assert got["mean_tbt_ms"] == pytest.approx(30)  # 30, 0 and 60
+    assert got["mean_tpot_ms"] == pytest.approx(30)
+    assert got["mean_e2el_ms"] == 190
+    assert got["median_tbt_ms"] == got["p50_tbt_ms"] == 30
+    assert got["accepted_per_batch"] == pytest.approx(4 / 3)
+
+
+def test_tpot_weighs_requests_alike_and_tbt_tokens() -> None:
+    got = figures(request("a", [0.0, 10.0]), request("a", [0.0, 40.0, 80.0, 120.0]))
+    assert got["mean_tpot_ms"] == pytest.approx((10 + 40) / 2)
+    assert got["mean_tbt_ms"] == pytest.approx((10 + 3 * 40) / 4)
+    assert got["p90_ttft_ms"] == 0
+
+
+def test_throughput_counts_over_the_whole_duration() -> None:
+    got = figures(request("a", [1.0, 2.0]), request("a", [1.0, 2.0, 3.0]), duration_s=5.0)
+    assert (got["completed"], got["total_input_tokens"], got["total_output_tokens"]) == (2, 6, 5)
+    assert got["request_throughput"] == pytest.approx(2 / 5)
+    assert got["output_throughput"] == pytest.approx(1)
+    assert got["total_token_throughput"] == pytest.approx(11 / 5)
+
+
+def test_rates_weigh_what_they_count() -> None:
+    got = figures(
+        # 2 tokens in 4 steps, of which 2 of 3 were hit; then 4 in 2 and 0 of 5.
+        request("a", [1.0, 2.0, 3.0], tokens_per_step=0.5, hit_rate=2 / 3, steps=10),
+        request(
+            "a",
+            [1.0, 2.0, 2.0, 3.0, 3.0],
+            tokens_per_step=2.0,
+            hit_rate=0.0,
+            steps=30,
+            rows_per_step=8.0,
+            stage_busy=[0.6, 0.8],
+            overruns=3,
+        ),
+    )
+    assert got["tokens_per_step"] == pytest.approx(6 / 6)
+    assert got["hit_rate"] == pytest.approx(2 / 8)
+    assert got["rows_per_step"] == pytest.approx((4 * 10 + 8 * 30) / 40)
+    assert got["stage_busy"] == pytest.approx([0.5, 0.7])
+    assert got["overruns"] == 3
+
+
+def test_a_single_token_has_no_time_between_tokens() -> None:
+    got = figures(request("a", [5.0], tokens_per_step=None, rows_per_step=None))
+    for kind in ("tpot", "itl", "tbt"):
+        assert got[f"mean_{kind}_ms"] is got[f"p99_{kind}_ms"] is None
+    assert got["tokens_per_step"] is None
+    assert got["rows_per_step"] is None
+    assert got["mean_e2el_ms"] == 5
+
+
+def test_each_benchmark_has_its_own_row() -> None:
+    result = BenchResult(
+        [request("b", [1.0, 11.0]), request("a", [1.0, 21.0]), request("b", [1.0, 31.0])],
+        1.0,
+        1,
+        LABELS,
+    )
+    rows = result.by_benchmark()
+    assert [(row["benchmark"], row["completed"]) for row in rows] == [("b", 2), ("a", 1)]
+    assert [row["mean_tbt_ms"] for row in rows] == [pytest.approx(20), pytest.approx(20)]
+    assert [row["total_output_tokens"] for row in rows] == [4, 2]
+
+
+def reports() -> list[dict[str, Any]]:
+    """Of a head and one stage: tokens after 10, 20 and 40 ms, in two steps."""
+    counts = {"steps": 3, "rows": 3, "rounds": 0, "overruns": 0}
+    head = {
+        "rank": 0,
+        "token_ns": [10_000_000, 20_000_000, 40_000_000],
+        "counts": counts,
+        "first_token": counts | {"steps": 1},
+        "hits": 0,
+        "control_ns": 0,
+    }
+    stage = {"dropped": 0, "busy_ns": 5, "elapsed_ns": 10, "overruns": 0, "control_ns": 6_000_000}
+    return [head, {"rank": 1} | stage]
+
+
+def test_times_are_divided_by_the_scale_of_what_is_emulated_and_shares_are_not() -> None:
+    plain = answers.statistics(compose(), 0, reports())
+    paced = answers.statistics(
+        compose(["pace=fixed", "pace.stage_ms=1", "pace.scale=4"]), 0, reports()
+    )
+    linked = answers.statistics(compose(["link.latency_ms=1", "pace.scale=4"]), 0, reports())
+    assert paced == linked
+    assert (plain["ttft_ms"], paced["ttft_ms"]) == (10, 2.5)
+    assert (plain["tbt_ms"]["mean"], paced["tbt_ms"]["mean"]) == (15, 3.75)
+    assert (plain["step_ms"], paced["step_ms"]) == (15, 3.75)
+    assert (plain["control_ms_per_step"], paced["control_ms_per_step"]) == (1, 0.25)
+    assert paced["tokens_per_s"] == pytest.approx(4 * plain["tokens_per_s"])
+    for name in ("steps", "tokens_per_step", "stage_busy", "hit_rate"):
+        assert paced[name] == plain[name]
+
+
+def test_a_scale_of_nothing_emulated_changes_no_time() -> None:
+    config = compose(["pace.scale=4"])
+    assert answers.statistics(config, 0, reports()) == answers.statistics(compose(), 0, reports())
+    assert answers.labels(config, config.verify.sampling(0))["emulated"] is False

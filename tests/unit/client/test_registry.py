@@ -1,0 +1,322 @@
+"""Names of clusters: who holds them, what a card tells, and what a killed process leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipespec.cli.main import main
+from pipespec.cli.status import duration, report
+from pipespec.client import registry
+from pipespec.client.registry import Card, Owner, claim, entries, entry, find, held, publish
+from pipespec.errors import ConfigError
+
+URL = "unix:///tmp/redis.sock?password=secret"
+HOLD = "import sys; from pipespec.client.registry import claim\nwith claim({name!r}):\n  {body}"
+ELSEWHERE = Owner(pid=1, created=0.0, machine="another kernel")
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path / "pipespec"
+
+
+def card(name: str = "lab", owner: Owner | None = None) -> Card:
+    return Card(
+        name=name,
+        url=URL,
+        namespace="pipespec",
+        epoch=1,
+        owner=owner or Owner.this(),
+        host="alpha",
+        overrides=("cluster.stages=2",),
+        target="/models/target",
+        vocab_size=512,
+        context=64,
+        eos=(1, 2),
+        num_ranks=3,
+        started=100.0,
+    )
+
+
+def in_another_process(name: str, body: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD.format(name=name, body=body)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_card_is_told_as_it_was_published_and_goes_with_the_name(state: Path) -> None:
+    with claim("lab"):
+        assert held("lab") == registry.Entry("lab", Owner.this(), None)
+        with pytest.raises(ConfigError, match="still loading"):
+            find("lab")
+        publish(card())
+        assert find("lab") == card()
+        assert [each.name for each in entries()] == ["lab"]
+    assert entries() == []
+    assert list(state.iterdir()) == []
+
+
+def test_a_card_is_for_this_user_alone_and_never_shows_its_url(state: Path) -> None:
+    with claim("lab"):
+        file = publish(card())
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert stat.S_IMODE(state.stat().st_mode) == 0o700
+        assert "secret" not in repr(find("lab"))
+
+
+def test_a_name_is_held_once_within_a_process_and_between_processes() -> None:
+    with claim("lab"), pytest.raises(ConfigError, match="'lab' is up already"), claim("lab"):
+        pass
+    other = in_another_process("lab", "print('held', flush=True); sys.stdin.read()")
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match="pipespec down lab"), claim("lab"):
+        pass
+    assert entry("lab").owner.pid == other.pid
+    with claim("other"):
+        assert [each.name for each in entries()] == ["lab", "other"]
+    other.communicate()
+    assert other.returncode == 0
+    with claim("lab"):
+        assert entry("lab").owner.pid == os.getpid()
+
+
+def test_what_a_killed_process_left_counts_for_nothing_and_is_replaced(state: Path) -> None:
+    killed = in_another_process("lab", "print('held', flush=True); sys.stdin.read()")
+    assert killed.stdout is not None
+    killed.stdout.readline()
+    left = publish(card(owner=entry("lab").owner))
+    assert find("lab").owner.pid == killed.pid
+    killed.kill()
+    killed.wait()
+    assert (state / "lab.lock").exists()
+    assert entries() == []
+    with pytest.raises(ConfigError, match="No cluster named 'lab' is up"):
+        find("lab")
+    with claim("lab"):
+        assert not left.exists()
+        assert held("lab") == registry.Entry("lab", Owner.this(), None)
+
+
+def test_a_zombie_has_ended() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL)
+    owner = replace(Owner.this(), pid=child.pid, created=time.time())
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    assert owner.gone
+    child.wait()
+
+
+def test_another_process_with_the_same_number_is_not_the_owner() -> None:
+    assert not Owner.this().gone
+    assert replace(Owner.this(), created=Owner.this().created - 3600).gone
+
+
+def test_a_card_from_another_machine_is_taken_at_its_word(state: Path) -> None:
+    state.mkdir()
+    publish(card(owner=ELSEWHERE))
+    assert find("lab").host == "alpha"
+    assert not find("lab").owner.here
+    assert not find("lab").owner.gone
+
+
+def test_one_cluster_needs_no_name_and_of_several_one_must_be_named() -> None:
+    with pytest.raises(ConfigError, match="No cluster is up; start one"):
+        entry(None)
+    with claim("a"):
+        assert entry(None).name == "a"
+        with claim("b"):
+            with pytest.raises(ConfigError, match="Several clusters are up: a, b; name one"):
+                entry(None)
+            with pytest.raises(ConfigError, match="'c' is up; these are: a, b"):
+                entry("c")
+
+
+def test_the_log_of_a_cluster_that_is_gone_is_named(state: Path) -> None:
+    state.mkdir()
+    (state / "lab.log").write_text("it fell over")
+    with pytest.raises(ConfigError, match=rf"'lab' is up; .* log is {state}/lab\.log\)\.$"):
+        find("lab")
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "a/b", "../a", "a b", "ä"])
+def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="must be letters"), claim(name):
+        pass
+
+
+def wrong(**changes: object) -> str:
+    """A card's text with entries of other values."""
+    told = {**asdict(card()), **changes}
+    return json.dumps({name: value for name, value in told.items() if value is not ...})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "it is not JSON"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ("[]", "it must be a JSON object of name, url"),
+        ('{"name": "lab"}', "it must be a JSON object of name, url"),
+        ("\udcff", "it is not UTF-8 text at byte 0"),
+        (wrong(eos=3), "eos is 3, but must be a list"),
+        (wrong(eos=["1"]), r"eos\[0\] is '1', but must be a whole number"),
+        (wrong(eos=[10**4000]) + "0", "it is not JSON"),
+        (wrong(owner="x"), "owner is 'x', but must be an object"),
+        (wrong(owner={"pid": True, "created": 1, "machine": ""}), "owner.pid is True"),
+        (wrong(owner={"pid": 1}), "owner must be a JSON object of pid, created, machine"),
+        (wrong(started="x"), "started is 'x', but must be a finite number"),
+        (wrong(started=float("nan")), "started is nan"),
+        (wrong(started=10**400), "started is 1000"),
+        (wrong(num_ranks=2.5), "num_ranks is 2.5"),
+        (wrong(overrides=...), "it must be a JSON object of name, url"),
+    ],
+)
+def test_one_card_that_is_none_is_named_and_the_others_are_told(
+    text: str, why: str, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.mkdir()
+    (state / "bad.json").write_bytes(text.encode(errors="surrogateescape"))
+    for name in ("bad", None):
+        with pytest.raises(ConfigError, match=rf"bad\.json' cannot be read \({why}.* remove it"):
+            entry(name)
+    with claim("lab"):
+        assert main(["status", "--json"]) == 1
+        bad, good = json.loads(capsys.readouterr().out)["clusters"]
+        assert (bad["name"], bad["state"]) == ("bad", "unreadable")
+        assert "bad.json" in bad["problem"]
+        assert (good["name"], good["state"]) == ("lab", "loading")
+        assert main(["status"]) == 1
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "bad: The file" in shown
+        assert "loading" in shown
+    for argv in (["down", "bad"], ["status", "bad"], ["generate", "--on", "bad", "--prompt", "a"]):
+        assert main(argv) == 2
+        assert "bad.json' cannot be read" in capsys.readouterr().err
+
+
+def test_a_card_never_tells_its_password(state: Path) -> None:
+    state.mkdir()
+    (state / "bad.json").write_text(wrong(url=["secret"]))
+    with pytest.raises(ConfigError, match="url must be a text") as refused:
+        entry("bad")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_card_that_is_no_file_is_not_waited_for(kind: str, state: Path) -> None:
+    state.mkdir()
+    (os.mkdir if kind == "folder" else os.mkfifo)(state / "bad.lock")
+    with pytest.raises(ConfigError, match=r"bad\.lock' cannot be read"):
+        entry("bad")
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**22 + 1, 2**70])
+def test_a_lock_with_an_impossible_process_holds_nothing_and_nobody_is_signalled(
+    pid: int, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.mkdir()
+    owner = replace(Owner.this(), pid=pid)
+    (state / "bad.lock").write_text(json.dumps(asdict(owner)))
+    assert owner.gone
+    assert main(["down", "bad"]) == 2
+    assert "No cluster named 'bad' is up" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to start a process of another user")
+def test_a_process_of_another_user_is_not_signalled(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.mkdir()
+    other = subprocess.Popen(["cat"], stdin=subprocess.PIPE, user=65534)
+    try:
+        created = psutil.Process(other.pid).create_time()
+        owner = replace(Owner.this(), pid=other.pid, created=created)
+        (state / "lab.lock").write_text(json.dumps(asdict(owner)))
+        assert main(["down", "lab"]) == 2
+        assert "ask that user to end it" in capsys.readouterr().err
+        assert other.poll() is None
+    finally:
+        other.communicate()
+    assert other.returncode == 0  # and not by a signal
+
+
+def test_a_process_that_began_at_another_time_is_not_signalled(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state.mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        owner = replace(Owner.this(), pid=other.pid, created=time.time() - 3600)
+        (state / "lab.lock").write_text(json.dumps(asdict(owner)))
+        assert main(["down", "lab"]) == 2
+        assert "No cluster named 'lab' is up" in capsys.readouterr().err
+        other.communicate(b"\n")
+    assert other.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "argv", [["up", "--name"], ["up", "--detach", "--name"], ["down"], ["status"]]
+)
+def test_a_name_that_no_file_can_have_is_refused(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*argv, "n" * 300]) == 2
+    assert "has 300 characters, but may have 240" in capsys.readouterr().err
+
+
+def test_the_longest_name_leaves_room_for_every_ending(state: Path) -> None:
+    name = "n" * registry.LONGEST_NAME
+    with claim(name):
+        publish(card(name))
+        assert find(name).name == name
+        (state / f"{name}.log.4194304").touch()
+        (state / f"{name}.invitation").touch()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="set XDG_STATE_HOME"), claim("lab"):
+        pass
+
+
+def test_without_xdg_the_state_lies_in_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert registry.folder() == tmp_path / ".local" / "state" / "pipespec"
+
+
+def test_a_silent_cluster_is_reported_with_the_reason_and_without_its_password() -> None:
+    silent = replace(card(), url="redis://:secret@127.0.0.1:1")
+    told = report(registry.Entry("lab", silent.owner, silent), now=160.0)
+    assert (told["state"], told["up_s"]) == ("no answer", 60.0)
+    assert "127.0.0.1:1 refused" in told["problem"]
+    assert "secret" not in json.dumps(told)
+    loading = report(registry.Entry("lab", silent.owner, None), now=160.0)
+    assert loading == {"name": "lab", "pid": silent.owner.pid, "state": "loading"}
+    assert "secret" in json.dumps(asdict(silent))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(59.9, "59 s"), (61, "1 min 1 s"), (7500, "2 h 5 min"), (200_000, "2 d 7 h"), (-1, "0 s")],
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

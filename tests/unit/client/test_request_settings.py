@@ -1,0 +1,95 @@
+"""What a request to a running cluster may set, and what it takes from the cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipespec.cli.up import default_name, parse_settings
+from pipespec.client.registry import Card, Owner
+from pipespec.client.settings import configure
+from pipespec.errors import ConfigError
+from pipespec.system.reading import Unreadable
+from pipespec.system.resources import resource_dir
+
+
+def card(*overrides: str) -> Card:
+    return Card(
+        name="lab",
+        url="",
+        namespace="pipespec",
+        epoch=1,
+        owner=Owner.this(),
+        host="alpha",
+        overrides=overrides,
+        target=str(resource_dir("demo") / "target"),
+        vocab_size=512,
+        context=64,
+        eos=(),
+        num_ranks=5,
+        started=0.0,
+    )
+
+
+def test_a_request_has_the_clusters_defaults_and_its_own_settings_on_top() -> None:
+    lab = card("decode.max_new_tokens=7", "verify=sample", "verify.temperature=0.5", "feed=root")
+    config = configure(lab, [])
+    assert config.decode.max_new_tokens == 7
+    assert config.verify.sampling(3).temperature == 0.5
+    config = configure(lab, ["decode.max_new_tokens=9", "verify.temperature=0.25"])
+    assert config.decode.max_new_tokens == 9
+    assert config.verify.sampling(3).temperature == 0.25
+    # The cluster's temperature would not go with greedy.
+    assert configure(lab, ["verify=greedy"]).verify.sampling(3).temperature == 0
+    assert configure(lab, []).model.target == lab.target
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "feed.width=8",
+        "model.target=/x",
+        "cluster.stages=2",
+        "controller.url=redis://:secret@h",
+        "trace=t.json",
+        "decode.prefill_chunk=8",
+        "feed=root",
+    ],
+)
+def test_what_was_settled_at_the_start_is_refused_by_name(setting: str) -> None:
+    with pytest.raises(ConfigError, match="was settled when the cluster 'lab' started") as raised:
+        configure(card(), [setting])
+    assert setting.partition("=")[0] in str(raised.value)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_request_keeps_what_its_figures_must_be_labelled_with(tmp_path) -> None:
+    truth = tmp_path / "truth.jsonl"
+    truth.write_text("[1, 2]\n")
+    plain = configure(card("source=draft_model", "model.draft=/no/such/folder"), [])
+    assert not plain.source.synthetic
+    assert not plain.source.needs_draft
+    assert not plain.pace
+    labelled = configure(
+        card("source=synthetic", f"source.truth={truth}", "pace=fixed", "pace.stage_ms=20"), []
+    )
+    assert labelled.source.synthetic
+    assert labelled.pace
+
+
+def test_settings_come_by_the_line_or_as_a_list() -> None:
+    assert parse_settings(" feed=level\n\ndecode.stop=['a b']\n") == [
+        "feed=level",
+        "decode.stop=['a b']",
+    ]
+    assert parse_settings("[\"decode.stop=['\\n']\"]") == ["decode.stop=['\n']"]
+    assert parse_settings("") == []
+    for text in ("[1]", "[", '["a"'):
+        with pytest.raises(Unreadable):
+            parse_settings(text)
+
+
+def test_a_cluster_that_nobody_named_is_called_as_its_host_file(tmp_path) -> None:
+    hosts = tmp_path / "attic.yaml"
+    hosts.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
+    assert default_name(["feed=level", f"cluster={hosts}"]) == "attic"
+    assert default_name(["cluster.stages=2", "cluster=local"]) == "default"

@@ -1,0 +1,134 @@
+"""What a plan asks of memory, beside what a loaded model takes."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipespec.cluster import build, deployment
+from pipespec.cluster.memory import (
+    SLOT_BYTES,
+    UNLIMITED,
+    WEIGHTS,
+    cgroup_free,
+    free_bytes,
+    local_ranks,
+    needs,
+    require_files,
+    require_memory,
+)
+from pipespec.config.compose import compose
+from pipespec.config.hosts import this_machine
+from pipespec.errors import ConfigError
+from pipespec.planning.placement import num_slots
+
+POOL = ("model.context", "feed.width", "feed.capacity", "decode.prefill_chunk")
+
+
+def planned(*settings: str) -> deployment.Plan:
+    return deployment.plan(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) -> None:
+    plan = planned(f"model.dtype={dtype}", "model.context=64", "feed.width=2", "feed.children=2")
+    model = build.load_model(plan, rank)
+    assert model is not None
+    wanted = needs(plan, rank)
+    info = plan.target if rank else plan.draft
+    assert info is not None
+    copied = info.loaded(dtype, None) != info.stored
+    assert wanted[WEIGHTS] == (model.num_weight_bytes if copied else 0)
+    slots = num_slots(plan.config, context=64, num_ranks=3, head=rank == 0)
+    pool = model.num_kv_bytes + slots * SLOT_BYTES
+    beside = wanted.total() - wanted[WEIGHTS] - pool
+    assert 0 <= beside < pool  # a batch and a tree of a few nodes
+    assert wanted["model.context"] == model.num_kv_bytes * 64 // slots + 64 * SLOT_BYTES
+
+
+def test_a_source_without_a_draft_needs_none_on_the_head() -> None:
+    assert needs(planned("source=ngram"), 0).total() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        (["feed.capacity=1048576"], "feed.capacity"),
+        (["feed.width=4096", "feed.capacity=8192"], "feed.width"),
+        (["decode.prefill_chunk=65536"], "decode.prefill_chunk"),
+        (["model.dtype=bfloat16"], "model.context"),
+    ],
+)
+def test_too_much_is_refused_with_what_asks_for_most(settings: list[str], setting: str) -> None:
+    plan = planned(*settings)
+    ranks = local_ranks(plan)
+    wanted = sum(needs(plan, rank).total() for rank in ranks)
+    assert ranks == [0, 1, 2]
+    require_memory(plan, ranks, lambda device: wanted)
+    with pytest.raises(ConfigError, match=rf"GiB on cpu, .* for {setting}, .* lower {setting}"):
+        require_memory(plan, ranks, lambda device: wanted - 1)
+
+
+def test_weights_that_do_not_fit_ask_for_fewer_bits() -> None:
+    with pytest.raises(ConfigError, match=r"for the weights, .* model\.quantization"):
+        require_memory(planned("model.context=64"), [1], lambda device: 0)
+
+
+def test_no_machine_has_what_no_machine_has() -> None:
+    plan = replace(planned(), context=10**12)
+    with pytest.raises(ConfigError, match=r"model\.context"):
+        require_memory(plan, [1])
+    assert 0 < free_bytes("cpu") < 10**15
+
+
+def test_ranks_of_other_boxes_are_not_counted_here() -> None:
+    plan = planned()
+    far = replace(this_machine(["cpu"] * 3), name="local", ssh=None)
+    assert local_ranks(replace(plan, boxes=(far,))) == []
+
+
+@pytest.mark.parametrize(("stages", "least"), [(1, 43), (4, 55), (8, 71)])
+def test_too_few_open_files_are_told_with_what_is_needed(stages: int, least: int) -> None:
+    """With one less than `least`, runs of so many stages were seen to fail."""
+    plan = planned(f"cluster.stages={stages}")
+    require_files(plan, least)
+    require_files(plan, resource.RLIM_INFINITY)
+    with pytest.raises(ConfigError, match=rf"may open {least - 1} files, but {least} .*ulimit -n"):
+        require_files(plan, least - 1)
+    elsewhere = planned(f"cluster.stages={stages}", "controller.url=redis://host")
+    require_files(elsewhere, least - 5)
+    with pytest.raises(ConfigError, match="ulimit -n"):
+        require_files(elsewhere, least - 6)
+
+
+V2 = {"memory.max": "1000\n", "memory.current": "900\n"}
+V1 = {"memory.limit_in_bytes": "1000\n", "memory.usage_in_bytes": "900\n"}
+
+
+@pytest.mark.parametrize(
+    ("own", "folder", "files", "stat", "free"),
+    [
+        ("0::/a/b\n", "a/b", V2, "anon 800\nactive_file 30\ninactive_file 20\n", 150),
+        ("0::/a/b\n", "a", V2, "active_file 0\n", 100),
+        ("0::/\n", ".", V2, "active_file 0\n", 100),
+        ("0::/a\n", "a", V2 | {"memory.max": "max\n"}, "active_file 0\n", UNLIMITED),
+        ("4:cpu,memory:/a\n0::/\n", "memory/a", V1, "total_inactive_file 7\n", 107),
+        ("4:memory:/gone\n", "memory", V1, "total_inactive_file 7\n", 107),
+        ("3:cpu:/a\n", "cpu/a", V1, "total_inactive_file 7\n", UNLIMITED),
+        ("0::/a\n", "a", V2 | {"memory.current": "2000\n"}, "active_file 1\n", 0),
+    ],
+)
+def test_what_a_control_group_leaves(
+    own: str, folder: str, files: dict[str, str], stat: str, free: int, tmp_path: Path
+) -> None:
+    root = tmp_path / "cgroup"
+    (root / folder).mkdir(parents=True)
+    for name, text in (files | {"memory.stat": stat}).items():
+        (root / folder / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    assert cgroup_free(root, tmp_path / "own") == free
+    assert cgroup_free(root, tmp_path / "missing") == UNLIMITED

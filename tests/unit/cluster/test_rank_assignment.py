@@ -1,0 +1,49 @@
+"""The plan of an epoch travels as JSON and says who holds which rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.cluster.rank_assignment import RankAssignment
+
+ROSTER = RankAssignment(("beta/1", "alpha/0", "beta/0"), (range(3), range(3, 8)), "10.0.0.2")
+
+names = st.text(min_size=1)
+layers = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda at: range(at[0], sum(at)))
+
+
+@pytest.mark.parametrize(
+    ("member", "rank"),
+    [("beta/1", 0), ("alpha/0", 1), ("beta/0", 2), ("alpha/1", None), ("", None)],
+)
+def test_the_place_of_a_member_is_its_rank_and_a_spare_has_none(
+    member: str, rank: int | None
+) -> None:
+    assert ROSTER.rank_of(member) == rank
+
+
+def test_it_travels_as_plain_json() -> None:
+    assert json.loads(ROSTER.encode()) == {
+        "members": ["beta/1", "alpha/0", "beta/0"],
+        "layers": [[0, 3], [3, 8]],
+        "address": "10.0.0.2",
+    }
+
+
+@given(
+    members=st.lists(names, unique=True, min_size=1).map(tuple),
+    layers=st.lists(layers).map(tuple),
+    address=names,
+)
+def test_what_is_decoded_is_what_was_encoded(
+    members: tuple[str, ...], layers: tuple[range, ...], address: str
+) -> None:
+    assignment = RankAssignment(members, layers, address)
+    decoded = RankAssignment.decode(assignment.encode())
+    assert decoded == assignment
+    assert hash(decoded) == hash(assignment)  # tuples and ranges again, not lists
+    assert [decoded.rank_of(member) for member in members] == list(range(len(members)))

@@ -1,0 +1,213 @@
+"""Hosts files: what they say, what is left out, and every mistake in one sentence."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipespec.config.hosts import load_hosts
+from pipespec.errors import ConfigError
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "launch" / "hosts").glob("*.yaml"))
+
+FULL = """
+name: lab
+defaults: {user: ubuntu, python: /opt/bin/python, port: 2222, env: {HF_HOME: /data, A: 1}}
+hosts:
+  - name: alpha
+    address: 10.0.0.1
+    ssh: alpha.lan
+    user: me
+    port: 22
+    identity: ~/.ssh/key
+    interface: eth0
+    devices: [cuda:0, cuda:1]
+    python: python3
+    env: {A: two}
+    target: /models/llama
+    draft: /models/small
+    memory_gib: 22
+  - address: 10.0.0.2
+    devices: [cpu, cpu]
+draft: 10.0.0.2/1
+order: [10.0.0.2, alpha]
+split: [12, 20]
+spares: 1
+"""
+
+
+def load(folder, text):
+    file = folder / "lab-2.yaml"
+    file.write_text(text)
+    return load_hosts(file)
+
+
+def refused(folder, text):
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text)
+    message = str(caught.value)
+    assert message.startswith(f"{folder / 'lab-2.yaml'}: ")
+    assert "\n" not in message
+    return message
+
+
+def test_a_full_file_is_read(tmp_path):
+    hosts = load(tmp_path, FULL)
+    alpha, other = hosts.boxes
+    assert hosts.name == "lab"
+    assert (alpha.ssh, alpha.user, alpha.port, alpha.python) == ("alpha.lan", "me", 22, "python3")
+    assert (alpha.identity, alpha.interface) == ("~/.ssh/key", "eth0")
+    assert (alpha.target, alpha.draft, alpha.memory_gib) == ("/models/llama", "/models/small", 22.0)
+    assert alpha.devices == ("cuda:0", "cuda:1")
+    assert alpha.members == ("alpha/0", "alpha/1")
+    assert (hosts.order, hosts.split, hosts.spares) == (("10.0.0.2", "alpha"), (12, 20), 1)
+    assert hosts.box_of("10.0.0.2/1") is other
+    assert hosts.device_of("alpha/1") == "cuda:1"
+
+
+def test_defaults_fill_what_a_box_leaves_out(tmp_path):
+    alpha, other = load(tmp_path, FULL).boxes
+    assert alpha.env == {"HF_HOME": "/data", "A": "two"}
+    assert other.env == {"HF_HOME": "/data", "A": "1"}
+    assert (other.user, other.port, other.python) == ("ubuntu", 2222, "/opt/bin/python")
+    assert (other.name, other.ssh, other.local, other.memory_gib) == ("10.0.0.2", None, False, None)
+
+
+def test_two_lines_are_a_hosts_file(tmp_path):
+    hosts = load(tmp_path, "hosts:\n  - {address: 10.0.0.1, ssh: local, devices: [cpu, cpu]}\n")
+    (box,) = hosts.boxes
+    assert hosts.name == "lab-2"
+    assert box.local
+    assert (box.user, box.port, box.python, box.env) == (None, 22, "python3", {})
+    assert (hosts.draft, hosts.order, hosts.split, hosts.spares) == (None, None, None, 0)
+    assert hosts.num_stages == 1
+
+
+def test_the_last_members_along_the_order_are_spares_but_never_the_head(tmp_path):
+    hosts = load(tmp_path, FULL)
+    assert hosts.members == ("10.0.0.2/0", "10.0.0.2/1", "alpha/0", "alpha/1")
+    assert hosts.spare_members == ("alpha/1",)
+    assert hosts.num_stages == 2
+    head_last = load(tmp_path, FULL.replace("10.0.0.2/1", "alpha/1"))
+    assert head_last.spare_members == ("alpha/0",)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda file: file.stem)
+def test_the_examples_are_valid(example):
+    assert load_hosts(example).num_stages >= 1
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) >= 3
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("host: []\n", "the file has an unknown setting 'host'; did you mean hosts?"),
+        ("", "it has no hosts"),
+        ("hosts: []\n", "it has no hosts"),
+        ("- a\n", "the file is"),
+        ("just text\n", "unknown setting 'just text'"),
+        ("hosts: [\n", "it is not YAML in line"),
+        ("name: a\nname: b\n", "it is not YAML in line 2"),
+        ("hosts: [{address: a, devices: [cpu, cpu], adress: b}]", "unknown setting 'adress'"),
+        ("hosts: [{name: a, devices: [cpu, cpu]}]", "hosts[0] has no address"),
+        ("hosts: [{address: a, devices: cpu0}]", "a device is auto, cpu, cuda or cuda:N"),
+        ("hosts: [{address: a, devices: [cuda:1, cpu, cuda:1]}]", "'cuda:1' twice"),
+        ("hosts: [{address: a, devices: [cuda, cuda:0]}]", "'cuda:0' twice"),
+        ("hosts: [{address: a, devices: [auto, cpu]}]", "'auto' beside others"),
+        ("hosts: [{address: a, devices: []}]", "a list of at least one"),
+        ("hosts: [{address: a, devices: [cpu]}]", "its devices make 1 member"),
+        ("hosts: [{address: a, port: '22'}]", "hosts[0].port is '22', but must be a whole"),
+        ("hosts: [{address: a, port: 70000}]", "from 1 to 65535"),
+        ("hosts: [{address: a, memory_gib: 0}]", "a number above 0 and at most 1000000000 (GiB)"),
+        ("hosts: [{address: a, name: a/b}]", "hosts[0].name is 'a/b'"),
+        ("hosts: [{address: -oProxyCommand=x}]", "must not begin with '-'"),
+        ("hosts: [{address: a, ssh: -oProxyCommand=x}]", "must not begin with '-'"),
+        ("hosts: [{address: a, user: 'b c'}]", "or hold a space"),
+        ("hosts: [{address: a, env: {A-B: c}}]", "cannot be the name of a variable"),
+        ("hosts: [{address: a, env: [A]}]", "must map names to texts"),
+        ("defaults: {address: a}\nhosts: [{address: a}]", "defaults has an unknown setting"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, said):
+    assert said in refused(tmp_path, text)
+
+
+TWO = (
+    "hosts: [{name: alpha, address: a, devices: [cpu, cpu]}, {name: beta, address: b, "
+    "devices: [cpu]}]\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("draft: alfa/0", "draft is 'alfa/0', which is no member; did you mean alpha/0?"),
+        ("draft: alpha", "which is no member"),
+        ("order: [alpha, gamma]", "order holds 'gamma', which is no host; choose from alpha, beta"),
+        ("order: [alpha]", "but must name each of alpha, beta once"),
+        ("order: [alpha, beta, beta]", "but must name each of alpha, beta once"),
+        ("split: [3]", "split has 1 entries, but there are 2 stages"),
+        ("split: [3, 0]", "must be a whole number from 1 to"),
+        ("spares: 2", "use at most 1"),
+        ("spares: -1", "from 0 to 1000"),
+        ("spares: true", "from 0 to 1000"),
+        ("name: 'a b'", "name is 'a b'"),
+    ],
+)
+def test_what_does_not_fit_the_boxes_is_named(tmp_path, line, said):
+    assert said in refused(tmp_path, f"{TWO}{line}\n")
+
+
+def test_a_name_that_stands_twice_is_refused(tmp_path):
+    assert "two hosts are called 'alpha'" in refused(tmp_path, TWO.replace("beta", "alpha"))
+
+
+def test_a_variable_that_may_be_a_secret_is_not_repeated(tmp_path):
+    message = refused(tmp_path, "hosts: [{address: a, env: {TOKEN: [hunter2]}}]")
+    assert "env.TOKEN" in message
+    assert "hunter2" not in message
+    assert "hunter2" not in refused(tmp_path, "hosts: [{address: a, env: TOKEN=hunter2}]")
+
+
+def test_dollar_signs_are_left_alone(tmp_path):
+    hosts = load(tmp_path, TWO.replace("address: b", "address: b, env: {A: '${HOME}'}"))
+    assert hosts.box("beta").env == {"A": "${HOME}"}
+
+
+def test_a_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: it cannot be read: No such file"):
+        load_hosts(tmp_path / "nowhere.yaml")
+
+
+def test_the_full_file_is_plain_yaml():
+    assert yaml.safe_load(FULL)["spares"] == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "refused"),
+    [
+        ("", "", True),
+        ("ssh: local", "ssh: local", True),
+        ("ssh: x", "ssh: x", True),
+        ("ssh: x", "ssh: y", False),
+        ("port: 22", "port: 2222", False),
+        ("user: a", "user: b", False),
+        ("ssh: local", "ssh: none", False),
+        ("ssh: none", "ssh: none", False),
+    ],
+)
+def test_one_machine_listed_twice_is_named(first, second, refused, tmp_path):
+    file = tmp_path / "hosts.yaml"
+    boxes = "".join(
+        f"  - {{name: {name}, address: 10.0.0.1, {more}}}\n".replace(", }", "}")
+        for name, more in (("alpha", first), ("beta", second))
+    )
+    file.write_text("hosts:\n" + boxes)
+    if not refused:
+        assert len(load_hosts(file).boxes) == 2
+        return
+    with pytest.raises(ConfigError, match=r"'alpha' and 'beta' are one machine .*'10\.0\.0\.1'"):
+        load_hosts(file)

@@ -1,0 +1,159 @@
+"""The SDPA backend against attention written out key by key."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipespec.engine.attention import sdpa
+from pipespec.engine.attention.plan import (
+    AttentionPlan,
+    LayerOptions,
+    LayerPool,
+    Segment,
+    causal_plan,
+)
+
+NUM_SLOTS = 40
+
+
+def _random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _pool(kv_heads: int, head_dim: int, value_dim: int) -> LayerPool:
+    return LayerPool(
+        _random(NUM_SLOTS, kv_heads, head_dim, seed=1),
+        _random(NUM_SLOTS, kv_heads, value_dim, seed=2),
+    )
+
+
+def _segment(start: int, rows: int, prefix: int, tree: int, slots: Tensor, seed: int) -> Segment:
+    """A segment whose last `rows` tree keys are its own rows, with a random mask otherwise."""
+    generator = torch.Generator().manual_seed(seed)
+    tree_positions = prefix + torch.randint(0, 6, (tree,), generator=generator)
+    mask = torch.rand(rows, tree, generator=generator) < 0.5
+    mask[:, tree - rows :] |= torch.eye(rows, dtype=torch.bool)
+    return Segment(
+        rows=slice(start, start + rows),
+        positions=tree_positions[tree - rows :],
+        prefix=slots[:prefix],
+        tree=slots[prefix : prefix + tree],
+        tree_positions=tree_positions,
+        mask=mask,
+    )
+
+
+def _by_hand(query: Tensor, pool: LayerPool, plan: AttentionPlan, options: LayerOptions) -> Tensor:
+    """The definition: one row, one head, one key at a time."""
+    rows, heads, _ = query.shape
+    group = heads // pool.keys.shape[1]
+    out = torch.zeros(rows, heads, pool.values.shape[2])
+    for segment in plan.segments:
+        for i, row in enumerate(range(segment.rows.start, segment.rows.stop)):
+            slots = [(int(s), p) for p, s in enumerate(segment.prefix)]
+            slots += [
+                (int(segment.tree[j]), int(segment.tree_positions[j]))
+                for j in range(len(segment.tree))
+                if segment.mask[i, j]
+            ]
+            if options.window is not None:
+                q = int(segment.positions[i])
+                slots = [(s, p) for s, p in slots if q - p < options.window]
+            for head in range(heads):
+                scores = [
+                    float(query[row, head] @ pool.keys[s, head // group]) * options.scaling
+                    for s, _ in slots
+                ]
+                if options.softcap is not None:
+                    scores = [options.softcap * math.tanh(x / options.softcap) for x in scores]
+                total = sum(math.exp(x) for x in scores)
+                if options.sinks is not None:
+                    total += math.exp(float(options.sinks[head]))
+                for (slot, _), score in zip(slots, scores, strict=True):
+                    weight = math.exp(score) / total
+                    out[row, head] += weight * pool.values[slot, head // group]
+    return out
+
+
+@pytest.mark.parametrize("slots", ["ascending", "shuffled", "scattered"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        LayerOptions(0.3),
+        LayerOptions(0.3, window=4),
+        LayerOptions(0.3, window=100),
+        LayerOptions(0.3, softcap=1.5),
+        LayerOptions(0.3, window=4, softcap=1.5, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    ],
+    ids=["plain", "window", "wide window", "softcap", "window, softcap and sinks"],
+)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_rows_attend_to_what_the_plan_says(slots, options, kv_heads):
+    generator = torch.Generator().manual_seed(0)
+    order = torch.arange(NUM_SLOTS)
+    if slots == "shuffled":  # within each segment's own range
+        order = torch.cat(
+            [
+                part[torch.randperm(len(part), generator=generator)]
+                for part in order.split([8, 14, 3, 15])
+            ]
+        )
+    if slots == "scattered":
+        order = torch.randperm(NUM_SLOTS, generator=generator)
+    segments = (
+        _segment(0, rows=1, prefix=7, tree=1, slots=order[:8], seed=1),
+        _segment(1, rows=4, prefix=5, tree=9, slots=order[8:22], seed=2),
+        _segment(5, rows=3, prefix=0, tree=3, slots=order[22:25], seed=3),
+    )
+    write = torch.cat([s.tree[-(s.rows.stop - s.rows.start) :] for s in segments])
+    plan = AttentionPlan(write, segments)
+    pool = _pool(kv_heads, head_dim=8, value_dim=6)
+    query, key = _random(8, 4, 8, seed=4), _random(8, kv_heads, 8, seed=5)
+    value = _random(8, kv_heads, 6, seed=6)
+    out = sdpa.attend(query, key, value, pool, plan, options)
+    assert out.shape == (8, 4, 6)
+    torch.testing.assert_close(pool.keys[write], key)
+    torch.testing.assert_close(pool.values[write], value)
+    torch.testing.assert_close(out, _by_hand(query, pool, plan, options), rtol=1e-4, atol=1e-5)
+
+
+def test_one_plan_serves_layers_of_different_windows():
+    slots = torch.arange(12)
+    plan = causal_plan(slots[:9], slots[9:])
+    pool = _pool(2, 8, 8)
+    inputs = [_random(3, heads, 8, seed=heads) for heads in (4, 2, 2)]
+    for window in (None, 3, None, 5, 3):
+        options = LayerOptions(0.3, window=window)
+        out = sdpa.attend(*inputs, pool, plan, options)
+        expected = _by_hand(inputs[0], pool, plan, options)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_slots_of_nobody_and_of_others_do_not_matter():
+    plan = causal_plan(torch.tensor([3, 11, 30]), torch.tensor([8, 5]))
+    inputs = [_random(2, heads, 8, seed=heads) for heads in (4, 2, 2)]
+    pool = _pool(2, 8, 8)
+    before = sdpa.attend(*inputs, pool, plan, LayerOptions(0.3))
+    others = [s for s in range(NUM_SLOTS) if s not in (3, 11, 30, 8, 5)]
+    pool.keys[others], pool.values[others] = 50.0, -50.0
+    plan.cache.clear()
+    torch.testing.assert_close(sdpa.attend(*inputs, pool, plan, LayerOptions(0.3)), before)
+
+
+def test_a_causal_plan_shows_each_row_the_rows_up_to_itself():
+    plan = causal_plan(torch.tensor([4, 2]), torch.tensor([7, 0, 1]))
+    (segment,) = plan.segments
+    assert plan.write.tolist() == [7, 0, 1]
+    assert segment.positions.tolist() == segment.tree_positions.tolist() == [2, 3, 4]
+    assert segment.mask.tolist() == [[True, False, False], [True, True, False], [True] * 3]
+
+
+def test_a_pool_has_a_row_per_slot_and_knows_its_size():
+    pool = LayerPool.allocate(10, torch.zeros(1, 2, 8), torch.zeros(1, 2, 6))
+    assert pool.keys.shape == (10, 2, 8)
+    assert pool.values.shape == (10, 2, 6)
+    assert pool.num_bytes == 10 * 2 * (8 + 6) * 4

@@ -1,0 +1,212 @@
+"""The head's book of one request, above all one whose answer began in an earlier epoch.
+
+Token ids are the code points of letters here, so that a text stands for its tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipespec.core import DECIDED, KIND, LAST_DECIDED, NODE, PARENT, Request
+from pipespec.head.sequence import Sequence
+from pipespec.head.tree import ROOT
+from pipespec.text import StopChecker
+
+PROMPT = "tell: "
+LONG = 1000
+THEN, LATER = 500, 900  # moments of the clock
+
+
+class Letters:
+    """A tokenizer with one token per letter."""
+
+    def decode(self, token_ids: list[int], **_: bool) -> str:
+        return "".join(map(chr, token_ids))
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        return chr(ids)
+
+
+def opened(
+    answer: str = "",
+    *,
+    max_new_tokens: int = LONG,
+    context: int = LONG,
+    eos: str = "",
+    stop: tuple[str, ...] = (),
+) -> Sequence:
+    prompt = tuple(map(ord, PROMPT))
+    request = Request(7, prompt, max_new_tokens, eos=tuple(map(ord, eos)), stop=tuple(stop))
+    stops = StopChecker(Letters(), stop, prompt)
+    return Sequence.open(request, stops, context, THEN, tuple(map(ord, answer)))
+
+
+def guess(sequence: Sequence, letter: str, *, fed: bool) -> None:
+    """A child of the root."""
+    token, logp = np.array([[ord(letter)]]), np.array([[-0.5]])
+    sequence.tree.append(np.array([ROOT]), token, logp)
+    sequence.tree.fed[-1] = fed
+
+
+# --- what is known ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["", "o", "once"])
+def test_an_earlier_answer_follows_the_prompt_as_if_it_were_part_of_it(answer: str) -> None:
+    sequence = opened(answer)
+    known = PROMPT + answer
+    assert "".join(map(chr, sequence.context.tokens)) == known
+    assert sequence.context.nodes == list(range(len(known)))
+    assert sequence.context.request == 7
+    root = len(known) - 1
+    assert (sequence.tree.id[ROOT], sequence.tree.parent_id[ROOT]) == (root, root - 1)
+    assert (chr(sequence.tree.token[ROOT]), sequence.tree.position[ROOT]) == (known[-1], root)
+    assert sequence.tree.fed[ROOT], "its row is the last decided one"
+    assert len(sequence.tree) == 1
+    rows = sequence.context.rows(0)
+    assert rows[:, KIND].tolist() == [DECIDED] * root + [LAST_DECIDED]
+    assert rows[1:, PARENT].tolist() == rows[:-1, NODE].tolist()
+
+
+@pytest.mark.parametrize("answer", ["", "o", "once"])
+def test_all_that_is_known_is_read_before_anything_is_decoded(answer: str) -> None:
+    sequence = opened(answer)
+    assert sequence.known == len(PROMPT) + len(answer)
+    for prefilled in range(sequence.known):
+        sequence.prefilled = prefilled
+        assert sequence.prompt_left
+    sequence.prefilled = sequence.known
+    assert not sequence.prompt_left
+    assert not sequence.decoding
+    sequence.accept(ord("x"), LATER)
+    assert sequence.decoding
+    assert not sequence.prompt_left
+    assert sequence.known == len(PROMPT) + len(answer)
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "context", "last"),
+    [(10, LONG, len(PROMPT) + 9), (LONG, 12, 11), (6, len(PROMPT) + 6, len(PROMPT) + 5)],
+)
+@pytest.mark.parametrize("answer", ["", "on", "once"])
+def test_the_last_position_does_not_depend_on_where_an_epoch_ended(
+    answer: str, max_new_tokens: int, context: int, last: int
+) -> None:
+    sequence = opened(answer, max_new_tokens=max_new_tokens, context=context)
+    assert sequence.last_position == last
+    # Nothing follows the token at the last position, so its logits are of no use.
+    root = sequence.known - 1
+    for position in range(root + 1, last + 1):
+        deepest = len(sequence.tree) - 1
+        sequence.tree.append(np.array([deepest]), np.array([[position]]), np.array([[-0.1]]))
+    nodes = np.arange(len(sequence.tree))
+    assert sequence.tree.position[sequence.useful(nodes)].tolist() == list(range(root, last))
+
+
+# --- how it ends ------------------------------------------------------------------------------
+
+ENDINGS = pytest.mark.parametrize(
+    ("text", "reason", "asked"),
+    [
+        ("once upon.", "stop", {"eos": ".!"}),
+        ("once upon a", "stop", {"stop": ["zebra", "on a"]}),
+        ("tell: once", "stop", {"stop": ["once"]}),
+        ("once upon", "length", {"max_new_tokens": 9}),
+        ("once upon", "length", {"context": len(PROMPT) + 9, "max_new_tokens": 10}),
+        ("once.", "stop", {"eos": ".", "max_new_tokens": 5}),
+        ("once", "stop", {"stop": ["ce"], "context": len(PROMPT) + 4}),
+    ],
+)
+
+
+@ENDINGS
+def test_wherever_an_epoch_ended_the_request_ends_at_the_same_token(
+    text: str, reason: str, asked: dict
+) -> None:
+    for border in range(len(text) + 1):
+        sequence = opened(text[:border], **asked)
+        heard = [sequence.ended] if border else []
+        heard += [sequence.accept(ord(letter), LATER) for letter in text[border:]]
+        assert heard[-1] == reason, border
+        assert set(heard[:-1]) <= {None}, border
+        assert sequence.generated == len(text)
+        assert "".join(map(chr, sequence.context.tokens)) == PROMPT + text
+        assert sequence.tree.position[ROOT] == len(PROMPT + text) - 1
+
+
+@ENDINGS
+def test_it_has_ended_only_if_its_last_token_is_known(text: str, reason: str, asked: dict) -> None:
+    assert [opened(text[:border], **asked).ended for border in range(len(text) + 1)] == [
+        *[None] * len(text),
+        reason,
+    ]
+
+
+def test_a_stop_string_that_the_prompt_ends_with_does_not_count() -> None:
+    sequence = opened("on", stop=["tell", "l: o"])
+    assert sequence.ended is None
+    assert sequence.accept(ord("c"), LATER) is None
+
+
+# --- what is counted --------------------------------------------------------------------------
+
+
+def test_replayed_tokens_count_as_decided_when_the_session_began() -> None:
+    sequence = opened("one")
+    sequence.prefilled = sequence.known
+    for at, letter in enumerate("ce"):
+        sequence.accept(ord(letter), LATER + at)
+    assert sequence.token_ns == [THEN, THEN, THEN, LATER, LATER + 1]
+    assert sequence.statistics() == {
+        "prompt_tokens": len(PROMPT),
+        "completion_tokens": 5,
+        "replayed": 3,
+        "hits": 0,
+        "started_ns": THEN,
+        "token_ns": sequence.token_ns,
+        "counts": sequence.counts,
+        "first_token": sequence.first_token,
+    }
+
+
+def test_a_request_that_had_ended_has_a_time_for_every_token() -> None:
+    sequence = opened("once", max_new_tokens=4)
+    assert sequence.ended == "length"
+    statistics = sequence.statistics()
+    assert statistics["completion_tokens"] == statistics["replayed"] == 4
+    assert statistics["token_ns"] == [THEN] * 4
+    assert statistics["first_token"] == {}
+    assert sequence.misses_per_step == 0
+
+
+def test_the_first_token_is_the_first_of_this_session() -> None:
+    sequence = opened("one")
+    sequence.counts["steps"], sequence.counts["rows"] = 5, 9
+    sequence.accept(ord("x"), LATER)
+    sequence.counts["steps"] = 6
+    sequence.accept(ord("y"), LATER)
+    assert sequence.first_token == {"steps": 5, "rows": 9, "rounds": 0, "overruns": 0}
+
+
+def test_only_tokens_of_this_session_are_hits_or_misses() -> None:
+    sequence = opened("one")
+    assert sequence.misses_per_step == 0
+    guess(sequence, "c", fed=True)
+    assert sequence.guesses_in_flight
+    sequence.accept(ord("c"), LATER)  # was on its way
+    guess(sequence, "e", fed=False)
+    assert not sequence.guesses_in_flight
+    sequence.accept(ord("e"), LATER)  # was guessed, but not sent
+    guess(sequence, "x", fed=True)
+    sequence.accept(ord(" "), LATER)  # was not guessed
+    assert sequence.hits == 1
+    sequence.counts["steps"] = 8
+    assert sequence.misses_per_step == 2 / 8
+
+
+def test_misses_before_the_first_step_are_those_of_one_step() -> None:
+    sequence = opened("one")
+    sequence.accept(ord("x"), LATER)
+    sequence.accept(ord("y"), LATER)
+    assert sequence.misses_per_step == 2

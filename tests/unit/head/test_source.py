@@ -1,0 +1,330 @@
+"""Sources without a model: what they propose, and how they learn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.core import Verdict
+from pipespec.errors import ConfigError
+from pipespec.head.source.hybrid import Hybrid, HybridSource
+from pipespec.head.source.ngram import NGram, NGramSource, Occurrences
+from pipespec.head.source.protocol import Candidates, Context
+from pipespec.head.source.synthetic import Accuracy, Synthetic, SyntheticSource, read_truth
+from pipespec.head.tree import ROOT, Tree
+
+
+def started(source, tokens: Sequence[int]) -> tuple[Context, Tree]:
+    """A request whose text is `tokens`, and its tree: the last token alone."""
+    context = Context(0, list(tokens), list(range(len(tokens))))
+    source.begin(context)
+    last = len(tokens) - 1
+    return context, Tree(last, last - 1, tokens[-1], last, fed=True)
+
+
+def decide(source, context: Context, tree: Tree, token: int) -> None:
+    """What the head does with a verdict of one token."""
+    base = len(context.tokens)
+    tree.advance(token)
+    context.tokens.append(token)
+    context.nodes.append(int(tree.id[ROOT]))
+    source.accept(Verdict(0, base, (token,)))
+
+
+def row(candidates: Candidates, i: int = 0) -> dict[int, float]:
+    present = np.isfinite(candidates.logps[i])
+    tokens = candidates.tokens[i, present].tolist()
+    assert len(set(tokens)) == len(tokens)
+    return dict(zip(tokens, np.exp(candidates.logps[i, present]).tolist(), strict=True))
+
+
+# --- candidates -------------------------------------------------------------------------------
+
+
+def test_a_tree_takes_rows_of_different_lengths():
+    tree = Tree(0, -1, 5, 0, fed=True)
+    tree.append(*_columns(Candidates.of(np.array([0]), [[(1, 0.5), (2, 0.25)]])))
+    tree.append(*_columns(Candidates.of(np.array([1, 2]), [[(3, 0.5)], [(3, 0.5), (4, 0.1)]])))
+    tree.check()
+    assert sorted(tree.token.tolist()) == [1, 2, 3, 3, 4, 5]
+    assert tree.append(*_columns(Candidates.of(np.array([3, 4]), [[], []]))) == 0
+    assert tree.expanded[[3, 4]].all()
+
+
+def _columns(candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return candidates.parents, candidates.tokens, candidates.logps
+
+
+# --- ngram ------------------------------------------------------------------------------------
+
+
+def test_the_longest_ending_that_stood_before_decides():
+    text = Occurrences(longest=3)
+    text.read([1, 2, 3, 10, 9, 2, 3, 20, 9, 3, 30])
+    assert text.next([1, 2, 3], 1) == [(10, 0.5)]
+    assert text.next([7, 2, 3], 2)[0][0] in (10, 20)
+    assert text.next([7, 7, 7], 4) == []
+
+
+def test_counts_become_probabilities_and_leave_room_for_the_unseen():
+    text = Occurrences(longest=1)
+    text.read([1, 5, 1, 5, 1, 6])
+    # Three continuations of 1, two of them different: escape method C.
+    assert dict(text.next([1], 8)) == pytest.approx({5: 2 / 5, 6: 1 / 5})
+
+
+def test_shorter_endings_add_what_longer_ones_did_not_see():
+    text = Occurrences(longest=2)
+    text.read([1, 2, 7, 3, 2, 8, 3, 2, 8])
+    found = dict(text.next([1, 2], 8))
+    # [1, 2] was followed by 7 once; the other half goes to what followed [2], 8 alone.
+    assert found == pytest.approx({7: 1 / 2, 8: 1 / 2 * 2 / 3})
+
+
+@given(st.lists(st.integers(0, 3), max_size=40), st.data())
+def test_reading_in_pieces_is_reading_at_once(tokens, data):
+    cut = data.draw(st.integers(0, len(tokens)))
+    whole, pieces = Occurrences(3), Occurrences(3)
+    whole.read(tokens)
+    pieces.read(tokens[:cut])
+    pieces.read(tokens)
+    ending = data.draw(st.lists(st.integers(0, 3), max_size=5))
+    found = whole.next(ending, 9)
+    assert found == pieces.next(ending, 9)
+    assert sum(p for _, p in found) < 1 or not found
+    assert all(0 < p < 1 for _, p in found)
+
+
+def test_a_repeated_text_is_followed_along_the_path_of_a_node():
+    source = NGramSource(longest=3)
+    context, tree = started(source, [1, 2, 3, 4, 1, 2])
+    for expected in (3, 4, 1, 2, 3):
+        nodes = np.flatnonzero(~tree.expanded)
+        candidates = source.expand(context, tree, nodes, 1)
+        assert row(candidates) == {expected: pytest.approx(0.5)}
+        tree.append(*_columns(candidates))
+    source.end(0)
+
+
+def test_what_was_decided_is_looked_up_too():
+    source = NGramSource(longest=2)
+    context, tree = started(source, [1, 2])
+    assert row(source.expand(context, tree, np.array([ROOT]), 4)) == {}
+    for token in (9, 1, 2):
+        decide(source, context, tree, token)
+    assert row(source.expand(context, tree, np.array([ROOT]), 4)) == {9: pytest.approx(0.5)}
+
+
+# --- synthetic --------------------------------------------------------------------------------
+
+PUBLISHED = {1: 0.81, 8: 0.99}
+
+
+def placed(accuracy: Accuracy, count: int, children: int, seed: int = 0):
+    """Rank (0: absent) and stated distribution at each of `count` positions of an answer."""
+    answer = np.random.default_rng(7).integers(1000, size=count + 2).tolist()
+    source = SyntheticSource(accuracy, [answer], 1000, seed)
+    context, tree = started(source, answer[:1])
+    ranks, stated = [], []
+    for token in answer[1 : count + 1]:
+        candidates = source.expand(context, tree, np.array([ROOT]), children)
+        tokens = candidates.tokens[0].tolist()
+        assert len(set(tokens)) == len(tokens)
+        ranks.append(tokens.index(token) + 1 if token in tokens else 0)
+        stated.append(np.exp(candidates.logps[0]))
+        decide(source, context, tree, token)
+    return np.array(ranks), np.array(stated)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 0.9])
+def test_the_answer_is_placed_as_the_curve_says(spread):
+    count = 4000
+    accuracy = Accuracy(PUBLISHED, spread)
+    ranks, stated = placed(accuracy, count, children=16)
+    for k in range(1, 9):
+        share = np.mean((ranks > 0) & (ranks <= k))
+        expected = accuracy.hit_rate(k)
+        # Four standard errors of so many draws.
+        assert share == pytest.approx(expected, abs=4 * np.sqrt(0.25 / count))
+        assert stated[:, :k].sum(1).mean() == pytest.approx(expected, abs=0.02)
+    assert accuracy.hit_rate(1) == pytest.approx(0.81)
+    assert accuracy.hit_rate(8) == pytest.approx(0.99)
+    assert (np.diff(stated, axis=1) <= 1e-12).all(), "the best guess is stated first"
+    assert stated.shape[1] == 8, "nothing is known beyond the last stated rank"
+
+
+def test_what_is_stated_is_right():
+    ranks, stated = placed(Accuracy(PUBLISHED, 0.6), 6000, children=8)
+    for low, high in ((0.2, 0.6), (0.6, 0.9), (0.9, 1.0)):
+        chosen = (stated[:, 0] >= low) & (stated[:, 0] < high)
+        assert chosen.sum() > 200
+        hits = np.mean(ranks[chosen] == 1)
+        error = 4 * np.sqrt(0.25 / chosen.sum())
+        assert hits == pytest.approx(stated[chosen, 0].mean(), abs=error)
+
+
+def test_fewer_children_cut_the_ranks():
+    ranks, stated = placed(Accuracy(PUBLISHED), 500, children=2)
+    assert set(ranks.tolist()) == {0, 1, 2}
+    assert stated.shape[1] == 2
+
+
+def test_the_seed_decides_alone():
+    first, _ = placed(Accuracy(PUBLISHED), 300, children=8, seed=1)
+    again, _ = placed(Accuracy(PUBLISHED), 300, children=8, seed=1)
+    other, _ = placed(Accuracy(PUBLISHED), 300, children=8, seed=2)
+    assert (first == again).all() and (first != other).any()
+
+
+def test_wrong_branches_have_children_and_the_right_one_goes_on():
+    answer = list(range(100, 130))
+    source = SyntheticSource(Accuracy({1: 1.0}), [answer], 1000, 0)
+    context, tree = started(source, answer[:2])
+    sure = source.expand(context, tree, np.array([ROOT]), 4)
+    assert row(sure) == {102: pytest.approx(1.0)}
+    tree.append(np.array([ROOT]), np.array([[102, 5]]), np.log([[0.9, 0.1]]))
+    candidates = source.expand(context, tree, np.array([1, 2]), 4)
+    assert 103 in row(candidates, 0)
+    assert len(row(candidates, 1)) == 1 and 103 not in row(candidates, 1)
+
+
+def test_nothing_is_proposed_behind_the_end_of_the_answer():
+    source = SyntheticSource(Accuracy(PUBLISHED), [[1, 2, 3]], 1000, 0)
+    context, tree = started(source, [1, 2, 3])
+    assert row(source.expand(context, tree, np.array([ROOT]), 8)) == {}
+
+
+def test_a_target_that_says_something_else_is_refused():
+    source = SyntheticSource(Accuracy(PUBLISHED), [[1, 2, 3, 4]], 1000, 0)
+    context, tree = started(source, [1, 2])
+    decide(source, context, tree, 3)
+    with pytest.raises(ConfigError, match="after 3 tokens it holds"):
+        decide(source, context, tree, 9)
+    with pytest.raises(ConfigError, match="no text that begins with"):
+        source.begin(Context(1, [5, 5], [0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("curve", "part"),
+    [
+        ({}, "begin at top-1"),
+        ({2: 0.5}, "begin at top-1"),
+        ({1: 0.9, 4: 0.8}, "must rise"),
+        ({1: 0.0, 4: 0.8}, "above 0"),
+        ({1: 0.9, 4: 1.2}, "at most 1"),
+        ({1: 0.3, 2: 0.9}, "makes rank 2 (0.600) likelier than rank 1"),
+    ],
+)
+def test_curves_that_no_draft_has_are_refused(curve, part):
+    with pytest.raises(ConfigError) as refused:
+        Accuracy(curve)
+    assert part in str(refused.value)
+
+
+def test_a_measured_curve_may_be_rounded_and_have_ranks_that_never_hit():
+    accuracy = Accuracy({1: 0.5, 2: 0.604167, 3: 0.708334, 4: 0.708334})
+    ranks, _ = placed(accuracy, 200, children=4)
+    assert set(ranks.tolist()) == {0, 1, 2, 3}
+
+
+def test_settings_of_a_synthetic_source(tmp_path: Path):
+    truth = tmp_path / "truth.jsonl"
+    truth.write_text(json.dumps([1, 2, 3]) + "\n" + json.dumps([4, 5]) + "\n")
+    spec = Synthetic(str(truth), curve=["8:0.99", "1:0.81"])
+    assert spec.accuracy == Accuracy(PUBLISHED) and spec.synthetic and not spec.needs_draft
+    assert read_truth(str(truth)) == [[1, 2, 3], [4, 5]]
+    with pytest.raises(ConfigError, match="is no point of an accuracy curve"):
+        Synthetic(str(truth), curve=["0.81"])
+    with pytest.raises(ConfigError, match=r"source\.truth is"):
+        Synthetic(str(tmp_path / "missing"))
+    truth.write_text("[1, 2]\n{}\n")
+    with pytest.raises(ConfigError, match="Line 2"):
+        read_truth(str(truth))
+
+
+# --- hybrid -----------------------------------------------------------------------------------
+
+
+class Told:
+    """A source that proposes the same for every node: candidates as (token, probability)."""
+
+    def __init__(self, *candidates: tuple[int, float]):
+        self.candidates = candidates
+        self.ready = True
+
+    def begin(self, context: Context) -> None: ...
+
+    def accept(self, verdict: Verdict) -> None: ...
+
+    def end(self, request: int) -> None: ...
+
+    def expand(
+        self, context: Context, tree: Tree, nodes: np.ndarray, children: int
+    ) -> Candidates | None:
+        if not self.ready:
+            return None
+        return Candidates.of(nodes, [self.candidates[:children]] * len(nodes))
+
+
+def test_a_token_that_two_sources_propose_counts_once():
+    source = HybridSource({"a": Told((1, 0.5), (2, 0.2)), "b": Told((2, 0.3), (3, 0.1))})
+    context, tree = started(source, [7])
+    merged = source.expand(context, tree, np.array([ROOT]), 8)
+    assert row(merged) == pytest.approx({1: 0.5, 2: 0.3, 3: 0.1})
+    assert merged.tokens[0].tolist() == [1, 2, 3], "the likeliest first"
+    best = source.expand(context, tree, np.array([ROOT]), 2)
+    assert list(row(best)) == [1, 2]
+
+
+def test_sources_together_never_claim_more_than_everything():
+    source = HybridSource({"a": Told((1, 0.9)), "b": Told((2, 0.9))})
+    context, tree = started(source, [7])
+    merged = row(source.expand(context, tree, np.array([ROOT]), 8))
+    assert sum(merged.values()) == pytest.approx(1)
+
+
+def test_nothing_is_proposed_until_every_source_is_ready():
+    late = Told((1, 0.5))
+    late.ready = False
+    source = HybridSource({"a": late, "b": Told((2, 0.5))})
+    context, tree = started(source, [7])
+    assert source.expand(context, tree, np.array([ROOT]), 8) is None
+    late.ready = True
+    assert source.expand(context, tree, np.array([ROOT]), 8) is not None
+
+
+def test_a_source_is_believed_as_far_as_it_has_been_right():
+    """Both state one half; one is right nine times of ten, the other never."""
+    source = HybridSource({"right": Told((1, 0.5)), "wrong": Told((2, 0.5))})
+    context, tree = started(source, [7])
+    for i in range(200):
+        candidates = source.expand(context, tree, np.array([ROOT]), 8)
+        tree.append(*_columns(candidates))
+        decide(source, context, tree, 3 if i % 10 == 0 else 1)
+    merged = row(source.expand(context, tree, np.array([ROOT]), 8))
+    assert merged[1] == pytest.approx(0.9, abs=0.1)
+    assert merged[2] < 0.05
+
+
+def test_settings_of_a_hybrid():
+    assert Hybrid().needs_draft
+    assert not Hybrid(sources=["ngram"]).needs_draft
+    assert isinstance(Hybrid(sources=["ngram"]).make(None, 100), HybridSource)
+    for sources, part in (
+        ([], "one or more"),
+        (["ngram", "ngram"], "each once"),
+        (["synthetic"], "'synthetic'"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            Hybrid(sources=sources)
+    for cls in (Hybrid, NGram):
+        with pytest.raises(ConfigError, match=r"source\.longest is 0"):
+            cls(longest=0)
+        with pytest.raises(ConfigError, match=r"source\.rounds is 0"):
+            cls(rounds=0)

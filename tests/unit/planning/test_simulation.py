@@ -1,0 +1,209 @@
+"""Predictions against closed forms, against each other, and against one another's limits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipespec.cli.main import main
+from pipespec.errors import ConfigError
+from pipespec.head.feed.best_first import BestFirst
+from pipespec.head.feed.level import Level
+from pipespec.head.feed.root import Root
+from pipespec.head.feed.static_tree import StaticTree
+from pipespec.head.source.synthetic import Accuracy
+from pipespec.planning import simulation as plan
+from pipespec.planning.simulation import (
+    Machine,
+    TimeCurve,
+    level_equation,
+    predict,
+    recommend,
+    simulate,
+)
+
+PUBLISHED = Accuracy({1: 0.81, 8: 0.99}, spread=0.8)
+PERFECT = Accuracy({1: 1.0})
+
+
+def machine(num_stages: int, stage_ms: float = 10.0, **times: float) -> Machine:
+    return Machine((TimeCurve(((1, stage_ms),)),) * num_stages, **times)
+
+
+def ways(*names: str, **grid: list) -> list[plan.Choice]:
+    shape = {"widths": [16], "children": [8], "rounds": [1], **grid}
+    return list(plan.choices(names, shape["widths"], shape["children"], shape["rounds"]))
+
+
+@pytest.mark.parametrize("num_stages", [1, 3, 8])
+def test_without_guesses_a_token_takes_a_whole_pipeline(num_stages):
+    ran = simulate(Root(), machine(num_stages), PUBLISHED, rounds=1, num_tokens=20)
+    assert ran.tokens_per_step == pytest.approx(1 / num_stages)
+    assert ran.delays[-1] == ran.tokens == 20
+    assert ran.hits == 0 and ran.error == 0
+
+
+def test_a_perfect_draft_gives_level_one_token_per_step():
+    ran = simulate(Level(4, 1), machine(8), PERFECT, rounds=1, num_tokens=50)
+    assert ran.tokens_per_step == pytest.approx(1)
+    assert ran.hits == ran.tokens
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_a_perfect_draft_gives_best_first_a_token_per_round(rounds):
+    ran = simulate(BestFirst(8, 1), machine(8), PERFECT, rounds=rounds, num_tokens=300)
+    assert ran.tokens_per_step == pytest.approx(rounds, rel=0.05)
+    assert ran.delays[0] > 0, "parents and children share a batch"
+
+
+def test_one_chain_is_classic_speculative_decoding():
+    """Four right guesses and the token after them, once per pipeline length, or one step later
+    where the chain is drafted when the verdict has come."""
+    ran = simulate(StaticTree([1] * 4), machine(8), PERFECT, rounds=4, num_tokens=100)
+    assert 0.97 * 5 / 9 <= ran.tokens_per_step <= 1.03 * 5 / 8
+
+
+@pytest.mark.parametrize("top_1", [0.5, 0.9])
+def test_level_follows_the_equation_where_the_width_cuts_nothing(top_1):
+    """A chain: a token is guessed exactly if it has rank 1."""
+    accuracy = Accuracy({1: top_1}, spread=0.5)
+    ran = simulate(Level(4, 1), machine(6), accuracy, rounds=1, num_tokens=3000)
+    assert ran.tokens_per_step == pytest.approx(level_equation(top_1, 6), rel=0.06)
+    assert ran.tokens_per_step == pytest.approx(level_equation(ran.hits / ran.tokens, 6), rel=1e-3)
+
+
+def test_the_order_of_the_methods():
+    """The table of SpecPipe's Figure 10, continued by best_first."""
+    rates = [
+        simulate(policy, machine(8), PUBLISHED, rounds=3, num_tokens=600).tokens_per_step
+        for policy in (Root(), StaticTree(), Level(64, 8), BestFirst(64, 8, 4096))
+    ]
+    assert rates == sorted(rates)
+    assert rates[2] > 0.75 and rates[3] > 1.15
+
+
+def test_a_crowded_tree_costs_best_first_its_second_chances():
+    """Why `pipespec plan` gives the tree NODES_PER_ROW: a small one forgets what it passed over."""
+    small, large = (
+        simulate(BestFirst(64, 8, capacity), machine(8), PUBLISHED, rounds=4, num_tokens=600)
+        for capacity in (512, 0)
+    )
+    assert small.tokens_per_step < large.tokens_per_step
+    assert small.hits < large.hits
+
+
+def test_a_prediction_repeats_itself():
+    (way,) = ways("best_first", rounds=[2])
+    first = predict(way, machine(4), PUBLISHED, num_tokens=50, seed=3)
+    assert first == predict(way, machine(4), PUBLISHED, num_tokens=50, seed=3)
+    assert first != predict(way, machine(4), PUBLISHED, num_tokens=50, seed=4)
+
+
+def test_times_follow_the_rows():
+    curve = TimeCurve(((2, 10.0), (4, 14.0), (8, 30.0)))
+    assert [curve.ms(rows) for rows in (0, 1, 2, 3, 4, 6, 8, 10)] == [0, 10, 10, 12, 14, 22, 30, 38]
+    uneven = Machine((TimeCurve(((1, 10.0),)), TimeCurve(((1, 30.0),))), hop_ms=1)
+    assert uneven.plain_tbt_ms == 42
+    assert uneven.slowest_ms([1, 0]) == 10
+    ran = simulate(Root(), uneven, PUBLISHED, rounds=1, num_tokens=10)
+    assert ran.ms / ran.tokens == pytest.approx(42)
+
+
+def test_a_slow_draft_lengthens_the_step_and_auto_leaves_out_what_does_not_fit():
+    slow = machine(4, stage_ms=10, draft_ms=8)
+    two, auto = (
+        predict(way, slow, PUBLISHED, num_tokens=100)
+        for way in ways("best_first", rounds=[2, "auto"])
+    )
+    assert two.step_ms == pytest.approx(16, rel=0.05)
+    assert auto.rounds_per_step == pytest.approx(1, abs=0.1)
+    assert auto.step_ms == pytest.approx(10, rel=0.05)
+
+
+def test_a_good_draft_is_advised_and_a_bad_one_is_not():
+    good = [predict(w, machine(8), PUBLISHED, num_tokens=200) for w in ways("root", "level")]
+    advised = recommend(good)
+    assert advised is not None and advised.policy == "level"
+    assert advised.settings[:2] == ("feed=level", "feed.width=16")
+    poor, slow = Accuracy({1: 0.05}, spread=0.0), machine(2, draft_ms=100)
+    assert recommend([predict(w, slow, poor, num_tokens=50) for w in ways("level")]) is None
+
+
+def test_of_equal_ways_the_one_with_fewer_rows_is_advised():
+    narrow, wide = (
+        predict(way, machine(4), PERFECT, num_tokens=60)
+        for way in ways("best_first", widths=[2, 32])
+    )
+    assert recommend([wide, narrow]) == narrow
+
+
+def test_ways_that_do_not_differ_are_predicted_once():
+    grid = {"widths": [8, 16], "children": [4, 8], "rounds": [1, 2]}
+    assert len(ways("root", **grid)) == 1
+    assert len(ways("static_tree", **grid)) == 2
+    assert len(ways("level", **grid)) == 4
+    assert len(ways("best_first", **grid)) == 8
+    with pytest.raises(ConfigError, match="not known"):
+        ways("nothing")
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_json_says_what_was_given_and_what_follows(capsys):
+    options = ["--stages", "4", "--stage-ms", "1:20,64:30", "--hop-ms", "1", "--tokens", "50"]
+    assert main(["plan", "--json", "--widths", "8", "--rounds", "1,auto", *options]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plain_tbt_ms"] == 84
+    assert answer["profile"]["stages"] == 4
+    found = {(p["policy"], p["rounds"]) for p in answer["predictions"]}
+    assert {("root", 1), ("level", 1), ("best_first", 1), ("best_first", "auto")} <= found
+    assert answer["recommended"] in answer["predictions"]
+    root = next(p for p in answer["predictions"] if p["policy"] == "root")
+    assert root["tbt_ms"] == pytest.approx(84) and root["speedup"] == pytest.approx(1)
+
+
+def test_the_table_fits_a_terminal_and_advises(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--widths", "8", "--rounds", "1", "--tokens", "50"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert "Recommended: feed=" in out
+
+
+def test_where_speculation_loses_it_says_so(capsys):
+    options = ["--stages", "2", "--stage-ms", "10", "--draft-ms", "90", "--curve", "1:0.1"]
+    assert main(["plan", "--widths", "8", "--rounds", "1", "--tokens", "30", *options]) == 0
+    assert "Speculation would lose here: use feed=root." in capsys.readouterr().out
+
+
+def test_a_profile_is_read_and_options_come_before_it(tmp_path: Path, capsys):
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"stages": 2, "stage_ms": [["1:5"], [7.0]], "hop_ms": 1}))
+    few = ["--policies", "root", "--tokens", "5", "--json", "--profile", str(file)]
+    assert main(["plan", *few]) == 0
+    assert json.loads(capsys.readouterr().out)["plain_tbt_ms"] == 14
+    assert main(["plan", *few, "--hop-ms", "0"]) == 0
+    assert json.loads(capsys.readouterr().out)["plain_tbt_ms"] == 12
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must be a JSON object of stages, stage_ms"),
+        ('{"stage": 2}', "must be a JSON object of stages, stage_ms"),
+        ('{"stages": 3, "stage_ms": [[1], [2]]}', "times of 2 stages"),
+        ('{"hop_ms": "1"}', "hop_ms is '1'"),
+        ('{"stages": true}', "stages is True"),
+        ('{"curve": 3}', "curve is 3"),
+        ('{"stage_ms": {}}', "stage_ms is {}"),
+    ],
+)
+def test_a_profile_that_is_wrong_is_one_sentence(tmp_path: Path, capsys, content: str, part: str):
+    file = tmp_path / "profile.json"
+    file.write_text(content)
+    assert main(["plan", "--profile", str(file)]) == 2
+    assert part in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""What the last stage accepts, given the logits of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.controller import verdict
+from pipespec.core import Request, Sampling, TokenLogprobs, Verdict
+from pipespec.errors import ConfigError
+from pipespec.sampling import sampler
+from pipespec.sampling.sampler import Tally
+from pipespec.sampling.verify import Greedy, Relaxed, Sample, Strict, Verifier
+
+VOCAB = 6
+PROMPT = (1, 2)
+TIP = 1
+CPU = torch.device("cpu")
+
+
+def verifier(**asked: object) -> Verifier:
+    return Verifier(Request(1, PROMPT, 9, sampling=Sampling(**asked)))
+
+
+def chain(*guesses: int) -> tuple[list[int], list[int], list[int]]:
+    """The tip and guesses that follow one another, as nodes, parents and tokens."""
+    nodes = [TIP, *range(10, 10 + len(guesses))]
+    return nodes, [0, *nodes[:-1]], [PROMPT[-1], *guesses]
+
+
+def expected_text(asked: Sampling, rows: torch.Tensor) -> list[int]:
+    """What one draw after another gives, the text before it looked at anew each time."""
+    answer: list[int] = []
+    for logits in rows:
+        tally = Tally(PROMPT, answer, VOCAB, CPU)
+        answer.append(sampler.sample(logits, asked, len(PROMPT) + len(answer), tally))
+    return answer
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Sampling(),
+        Sampling(1.0, seed=3),
+        Sampling(0.0, repetition_penalty=5.0, logprobs=1),
+        Sampling(1.2, 4, 0.9, 0.01, 1.5, 0.5, 1.5, ((3, 1.0),), seed=5, logprobs=0),
+    ],
+)
+def test_a_judge_says_in_any_portions_what_single_draws_say(asked):
+    rows = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(1))
+    text = expected_text(asked, rows)
+    for width in (1, 2, 3, 8):
+        mine = Verifier(Request(1, PROMPT, 9, sampling=asked))
+        said: list[int] = []
+        while len(said) < len(text):
+            part = text[len(said) : len(said) + width]
+            nodes, parents, guesses = chain(*part[:-1])
+            logits = rows[len(said) : len(said) + len(part)]
+            tokens, reports = mine.decide(TIP, nodes, parents, guesses, logits)
+            assert len(reports) == (0 if asked.logprobs is None else len(tokens))
+            said += tokens
+            assert mine.length == len(PROMPT) + len(said)
+        assert said == text
+
+
+def test_a_judge_goes_on_where_an_earlier_one_ended():
+    asked = Sampling(1.0, presence_penalty=2.0, seed=2)
+    rows = torch.zeros(6, VOCAB)
+    text = expected_text(asked, rows)
+    successor = Verifier(Request(1, PROMPT, 9, sampling=asked), text[:4])
+    nodes, parents, guesses = chain(text[4])
+    assert successor.decide(TIP, nodes, parents, guesses, rows[4:])[0] == text[4:]
+
+
+def test_a_wrong_guess_ends_the_walk_and_leaves_no_trace():
+    asked = {"temperature": 0.0, "frequency_penalty": 2.0}
+    nodes, parents, guesses = chain(5, 5, 5)
+    logits = torch.tensor([[0, 0, 0, 4.0, 3.0, 0]] * 4)
+    mine = verifier(**asked)
+    assert mine.decide(TIP, nodes, parents, guesses, logits)[0] == [3]
+    assert mine.decide(TIP, [TIP], [0], [3], logits[:1])[0] == [4]  # 4 - 2 < 3
+    assert mine.length == len(PROMPT) + 2
+
+
+def test_a_batch_without_the_tip_decides_nothing():
+    assert verifier(temperature=1.0).decide(99, *chain(3), torch.zeros(2, VOCAB)) == ([], [])
+
+
+# --- the lossy rules --------------------------------------------------------------------------
+
+LOGITS = torch.tensor([5.0, 4.9, 3.0, 0.0, -9.0, -9.0])
+
+
+def after_tip(guesses: list[int], **asked: object) -> list[int]:
+    """The tokens decided when the tip's children are `guesses`, all with the same logits."""
+    rows = LOGITS.expand(1 + len(guesses), VOCAB)
+    nodes = [TIP, *range(10, 10 + len(guesses))]
+    parents = [0, *[TIP] * len(guesses)]
+    return verifier(**asked).decide(TIP, nodes, parents, [PROMPT[-1], *guesses], rows)[0]
+
+
+def test_strict_accepts_the_most_probable_token_whether_drawn_or_not():
+    asked = Strict().sampling(0)
+    drawn_other = [s for s in range(50) if after_tip([], temperature=1.0, seed=s) != [0]]
+    assert len(drawn_other) > 5
+    for seed in drawn_other:
+        lossy = {"temperature": 1.0, "seed": seed, "accept_top": asked.accept_top}
+        assert after_tip([0], **lossy)[0] == 0
+        # A guess that is not the most probable one is accepted only if it was drawn.
+        assert after_tip([2], **lossy)[0] == after_tip([], temperature=1.0, seed=seed)[0]
+
+
+@pytest.mark.parametrize(
+    ("guesses", "accept_top", "accept_ratio", "expected"),
+    [
+        ([1], 2, 0.5, 1),  # probability 0.90 of the highest
+        ([1], 1, 0.5, 0),
+        ([1], 2, 0.95, 0),
+        ([2, 1], 3, 0.0, 1),  # the most probable of the guesses
+        ([2], 3, 0.1, 2),  # 0.135 of the highest
+        ([3], 3, 0.0, 0),
+        ([], 6, 0.0, 0),
+    ],
+)
+def test_relaxed_accepts_a_probable_guess(guesses, accept_top, accept_ratio, expected):
+    got = after_tip(guesses, accept_top=accept_top, accept_ratio=accept_ratio)
+    assert got[0] == expected
+    assert (len(got) > 1) == (expected in guesses)
+
+
+def test_what_cannot_be_drawn_is_not_accepted_either():
+    assert after_tip([3], temperature=1.0, top_k=3, accept_top=6, seed=1)[0] != 3
+
+
+def test_the_lossy_verifiers_say_so_and_the_others_are_not():
+    lossy = [spec.sampling(0).lossy for spec in (Greedy(), Sample(), Relaxed(), Strict())]
+    assert lossy == [False, False, True, True]
+
+
+# --- specs ------------------------------------------------------------------------------------
+
+
+def test_a_seed_that_is_not_set_is_fresh():
+    assert Sample().sampling(77).seed == 77
+    assert Sample(seed=5).sampling(77).seed == 5
+    assert Strict(seed=0).sampling(77).seed == 0
+
+
+def test_settings_reach_the_request():
+    spec = Relaxed(
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias=["3:-1.5", "4:2"],
+        logprobs=2,
+        temperature=0.7,
+        top_k=9,
+        top_p=0.8,
+        min_p=0.1,
+        seed=6,
+        accept_top=2,
+        accept_ratio=0.25,
+    )
+    bias = ((3, -1.5), (4, 2.0))
+    assert spec.sampling(0) == Sampling(
+        0.7, 9, 0.8, 0.1, 1.1, 0.2, 0.3, bias, 6, 2, accept_top=2, accept_ratio=0.25
+    )
+    assert Greedy(logit_bias=["3:-1.5"]).sampling(1) == Sampling(logit_bias=((3, -1.5),))
+
+
+def test_relaxed_needs_something_to_accept():
+    with pytest.raises(ConfigError, match=r"verify\.accept_top is 0"):
+        Relaxed(accept_top=0)
+
+
+# --- verdicts on their way --------------------------------------------------------------------
+
+TOKENS = st.integers(0, 200_000)
+LOGPROBS = st.builds(
+    TokenLogprobs,
+    st.floats(-1e3, 0),
+    st.lists(st.tuples(TOKENS, st.floats(-1e3, 0)), max_size=4).map(tuple),
+)
+
+
+@st.composite
+def verdicts(draw: st.DrawFn) -> Verdict:
+    tokens = tuple(draw(st.lists(TOKENS, max_size=5)))
+    size = len(tokens) if draw(st.booleans()) else 0
+    reports = tuple(draw(st.lists(LOGPROBS, min_size=size, max_size=size)))
+    return Verdict(draw(st.integers(1, 2**40)), draw(st.integers(0, 2**20)), tokens, reports)
+
+
+@given(st.lists(verdicts(), max_size=4), st.integers(0, 2**62))
+def test_verdicts_arrive_as_they_left(sent, drawn_ns):
+    assert verdict.unpack(verdict.pack(sent, drawn_ns)) == (sent, drawn_ns)

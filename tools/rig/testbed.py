@@ -1,0 +1,286 @@
+"""Boxes for tests: network namespaces with an sshd each, joined by links that can be cut.
+
+    with Testbed(boxes=3, delay_ms=0.1, gbit=10) as bed:
+        hosts = bed.hosts_file(devices=2)
+        done = bed.run("a", [sys.executable, "-m", "pipespec", "launch", str(hosts)])
+        bed.cut("a", "b")
+
+Every box ("a", "b", ...) has an address of its own and shares the file system. It reaches the
+others only through its device `net0`, whose rate `tc`'s token bucket shapes, and a relay
+(tools/rig/relay.py), which adds the delay: kernels without netem have no other way. Needs root,
+and nothing outside the namespaces changes; `missing()` says what stands in the way. All that
+ran in a box ends with the bed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import shutil
+import socket
+import statistics
+import string
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipespec.cluster.ssh import CONFIG_VARIABLE
+from tools.rig import relay, sshd
+
+BURST = 70 * 1024  # bytes; the least that lets a packet of 64 KiB through in one piece
+QUEUE = 32 << 20  # bytes that may wait for the rate
+ECHO_REQUEST = 8  # ICMP
+
+_serial = itertools.count()
+
+
+@functools.cache
+def missing() -> str | None:
+    """What this machine lacks for a test bed, as a reason to skip; None if nothing."""
+    if os.geteuid() != 0:
+        return "a test bed needs root for network namespaces"
+    for program in ("ip", "tc", "ssh", "ssh-keygen", sshd.SSHD):
+        if shutil.which(program) is None:
+            return f"a test bed needs {program}"
+    name = f"pipespec-{os.getpid()}-trial"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode != 0:
+        return f"network namespaces are not allowed here: {made.stderr.strip()}"
+    try:
+        os.close(relay.inside(name, relay.open_device))
+    except OSError as refused:
+        return f"a test bed needs TUN devices: {refused}"
+    finally:
+        relay.remove([name])
+    return None
+
+
+class Testbed:
+    """`boxes` boxes; a packet takes `delay_ms` each way; a box sends at most `gbit` Gbit/s."""
+
+    __test__ = False  # not a class of tests
+
+    def __init__(self, boxes: int = 3, delay_ms: float = 0.1, gbit: float = 10.0):
+        self.boxes = tuple(string.ascii_lowercase[:boxes])
+        self.delay_ms = delay_ms
+        self.gbit = gbit
+        self.folder = Path(tempfile.mkdtemp(prefix="pipespec-testbed-"))
+        bed = f"pipespec-{os.getpid()}-{next(_serial)}"
+        self.namespaces = {box: f"{bed}-{box}" for box in self.boxes}
+        self._relay: subprocess.Popen[str] | None = None
+        self._sshds: list[subprocess.Popen[str]] = []
+        self._asking = threading.Lock()
+
+    def __enter__(self) -> Testbed:
+        try:
+            self._make_links()
+            sshd.make_keys(self.folder, [self.address(box) for box in self.boxes])
+            with ThreadPoolExecutor(len(self.boxes)) as threads:
+                list(threads.map(self._start_sshd, self.boxes))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends everything that runs in the boxes and removes them; may be called twice."""
+        if self._relay is not None:
+            self._relay.communicate()  # the end of its standard input
+        relay.remove(list(self.namespaces.values()))
+        for daemon in self._sshds:
+            daemon.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # --- what tests do with it --------------------------------------------------------------
+
+    @property
+    def relay_pid(self) -> int:
+        """The process that carries the packets, and removes the bed when this one ends."""
+        assert self._relay is not None, "the bed is not open"
+        return self._relay.pid
+
+    def address(self, box: str) -> str:
+        return f"10.77.0.{self.boxes.index(box) + 1}"
+
+    def cut(self, a: str, b: str) -> None:
+        """Packets between the two boxes are lost from now on, those under way included."""
+        self._ask("cut", a, b)
+
+    def mend(self, a: str, b: str) -> None:
+        """The link between the two boxes carries packets again."""
+        self._ask("mend", a, b)
+
+    def popen(self, box: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Starts a program inside the box; the options are those of `subprocess.Popen`.
+
+        The process id is the program's own. `pipespec.cluster.ssh` finds the bed's keys in it.
+        """
+        env = {
+            **options.pop("env", os.environ),
+            CONFIG_VARIABLE: str(self.folder / sshd.CLIENT_CONFIG),
+        }
+        line = ["ip", "netns", "exec", self.namespaces[box], *argv]
+        return subprocess.Popen(line, env=env, **options)
+
+    def run(
+        self, box: str, argv: Sequence[str], given: str = "", timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a program inside the box to its end and keeps its output.
+
+        `given` is its standard input. Raises TimeoutExpired after `timeout` seconds.
+        """
+        pipe = subprocess.PIPE
+        with self.popen(box, argv, stdout=pipe, stderr=pipe, stdin=pipe, text=True) as process:
+            try:
+                out, err = process.communicate(given, timeout)
+            except BaseException:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
+
+    def processes(self, box: str) -> list[int]:
+        """The ids of the processes that run in the box, its sshd among them."""
+        return relay.processes(self.namespaces[box])
+
+    def socket(self, box: str, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
+        """An unconnected IPv4 socket of this process that lives inside the box."""
+        return relay.inside(
+            self.namespaces[box], lambda: socket.socket(socket.AF_INET, kind, protocol)
+        )
+
+    def hosts_file(
+        self, devices: int | Mapping[str, int] = 1, file: str = "hosts.yaml", **settings: Any
+    ) -> Path:
+        """Writes a hosts file: so many `cpu` devices for every box, or for each.
+
+        `settings` are its other entries, such as `draft`, `order`, `split` and `spares`.
+        """
+        counts = dict.fromkeys(self.boxes, devices) if isinstance(devices, int) else devices
+        hosts = {
+            "defaults": {
+                "user": "root",
+                "python": sys.executable,
+                "identity": str(self.folder / "key"),
+                "env": {
+                    "OMP_NUM_THREADS": "1",
+                    "HF_HUB_OFFLINE": "1",
+                    "PYTHONPATH": str(Path(__file__).parents[2]),
+                },
+            },
+            "hosts": [
+                {
+                    "name": box,
+                    "address": self.address(box),
+                    "interface": relay.DEVICE,
+                    "devices": ["cpu"] * count,
+                }
+                for box, count in counts.items()
+            ],
+            **settings,
+        }
+        path = self.folder / file
+        path.write_text(yaml.safe_dump(hosts, sort_keys=False))
+        return path
+
+    def measured_rtt_ms(self, a: str, b: str, times: int = 21) -> float:
+        """The bare round trip between two boxes: median over some pings, in milliseconds.
+
+        Raises TimeoutError if one is not answered within a second.
+        """
+        with self.socket(a, socket.SOCK_RAW, socket.IPPROTO_ICMP) as pinger:
+            pinger.connect((self.address(b), 0))
+            pinger.settimeout(1.0)
+            return statistics.median(_ping(pinger, number) for number in range(times)) * 1e3
+
+    def measured_gbit(self, a: str, b: str, megabytes: int = 64) -> float:
+        """What one TCP connection carries from a to b, in Gbit/s."""
+        with self.socket(b) as listener, self.socket(a) as sender:
+            listener.bind((self.address(b), 0))
+            listener.listen()
+            sender.connect(listener.getsockname())
+            receiver, _ = listener.accept()
+            with receiver, ThreadPoolExecutor(1) as thread:
+                start = time.monotonic()
+                sending = thread.submit(sender.sendall, bytes(megabytes << 20))
+                left = megabytes << 20
+                while left:
+                    left -= len(receiver.recv(min(left, 1 << 20)))
+                took = time.monotonic() - start
+                sending.result()
+        return (megabytes << 23) / took / 1e9
+
+    # --- how it is built ----------------------------------------------------------------------
+
+    def _make_links(self) -> None:
+        for namespace in self.namespaces.values():
+            sshd.call("ip", "netns", "add", namespace)
+            quiet = "echo 1 > /proc/sys/net/ipv6/conf/default/disable_ipv6"
+            sshd.call("ip", "netns", "exec", namespace, "sh", "-c", quiet)
+        job = {
+            "namespaces": list(self.namespaces.values()),
+            "delay_ms": self.delay_ms,
+            "folder": str(self.folder),
+        }
+        self._relay = subprocess.Popen(
+            [sys.executable, "-I", "-S", relay.__file__, json.dumps(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us; the relay cleans up when we end
+        )
+        self._answer("ready")
+        rate = f"{round(self.gbit * 1e3)}mbit"
+        for box, namespace in self.namespaces.items():
+            inside = ("ip", "-n", namespace)
+            sshd.call(*inside, "link", "set", "lo", "up")
+            sshd.call(*inside, "addr", "add", f"{self.address(box)}/24", "dev", relay.DEVICE)
+            sshd.call(*inside, "link", "set", relay.DEVICE, "txqueuelen", "10000", "up")
+            bucket = ("tbf", "rate", rate, "burst", str(BURST), "limit", str(QUEUE))
+            shape = ("tc", "-n", namespace, "qdisc", "add", "dev", relay.DEVICE, "root")
+            sshd.call(*shape, *bucket)
+
+    def _ask(self, verb: str, a: str, b: str) -> None:
+        assert self._relay is not None and self._relay.stdin is not None, "the bed is not open"
+        link = [self.boxes.index(a), self.boxes.index(b)]
+        with self._asking:
+            self._relay.stdin.write(json.dumps({verb: link}) + "\n")
+            self._relay.stdin.flush()
+            self._answer("done")
+
+    def _answer(self, expected: str) -> None:
+        assert self._relay is not None and self._relay.stdout is not None
+        answer = self._relay.stdout.readline().strip()
+        if answer != expected:
+            raise RuntimeError(f"the relay of the test bed ended; it said {answer!r}")
+
+    def _start_sshd(self, box: str) -> None:
+        self._sshds.append(
+            sshd.start(functools.partial(self.popen, box), self.folder, self.address(box))
+        )
+
+
+def _ping(pinger: socket.socket, number: int) -> float:
+    """One round trip of a connected raw ICMP socket, in seconds."""
+    header = struct.pack("!BBHHH", ECHO_REQUEST, 0, 0, os.getpid() & 0xFFFF, number)
+    checksum = 0xFFFF - sum(struct.unpack("!4H", header)) % 0xFFFF
+    request = header[:2] + struct.pack("!H", checksum) + header[4:]
+    start = time.monotonic()
+    pinger.send(request)
+    while True:
+        reply = pinger.recv(256)[20:]  # after the IPv4 header
+        if reply[0] == 0 and reply[4:8] == request[4:8]:
+            return time.monotonic() - start
