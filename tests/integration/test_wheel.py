@@ -83,7 +83,7 @@ def test_the_package_is_the_installed_one(installed: Installed) -> None:
     code = "import pipespec.system.resources as r; print(r.__file__); print(r.resource_dir('conf'))"
     module, conf = installed.run("python", "-c", code).stdout.splitlines()
     assert Path(module).is_relative_to(installed.programs.parent)
-    assert Path(conf) == Path(module).parent / "_conf"
+    assert Path(conf) == Path(module).parents[1] / "_conf"
 
 
 def test_version_and_help(installed: Installed) -> None:
