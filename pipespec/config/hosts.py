@@ -15,7 +15,7 @@ is needed.
         port: 22
         identity: ~/.ssh/key
         interface: eth0            # what carries batches: the interface that has the address
-        devices: [cuda:0, cuda:1]  # [auto]
+        devices: [cuda:0, cuda:1]
         python: python3
         env: {OMP_NUM_THREADS: 8}
         target: /models/llama      # where the models lie on this box: as model.target, model.draft
@@ -26,7 +26,8 @@ is needed.
     split: [12, 10, 10]            # layers per stage: the planner chooses
     spares: 0                      # so many members, the last ones, hold no layers at first
 
-Only `hosts` and the `address` of each are needed; after # stands what a missing one means.
+Only `hosts` with `address` and `devices` of each are needed (`doctor` does without devices);
+after # stands what a missing one means.
 """
 
 from __future__ import annotations
