@@ -43,6 +43,7 @@ from pipespec.cluster.agent_lock import PATIENCE_S, alone
 from pipespec.cluster.supervisor import Job, how_it_ended, supervise
 from pipespec.system.interfaces import LOOPBACK, holding, interfaces, resolve
 from pipespec.system.scratch import private_folder
+from pipespec.system.writing import write_whole
 
 # Seconds without a word from the launcher after which a box behind SSH gives up.
 SILENCE_S = 40.0
@@ -123,9 +124,7 @@ def _main(stdin: BinaryIO) -> NoReturn:
             _tell({"failed": outcome})
         else:
             # Results are for a launcher on this machine, which reads them there.
-            partial = directory / "results.partial"
-            partial.write_bytes(pickle.dumps(outcome))
-            partial.rename(directory / "results")
+            write_whole(directory / "results", pickle.dumps(outcome))
             _tell({"ended": True})
         _tidy()
         os._exit(0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipespec.errors import RankFailed
+from pipespec.system.writing import write_whole
 
 # Seconds for which a rank that lost a neighbour leaves the agent time to notice the neighbour.
 _LINGER_S = 3.0
@@ -59,8 +60,7 @@ def supervise(directory: str, job: Job) -> Any:
             _live(here, number, job, theirs[0])
         os.close(ours[1])
         os.close(theirs[0])
-        (here / f"{number}.pid.partial").write_text(str(pid))
-        (here / f"{number}.pid.partial").rename(here / f"{number}.pid")
+        write_whole(here / f"{number}.pid", str(pid).encode())
         if agent.sentinel in connection.wait([ours[0], agent.sentinel]):
             os.kill(pid, signal.SIGKILL)
             os._exit(1)
@@ -76,8 +76,7 @@ def supervise(directory: str, job: Job) -> Any:
             os.kill(os.getpid(), -code)
         lives += 1
         died = {"died": number, "pid": pid, "how": how_it_ended(code)}
-        (here / f"died-{number}.partial").write_text(json.dumps(died))
-        (here / f"died-{number}.partial").rename(here / f"died-{number}-{lives}.json")
+        write_whole(here / f"died-{number}-{lives}.json", json.dumps(died).encode())
 
 
 def _live(directory: Path, number: int, job: Job, supervisor: int) -> NoReturn:
@@ -99,7 +98,8 @@ def _live(directory: Path, number: int, job: Job, supervisor: int) -> NoReturn:
             "lost_neighbour": lost_neighbour,
             "line": _one_line(error),
         }
-        (directory / f"raised-{number}.json").write_text(json.dumps(record))
+        # The agent reads it when any member of the box has ended.
+        write_whole(directory / f"raised-{number}.json", json.dumps(record).encode())
         sys.excepthook(type(error), error, error.__traceback__)
         if lost_neighbour:
             time.sleep(_LINGER_S)
