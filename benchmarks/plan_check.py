@@ -25,8 +25,8 @@ from benchmarks.report import publish_table
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.emulation import TimeCurve
 from pipespec.head.source.synthetic import Accuracy
-from pipespec.planning import simulation as plan
-from pipespec.planning.simulation import Choice, Machine
+from pipespec.planning.advice import Choice, choices, predict
+from pipespec.planning.simulation import Machine
 
 # Tokens recorded beyond those decoded, so that the synthetic draft does not run out of answer.
 BEYOND = 64
@@ -78,7 +78,7 @@ def main() -> None:
         hop_ms = max(root.tbt_ms / options.stages - options.stage_ms, 0.0)
         stage = TimeCurve(((1, options.stage_ms),))
         machine = Machine((stage,) * options.stages, hop_ms, options.draft_ms)
-        ways = list(plan.choices(POLICIES, options.widths, [8], options.rounds))
+        ways = list(choices(POLICIES, options.widths, [8], options.rounds))
         rows = []
         for draft, accuracy, settings in (
             ("SYNTHETIC", synthetic, of_synthetic),
@@ -119,7 +119,7 @@ def beside(
     draft: str, way: Choice, ran: Measured, machine: Machine, accuracy: Accuracy
 ) -> dict[str, str | int | float]:
     """One row of the table."""
-    expected = plan.predict(way, machine, accuracy, num_tokens=2000)
+    expected = predict(way, machine, accuracy, num_tokens=2000)
     return {
         "draft": draft,
         "policy": way.name,

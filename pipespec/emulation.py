@@ -164,7 +164,7 @@ class Link:
         return self.latency_ms + rows * self.row_bytes * 8 / (self.gbit_per_s * 1e6)
 
 
-def hold(start_ns: int, milliseconds: float) -> bool:
+def wait_until(start_ns: int, milliseconds: float) -> bool:
     """Sleep until `milliseconds` after `start_ns`; False: that moment had passed already."""
     if milliseconds == 0:
         return True

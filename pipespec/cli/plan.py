@@ -14,7 +14,8 @@ from pipespec.errors import ConfigError
 
 if TYPE_CHECKING:
     from pipespec.cli.arguments import Commands
-    from pipespec.planning.simulation import Machine, Prediction
+    from pipespec.planning.advice import Prediction
+    from pipespec.planning.simulation import Machine
 
 
 def add(commands: Commands) -> None:
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if overrides(rest, arguments.known_options):
         raise ConfigError(f"`pipespec plan` takes options and no settings, but got {rest[0]!r}.")
 
-    from pipespec.planning import simulation as planning
+    from pipespec.planning import advice
     from pipespec.planning.profile import Profile
 
     profile = Profile.read(arguments.profile) if arguments.profile else Profile()
@@ -83,18 +84,18 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     )
     machine, accuracy = profile.machine(), profile.accuracy()
     ways = list(
-        planning.choices(arguments.policies, arguments.widths, arguments.children, arguments.rounds)
+        advice.choices(arguments.policies, arguments.widths, arguments.children, arguments.rounds)
     )
     predictions = []
     with progress("simulating") as (on_way,):
         for number, way in enumerate(ways):
             on_way(number, len(ways))
             predictions.append(
-                planning.predict(
+                advice.predict(
                     way, machine, accuracy, num_tokens=arguments.tokens, seed=arguments.seed
                 )
             )
-    advised = planning.recommend(predictions)
+    advised = advice.recommend(predictions)
     if arguments.json:
         answer = {
             "profile": asdict(profile),

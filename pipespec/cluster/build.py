@@ -10,12 +10,13 @@ from pipespec.controller.client import Controller
 from pipespec.core import Request
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.stage import Stage
-from pipespec.head.loop import Head
+from pipespec.head.loop import HeadLoop, HeadSettings
+from pipespec.head.scheduler import Scheduler, SchedulerConfig
 from pipespec.head.sequence import StopCheck
 from pipespec.head.source.draft_model import DraftModelSource
 from pipespec.head.source.protocol import TokenSource
 from pipespec.planning.placement import num_slots
-from pipespec.stage.worker import Worker
+from pipespec.stage.loop import StageLoop, StageSettings
 from pipespec.text import StopChecker
 from pipespec.trace import Timeline
 from pipespec.transport.paced import PacedTransport
@@ -70,32 +71,31 @@ def serve(
             with guard(inner.abort):
                 if rank:
                     assert stage is not None
-                    Worker(
-                        stage,
-                        link,
-                        controller,
-                        plan.layout,
-                        pace=config.pace,
-                        delay_ms=delay_ms,
-                        timeline=timeline,
-                    ).run()
+                    settings = StageSettings(plan.layout, config.pace, delay_ms)
+                    StageLoop(stage, link, controller, settings, timeline).run()
                 else:
-                    Head(
+                    HeadLoop(
+                        Scheduler(scheduler_config(plan)),
+                        make_source(plan, stage),
                         link,
                         controller,
-                        make_source(plan, stage),
-                        config.feed,
-                        plan.layout,
-                        rounds=config.source.rounds,
-                        chunk=config.decode.prefill_chunk,
-                        context_limit=plan.context,
-                        stop_check=stop_check(plan),
-                        pace=config.pace,
-                        delay_ms=delay_ms,
-                        timeline=timeline,
+                        HeadSettings(plan.layout, stop_check(plan), config.pace, delay_ms),
+                        timeline,
                     ).run()
         finally:
             link.close()
+
+
+def scheduler_config(plan: Plan) -> SchedulerConfig:
+    """What the head decides by."""
+    config = plan.config
+    return SchedulerConfig(
+        policy=config.feed,
+        num_steps=plan.layout.num_steps,
+        rounds=config.source.rounds,
+        prefill_chunk=config.decode.prefill_chunk,
+        context_limit=plan.context,
+    )
 
 
 def make_source(plan: Plan, stage: Stage | None) -> TokenSource:

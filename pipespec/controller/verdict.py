@@ -10,7 +10,7 @@ import numpy as np
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Task, prune, transfer
 from pipespec.core import TokenLogprobs, Verdict
-from pipespec.emulation import hold
+from pipespec.emulation import wait_until
 from pipespec.trace import Timeline
 
 
@@ -90,7 +90,7 @@ class VerdictReceiver:
             left_ms = self.delay_ms - (self.timeline.clock() - drawn_ns) / 1e6
             if timeout is not None and self.delay_ms and left_ms > timeout * 1e3:
                 return None
-            hold(drawn_ns, self.delay_ms)
+            wait_until(drawn_ns, self.delay_ms)
         now = self.timeline.clock()
         self.timeline.totals["control"] += min(max(now - max(drawn_ns, start), 0), now - start)
         self._payload = None
@@ -104,7 +104,7 @@ class VerdictReceiver:
             payload = self._told(transfer(self.rank, step), None)
             assert payload is not None
             taken_ns = int(np.frombuffer(payload, "<i8", 1)[0])
-            hold(taken_ns, self.delay_ms)
+            wait_until(taken_ns, self.delay_ms)
         return taken_ns
 
     def _told(self, task: Task, timeout: float | None) -> bytes | None:

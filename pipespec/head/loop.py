@@ -1,87 +1,71 @@
-"""The loop of the head: admit, grow, hear, feed.
+"""The loop of rank 0: admit, grow, hear, send.
 
-Rank 0 holds the draft and the tree. In step t it grows the tree while the stages compute,
-hears the verdict of step t, prunes, and feeds the nodes that the policy chooses to the first
-stage. It decodes one request after another; everything it sends names the request.
+In step t the head lets the source grow the tree while the stages compute, hears the verdict of
+step t, and sends what the scheduler chooses to the first stage. What is decided here is when;
+what is sent is decided in `pipespec.head.scheduler`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-
-import numpy as np
+from dataclasses import dataclass
 
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.controller.requests import CANCELLED
 from pipespec.controller.verdict import VerdictReceiver
 from pipespec.core import Batch, Request, Verdict
-from pipespec.emulation import Pace, hold
-from pipespec.head.feed.policy import FeedPolicy, PipelineState
-from pipespec.head.feed.rounds import fits
-from pipespec.head.meter import Ema, Meter
+from pipespec.emulation import Pace, wait_until
+from pipespec.head.scheduler import DraftWork, Scheduler
 from pipespec.head.sequence import Sequence, StopCheck
 from pipespec.head.source.protocol import TokenSource
-from pipespec.head.tree import ROOT
+from pipespec.head.timing import SendTiming
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
 
-# Running free: a batch is sent when so much of the first stage's work on the one before is left.
-EARLY = 0.15
-# Steps that the estimate of that work's length remembers.
-PACE_MEMORY = 8
-# A moment that is further off was told by another machine's clock.
-OTHER_CLOCK_NS = 10**9
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """How the loop of the head runs.
+
+    Attributes:
+        layout: the stages, their groups, and whether ranks wait for verdicts.
+        stop_check: what watches the text of a request for its stop strings.
+        pace: what draft rounds are held to.
+        delay_ms: what a verdict takes to the head, beyond what it takes here.
+    """
+
+    layout: Layout
+    stop_check: Callable[[Request], StopCheck]
+    pace: Pace
+    delay_ms: float
 
 
-class Head:
-    """Rank 0."""
+class HeadLoop:
+    """Rank 0: a scheduler, a source of guesses, the first stage's link and the controller."""
 
     def __init__(
         self,
+        scheduler: Scheduler,
+        source: TokenSource,
         link: Transport,
         controller: Controller,
-        source: TokenSource,
-        policy: FeedPolicy,
-        layout: Layout,
-        *,
-        rounds: int | str,
-        chunk: int,
-        context_limit: int,
-        stop_check: Callable[[Request], StopCheck],
-        pace: Pace,
-        delay_ms: float,
+        settings: HeadSettings,
         timeline: Timeline,
     ):
+        self.scheduler = scheduler
+        self.source = source
         self.link = link
         self.controller = controller
-        self.source = source
-        self.policy = policy
-        self.layout = layout
-        self.rounds = rounds
-        self.chunk = chunk
-        self.context_limit = context_limit
-        self.stop_check = stop_check
-        self.pace = pace
+        self.settings = settings
+        self.layout = settings.layout
         self.timeline = timeline
-        self.step = 0
-        self.sequence: Sequence | None = None
-        self.receiver = VerdictReceiver(controller, 0, timeline, delay_ms)
-        self.meter = Meter(layout.num_steps)
+        self.receiver = VerdictReceiver(controller, 0, timeline, settings.delay_ms)
+        self.timing = SendTiming()
         self._began = 0  # when this step began, on the timeline's clock
-        self._guesses: bool | None = None  # whether this step knows any; None: it is not decoding
-        self._decided = 0  # tokens that this step decided
-        self._released: tuple[int, ...] = ()
-        self._busy_until = 0  # the step in which the last batch that matters leaves the pipeline
         self._done: list[Task] = []
         self._submitted = 0  # steps
-        self._unsettled: list[Verdict] = []  # followed, but neither logged nor told to the source
-        self._fed = (0, 0)  # rows of the batch before the last, and of the last
-        self._taken = 0  # when the first stage took the last batch
-        self._takes: dict[int, int] = {}  # the same of the steps whose verdicts are to come
-        self._stage_ns = Ema(PACE_MEMORY)  # how long the first stage computes
-        self._verdict_ns = Ema(PACE_MEMORY)  # from when it took a batch to the verdict of the step
+        self._unlogged: list[Verdict] = []  # applied, but neither logged nor told to the source
 
     def run(self) -> None:
         """Serve requests until there will be no more, then stop the stages."""
@@ -90,9 +74,9 @@ class Head:
             self.grow()
             self.hear()
             self.drop_cancelled()
-            self.send(self.feed())
+            self.send()
             self.log_accepted()
-            self.measure()
+            self.scheduler.end(self._elapsed_ms())
         self.stop()
 
     def admit(self) -> bool:
@@ -101,18 +85,18 @@ class Head:
         While batches are on their way the pipeline must keep stepping, so only an empty one
         is left to wait.
         """
-        while self.sequence is None:
-            draining = self.step <= self._busy_until
+        while self.scheduler.idle:
+            draining = self.scheduler.draining
             request = self.controller.next_request(timeout=0 if draining else None)
             if request is not None:
-                stops = self.stop_check(request)
+                stops = self.settings.stop_check(request)
                 now = self.timeline.clock()
                 self.timeline.take()
                 answer = self.controller.tokens(request.id)
-                self.sequence = Sequence.open(request, stops, self.context_limit, now, answer)
-                self.source.begin(self.sequence.context)
-                if self.sequence.ended:
-                    self.finish(self.sequence.ended)
+                sequence = self.scheduler.add(request, stops, now, answer)
+                self.source.begin(sequence.context)
+                if sequence.ended:
+                    self.finish(sequence, sequence.ended)
                     break  # a batch must tell the stages
             elif draining:
                 break
@@ -122,15 +106,12 @@ class Head:
 
     def begin(self) -> None:
         """A step begins."""
-        self.timeline.step = self.step
+        step = self.timeline.step = self.scheduler.step
         self._began = self.timeline.clock()
-        self._decided = 0
-        sequence = self.sequence
-        self._guesses = sequence.guesses_in_flight if sequence and sequence.decoding else None
-        self.meter.begin()
+        self.scheduler.begin()
         # Running free, a stage may be ahead of the head, by its place in the pipeline at most.
         ahead = self.layout.num_steps if self.layout.sync == "free" else 0
-        self.submit(self.step + ahead)
+        self.submit(step + ahead)
 
     def submit(self, last: int) -> None:
         """Lay out the tasks of the steps up to `last`."""
@@ -141,38 +122,19 @@ class Head:
 
     def grow(self) -> None:
         """Let the source expand the tree while the stages compute."""
-        sequence = self.sequence
-        while sequence is not None:
-            state = self.state(sequence)
-            expansion = self.policy.grow(sequence.tree, state)
-            nodes = sequence.useful(expansion.nodes)
-            if not len(nodes) or not fits(self.rounds, state):
-                return
-            self.expand(sequence, nodes, expansion.limit)
+        while work := self.scheduler.expansion(self._elapsed_ms()):
+            self.draft(work)
 
-    def expand(self, sequence: Sequence, nodes: np.ndarray, limit: int | None) -> None:
-        """One draft round: the source proposes children for `nodes`."""
+    def draft(self, work: DraftWork) -> None:
+        """One draft round."""
+        sequence = work.sequence
         start = self.timeline.clock()
         with self.timeline("draft"):
             candidates = self.source.expand(
-                sequence.context, sequence.tree, nodes, self.policy.children
+                sequence.context, sequence.tree, work.nodes, work.children
             )
-            sequence.counts["overruns"] += not hold(start, self.pace.of_round)
-        sequence.counts["rounds"] += 1
-        self.meter.round(self._since(start), measured=candidates is not None)
-        if candidates is not None:
-            sequence.tree.append(candidates.parents, candidates.tokens, candidates.logps, limit)
-            sequence.tree.trim(self.policy.capacity)
-
-    def state(self, sequence: Sequence) -> PipelineState:
-        """What the policy may know at this moment of the step."""
-        return self.meter.state(
-            self.step, end=sequence.last_position, elapsed_ms=self._since(self._began)
-        )
-
-    def _since(self, start: int) -> float:
-        """Milliseconds since a moment of the timeline's clock."""
-        return (self.timeline.clock() - start) / 1e6
+            sequence.counts["overruns"] += not wait_until(start, self.settings.pace.of_round)
+        self.scheduler.graft(work, candidates, self._ms_since(start))
 
     def hear(self) -> None:
         """Wait until this step's batch is due, and follow the verdicts that come until then.
@@ -181,168 +143,89 @@ class Head:
         when the first stage is about to need it, or with that verdict, whichever is earlier;
         without anything to feed there is nothing to hurry for.
         """
-        drafted, start = self._since(self._began), self.timeline.clock()
-        done, self._done = [*self._done, compute(0, self.step)], []
+        step = self.scheduler.step
+        drafted_ms, start = self._elapsed_ms(), self.timeline.clock()
+        done, self._done = [*self._done, compute(0, step)], []
         with self.timeline("control"):
             self.controller.complete(done)
-        due = self.due(self.sequence) if self.layout.asks_for_link(0, self.step) else None
-        while self.receiver.heard <= self.step:
-            left = (due - self.timeline.clock()) / 1e9 if due and self.has_work() else None
-            verdicts = self.receiver.verdict(None if left is None else max(left, 0.0))
+        due = self.due(step) if self.layout.asks_for_link(0, step) else None
+        while self.receiver.heard <= step:
+            left = None
+            if due is not None and self.scheduler.has_work(self._elapsed_ms()):
+                left = max((due - self.timeline.clock()) / 1e9, 0.0)
+            verdicts = self.receiver.verdict(left)
             if verdicts is None:
                 break
-            taken = self._takes.pop(self.receiver.heard - 1, None)
-            if taken is not None:
-                self._verdict_ns.add(self.timeline.clock() - taken)
+            self.timing.heard(self.receiver.heard - 1, self.timeline.clock())
             self.follow(verdicts)
-        if self._guesses is not None:
-            self.meter.verdict(drafted, self._since(start), self._decided)
-        if self.sequence is not None:
-            self.sequence.counts["steps"] += 1
+        self.scheduler.heard(drafted_ms, self._ms_since(start))
 
-    def drop_cancelled(self) -> None:
-        """End a request for which nobody waits any more."""
-        sequence = self.sequence
-        if sequence is not None and self.controller.cancelled(sequence.request.id):
-            self.log_accepted()
-            self.finish(CANCELLED)
-
-    def due(self, sequence: Sequence | None) -> int | None:
-        """When the batch of this step should be sent, with or without the verdict of the step;
-        None: with it, as nothing is known yet.
-
-        The first stage took the batch before at a known moment, and if that had rows it is at
-        work for about as long as it was the last times. A batch that is chosen without the
-        verdict costs one step more whenever that verdict misses the tree. So the verdict is
-        worth waiting for, beyond the end of that work, for the share of the work that is the
-        rate of misses; where it comes later still, the batch is sent shortly before the end.
-        """
-        taken = self.receiver.link(self.step)
-        now = self.timeline.clock()
-        if not 0 <= now - taken < OTHER_CLOCK_NS:
-            taken = now
-        if self._fed[0] and self._taken:
-            self._stage_ns.add(taken - self._taken)
-        self._taken = taken
-        if not self._fed[1]:
-            return taken
-        self._takes[self.step] = taken
-        stage_ns, verdict_ns = self._stage_ns.value, self._verdict_ns.value
-        if stage_ns is None or verdict_ns is None:
-            return None
-        patience = stage_ns * (sequence.misses_per_step if sequence else 0.0)
-        if verdict_ns <= stage_ns + patience:
-            return taken + round(stage_ns + patience)
-        return taken + round(stage_ns * (1 - EARLY))
-
-    def has_work(self) -> bool:
-        """Whether a batch of this step would carry anything."""
-        sequence = self.sequence
-        if self._released or sequence is None or sequence.prompt_left:
-            return bool(self._released or sequence)
-        if not sequence.tree.fed[ROOT]:
-            return True
-        return len(sequence.useful(self.policy.feed(sequence.tree, self.state(sequence)))) > 0
+    def due(self, step: int) -> int | None:
+        """When the batch of this step should be sent without its verdict; None: with it."""
+        taken = self.receiver.link(step)
+        return self.timing.due(step, taken, self.timeline.clock(), self.scheduler.misses_per_step)
 
     def follow(self, verdicts: list[Verdict]) -> None:
         """Apply the verdict of the step after those followed so far."""
         with self.timeline("prune"):
             for verdict in verdicts:
-                self.move(verdict)
+                progress = self.scheduler.apply(verdict, self.timeline.clock())
+                if progress is None:
+                    continue
+                self._unlogged.append(progress.accepted)
+                if progress.reason:
+                    self.finish(progress.sequence, progress.reason)
         self._done.append(prune(0, self.receiver.heard - 1))
 
-    def move(self, verdict: Verdict) -> None:
-        """Move the root along a verdict's tokens, up to the one that ends the request."""
-        sequence = self.sequence
-        if sequence is None or verdict.request != sequence.request.id:
-            return  # the request ended while this was on its way
-        assert verdict.base == len(sequence.context.tokens), "a verdict is missing"
-        now = self.timeline.clock()
-        reason = None
-        count = 0
-        for token in verdict.tokens:
-            count += 1
-            reason = sequence.accept(token, now)
-            if reason:
-                break
-        self._decided += count
-        logprobs = verdict.logprobs[:count]
-        self._unsettled.append(replace(verdict, tokens=verdict.tokens[:count], logprobs=logprobs))
-        if reason:
-            self.log_accepted()
-            self.finish(reason)
+    def drop_cancelled(self) -> None:
+        """End a request for which nobody waits any more."""
+        sequence = self.scheduler.sequence
+        if sequence is not None and self.controller.cancelled(sequence.request.id):
+            self.scheduler.cancel(sequence.request.id)
+            self.finish(sequence, CANCELLED)
 
-    def log_accepted(self) -> None:
-        """Log what was accepted and tell the source; the next batch is on its way already."""
-        for verdict in self._unsettled:
-            self.controller.accept(verdict.request, verdict.base, verdict.tokens, verdict.logprobs)
-            self.source.accept(verdict)
-        self._unsettled.clear()
-
-    def finish(self, reason: str) -> None:
-        """Close the request; the next batch tells the stages to free what it holds."""
-        sequence = self.sequence
-        assert sequence is not None
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Log that a request is over, after all that was accepted."""
+        self.log_accepted()
         totals, events = self.timeline.take()
         report = {"rank": 0, "control_ns": totals["control"], "events": events}
         self.controller.report(sequence.request.id, report | sequence.statistics())
         self.controller.finish(sequence.request.id, reason)
         self.source.end(sequence.request.id)
-        self._released = (sequence.request.id,)
-        self.sequence = None
 
-    def choose(self, sequence: Sequence) -> np.ndarray:
-        """The nodes to feed now.
+    def log_accepted(self) -> None:
+        """Log what was accepted and tell the source; the next batch is on its way already."""
+        for verdict in self._unlogged:
+            self.controller.accept(verdict.request, verdict.base, verdict.tokens, verdict.logprobs)
+            self.source.accept(verdict)
+        self._unlogged.clear()
+
+    def send(self) -> None:
+        """Send the batch of this step to the first stage.
 
         What a method must have before it can feed anything is drafted first: the pipeline idles
         anyway.
         """
-        while True:
-            nodes = sequence.useful(self.policy.feed(sequence.tree, self.state(sequence)))
-            if len(nodes) or sequence.tree.fed[ROOT]:
-                return nodes
-            expansion = self.policy.grow(sequence.tree, self.state(sequence))
-            missing = sequence.useful(expansion.nodes)
-            if not len(missing) or not expansion.urgent:
-                return nodes
-            self.log_accepted()
-            self.expand(sequence, missing, expansion.limit)
+        while work := self.scheduler.missing(self._elapsed_ms()):
+            self.log_accepted()  # the source may need it
+            self.draft(work)
+        self.pass_on(self.scheduler.next_batch(self._elapsed_ms()))
 
-    def feed(self) -> Batch:
-        """The prompt's next chunk, or the nodes that the policy chooses."""
-        released, self._released = self._released, ()
-        sequence = self.sequence
-        if sequence is None:
-            return Batch(self.step, released=released)
-        if sequence.prompt_left:
-            end = min(sequence.prefilled + self.chunk, sequence.known)
-            rows = sequence.context.rows(sequence.prefilled, end)
-            sequence.prefilled = end
-        else:
-            nodes = self.choose(sequence)
-            assert len(nodes) <= self.policy.max_rows, "the KV pools are made for no more"
-            rows = sequence.tree.rows(sequence.request.id, nodes)
-            sequence.tree.fed[nodes] = True
-        sequence.counts["rows"] += len(rows)
-        return Batch(self.step, rows, released=released)
-
-    def send(self, batch: Batch) -> None:
-        if len(batch) or batch.released:
-            self._busy_until = self.step + self.layout.num_steps
+    def pass_on(self, batch: Batch) -> None:
         with self.timeline("send"):
             self.link.send(batch)
-        self._done.append(transfer(0, self.step))
-        self.meter.fed(len(batch))
-        self._fed = (self._fed[1], len(batch))
-        self.step += 1
-
-    def measure(self) -> None:
-        """Keep what a step of decoding cost and brought, for the policy."""
-        if self._guesses is not None and self.sequence is not None:
-            guesses = self._guesses or self.meter.rounds > 0
-            self.meter.step(self._since(self._began), self._decided, guesses=guesses)
+        self._done.append(transfer(0, batch.step))
+        self.timing.sent(len(batch))
 
     def stop(self) -> None:
         """Send the last batch, and lay out the steps in which it passes the stages."""
-        self.submit(self.step + self.layout.num_steps)
-        self.send(Batch(self.step, stop=True))
+        self.submit(self.scheduler.step + self.layout.num_steps)
+        self.pass_on(Batch(self.scheduler.step, stop=True))
+
+    def _elapsed_ms(self) -> float:
+        """How long this step has lasted."""
+        return self._ms_since(self._began)
+
+    def _ms_since(self, start: int) -> float:
+        """Milliseconds since a moment of the timeline's clock."""
+        return (self.timeline.clock() - start) / 1e6

@@ -13,7 +13,7 @@ at all, delay n. With h the share that was guessed this gives, in tokens per ste
     1 / (h + (1 - h) * n).
 
 With `best_first` a token can also share its parent's batch (delay 0) or come late (2 to n - 1),
-and no closed form is known: `simulate` drives the very policies, tree and meter of the head
+and no closed form is known: `simulate` drives the head's own scheduler (`pipespec.head.scheduler`)
 against a synthetic draft of the stated accuracy. docs/planning.md has the derivation and its
 limits. Everything here is pure.
 """
@@ -21,33 +21,25 @@ limits. Everything here is pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
+from pipespec.core import NODE, Batch, Request, Verdict
 from pipespec.emulation import TimeCurve
 from pipespec.errors import ConfigError
-from pipespec.head.feed.adaptive import Adaptive
-from pipespec.head.feed.best_first import BestFirst
-from pipespec.head.feed.level import Level
-from pipespec.head.feed.policy import Expansion, FeedPolicy
-from pipespec.head.feed.root import Root
-from pipespec.head.feed.rounds import check_rounds, fits
-from pipespec.head.feed.static_tree import StaticTree
-from pipespec.head.meter import Meter
-from pipespec.head.source.protocol import Context
+from pipespec.head.feed.policy import FeedPolicy
+from pipespec.head.feed.rounds import check_rounds
+from pipespec.head.scheduler import DraftWork, Scheduler, SchedulerConfig
 from pipespec.head.source.synthetic import Accuracy, SyntheticSource
-from pipespec.head.tree import ROOT, Tree
+from pipespec.head.tree import ROOT
 from pipespec.limits import MAX_MS, MAX_SEED, check_number, check_whole
 
 # The simulated text is random, and longer than what is decoded, so that no guess meets its end.
 VOCABULARY = 1 << 15
 BEYOND = 512
 MAX_TOKENS = 10**6
-# Of predictions whose times differ by less than this share, the one with fewer rows is advised.
-SAME = 0.01
 
 Rounds = int | str
 
@@ -88,9 +80,6 @@ class Machine:
 def level_equation(hit_rate: float, num_stages: int) -> float:
     """Tokens per step where a token is either guessed in time or costs a refill."""
     return 1 / (hit_rate + (1 - hit_rate) * num_stages)
-
-
-# --- simulation -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -141,14 +130,17 @@ def simulate(
     check_rounds(rounds)
     check_whole("tokens", num_tokens, 1, MAX_TOKENS)
     check_whole("seed", seed, 0, MAX_SEED)
-    run = _Run(policy, machine, accuracy, rounds, num_tokens, seed)
-    while run.result.tokens < num_tokens:
-        run.step()
-    return run.result
+    pipeline = SimulatedPipeline(policy, machine, accuracy, rounds, num_tokens, seed)
+    while pipeline.result.tokens < num_tokens:
+        pipeline.step()
+    return pipeline.result
 
 
-class _Run:
-    """One simulated request: the head's steps on a clock that the machine drives."""
+class SimulatedPipeline:
+    """The head's scheduler with one request, before stages that are times and a text.
+
+    It runs on a clock that the machine drives. The prompt is one token, the answer is random.
+    """
 
     def __init__(
         self,
@@ -159,222 +151,89 @@ class _Run:
         num_tokens: int,
         seed: int,
     ):
-        self.policy, self.machine, self.rounds = policy, machine, rounds
+        self.machine = machine
         random = np.random.default_rng(seed)
-        self.answer = random.integers(VOCABULARY, size=num_tokens + BEYOND).tolist()
-        self.source = SyntheticSource(accuracy, [self.answer], VOCABULARY, seed)
-        self.context = Context(0, self.answer[:1], [0])
-        self.source.begin(self.context)
-        self.tree = Tree(0, -1, self.answer[0], 0, fed=True)
-        self.meter = Meter(machine.num_stages)
-        self.fed_at = np.zeros(1 << 16, np.int64)  # by node id
-        self.now = 0
-        self.drafted_ms = 0.0
+        self.text = random.integers(VOCABULARY, size=num_tokens + BEYOND).tolist()
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                policy,
+                num_steps=machine.num_stages,
+                rounds=rounds,
+                prefill_chunk=1,
+                context_limit=len(self.text) + 1,
+            )
+        )
+        request = Request(0, tuple(self.text[:1]), max_new_tokens=len(self.text))
+        self.sequence = self.scheduler.add(request, lambda token: False, now=0)
+        self.source = SyntheticSource(accuracy, [self.text], VOCABULARY, seed)
+        self.source.begin(self.sequence.context)
+        self.fed_at = np.zeros(1 << 16, np.int64)  # the step in which a node was fed, by its id
         self.result = Simulation(np.zeros(machine.num_stages + 1, np.int64))
 
-    def step(self) -> None:
-        """Grow, hear the verdict on the batch that was fed n steps ago, feed."""
-        self.now += 1
-        counts = len(self.context.tokens) > 1  # once the first token is decided
-        guesses = bool(self.tree.fed[1:].any())
-        self.meter.begin()
-        self.grow()
-        computed_ms = self.machine.slowest_ms(self.in_flight())
-        decided = self.hear()
-        self.meter.verdict(self.drafted_ms, max(computed_ms - self.drafted_ms, 0.0), decided)
-        ms = max(computed_ms, self.drafted_ms) + self.catch_up() + self.machine.hop_ms
-        fed = self.feed(ms)
-        self.meter.fed(fed)
-        self.meter.step(ms, decided, guesses=guesses or self.meter.rounds > 0)
+    def step(self) -> Batch:
+        """One step of the pipeline; what entered it."""
+        scheduler = self.scheduler
+        counts = self.sequence.decoding
+        scheduler.begin()
+        drafted_ms = 0.0
+        rounds = 0
+        while work := scheduler.expansion(drafted_ms):
+            self.draft(work)
+            drafted_ms += self.machine.draft_ms
+            rounds += 1
+        computed_ms = self.machine.slowest_ms(self.rows_in_flight())
+        scheduler.apply(self.verdict(), now=0)
+        scheduler.heard(drafted_ms, max(computed_ms - drafted_ms, 0.0))
+        ms = max(computed_ms, drafted_ms)
+        while work := scheduler.missing(ms):
+            self.draft(work)
+            ms += self.machine.draft_ms
+            rounds += 1
+        ms += self.machine.hop_ms
+        batch = scheduler.next_batch(ms)
+        self.enter(batch)
+        scheduler.end(ms)
         if counts:
             self.result.steps += 1
-            self.result.rows += fed
-            self.result.rounds += self.meter.rounds
+            self.result.rows += len(batch)
+            self.result.rounds += rounds
             self.result.ms += ms
+        return batch
 
-    def grow(self) -> None:
-        self.drafted_ms = 0.0
-        while True:
-            state = self.meter.state(self.now, end=len(self.answer), elapsed_ms=self.drafted_ms)
-            growth = self.policy.grow(self.tree, state)
-            if not len(growth.nodes) or not fits(self.rounds, state):
-                return
-            self.expand(growth)
-            self.drafted_ms += self.machine.draft_ms
+    def draft(self, work: DraftWork) -> None:
+        """One draft round."""
+        sequence = work.sequence
+        candidates = self.source.expand(sequence.context, sequence.tree, work.nodes, work.children)
+        self.scheduler.graft(work, candidates, self.machine.draft_ms)
 
-    def catch_up(self) -> float:
-        """Draft what the method must have before it can feed; the milliseconds that takes."""
-        drafted_ms = 0.0
-        while True:
-            state = self.meter.state(self.now, end=len(self.answer), elapsed_ms=self.drafted_ms)
-            growth = self.policy.grow(self.tree, state)
-            if not len(growth.nodes) or not growth.urgent:
-                return drafted_ms
-            self.expand(growth)
-            drafted_ms += self.machine.draft_ms
-
-    def expand(self, growth: Expansion) -> None:
-        candidates = self.source.expand(self.context, self.tree, growth.nodes, self.policy.children)
-        assert candidates is not None
-        self.tree.append(candidates.parents, candidates.tokens, candidates.logps, growth.limit)
-        self.tree.trim(self.policy.capacity)
-        self.meter.round(self.machine.draft_ms)
-
-    def in_flight(self) -> list[int]:
-        """Live rows in each stage: of the batch fed 1, 2, ... n steps ago."""
-        ages = self.now - self.fed_at[self.tree.id[self.tree.fed]]
-        return np.bincount(ages, minlength=self.machine.num_stages + 1)[1:].tolist()
-
-    def hear(self) -> int:
-        """The last stage keeps drawing while the root is in the batch that it computed."""
-        leaving = self.now - self.machine.num_stages
-        decided = 0
-        while self.tree.fed[ROOT] and self.fed_at[self.tree.id[ROOT]] == leaving:
-            token = self.answer[len(self.context.tokens)]
-            self.tree.advance(token)
-            self.context.tokens.append(token)
-            decided += 1
-            hit = bool(self.tree.fed[ROOT])
-            entered = self.fed_at[self.tree.id[ROOT]] if hit else self.now
-            if len(self.context.tokens) > 2:
-                self.result.delays[entered - leaving] += 1
-                self.result.hits += hit
-        return decided
-
-    def feed(self, elapsed_ms: float) -> int:
-        state = self.meter.state(self.now, end=len(self.answer), elapsed_ms=elapsed_ms)
-        nodes = self.policy.feed(self.tree, state)
-        self.tree.fed[nodes] = True
-        ids = self.tree.id[nodes]
+    def enter(self, batch: Batch) -> None:
+        """Remember when the rows of a batch were fed."""
+        ids = batch.rows[:, NODE]
         while ids.max(initial=0) >= len(self.fed_at):
             self.fed_at = np.concatenate((self.fed_at, np.zeros_like(self.fed_at)))
-        self.fed_at[ids] = self.now
-        return len(nodes)
+        self.fed_at[ids] = batch.step
 
+    def rows_in_flight(self) -> list[int]:
+        """Live rows in each stage: of the batch fed 1, 2, ... n steps ago."""
+        tree = self.sequence.tree
+        ages = self.scheduler.step - self.fed_at[tree.id[tree.fed]]
+        return np.bincount(ages, minlength=self.machine.num_stages + 1)[1:].tolist()
 
-# --- what to predict, and what to make of it --------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One way to decode."""
-
-    name: str
-    policy: FeedPolicy
-    width: int
-    children: int
-    rounds: Rounds
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """The overrides for `pipespec generate` that decode in this way."""
-        chosen = [f"feed={self.name}"]
-        if self.name not in FIXED_SHAPE:
-            chosen += [f"feed.width={self.width}", f"feed.children={self.children}"]
-        return (*chosen, f"source.rounds={self.rounds}")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What one way to decode will do.
-
-    `tokens_per_step` has the standard error `error`; `equation` is the closed form, where there
-    is one, with every guess within the children in time: a bound for any width. `speedup` is
-    over plain pipeline parallelism; below 1 speculation loses. `settings` are the overrides for
-    `pipespec generate` that decode in this way.
-    """
-
-    policy: str
-    width: int
-    children: int
-    rounds: Rounds
-    settings: tuple[str, ...]
-    tokens_per_step: float
-    error: float
-    equation: float | None
-    hit_rate: float
-    rows_per_step: float
-    rounds_per_step: float
-    step_ms: float
-    tbt_ms: float
-    speedup: float
-
-
-POLICIES: dict[str, Callable[[int, int], FeedPolicy]] = {
-    "root": lambda width, children: Root(),
-    "static_tree": lambda width, children: StaticTree(
-        children=max(children, max(StaticTree().shape))
-    ),
-    "level": lambda width, children: Level(width, children),
-    "best_first": lambda width, children: BestFirst(width, children),
-    "adaptive": lambda width, children: Adaptive(width, children),
-}
-# These feed one thing per verdict or per step, which more rounds cannot make larger.
-ONE_ROUND = ("root", "level")
-# Nor does the width change a tree whose shape is fixed.
-FIXED_SHAPE = ("root", "static_tree")
-
-
-def choices(
-    policies: Sequence[str],
-    widths: Sequence[int],
-    children: Sequence[int],
-    rounds: Sequence[Rounds],
-) -> Iterator[Choice]:
-    """Every way to decode that differs from the others. Raises ConfigError."""
-    for name in policies:
-        if name not in POLICIES:
-            raise ConfigError(
-                f"The policy {name!r} is not known; choose from {', '.join(POLICIES)}."
-            )
-        own_widths = [max(widths)] if name in FIXED_SHAPE else widths
-        own_children = [max(children)] if name in FIXED_SHAPE else children
-        own_rounds = rounds[:1] if name in ONE_ROUND else rounds
-        for width, count, most in product(own_widths, own_children, own_rounds):
-            yield Choice(name, POLICIES[name](width, count), width, count, most)
-
-
-def predict(
-    choice: Choice, machine: Machine, accuracy: Accuracy, *, num_tokens: int, seed: int = 0
-) -> Prediction:
-    """What one way to decode will do on a machine, with a draft of that accuracy."""
-    ran = simulate(
-        choice.policy,
-        machine,
-        accuracy,
-        rounds=choice.rounds,
-        num_tokens=num_tokens,
-        seed=seed,
-    )
-    equation = None
-    if choice.name in ONE_ROUND:
-        hit_rate = accuracy.hit_rate(choice.children) if choice.name == "level" else 0.0
-        equation = level_equation(hit_rate, machine.num_stages)
-    tbt_ms = ran.ms / ran.tokens
-    return Prediction(
-        policy=choice.name,
-        width=choice.policy.max_rows,
-        children=choice.policy.children,
-        rounds=choice.rounds,
-        settings=choice.settings,
-        tokens_per_step=ran.tokens_per_step,
-        error=ran.error,
-        equation=equation,
-        hit_rate=ran.hits / ran.tokens,
-        rows_per_step=ran.rows / ran.steps,
-        rounds_per_step=ran.rounds / ran.steps,
-        step_ms=ran.ms / ran.steps,
-        tbt_ms=tbt_ms,
-        speedup=machine.plain_tbt_ms / tbt_ms if tbt_ms else math.inf,
-    )
-
-
-def recommend(predictions: Sequence[Prediction]) -> Prediction | None:
-    """The fastest, or of several that are as fast the one with the fewest rows and rounds.
-
-    None: nothing beats plain pipeline parallelism.
-    """
-    best = min(predictions, key=lambda p: p.tbt_ms)
-    equal = [p for p in predictions if p.tbt_ms <= best.tbt_ms * (1 + SAME)]
-    chosen = min(equal, key=lambda p: (p.rows_per_step, p.width, p.rounds_per_step))
-    return chosen if chosen.speedup > 1 + SAME else None
+    def verdict(self) -> Verdict:
+        """The last stage keeps drawing while the newest token is in the batch it has computed."""
+        tree, base = self.sequence.tree, len(self.sequence.context.tokens)
+        now = self.scheduler.step
+        leaving = now - self.machine.num_stages
+        tokens: list[int] = []
+        node: int | None = ROOT
+        entered = int(self.fed_at[tree.id[ROOT]]) if tree.fed[ROOT] else now
+        while node is not None and entered == leaving:
+            token = self.text[base + len(tokens)]
+            tokens.append(token)
+            node = tree.child(node, token)
+            hit = node is not None and bool(tree.fed[node])
+            entered = int(self.fed_at[tree.id[node]]) if hit else now
+            if base + len(tokens) > 2:
+                self.result.delays[entered - leaving] += 1
+                self.result.hits += hit
+        return Verdict(self.sequence.request.id, base, tuple(tokens))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pipespec.clock import monotonic_ns
 from pipespec.core import Batch
-from pipespec.emulation import Link, hold
+from pipespec.emulation import Link, wait_until
 from pipespec.transport.protocol import Transport
 
 
@@ -28,7 +28,7 @@ class PacedTransport:
     def recv(self) -> Batch:
         batch = self._inner.recv()
         rows = 0 if batch.hidden is None else len(batch)
-        hold(batch.sent_ns, self._link.ms(rows) * self._scale)
+        wait_until(batch.sent_ns, self._link.ms(rows) * self._scale)
         return batch
 
     def abort(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from pipespec.clock import monotonic_ns
 from pipespec.config.compose import compose, options
-from pipespec.emulation import Link, Pace, hold
+from pipespec.emulation import Link, Pace, wait_until
 from pipespec.errors import ConfigError
 
 
@@ -39,8 +39,8 @@ def test_a_message_takes_its_latency_and_its_size():
 
 
 def test_nothing_is_held_that_is_late():
-    assert not hold(monotonic_ns() - 10**9, 1.0)
-    assert hold(monotonic_ns(), 0.5)
+    assert not wait_until(monotonic_ns() - 10**9, 1.0)
+    assert wait_until(monotonic_ns(), 0.5)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,11 @@ from pipespec.head.feed.level import Level
 from pipespec.head.feed.root import Root
 from pipespec.head.feed.static_tree import StaticTree
 from pipespec.head.source.synthetic import Accuracy
-from pipespec.planning import simulation as plan
+from pipespec.planning.advice import Choice, choices, predict, recommend
 from pipespec.planning.simulation import (
     Machine,
     TimeCurve,
     level_equation,
-    predict,
-    recommend,
     simulate,
 )
 
@@ -32,9 +30,9 @@ def machine(num_stages: int, stage_ms: float = 10.0, **times: float) -> Machine:
     return Machine((TimeCurve(((1, stage_ms),)),) * num_stages, **times)
 
 
-def ways(*names: str, **grid: list) -> list[plan.Choice]:
+def ways(*names: str, **grid: list) -> list[Choice]:
     shape = {"widths": [16], "children": [8], "rounds": [1], **grid}
-    return list(plan.choices(names, shape["widths"], shape["children"], shape["rounds"]))
+    return list(choices(names, shape["widths"], shape["children"], shape["rounds"]))
 
 
 @pytest.mark.parametrize("num_stages", [1, 3, 8])

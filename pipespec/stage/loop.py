@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, transfer
 from pipespec.controller.verdict import VerdictReceiver, pack
 from pipespec.core import Batch, Verdict
-from pipespec.emulation import Pace, hold
+from pipespec.emulation import Pace, wait_until
 from pipespec.engine.stage import Stage
 from pipespec.sampling.verify import Verifier
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
 
 
-class Worker:
+@dataclass(frozen=True)
+class StageSettings:
+    """How the loop of a stage runs.
+
+    Attributes:
+        layout: the stages, their groups, and whether ranks wait for verdicts.
+        pace: what this rank's steps are held to.
+        delay_ms: what a verdict takes to this rank, beyond what it takes here.
+    """
+
+    layout: Layout
+    pace: Pace
+    delay_ms: float
+
+
+class StageLoop:
     """One stage of the pipeline, at one rank.
 
     In lockstep every rank does the same in step t: compute the batch that its neighbour sent
@@ -30,25 +46,23 @@ class Worker:
         stage: Stage,
         link: Transport,
         controller: Controller,
-        layout: Layout,
-        *,
-        pace: Pace,
-        delay_ms: float,
+        settings: StageSettings,
         timeline: Timeline,
     ):
+        layout = settings.layout
         self.stage = stage
         self.link = link
         self.controller = controller
         self.rank = link.rank
+        self.settings = settings
         self.layout = layout
         self.last = link.rank == layout.last
         self.free = layout.sync == "free"
         # A neighbour in the same group computes the same batch in the same step.
         self.joins_previous = layout.same_group(link.rank - 1)
         self.joins_next = not self.last and layout.same_group(link.rank)
-        self.pace = pace
         self.timeline = timeline
-        self.receiver = VerdictReceiver(controller, self.rank, timeline, delay_ms)
+        self.receiver = VerdictReceiver(controller, self.rank, timeline, settings.delay_ms)
         self.step = 0
         self._done: list[Task] = []
         self._verdicts: list[Verdict] = []  # of this step, at the last stage
@@ -104,7 +118,9 @@ class Worker:
             with self.timeline("verify"):
                 self._verdicts = self.stage.verdicts(computed, self.verifier)
         with self.timeline("pace"):
-            paced = hold(start, self.pace.of_stage(self.rank, self.step, len(computed)))
+            paced = wait_until(
+                start, self.settings.pace.of_stage(self.rank, self.step, len(computed))
+            )
         self._counts["overruns"] += not paced
         self._counts["rows"] += len(computed)
         self._counts["dropped"] += len(batch) - len(computed)

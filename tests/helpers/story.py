@@ -1,0 +1,158 @@
+"""A controller and links that tell one rank a story, so that its loop runs in one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipespec.controller.graph import Graph, Kind, Task
+from pipespec.controller.verdict import pack
+from pipespec.core import (
+    DECIDED,
+    KIND,
+    NODE,
+    PARENT,
+    REQUEST,
+    TOKEN,
+    Batch,
+    Request,
+    TokenLogprobs,
+    Verdict,
+)
+from pipespec.engine.lineage import Lineage
+from pipespec.sampling.verify import walk
+
+
+class StoryOver(Exception):
+    """A rank has sent as many batches as the story has."""
+
+
+class StoryController:
+    """What a rank hears: requests, and the verdict of each step when it asks for it.
+
+    Args:
+        verdicts: those of a step.
+        cancels: requests that nobody waits for any more.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[Request] = (),
+        verdicts: Callable[[int], list[Verdict]] = lambda step: [],
+        answers: dict[int, tuple[int, ...]] | None = None,
+        cancels: Iterable[int] = (),
+    ):
+        self._requests = {request.id: request for request in requests}
+        self._queue = list(self._requests.values())
+        self._verdicts = verdicts
+        self._answers = answers or {}
+        self._cancels = set(cancels)
+        self.submitted: list[int] = []
+        self.completed: list[Task] = []
+        self.payloads: list[bytes] = []
+        self.accepted: dict[int, list[int]] = {}
+        self.finished: dict[int, str] = {}
+        self.reports: dict[int, dict[str, Any]] = {}
+
+    def next_request(self, timeout: float | None = None) -> Request | None:
+        return self._queue.pop(0) if self._queue else None
+
+    def request(self, request: int) -> Request:
+        return self._requests[request]
+
+    def tokens(self, request: int) -> tuple[int, ...]:
+        return self._answers.get(request, ())
+
+    def cancelled(self, request: int) -> bool:
+        return request in self._cancels
+
+    def submit(self, graph: Graph) -> None:
+        self.submitted.append(graph.step)
+
+    def complete(self, tasks: Sequence[Task], payload: bytes = b"") -> None:
+        self.completed += tasks
+        if payload:
+            self.payloads.append(payload)
+
+    def wait(self, task: Task, timeout: float | None = None) -> bytes:
+        if task.kind is Kind.TRANSFER:
+            return np.zeros(1, "<i8").tobytes()
+        return pack(self._verdicts(task.step), 0)
+
+    def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
+        return self.wait(task)
+
+    def accept(
+        self,
+        request: int,
+        base: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        self.accepted.setdefault(request, []).extend(tokens)
+
+    def finish(self, request: int, reason: str) -> None:
+        self.finished[request] = reason
+
+    def report(self, request: int, stats: dict[str, Any]) -> None:
+        self.reports[request] = stats
+
+
+class StoryLink:
+    """What a rank receives, and what it has sent: `most` batches, then StoryOver is raised."""
+
+    def __init__(self, rank: int, arriving: Iterable[Batch] = (), most: int = 1000):
+        self.rank = rank
+        self.most = most
+        self.sent: list[Batch] = []
+        self._arriving = iter(arriving)
+
+    def recv(self) -> Batch:
+        return next(self._arriving)
+
+    def send(self, batch: Batch) -> None:
+        if len(self.sent) == self.most:
+            raise StoryOver
+        self.sent.append(batch)
+
+    def abort(self) -> None:
+        raise AssertionError("nobody ends a story")
+
+    def close(self) -> None:
+        self._arriving = iter(())
+
+
+class StoryStages:
+    """Stages that decide what given texts say, `num_steps` steps after the head sent a row.
+
+    Args:
+        link: what the head sends into.
+        texts: of each request, prompt included.
+    """
+
+    def __init__(self, link: StoryLink, num_steps: int, texts: Mapping[int, Sequence[int]]):
+        self._link, self._num_steps, self._texts = link, num_steps, texts
+        self._lineages = {request: Lineage() for request in texts}
+
+    def verdicts(self, step: int) -> list[Verdict]:
+        """What the last stage says after a step."""
+        leaving = step - self._num_steps
+        rows = self._link.sent[leaving].rows if leaving >= 0 else []
+        found = []
+        for request, lineage in self._lineages.items():
+            mine = np.array([row for row in rows if row[REQUEST] == request])
+            if not len(mine):
+                continue
+            lineage.admit(mine)
+            asked = mine[mine[:, KIND] != DECIDED]
+            nodes, parents, tokens = (asked[:, i].tolist() for i in (NODE, PARENT, TOKEN))
+            following = iter(self._texts[request][lineage.decided :])
+            accepted = walk(
+                lineage.tip, nodes, parents, tokens, lambda row, text=following: next(text)
+            )
+            if accepted:
+                found.append(Verdict(request, lineage.decided, tuple(accepted)))
+                lineage.apply(found[-1])
+        return found

@@ -1,0 +1,128 @@
+"""The head's loop in one thread: it sends what the scheduler says, and logs what was accepted.
+
+The stages are a story: they decide what a text says, n steps after a row was fed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipespec.controller.graph import Kind, Layout
+from pipespec.controller.requests import CANCELLED
+from pipespec.core import KIND, TOKEN, Batch, Request
+from pipespec.emulation import Pace, TimeCurve
+from pipespec.head.feed.best_first import BestFirst
+from pipespec.head.feed.level import Level
+from pipespec.head.feed.policy import FeedPolicy
+from pipespec.head.feed.root import Root
+from pipespec.head.feed.static_tree import StaticTree
+from pipespec.head.loop import HeadLoop, HeadSettings
+from pipespec.head.scheduler import Scheduler, SchedulerConfig
+from pipespec.head.source.synthetic import Accuracy, SyntheticSource
+from pipespec.planning.simulation import VOCABULARY, Machine, SimulatedPipeline
+from pipespec.trace import Timeline
+from tests.helpers.story import StoryController, StoryLink, StoryOver, StoryStages
+
+NUM_STAGES = 4
+DRAFT = Accuracy({1: 0.7, 4: 0.95}, spread=0.5)
+TEXT = np.random.default_rng(5).integers(VOCABULARY, size=120).tolist()
+
+
+def head(
+    policy: FeedPolicy,
+    requests: list[Request],
+    texts: dict[int, list[int]],
+    *,
+    rounds: int = 2,
+    chunk: int = 1,
+    most: int = 1000,
+    **told: object,
+) -> tuple[HeadLoop, StoryLink, StoryController]:
+    """A head whose stages decide what the texts say, what it sends, and what it logs."""
+    link = StoryLink(0, most=most)
+    stages = StoryStages(link, NUM_STAGES, texts)
+    controller = StoryController(requests, stages.verdicts, **told)
+    loop = HeadLoop(
+        Scheduler(SchedulerConfig(policy, NUM_STAGES, rounds, chunk, 1000)),
+        SyntheticSource(DRAFT, list(texts.values()), VOCABULARY, 1),
+        link,
+        controller,
+        HeadSettings(Layout(NUM_STAGES), lambda request: lambda token: False, Pace(), 0.0),
+        Timeline(),
+    )
+    return loop, link, controller
+
+
+def run(*story: object, **settings: object) -> tuple[list[Batch], StoryController]:
+    """What a head has sent and logged when its story is over."""
+    loop, link, controller = head(*story, **settings)
+    loop.run()
+    return link.sent, controller
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize(
+    "policy",
+    [Root(), StaticTree([1, 2, 1]), Level(16, 4), BestFirst(16, 4)],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_the_head_feeds_what_the_simulation_says(policy: FeedPolicy, rounds: int):
+    """One scheduler: with the same verdicts both choose the same rows in every step.
+
+    (`adaptive` goes by measured times, which differ.)
+    """
+    curve = TimeCurve(((1, 10.0),))
+    simulated = SimulatedPipeline(policy, Machine((curve,) * NUM_STAGES), DRAFT, rounds, 40, 1)
+    request = Request(0, tuple(simulated.text[:1]), max_new_tokens=len(simulated.text))
+    loop, link, _ = head(policy, [request], {0: simulated.text}, rounds=rounds, most=40)
+    with pytest.raises(StoryOver):
+        loop.run()
+    compared = 0
+    for batch in link.sent:
+        expected = simulated.step()
+        assert batch.step == expected.step
+        assert batch.rows.tolist() == expected.rows.tolist()
+        compared += len(batch)
+    assert compared >= 10
+
+
+def test_what_is_accepted_is_logged_and_the_request_ends_with_its_report():
+    request = Request(3, tuple(TEXT[:10]), max_new_tokens=20)
+    sent, controller = run(BestFirst(16, 4), [request], {3: TEXT}, chunk=4)
+    assert controller.accepted == {3: TEXT[10:30]}
+    assert controller.finished == {3: "length"}
+    report = controller.reports[3]
+    assert report["completion_tokens"] == 20 and report["counts"]["rounds"] > 0
+    assert [batch.released for batch in sent if batch.released] == [(3,)]
+    assert sent[-1].stop and not any(batch.stop for batch in sent[:-1])
+    assert [batch.step for batch in sent] == list(range(len(sent)))
+    # The tasks of every step until the last batch has passed all stages are laid out.
+    assert controller.submitted == list(range(sent[-1].step + NUM_STAGES + 1))
+    kinds = {task.kind for task in controller.completed}
+    assert kinds == {Kind.COMPUTE, Kind.PRUNE, Kind.TRANSFER}
+
+
+def test_requests_follow_one_another_without_a_gap():
+    requests = [Request(i, tuple(TEXT[i : i + 3]), max_new_tokens=5) for i in (1, 2)]
+    sent, controller = run(Level(8, 4), requests, {i: TEXT[i:] for i in (1, 2)}, chunk=8)
+    assert controller.accepted == {i: TEXT[i + 3 : i + 8] for i in (1, 2)}
+    released = next(batch.step for batch in sent if batch.released == (1,))
+    assert sent[released + 1].rows[:, KIND].tolist() == [1, 1, 2]
+
+
+def test_an_answer_of_an_earlier_epoch_is_read_like_the_prompt():
+    request = Request(3, tuple(TEXT[:4]), max_new_tokens=10)
+    answers = {3: tuple(TEXT[4:9])}
+    sent, controller = run(Root(), [request], {3: TEXT}, chunk=64, answers=answers)
+    assert sent[0].rows[:, TOKEN].tolist() == TEXT[:9]
+    assert controller.accepted == {3: TEXT[9:14]}
+
+
+def test_a_request_that_nobody_waits_for_is_dropped():
+    request = Request(3, tuple(TEXT[:4]), max_new_tokens=50)
+    sent, controller = run(Level(8, 4), [request], {3: TEXT}, chunk=8, cancels=[3])
+    assert controller.finished == {3: CANCELLED}
+    assert controller.accepted == {}
+    assert sum(len(batch) for batch in sent) == 0
+    assert [batch.released for batch in sent if batch.released] == [(3,)]

@@ -1,0 +1,176 @@
+"""The scheduler, driven by hand: what enters the pipeline for which verdicts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.core import DECIDED, GUESS, KIND, LAST_DECIDED, NODE, PARENT, TOKEN, Request, Verdict
+from pipespec.head.feed.best_first import BestFirst
+from pipespec.head.feed.level import Level
+from pipespec.head.feed.policy import FeedPolicy
+from pipespec.head.feed.root import Root
+from pipespec.head.feed.static_tree import StaticTree
+from pipespec.head.scheduler import DraftWork, Scheduler, SchedulerConfig
+from pipespec.head.sequence import Sequence
+from pipespec.head.source.protocol import Candidates
+
+NUM_STEPS = 3
+POLICIES = [Root(), StaticTree([1, 2]), Level(8, 2), BestFirst(4, 2)]
+
+
+def scheduler(policy: FeedPolicy, rounds: int = 1, chunk: int = 4, context: int = 500) -> Scheduler:
+    return Scheduler(SchedulerConfig(policy, NUM_STEPS, rounds, chunk, context))
+
+
+def opened(on: Scheduler, length: int = 1, tokens: int = 50, answer: tuple[int, ...] = ()):
+    return on.add(Request(7, tuple(range(length)), tokens), lambda token: False, 0, answer)
+
+
+def candidates(work: DraftWork) -> Candidates:
+    """Every node's guesses are the tokens 1, 2, ..., each half as likely as the one before."""
+    tokens = np.tile(np.arange(1, work.children + 1), (len(work.nodes), 1))
+    return Candidates(work.nodes, tokens, np.log(0.5) * tokens)
+
+
+def grow(on: Scheduler) -> int:
+    rounds = 0
+    while work := on.expansion(0.0):
+        on.graft(work, candidates(work), 1.0)
+        rounds += 1
+    return rounds
+
+
+def step(on: Scheduler, *tokens: int):
+    """One step in which the verdict on the open request holds these tokens."""
+    on.begin()
+    grow(on)
+    progress = None
+    if tokens:
+        base = len(on.sequence.context.tokens)
+        progress = on.apply(Verdict(7, base, tokens), now=on.step)
+    on.heard(0.0, 1.0)
+    while work := on.missing(0.0):
+        on.graft(work, candidates(work), 1.0)
+    batch = on.next_batch(0.0)
+    on.end(1.0)
+    return batch, progress
+
+
+def test_a_prompt_enters_in_chunks_and_guesses_follow_it():
+    on = scheduler(Level(8, 2), chunk=4)
+    opened(on, length=10)
+    sizes, kinds = [], []
+    for _ in range(4):
+        batch, _ = step(on)
+        sizes.append(len(batch))
+        kinds.append(set(batch.rows[:, KIND].tolist()))
+    assert sizes[:3] == [4, 4, 2]
+    assert kinds[:2] == [{DECIDED}] * 2 and kinds[2] == {DECIDED, LAST_DECIDED}
+    assert kinds[3] == {GUESS}
+    assert [on.step, on.draining] == [4, True]
+
+
+def test_a_hit_keeps_what_was_fed_and_a_miss_feeds_the_token_at_once():
+    on = scheduler(Level(8, 2))
+    sequence = opened(on)
+    for _ in range(NUM_STEPS):
+        step(on)
+    batch, progress = step(on, 1)
+    assert progress is not None and progress.accepted.tokens == (1,) and progress.reason is None
+    assert sequence.hits == 1
+    batch, _ = step(on, 9)  # nobody guesses 9
+    assert sequence.hits == 1
+    assert batch.rows[:, TOKEN].tolist() == [9]
+    assert batch.rows[0, PARENT] == sequence.context.nodes[-2]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_the_root_is_fed_before_anything_below_it(policy: FeedPolicy):
+    on = scheduler(policy)
+    sequence = opened(on)
+    step(on)
+    for _ in range(6):
+        batch, _ = step(on, 9)  # always a miss
+        assert batch.rows[0, NODE] == sequence.context.nodes[-1]
+
+
+def test_no_more_rounds_than_are_allowed():
+    on = scheduler(BestFirst(4, 2), rounds=3)
+    opened(on)
+    on.begin()
+    assert grow(on) == 3
+
+
+def test_the_end_of_a_text_cuts_the_verdict_and_frees_the_request():
+    on = scheduler(Root())
+    opened(on, tokens=3)
+    step(on)
+    batch, progress = step(on, 4, 5, 6, 7)
+    assert progress.accepted.tokens == (4, 5, 6)
+    assert progress.reason == "length"
+    assert batch.released == (7,) and not len(batch)
+    assert on.idle and on.draining
+    assert on.apply(Verdict(7, 4, (7,)), now=0) is None, "late word of a closed request"
+    for _ in range(NUM_STEPS):
+        batch, _ = step(on)
+        assert batch.released == ()
+    assert not on.draining
+
+
+def test_an_answer_that_was_whole_is_only_released():
+    on = scheduler(Root())
+    sequence = opened(on, tokens=2, answer=(3, 4))
+    assert sequence.ended == "length" and on.idle
+    batch, _ = step(on)
+    assert batch.released == (7,) and not len(batch)
+
+
+def test_a_cancelled_request_is_released_once_and_another_is_not_touched():
+    on = scheduler(Level(8, 2))
+    sequence = opened(on)
+    step(on)
+    assert on.cancel(8) is None and not on.idle
+    assert on.cancel(7) is sequence and on.idle
+    assert step(on)[0].released == (7,)
+    assert on.cancel(7) is None
+
+
+def test_there_is_work_exactly_if_a_batch_would_carry_something():
+    on = scheduler(Root())
+    assert not on.has_work(0.0)
+    opened(on, length=2, tokens=2)
+    assert on.has_work(0.0), "a prompt"
+    step(on)
+    assert not on.has_work(0.0), "its only row is on its way"
+    on.begin()
+    on.apply(Verdict(7, 2, (9,)), now=0)
+    assert on.has_work(0.0), "a root that was not fed"
+    on.cancel(7)
+    assert on.has_work(0.0), "the stages must be told"
+
+
+@given(st.data(), st.sampled_from(POLICIES), st.integers(1, 3))
+def test_whatever_is_decided_nothing_is_fed_twice_and_no_row_before_its_parent(
+    data: st.DataObject, policy: FeedPolicy, rounds: int
+):
+    on = scheduler(policy, rounds=rounds, chunk=2)
+    sequence: Sequence = opened(on, length=data.draw(st.integers(1, 5)), tokens=30)
+    fed: dict[int, int] = {}  # node: the step in which it was fed
+    for _ in range(30):
+        # A verdict follows the row of the newest token, once that has passed the pipeline.
+        tip = sequence.context.nodes[-1]
+        tokens = []
+        if tip in fed and fed[tip] <= on.step - NUM_STEPS:
+            tokens = [data.draw(st.integers(1, 3))]
+        batch, progress = step(on, *tokens)
+        assert len(batch) <= max(policy.max_rows, 2)
+        for row in batch.rows:
+            assert int(row[NODE]) not in fed
+            assert int(row[PARENT]) in fed or row[PARENT] == -1
+            fed[int(row[NODE])] = batch.step
+        if progress and progress.reason:
+            break
+        sequence.tree.check()

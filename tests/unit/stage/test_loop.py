@@ -1,0 +1,134 @@
+"""The loop of a stage in one thread: what it sends for which batches and verdicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipespec.controller.graph import Kind, Layout
+from pipespec.controller.verdict import unpack
+from pipespec.core import NODE, NUM_COLUMNS, Batch, Request, Verdict
+from pipespec.emulation import Pace
+from pipespec.engine.model import ModelSlice
+from pipespec.engine.stage import Stage
+from pipespec.head.source.protocol import Context
+from pipespec.stage.loop import StageLoop, StageSettings
+from pipespec.trace import Timeline
+from tests.helpers import models
+from tests.helpers.story import StoryController, StoryLink
+
+NUM_SLOTS = 64
+PROMPT = [3, 1, 4]
+TIP = len(PROMPT) - 1
+A, B, BELOW_A, BELOW_B = 10, 11, 12, 13  # nodes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return models.build("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> ModelSlice:
+    return ModelSlice.load(folder, range(1), num_slots=NUM_SLOTS)
+
+
+@pytest.fixture(scope="module")
+def last(folder: Path) -> ModelSlice:
+    return ModelSlice.load(folder, range(1, 2), num_slots=NUM_SLOTS)
+
+
+def prompt(step: int) -> Batch:
+    return Batch(step, Context(7, PROMPT, [0, 1, 2]).rows(0))
+
+
+def guesses(step: int, *rows: tuple[int, int, int, int]) -> Batch:
+    """Rows of (node, parent, token, position) of request 7."""
+    found = np.zeros((len(rows), NUM_COLUMNS), np.int64)
+    found[:, :5] = [(7, *row) for row in rows]
+    return Batch(step, found)
+
+
+def ran(
+    model: ModelSlice,
+    rank: int,
+    batches: list[Batch],
+    verdicts: dict[int, list[Verdict]] | None = None,
+    layout: Layout | None = None,
+    after: int = 1,
+) -> tuple[list[Batch], StoryController, Stage]:
+    """What a stage sends for its batches, `after` steps later followed by a stop."""
+    stop = [Batch(len(batches) + i) for i in range(after)]
+    stop.append(Batch(len(batches) + after, stop=True))
+    told = verdicts or {}
+    controller = StoryController([Request(7, tuple(PROMPT), 50)], lambda step: told.get(step, []))
+    link = StoryLink(rank, [*batches, *stop])
+    stage = Stage(model, NUM_SLOTS)
+    settings = StageSettings(layout or Layout(2), Pace(), 0.0)
+    StageLoop(stage, link, controller, settings, Timeline()).run()
+    stage.check_integrity()
+    return link.sent, controller, stage
+
+
+def test_a_batch_leaves_in_the_step_after_it_was_sent(first):
+    sent, controller, _ = ran(first, 1, [prompt(0)])
+    assert [batch.step for batch in sent] == list(range(len(sent)))
+    assert [len(batch) for batch in sent] == [0, 3, 0, 0]
+    assert sent[1].hidden.shape == (3, first.hidden_size)
+    assert sent[-1].stop
+    steps = {kind: [t.step for t in controller.completed if t.kind is kind] for kind in Kind}
+    assert steps[Kind.COMPUTE] == steps[Kind.PRUNE] == steps[Kind.TRANSFER] == [0, 1, 2, 3]
+
+
+def test_rows_that_a_verdict_ruled_out_are_not_sent_on(first):
+    level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
+    below = guesses(2, (BELOW_A, A, 7, 4), (BELOW_B, B, 8, 4))
+    verdict = {2: [Verdict(7, 3, (6,))]}  # the token of B
+    sent, controller, stage = ran(first, 1, [prompt(0), level, below], verdict)
+    assert sent[2].rows[:, NODE].tolist() == [B]
+    assert sent[3].rows[:, NODE].tolist() == [BELOW_B], "its sibling came after the verdict"
+    assert stage.length(7) == 4
+    assert controller.reports == {}
+
+
+def test_a_miss_leaves_nothing_of_the_tree(first):
+    level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
+    root = guesses(2, (20, TIP, 9, 3))
+    sent, _, stage = ran(first, 1, [prompt(0), level, root], {2: [Verdict(7, 3, (9,))]})
+    assert [len(batch) for batch in sent[1:4]] == [3, 0, 1]
+    assert stage.length(7) == 4
+    assert len(stage.slots.free()) == NUM_SLOTS - 4
+
+
+def test_a_released_request_holds_nothing_and_is_reported(first):
+    over = Batch(1, released=(7,))
+    sent, controller, stage = ran(first, 1, [prompt(0), over])
+    assert len(stage.slots.free()) == NUM_SLOTS
+    assert sent[2].released == (7,)
+    report = controller.reports[7]
+    assert (report["rank"], report["rows"], report["dropped"]) == (1, 3, 0)
+
+
+def test_the_last_stage_says_what_follows_and_forgets_what_it_ruled_out(first, last):
+    (_, computed, *_), _, _ = ran(first, 1, [prompt(0)])
+    computed.step = 0
+    _, controller, stage = ran(last, 2, [computed])
+    said = [unpack(payload)[0] for payload in controller.payloads]
+    (verdict,) = [verdict for verdicts in said for verdict in verdicts]
+    logits = last.logits(last_hidden(last, computed))
+    assert verdict == Verdict(7, 3, (int(logits[-1].argmax()),))
+    assert stage.length(7) == 3
+
+
+def last_hidden(model: ModelSlice, batch: Batch) -> torch.Tensor:
+    return Stage(model, NUM_SLOTS).compute(batch).hidden
+
+
+def test_inside_a_group_a_batch_goes_on_within_its_step(first):
+    grouped = Layout(3, groups=(1, 2))
+    level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
+    sent, _, _ = ran(first, 2, [prompt(0), level], {2: [Verdict(7, 3, (6,))]}, grouped)
+    assert [len(batch) for batch in sent[1:3]] == [3, 2], "it was sent before the verdict came"
