@@ -16,7 +16,8 @@ import torch
 from pipespec.config.hosts import Box, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
 from pipespec.controller.graph import Layout
-from pipespec.engine.checkpoint import CheckpointInfo, compare_vocabularies, inspect
+from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.vocabulary import compare_vocabularies
 from pipespec.errors import ConfigError, ModelError, PromptError
 from pipespec.planning.costs import Member, Needs, Problem
 from pipespec.planning.partition import Placement, plan_slices, split_evenly

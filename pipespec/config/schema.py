@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipespec.engine.precision import ITEM_BYTES, QUANTIZATIONS
+from pipespec.engine.precision import ITEM_BYTES
+from pipespec.engine.quantization import QUANTIZATIONS
 from pipespec.errors import ConfigError
 from pipespec.limits import (
     LARGEST_PORT,

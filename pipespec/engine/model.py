@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import sdpa
 from pipespec.engine.attention.plan import (
     AttentionFn,
@@ -28,8 +29,7 @@ from pipespec.engine.attention.plan import (
     LayerPool,
     causal_plan,
 )
-from pipespec.engine.checkpoint import require_supported
-from pipespec.engine.precision import MXFP4, QUANTIZATIONS
+from pipespec.engine.quantization import MXFP4, QUANTIZATIONS
 from pipespec.errors import ModelError
 from pipespec.system.quiet import quiet
 
