@@ -12,10 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.headers import Tensor
 from pipespec.errors import ModelError
+
+if TYPE_CHECKING:  # a wrong setting is refused without them
+    import torch
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +105,30 @@ def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         name: replace(tensor, num_bytes=4 * tensor.num_bytes) if name.endswith(blocks) else tensor
         for name, tensor in tensors.items()
         if not name.endswith(scales)
+    }
+
+
+def loading_options(
+    config: PretrainedConfig, name: str | None, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """What `from_pretrained` is told in order to quantise; packages are imported when needed."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and stored.get("quant_method") == MXFP4:
+        from transformers import Mxfp4Config
+
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    if name is None:
+        return {}
+    assert name in QUANTIZATIONS
+    if name == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=name, bnb_4bit_compute_dtype=dtype
+        )
     }
