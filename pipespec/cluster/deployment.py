@@ -22,7 +22,7 @@ from pipespec.errors import ConfigError, ModelError, PromptError
 from pipespec.planning.costs import Member, Needs, Problem
 from pipespec.planning.partition import Placement, plan_slices, split_evenly
 from pipespec.planning.placement import unmeasured
-from pipespec.sampling.sampler import check_vocabulary
+from pipespec.sampling.spec import check_vocabulary
 from pipespec.system.reading import is_whole
 
 # What a tokenizer is read from: the first, or one of the others.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
     from pipespec.emulation import Link, Pace
     from pipespec.head.feed.policy import FeedPolicy
     from pipespec.head.source.protocol import SourceSpec
-    from pipespec.sampling.verify import VerifierSpec
+    from pipespec.sampling.spec import VerifierSpec
 
 DTYPES = ("auto", *ITEM_BYTES)
 SYNCS = ("lockstep", "free")
