@@ -85,7 +85,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a request's tokens follow from the target's logits (`pipespec.sampling.sampler`).
+    """How a request's tokens follow from the target's logits (`pipespec.sampling`).
 
     The defaults are greedy decoding of the logits as they are. `check_sampling` says which
     values are in range.

@@ -16,12 +16,13 @@ import torch
 from pipespec.config.hosts import Box, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
 from pipespec.controller.graph import Layout
-from pipespec.engine.checkpoint import CheckpointInfo, compare_vocabularies, inspect
+from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.vocabulary import compare_vocabularies
 from pipespec.errors import ConfigError, ModelError, PromptError
 from pipespec.planning.costs import Member, Needs, Problem
 from pipespec.planning.partition import Placement, plan_slices, split_evenly
 from pipespec.planning.placement import unmeasured
-from pipespec.sampling.sampler import check_vocabulary
+from pipespec.sampling.spec import check_vocabulary
 from pipespec.system.reading import is_whole
 
 # What a tokenizer is read from: the first, or one of the others.

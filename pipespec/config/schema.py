@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipespec.engine.precision import ITEM_BYTES, QUANTIZATIONS
+from pipespec.engine.precision import ITEM_BYTES
+from pipespec.engine.quantization import QUANTIZATIONS
 from pipespec.errors import ConfigError
 from pipespec.limits import (
     LARGEST_PORT,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
     from pipespec.emulation import Link, Pace
     from pipespec.head.feed.policy import FeedPolicy
     from pipespec.head.source.protocol import SourceSpec
-    from pipespec.sampling.verify import VerifierSpec
+    from pipespec.sampling.spec import VerifierSpec
 
 DTYPES = ("auto", *ITEM_BYTES)
 SYNCS = ("lockstep", "free")

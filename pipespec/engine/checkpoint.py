@@ -6,77 +6,30 @@ No weight is loaded here, so that a folder that cannot work is refused before an
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from pipespec.engine.headers import Tensor, read_json, read_tensors
-from pipespec.engine.precision import ITEM_BYTES, METHODS, MXFP4, QUANTIZATIONS, require_package
+from pipespec.engine.architectures import require_supported
+from pipespec.engine.folder import resolve
+from pipespec.engine.headers import read_json, read_tensors
+from pipespec.engine.precision import ITEM_BYTES
+from pipespec.engine.quantization import (
+    MXFP4,
+    QUANTIZATIONS,
+    dequantised,
+    require_package,
+    stored_method,
+)
 from pipespec.errors import ModelError
 from pipespec.limits import MAX_COUNT, fault
-from pipespec.system.reading import Unreadable, home_expanded, is_folder, shown, typed
+from pipespec.system.reading import Unreadable, shown, typed
 
-# Each of these decodes token for token like Hugging Face `generate` in
-# tests/integration/test_model.py; a model_type enters the table together with its test.
-ARCHITECTURES = (
-    "apertus",
-    "arcee",
-    "cohere",
-    "cohere2",
-    "deepseek_v2",
-    "deepseek_v3",
-    "dots1",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "exaone4",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "gpt_neox",
-    "gpt_oss",
-    "granite",
-    "granitemoe",
-    "granitemoeshared",
-    "helium",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "llama",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "nemotron",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "persimmon",
-    "phi",
-    "phi3",
-    "phimoe",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "seed_oss",
-    "smollm3",
-    "stablelm",
-    "starcoder2",
-)
-
-# How many of the tokens in which two vocabularies differ a message shows.
-NUM_SHOWN = 3
 # Of what another library says of a file a message shows so many characters.
 LONGEST_REASON = 400
 _FOREIGN = "correct it, or fetch the checkpoint again"
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 _SIZES = (
     "num_hidden_layers",
     "hidden_size",
@@ -193,12 +146,6 @@ class Sizes:
         return sum(self.layers) + self.embedding + self.head
 
 
-class Vocabulary(Protocol):
-    """The one method of a tokenizer that matters here."""
-
-    def get_vocab(self) -> Mapping[str, int]: ...
-
-
 def inspect(model: str | Path) -> CheckpointInfo:
     """Read a checkpoint's config and headers: a folder, or the id of a Hugging Face Hub model.
 
@@ -211,13 +158,13 @@ def inspect(model: str | Path) -> CheckpointInfo:
     require_supported(model_type, path)
     _check_sizes(path, raw)
     try:
-        quantization = _quantization(path, raw.get("quantization_config"))
+        quantization = stored_method(path, raw.get("quantization_config"))
         config = _config(path)
     except RecursionError as error:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {_FOREIGN}") from error
     tensors = read_tensors(path)
     if quantization == MXFP4:
-        tensors, quantization = _dequantised(tensors), None
+        tensors, quantization = dequantised(tensors), None
     if config.num_hidden_layers > len(tensors):
         raise ModelError(
             f"{path} holds {len(tensors)} tensors, but config.json counts "
@@ -276,65 +223,6 @@ def inspect(model: str | Path) -> CheckpointInfo:
     )
 
 
-def require_supported(model_type: str, path: str | Path) -> None:
-    """Raise `ModelError` unless the architecture is one of `ARCHITECTURES`."""
-    if model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"the architecture {model_type!r} of {path} is not supported; supported are "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-
-
-def resolve(model: str | Path) -> Path:
-    """The local folder of a model: the path itself, or where the hub's cache holds that id."""
-    path = home_expanded(model)
-    if is_folder(path):
-        return path
-    if os.path.lexists(path):
-        raise ModelError(f"{path} is a file; give the folder that holds config.json")
-    if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model in (".", ".."):
-        raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
-    return _download(model)
-
-
-def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
-    """Check that both tokenizers give every token the same id.
-
-    Raises `ModelError` that counts the tokens that differ and shows some. The embeddings may
-    have different numbers of rows (padding); that is no matter of the tokenizer's.
-    """
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours == theirs:
-        return
-    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
-    shown = ", ".join(
-        f"{token!r} ({_id_of(token, ours)} in the target, {_id_of(token, theirs)} in the draft)"
-        for token in differing[:NUM_SHOWN]
-    )
-    raise ModelError(
-        f"the vocabularies of target and draft differ in {len(differing)} tokens, for example "
-        f"{shown}; choose a draft that shares the target's tokenizer"
-    )
-
-
-def _id_of(token: str, vocabulary: Mapping[str, int]) -> str:
-    return f"id {vocabulary[token]}" if token in vocabulary else "missing"
-
-
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"there is no model folder {hub_id!r} and the hub could not provide a model of that "
-            f"name ({type(error).__name__}); give an existing folder, or check the name, the "
-            "network and your access"
-        ) from error
-
-
 def _config(path: Path) -> Any:
     # Slow to import, and not needed to refuse a wrong path.
     from transformers import AutoConfig
@@ -386,46 +274,3 @@ def _eos(path: Path, config: Any) -> tuple[int, ...]:
         return typed("eos_token_id", eos if isinstance(eos, list) else [eos], tuple[int, ...])
     except Unreadable as error:
         raise ModelError(f"{path}: {error}; {_FOREIGN}") from error
-
-
-def _quantization(path: Path, config: Any) -> str | None:
-    """The method by which the files are quantised, None for plain weights."""
-    if config is None:
-        return None
-    settings = config if isinstance(config, dict) else {}
-    in_8_bit = settings.get("load_in_8bit")
-    old = "bitsandbytes" if in_8_bit or settings.get("load_in_4bit") else None
-    method = str(settings.get("quant_method", old))
-    if method not in (*METHODS, MXFP4):
-        raise ModelError(
-            f"{path} is quantised by {method!r}, which is not supported; supported are "
-            f"{', '.join((*METHODS, MXFP4))}"
-        )
-    kind = "LLM.int8" if in_8_bit else _activations(settings.get("quant_type"))
-    if kind is not None:
-        raise ModelError(
-            f"{path} is quantised by {kind}, which may round a row by what else is in its batch, "
-            "so the text would depend on the guesses; take a 4-bit or a weight-only checkpoint"
-        )
-    return method
-
-
-def _activations(config: Any) -> str | None:
-    """The first kind in a torchao config that quantises more than weights."""
-    if isinstance(config, dict):
-        kind = str(config.get("_type", ""))
-        if kind.endswith("Config") and not kind.endswith(("WeightOnlyConfig", "FqnToConfig")):
-            return kind
-        config = list(config.values())
-    found = map(_activations, config) if isinstance(config, list) else ()
-    return next((kind for kind in found if kind is not None), None)
-
-
-def _dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What MXFP4 tensors are in bfloat16: a byte of blocks holds two weights."""
-    blocks, scales = "_blocks", "_scales"
-    return {
-        name: replace(tensor, num_bytes=4 * tensor.num_bytes) if name.endswith(blocks) else tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(scales)
-    }

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pipespec.engine.attention import sdpa
-from pipespec.engine.attention.plan import (
-    AttentionFn,
-    AttentionPlan,
-    LayerOptions,
-    LayerPool,
-    causal_plan,
-)
-from pipespec.engine.checkpoint import require_supported
-from pipespec.engine.precision import MXFP4, QUANTIZATIONS
+from pipespec.engine.architectures import require_supported
+from pipespec.engine.attention import hook, sdpa
+from pipespec.engine.attention.plan import AttentionFn, AttentionPlan, causal_plan
+from pipespec.engine.quantization import loading_options
+from pipespec.engine.slicing import drop_placeholders, sliced_class
 from pipespec.errors import ModelError
 from pipespec.system.quiet import quiet
 
 with quiet():
-    from transformers import AttentionInterface, AutoConfig, PretrainedConfig, PreTrainedModel
+    from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import MoeModelOutputWithPast
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging as transformers_logging
-
-# Registered with Transformers' attention interface only: for an attention without a mask
-# function of the same name Transformers makes no mask at all, which is what we want.
-_ATTENTION = "pipespec"
-
-# What the base models of the supported architectures call the norm after the last layer.
-_FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
-# Quantisers leave a model's last parameter alone, which in a slice without a head could be a
-# matrix. Until the weights are loaded such a slice has a module of this name for them to spare.
-_SPARED = "spared"
 
 # `from_pretrained` sets process-wide state while it runs (default dtype, initialisers, log
 # level), and the ranks of a test cluster are threads of one process.
@@ -61,7 +44,7 @@ class ModelSlice:
     after the final norm and has `logits`. Slices share no state; each belongs to one thread.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: range, num_slots: int, step: _Step):
+    def __init__(self, model: PreTrainedModel, layers: range, num_slots: int, step: hook.Step):
         """Wrap what `load` loaded."""
         config = model.config
         self.layers = layers
@@ -74,23 +57,11 @@ class ModelSlice:
         self._model = model
         self._step = step
         self._base = model.base_model
-        if not self.is_first:
-            _leave_out(self._base, self._base.get_input_embeddings())
-            # Granite scales its embeddings in the base model's forward, which here gets the
-            # hidden states of the slice before.
-            if hasattr(self._base, "embedding_multiplier"):
-                self._base.embedding_multiplier = 1.0
-        if not self.is_last:
-            delattr(model, _SPARED)
+        drop_placeholders(model, layers)
         self.num_weight_bytes = _num_bytes(model.state_dict().values())
-        # The placeholders of other slices' layers have served to keep the names right.
-        self._base.layers = self._base.layers[layers.start : layers.stop]
-        config.num_hidden_layers = len(layers)
-        if getattr(config, "layer_types", None) is not None:
-            config.layer_types = config.layer_types[layers.start : layers.stop]
         # From here on the model's own forward is the head alone.
         setattr(model, model.base_model_prefix, _Done())
-        self._attentions = [_attach(layer, step, num_slots) for layer in self._base.layers]
+        self._attentions = [hook.attach(layer, step, num_slots) for layer in self._base.layers]
         self._allocate()
 
     @classmethod
@@ -118,19 +89,18 @@ class ModelSlice:
             require_supported(config.model_type, path)
             assert layers.step == 1
             assert 0 <= layers.start < layers.stop <= config.num_hidden_layers
-            # Each attention layer finds its state by its `kv`, so this is one entry for all.
-            AttentionInterface.register(_ATTENTION, _attend)
-            model, loaded = _sliced_class(config, layers).from_pretrained(
+            hook.register()
+            model, loaded = sliced_class(config, layers).from_pretrained(
                 path,
                 config=config,
                 dtype=dtype if dtype is not None else "auto",
                 device_map={"": torch.device(device)},
-                attn_implementation=_ATTENTION,
+                attn_implementation=hook.NAME,
                 local_files_only=True,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
-                **_quantizer(config, quantization, dtype),
+                **loading_options(config, quantization, dtype),
             )
         for what in ("missing_keys", "mismatched_keys"):
             if loaded[what]:
@@ -144,7 +114,7 @@ class ModelSlice:
                 f"{path} is quantised for {_plain(model.dtype)}, not {_plain(dtype)}; leave "
                 "model.dtype out"
             )
-        return cls(model, layers, num_slots, _Step(attention))
+        return cls(model, layers, num_slots, hook.Step(attention))
 
     @classmethod
     def random(
@@ -163,11 +133,11 @@ class ModelSlice:
         """
         with _loading, torch.device(device):
             require_supported(config.model_type, "the model")
-            AttentionInterface.register(_ATTENTION, _attend)
-            model = _sliced_class(config, layers)._from_config(
-                config, dtype=dtype, attn_implementation=_ATTENTION
+            hook.register()
+            model = sliced_class(config, layers)._from_config(
+                config, dtype=dtype, attn_implementation=hook.NAME
             )
-        return cls(model.eval(), layers, num_slots, _Step(attention))
+        return cls(model.eval(), layers, num_slots, hook.Step(attention))
 
     @property
     def is_first(self) -> bool:
@@ -215,94 +185,12 @@ class ModelSlice:
         self.forward(row, position, causal_plan(position[:0], position))
 
 
-@dataclass(slots=True, eq=False)
-class _Step:
-    """What a slice is computing right now, shared by its layers."""
-
-    attention: AttentionFn
-    plan: AttentionPlan | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _LayerState:
-    """What an attention module of a slice carries as its attribute `kv`.
-
-    The layer's first call sets `pool` and `options`: its K and V say what the architecture
-    makes of its config better than the config does.
-    """
-
-    step: _Step
-    num_slots: int
-    pool: LayerPool | None = None
-    options: LayerOptions | None = None
-
-
 class _Done(nn.Module):
     """In the place of a base model whose layers have run already."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
         # The output type with the most fields: heads of mixtures also look at router logits.
         return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """What Transformers calls: `[1, heads, rows, dim]` in, `[1, rows, heads, dim]` out."""
-    state: _LayerState = module.kv  # type: ignore[assignment]
-    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if state.pool is None or state.options is None:
-        assert attention_mask is None
-        state.pool = LayerPool.allocate(state.num_slots, key, value)
-        scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
-        state.options = LayerOptions(scaling, sliding_window, softcap, s_aux)
-    step = state.step
-    assert step.plan is not None
-    out = step.attention(query, key, value, state.pool, step.plan, state.options)
-    return out.unsqueeze(0), None
-
-
-def _sliced_class(config: PretrainedConfig, layers: range) -> type[PreTrainedModel]:
-    """The model's own class, which leaves out what is not of `layers` before weights load."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
-
-    def init(self: PreTrainedModel, config: PretrainedConfig) -> None:
-        model_class.__init__(self, config)
-        base = self.base_model
-        for i in range(len(base.layers)):
-            if i not in layers:
-                base.layers[i] = nn.Identity()
-        if not is_last:
-            norm = next(name for name in _FINAL_NORMS if hasattr(base, name))
-            setattr(base, norm, nn.Identity())
-            _leave_out(self, self.get_output_embeddings())
-            setattr(self, _SPARED, nn.LayerNorm(1))
-            self.all_tied_weights_keys = {}
-        # A tied head is stored as the embedding, and loads as that.
-        if not is_first and not (is_last and config.tie_word_embeddings):
-            _leave_out(base, base.get_input_embeddings())
-
-    # Transformers finds conversions and error messages by the class's name and module.
-    return type(
-        model_class.__name__,
-        (model_class,),
-        {
-            "__init__": init,
-            "__module__": model_class.__module__,
-            "can_generate": classmethod(lambda _: False),
-            "_keys_to_ignore_on_load_missing": [rf"^{_SPARED}\."],
-        },
-    )
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
@@ -321,48 +209,8 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(found.values())
 
 
-def _quantizer(
-    config: PretrainedConfig, name: str | None, dtype: torch.dtype | None
-) -> dict[str, Any]:
-    """What `from_pretrained` is told in order to quantise; packages are imported when needed."""
-    stored = getattr(config, "quantization_config", None)
-    if stored is not None and stored.get("quant_method") == MXFP4:
-        from transformers import Mxfp4Config
-
-        return {"quantization_config": Mxfp4Config(dequantize=True)}
-    if name is None:
-        return {}
-    assert name in QUANTIZATIONS
-    if name == "int8":
-        from torchao.quantization import Int8WeightOnlyConfig
-        from transformers import TorchAoConfig
-
-        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
-    from transformers import BitsAndBytesConfig
-
-    return {
-        "quantization_config": BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type=name, bnb_4bit_compute_dtype=dtype
-        )
-    }
-
-
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _leave_out(parent: nn.Module, module: nn.Module) -> None:
-    """Put a module without parameters in the place of `parent`'s child `module`."""
-    name = next(name for name, child in parent.named_children() if child is module)
-    setattr(parent, name, nn.Identity())
-
-
-def _attach(layer: nn.Module, step: _Step, num_slots: int) -> _LayerState:
-    """Give the attention module of a decoder layer its state."""
-    (attention,) = (m for m in layer.modules() if type(m).__name__.endswith("Attention"))
-    state = _LayerState(step, num_slots)
-    attention.kv = state  # type: ignore[assignment]
-    return state
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from pipespec.engine.attention.plan import AttentionPlan, Segment
 from pipespec.engine.kv import SlotPool
 from pipespec.engine.lineage import TIP, Lineage
 from pipespec.engine.model import ModelSlice
-from pipespec.sampling.verify import Verifier
+from pipespec.sampling.verifier import Verifier
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from pipespec.controller.verdict import VerdictReceiver, pack
 from pipespec.core import Batch, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.engine.stage import Stage
-from pipespec.sampling.verify import Verifier
+from pipespec.sampling.verifier import Verifier
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
 

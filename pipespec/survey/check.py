@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.precision import QUANTIZATIONS
+from pipespec.engine.quantization import QUANTIZATIONS
 from pipespec.errors import PipespecError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from pipespec.cli.main import main
 from pipespec.controller.connection import Pipe
 from pipespec.controller.server import EmbeddedRedis
-from pipespec.sampling.verify import Sample
+from pipespec.sampling.spec import Sample
 from pipespec.system.interfaces import LOOPBACK
 from pipespec.system.resources import resource_dir
 from pipespec.text import Detokenizer

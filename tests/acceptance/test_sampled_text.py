@@ -1,7 +1,7 @@
 """A sampled text is the one that a plain loop samples, whatever computes it.
 
 The plain loop is Hugging Face's forward over the whole text, one token at a time, and
-`pipespec.sampling.sampler` with a tally made anew for every token. The target is its own draft, so
+`tests.helpers.sampling` with a tally made anew for every token. The target is its own draft, so
 that many guesses are right and several tokens of one batch are decided along their path.
 """
 
@@ -21,9 +21,10 @@ from pipespec.cli.main import main
 from pipespec.config import compose
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Sampling
-from pipespec.sampling.sampler import Tally, sample
+from pipespec.sampling.distribution import Tally
 from pipespec.system.resources import resource_dir
 from tests.helpers import models
+from tests.helpers.sampling import sample
 from tools.rig import cluster
 
 NUM_TOKENS = 14

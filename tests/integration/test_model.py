@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipespec.engine.architectures import ARCHITECTURES
 from pipespec.engine.attention.plan import AttentionPlan, Segment, causal_plan
-from pipespec.engine.checkpoint import ARCHITECTURES, inspect
+from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.errors import ModelError
 from tests.helpers.models import CONFIGS, NUM_LAYERS, VOCAB_SIZE, build

@@ -30,7 +30,7 @@ from pipespec.controller.server import EmbeddedRedis
 from pipespec.engine.attention.plan import causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
-from pipespec.engine.precision import METHODS, QUANTIZATIONS
+from pipespec.engine.quantization import METHODS, QUANTIZATIONS
 from pipespec.errors import ConfigError, ModelError
 from pipespec.system.resources import resource_dir
 from tests.helpers.models import NUM_LAYERS, build

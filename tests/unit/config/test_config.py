@@ -31,7 +31,7 @@ from pipespec.head.source.draft_model import DraftModel
 from pipespec.head.source.hybrid import Hybrid
 from pipespec.head.source.ngram import NGram
 from pipespec.head.source.synthetic import Synthetic
-from pipespec.sampling.verify import Greedy, Relaxed, Sample, Strict
+from pipespec.sampling.spec import Greedy, Relaxed, Sample, Strict
 from pipespec.system.resources import resource_dir
 
 CHOICES = [(group, option) for group in groups() for option in options(group)]

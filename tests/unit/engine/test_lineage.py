@@ -10,7 +10,7 @@ from pipespec.core import DECIDED, KIND, NODE, PARENT, POSITION, TOKEN, Verdict
 from pipespec.engine.lineage import Lineage
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
-from pipespec.sampling.verify import walk
+from pipespec.sampling.verifier import walk
 
 VOCABULARY = 3
 

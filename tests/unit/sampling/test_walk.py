@@ -1,6 +1,6 @@
 """The acceptance loop of the last stage: it never assumes one depth per batch."""
 
-from pipespec.sampling.verify import walk
+from pipespec.sampling.verifier import walk
 
 #          id  parent token drawn after it
 ROWS = [

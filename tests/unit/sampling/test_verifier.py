@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pipespec.controller import verdict
-from pipespec.core import Request, Sampling, TokenLogprobs, Verdict
-from pipespec.errors import ConfigError
-from pipespec.sampling import sampler
-from pipespec.sampling.sampler import Tally
-from pipespec.sampling.verify import Greedy, Relaxed, Sample, Strict, Verifier
+from pipespec.core import Request, Sampling
+from pipespec.sampling.distribution import Tally
+from pipespec.sampling.spec import Greedy, Relaxed, Sample, Strict
+from pipespec.sampling.verifier import Verifier
+from tests.helpers.sampling import sample
 
 VOCAB = 6
 PROMPT = (1, 2)
@@ -35,7 +32,7 @@ def expected_text(asked: Sampling, rows: torch.Tensor) -> list[int]:
     answer: list[int] = []
     for logits in rows:
         tally = Tally(PROMPT, answer, VOCAB, CPU)
-        answer.append(sampler.sample(logits, asked, len(PROMPT) + len(answer), tally))
+        answer.append(sample(logits, asked, len(PROMPT) + len(answer), tally))
     return answer
 
 
@@ -137,62 +134,3 @@ def test_what_cannot_be_drawn_is_not_accepted_either():
 def test_the_lossy_verifiers_say_so_and_the_others_are_not():
     lossy = [spec.sampling(0).lossy for spec in (Greedy(), Sample(), Relaxed(), Strict())]
     assert lossy == [False, False, True, True]
-
-
-# --- specs ------------------------------------------------------------------------------------
-
-
-def test_a_seed_that_is_not_set_is_fresh():
-    assert Sample().sampling(77).seed == 77
-    assert Sample(seed=5).sampling(77).seed == 5
-    assert Strict(seed=0).sampling(77).seed == 0
-
-
-def test_settings_reach_the_request():
-    spec = Relaxed(
-        repetition_penalty=1.1,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        logit_bias=["3:-1.5", "4:2"],
-        logprobs=2,
-        temperature=0.7,
-        top_k=9,
-        top_p=0.8,
-        min_p=0.1,
-        seed=6,
-        accept_top=2,
-        accept_ratio=0.25,
-    )
-    bias = ((3, -1.5), (4, 2.0))
-    assert spec.sampling(0) == Sampling(
-        0.7, 9, 0.8, 0.1, 1.1, 0.2, 0.3, bias, 6, 2, accept_top=2, accept_ratio=0.25
-    )
-    assert Greedy(logit_bias=["3:-1.5"]).sampling(1) == Sampling(logit_bias=((3, -1.5),))
-
-
-def test_relaxed_needs_something_to_accept():
-    with pytest.raises(ConfigError, match=r"verify\.accept_top is 0"):
-        Relaxed(accept_top=0)
-
-
-# --- verdicts on their way --------------------------------------------------------------------
-
-TOKENS = st.integers(0, 200_000)
-LOGPROBS = st.builds(
-    TokenLogprobs,
-    st.floats(-1e3, 0),
-    st.lists(st.tuples(TOKENS, st.floats(-1e3, 0)), max_size=4).map(tuple),
-)
-
-
-@st.composite
-def verdicts(draw: st.DrawFn) -> Verdict:
-    tokens = tuple(draw(st.lists(TOKENS, max_size=5)))
-    size = len(tokens) if draw(st.booleans()) else 0
-    reports = tuple(draw(st.lists(LOGPROBS, min_size=size, max_size=size)))
-    return Verdict(draw(st.integers(1, 2**40)), draw(st.integers(0, 2**20)), tokens, reports)
-
-
-@given(st.lists(verdicts(), max_size=4), st.integers(0, 2**62))
-def test_verdicts_arrive_as_they_left(sent, drawn_ns):
-    assert verdict.unpack(verdict.pack(sent, drawn_ns)) == (sent, drawn_ns)

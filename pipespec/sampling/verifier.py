@@ -3,147 +3,18 @@
 The target alone decides every token: its arg-max, or a draw from its own distribution with
 randomness keyed by (seed, position). Only then is it asked whether the tree guessed that
 token, i.e. whether the decision after it was computed already. So the tree changes when a
-token is known, never which; `relaxed` and `strict` are the exceptions, and say so.
-
-A *spec* is what `conf/verify/` names: the defaults of this run, from which a request gets its
-`Sampling`. A *verifier* is what the last stage keeps of one request.
+token is known, never which; the lossy rules are the exceptions, and say so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
 from pipespec.core import Request, Sampling, TokenLogprobs
-from pipespec.errors import ConfigError
-from pipespec.sampling.sampler import Tally, adjust, check_sampling, distribution, draw, logprobs
-
-# --- specs ------------------------------------------------------------------------------------
-
-
-class VerifierSpec(Protocol):
-    """A frozen dataclass of settings."""
-
-    def sampling(self, fresh_seed: int) -> Sampling:
-        """What a request asks for that says nothing else; `fresh_seed` if no seed is set."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Adjusted:
-    """What every verifier does to the logits first, and reports of them."""
-
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: list[str] = field(default_factory=list)
-    logprobs: int | None = None
-
-    def _adjustments(self) -> Sampling:
-        return Sampling(
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=parse_bias(self.logit_bias),
-            logprobs=self.logprobs,
-        )
-
-
-@dataclass(frozen=True)
-class Greedy(_Adjusted):
-    """The arg-max: the text of `generate(do_sample=False)`."""
-
-    temperature: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.temperature > 0:
-            raise ConfigError(
-                f"verify.temperature is {self.temperature}, but verify=greedy decodes at 0 only; "
-                "pass verify=sample."
-            )
-        check_sampling(replace(self._adjustments(), temperature=self.temperature))
-
-    def sampling(self, fresh_seed: int) -> Sampling:
-        return self._adjustments()
-
-
-@dataclass(frozen=True)
-class Sample(_Adjusted):
-    """A draw from the target's own distribution; temperature 0 is greedy."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        check_sampling(self.sampling(0))
-
-    def sampling(self, fresh_seed: int) -> Sampling:
-        return replace(
-            self._adjustments(),
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=fresh_seed if self.seed is None else self.seed,
-        )
-
-
-@dataclass(frozen=True)
-class Relaxed(Sample):
-    """Lossy: a guess is accepted if the target finds it probable, drawn or not."""
-
-    accept_top: int = 4
-    accept_ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.accept_top == 0:
-            raise ConfigError(
-                "verify.accept_top is 0, but must be a whole number from 1 up; verify=sample "
-                "accepts what was drawn and nothing else."
-            )
-
-    def sampling(self, fresh_seed: int) -> Sampling:
-        return replace(
-            super().sampling(fresh_seed),
-            accept_top=self.accept_top,
-            accept_ratio=self.accept_ratio,
-        )
-
-
-@dataclass(frozen=True)
-class Strict(Sample):
-    """Lossy: a guess is accepted if it is the target's most probable token, drawn or not."""
-
-    def sampling(self, fresh_seed: int) -> Sampling:
-        return replace(super().sampling(fresh_seed), accept_top=1)
-
-
-def parse_bias(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
-    """Token ids and biases from texts such as "1234:-2.5". Raises ConfigError."""
-    pairs = []
-    for text in texts:
-        try:
-            token, bias = text.split(":")
-            pairs.append((int(token), float(bias)))
-        except ValueError:
-            raise ConfigError(
-                f"verify.logit_bias holds {text!r}, but must hold token ids and biases, "
-                "as in ['1234:-2.5']."
-            ) from None
-    repeated = {token for token, _ in pairs if [t for t, _ in pairs].count(token) > 1}
-    if repeated:
-        raise ConfigError(f"verify.logit_bias names the token {min(repeated)} twice; name it once.")
-    return tuple(pairs)
-
-
-# --- judging ----------------------------------------------------------------------------------
+from pipespec.sampling.distribution import Tally, adjust, distribution, logprobs
+from pipespec.sampling.draw import draw
 
 
 class Verifier:

@@ -1,0 +1,134 @@
+"""Weights in fewer bits than the model computes in.
+
+Quantisation here is weight-only: a layer's matrices are kept in few bits, and multiplied in the
+model's type (nf4, on a CPU with AVX-512 BF16, in bfloat16 whatever that is). Whatever a batch
+holds, a row then computes the same, so decoding stays lossless: the text is that of the
+quantised model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.engine.headers import Tensor
+from pipespec.errors import ModelError
+
+if TYPE_CHECKING:  # a wrong setting is refused without them
+    import torch
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """`package` does it while the model loads.
+
+    `bits` of a weight, with its share of scales. A matrix `[out, in]` must have `in` a multiple of
+    `block` and `out` one of `pack`.
+    """
+
+    package: str
+    bits: float
+    block: int = 1
+    pack: int = 1
+
+
+# `int8`: one scale per output channel. `nf4`: QLoRA's 4-bit NormalFloat (arXiv 2305.14314,
+# section 3), a float32 scale for every 64 weights.
+QUANTIZATIONS = {
+    "int8": Quantization("torchao", 8.0),
+    "nf4": Quantization("bitsandbytes", 4.5, block=64, pack=32),
+}
+
+# How a checkpoint may have been quantised before (`quant_method` of its config.json); the package
+# that reads it has the same name. A method enters with its test in
+# tests/integration/test_quantization.py.
+METHODS = ("bitsandbytes", "torchao")
+
+# The method of published gpt-oss: experts in blocks of 32 4-bit floats with one scale. They are
+# dequantised while they load, on every device, so that all ranks compute the same; such a
+# checkpoint then counts as one of plain weights.
+MXFP4 = "mxfp4"
+
+
+def require_package(package: str, why: str) -> None:
+    """Raise ModelError unless the package is installed; `why`: what wants it, for the message."""
+    if find_spec(package) is None:
+        raise ModelError(
+            f"{why} needs {package}, which is not installed; pip install 'pipespec[quantize]'"
+        )
+
+
+def stored_method(path: Path, config: Any) -> str | None:
+    """The method by which the files are quantised, None for plain weights. Raises ModelError.
+
+    `config` is the `quantization_config` of config.json.
+    """
+    if config is None:
+        return None
+    settings = config if isinstance(config, dict) else {}
+    in_8_bit = settings.get("load_in_8bit")
+    old = "bitsandbytes" if in_8_bit or settings.get("load_in_4bit") else None
+    method = str(settings.get("quant_method", old))
+    if method not in (*METHODS, MXFP4):
+        raise ModelError(
+            f"{path} is quantised by {method!r}, which is not supported; supported are "
+            f"{', '.join((*METHODS, MXFP4))}"
+        )
+    kind = "LLM.int8" if in_8_bit else _activations(settings.get("quant_type"))
+    if kind is not None:
+        raise ModelError(
+            f"{path} is quantised by {kind}, which may round a row by what else is in its batch, "
+            "so the text would depend on the guesses; take a 4-bit or a weight-only checkpoint"
+        )
+    return method
+
+
+def _activations(config: Any) -> str | None:
+    """The first kind in a torchao config that quantises more than weights."""
+    if isinstance(config, dict):
+        kind = str(config.get("_type", ""))
+        if kind.endswith("Config") and not kind.endswith(("WeightOnlyConfig", "FqnToConfig")):
+            return kind
+        config = list(config.values())
+    found = map(_activations, config) if isinstance(config, list) else ()
+    return next((kind for kind in found if kind is not None), None)
+
+
+def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What MXFP4 tensors are in bfloat16: a byte of blocks holds two weights."""
+    blocks, scales = "_blocks", "_scales"
+    return {
+        name: replace(tensor, num_bytes=4 * tensor.num_bytes) if name.endswith(blocks) else tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(scales)
+    }
+
+
+def loading_options(
+    config: PretrainedConfig, name: str | None, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """What `from_pretrained` is told in order to quantise; packages are imported when needed."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and stored.get("quant_method") == MXFP4:
+        from transformers import Mxfp4Config
+
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    if name is None:
+        return {}
+    assert name in QUANTIZATIONS
+    if name == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        return {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+    from transformers import BitsAndBytesConfig
+
+    return {
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=name, bnb_4bit_compute_dtype=dtype
+        )
+    }

@@ -1,0 +1,41 @@
+"""Whether target and draft speak of the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pipespec.errors import ModelError
+
+# How many of the tokens in which two vocabularies differ a message shows.
+NUM_SHOWN = 3
+
+
+class Vocabulary(Protocol):
+    """The one method of a tokenizer that matters here."""
+
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+
+def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
+    """Check that both tokenizers give every token the same id.
+
+    Raises `ModelError` that counts the tokens that differ and shows some. The embeddings may
+    have different numbers of rows (padding); that is no matter of the tokenizer's.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    shown = ", ".join(
+        f"{token!r} ({_id_of(token, ours)} in the target, {_id_of(token, theirs)} in the draft)"
+        for token in differing[:NUM_SHOWN]
+    )
+    raise ModelError(
+        f"the vocabularies of target and draft differ in {len(differing)} tokens, for example "
+        f"{shown}; choose a draft that shares the target's tokenizer"
+    )
+
+
+def _id_of(token: str, vocabulary: Mapping[str, int]) -> str:
+    return f"id {vocabulary[token]}" if token in vocabulary else "missing"

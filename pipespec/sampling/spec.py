@@ -1,0 +1,183 @@
+"""How tokens are to be decided: what `conf/verify/` names, and what its settings may be.
+
+A *spec* holds the defaults of a run, from which a request gets its `Sampling`. `greedy` and
+`sample` take what the target says; `relaxed` and `strict` may accept other tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from pipespec.core import Sampling
+from pipespec.errors import ConfigError
+
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
+MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+
+
+class VerifierSpec(Protocol):
+    """A frozen dataclass of settings."""
+
+    def sampling(self, fresh_seed: int) -> Sampling:
+        """What a request asks for that says nothing else; `fresh_seed` if no seed is set."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Adjusted:
+    """What every verifier does to the logits first, and reports of them."""
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: list[str] = field(default_factory=list)
+    logprobs: int | None = None
+
+    def _adjustments(self) -> Sampling:
+        return Sampling(
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=parse_bias(self.logit_bias),
+            logprobs=self.logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class Greedy(_Adjusted):
+    """The arg-max: the text of `generate(do_sample=False)`."""
+
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.temperature > 0:
+            raise ConfigError(
+                f"verify.temperature is {self.temperature}, but verify=greedy decodes at 0 only; "
+                "pass verify=sample."
+            )
+        check_sampling(replace(self._adjustments(), temperature=self.temperature))
+
+    def sampling(self, fresh_seed: int) -> Sampling:
+        return self._adjustments()
+
+
+@dataclass(frozen=True)
+class Sample(_Adjusted):
+    """A draw from the target's own distribution; temperature 0 is greedy."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sampling(self.sampling(0))
+
+    def sampling(self, fresh_seed: int) -> Sampling:
+        return replace(
+            self._adjustments(),
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=fresh_seed if self.seed is None else self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class Relaxed(Sample):
+    """Lossy: a guess is accepted if the target finds it probable, drawn or not."""
+
+    accept_top: int = 4
+    accept_ratio: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accept_top == 0:
+            raise ConfigError(
+                "verify.accept_top is 0, but must be a whole number from 1 up; verify=sample "
+                "accepts what was drawn and nothing else."
+            )
+
+    def sampling(self, fresh_seed: int) -> Sampling:
+        return replace(
+            super().sampling(fresh_seed),
+            accept_top=self.accept_top,
+            accept_ratio=self.accept_ratio,
+        )
+
+
+@dataclass(frozen=True)
+class Strict(Sample):
+    """Lossy: a guess is accepted if it is the target's most probable token, drawn or not."""
+
+    def sampling(self, fresh_seed: int) -> Sampling:
+        return replace(super().sampling(fresh_seed), accept_top=1)
+
+
+def parse_bias(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
+    """Token ids and biases from texts such as "1234:-2.5". Raises ConfigError."""
+    pairs = []
+    for text in texts:
+        try:
+            token, bias = text.split(":")
+            pairs.append((int(token), float(bias)))
+        except ValueError:
+            raise ConfigError(
+                f"verify.logit_bias holds {text!r}, but must hold token ids and biases, "
+                "as in ['1234:-2.5']."
+            ) from None
+    repeated = {token for token, _ in pairs if [t for t, _ in pairs].count(token) > 1}
+    if repeated:
+        raise ConfigError(f"verify.logit_bias names the token {min(repeated)} twice; name it once.")
+    return tuple(pairs)
+
+
+def check_sampling(sampling: Sampling, section: str = "verify") -> None:
+    """Raise ConfigError if a value is out of range, naming it as `section`.<field>."""
+    s = sampling
+
+    def refuse(name: str, value: object, must: str) -> None:
+        raise ConfigError(f"{section}.{name} is {value}, but must be {must}.")
+
+    if not (math.isfinite(s.temperature) and s.temperature >= 0):
+        refuse("temperature", s.temperature, "0 (greedy) or more")
+    if s.top_k < 0:
+        refuse("top_k", s.top_k, "a whole number from 1 up, or 0 for all tokens")
+    if not 0 < s.top_p <= 1:
+        refuse("top_p", s.top_p, "more than 0 and at most 1")
+    if not 0 <= s.min_p <= 1:
+        refuse("min_p", s.min_p, "from 0 to 1")
+    if not (math.isfinite(s.repetition_penalty) and s.repetition_penalty > 0):
+        refuse("repetition_penalty", s.repetition_penalty, "more than 0 (1 changes nothing)")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -MAX_PENALTY <= getattr(s, name) <= MAX_PENALTY:
+            refuse(name, getattr(s, name), f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}")
+    for token, bias in s.logit_bias:
+        if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:
+            limits = f"a token id and a bias from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+            refuse("logit_bias", f"{token}:{bias:g}", limits)
+    if not 0 <= s.seed <= MAX_SEED:
+        refuse("seed", s.seed, f"from 0 to {MAX_SEED}")
+    if s.logprobs is not None and not 0 <= s.logprobs <= MAX_LOGPROBS:
+        refuse("logprobs", s.logprobs, f"from 0 to {MAX_LOGPROBS}, or null for none")
+    if s.accept_top < 0:
+        refuse("accept_top", s.accept_top, "a whole number from 1 up")
+    if not 0 <= s.accept_ratio <= 1:
+        refuse("accept_ratio", s.accept_ratio, "from 0 to 1")
+
+
+def check_vocabulary(sampling: Sampling, vocab_size: int, section: str = "verify") -> None:
+    """Raise ConfigError if a biased token is not in the target's vocabulary."""
+    for token, _ in sampling.logit_bias:
+        if token >= vocab_size:
+            raise ConfigError(
+                f"{section}.logit_bias names the token {token}, but the target's vocabulary ends "
+                f"at {vocab_size - 1}."
+            )

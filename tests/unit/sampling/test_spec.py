@@ -1,0 +1,102 @@
+"""The settings of `conf/verify/`: what they ask for, and their limits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from pipespec.core import Sampling
+from pipespec.errors import ConfigError
+from pipespec.sampling.spec import (
+    Greedy,
+    Relaxed,
+    Sample,
+    Strict,
+    check_sampling,
+    check_vocabulary,
+)
+
+
+def test_a_seed_that_is_not_set_is_fresh():
+    assert Sample().sampling(77).seed == 77
+    assert Sample(seed=5).sampling(77).seed == 5
+    assert Strict(seed=0).sampling(77).seed == 0
+
+
+def test_settings_reach_the_request():
+    spec = Relaxed(
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias=["3:-1.5", "4:2"],
+        logprobs=2,
+        temperature=0.7,
+        top_k=9,
+        top_p=0.8,
+        min_p=0.1,
+        seed=6,
+        accept_top=2,
+        accept_ratio=0.25,
+    )
+    bias = ((3, -1.5), (4, 2.0))
+    assert spec.sampling(0) == Sampling(
+        0.7, 9, 0.8, 0.1, 1.1, 0.2, 0.3, bias, 6, 2, accept_top=2, accept_ratio=0.25
+    )
+    assert Greedy(logit_bias=["3:-1.5"]).sampling(1) == Sampling(logit_bias=((3, -1.5),))
+
+
+def test_relaxed_needs_something_to_accept():
+    with pytest.raises(ConfigError, match=r"verify\.accept_top is 0"):
+        Relaxed(accept_top=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("temperature", [0.0, 1e-9, 50.0], [-0.1, math.inf, math.nan]),
+        ("top_k", [0, 1, 10**6], [-1]),
+        ("top_p", [1e-9, 1.0], [0.0, 1.1, math.nan]),
+        ("min_p", [0.0, 1.0], [-0.1, 1.1, math.nan]),
+        ("repetition_penalty", [0.1, 10.0], [0.0, -1.0, math.inf]),
+        ("presence_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
+        ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1]),
+        (
+            "logit_bias",
+            [((5, -100.0), (6, 100.0))],
+            [((5, 101.0),), ((-1, 1.0),), ((1, math.nan),)],
+        ),
+        ("seed", [0, 2**63 - 1], [-1, 2**63]),
+        ("logprobs", [None, 0, 20], [-1, 21]),
+        ("accept_top", [0, 9], [-1]),
+        ("accept_ratio", [0.0, 1.0], [-0.1, 1.1]),
+    ],
+)
+def test_a_value_out_of_range_is_named_in_one_sentence(name, good, bad):
+    for value in good:
+        check_sampling(Sampling(**{name: value}))
+    for value in bad:
+        with pytest.raises(ConfigError, match=rf"^verify\.{name} is .*, but must be .*\.$"):
+            check_sampling(Sampling(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("bias", "part"),
+    [
+        (["12"], "'12'"),
+        (["a:1"], "'a:1'"),
+        (["1:2:3"], "'1:2:3'"),
+        (["1:x"], "as in"),
+        (["7:1", "7:2"], "the token 7 twice"),
+        (["7:101"], "7:101"),
+    ],
+)
+def test_a_bias_that_cannot_be_read_is_named(bias, part):
+    with pytest.raises(ConfigError, match=part):
+        Sample(logit_bias=bias)
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused():
+    check_vocabulary(Sampling(logit_bias=((9, 1.0),)), 10)
+    with pytest.raises(ConfigError, match="token 10, but the target's vocabulary ends at 9"):
+        check_vocabulary(Sampling(logit_bias=((10, 1.0),)), 10)
