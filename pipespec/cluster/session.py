@@ -28,7 +28,8 @@ from pipespec.controller.client import Controller
 from pipespec.controller.connection import check_server
 from pipespec.controller.listen import TlsFiles
 from pipespec.controller.members import Membership
-from pipespec.controller.requests import Accepted, Finished, RequestLog
+from pipespec.controller.records import Accepted, Finished
+from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Sampling
 from pipespec.errors import ConfigError, ControllerError, RankFailed, StaleEpoch, Unreachable

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, step_graph, transfer
-from pipespec.controller.requests import CANCELLED
+from pipespec.controller.records import CANCELLED
 from pipespec.controller.verdict import VerdictReceiver
 from pipespec.core import Batch, Request, Verdict
 from pipespec.emulation import Pace, hold
