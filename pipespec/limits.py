@@ -7,6 +7,7 @@ is refused for the memory that it asks for, at once.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -24,6 +25,8 @@ MAX_COUNT = 10**9  # of what is only ever counted
 MAX_SEED = 2**60  # a stream's number takes three more bits
 MAX_MS = 1e6
 MAX_SECONDS = 1e6
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+A_DEVICE = "a device is auto, cpu, cuda or cuda:N"
 
 
 def fault(

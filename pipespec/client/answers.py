@@ -10,7 +10,7 @@ from typing import Any
 
 from pipespec.cluster import deployment
 from pipespec.config.schema import Config
-from pipespec.controller.requests import Accepted, Finished
+from pipespec.controller.records import Accepted, Finished
 from pipespec.core import Sampling, TokenLogprobs
 from pipespec.stats import Report, summarise
 from pipespec.text import Detokenizer, StopStrings

@@ -24,7 +24,8 @@ from pipespec.cluster import deployment
 from pipespec.cluster.session import LOST_REPORTS_S, REPORTS_TIMEOUT_S, ClusterSession
 from pipespec.config.schema import Config
 from pipespec.controller.overview import look
-from pipespec.controller.requests import Accepted, Finished, RequestLog
+from pipespec.controller.records import Accepted, Finished
+from pipespec.controller.requests import RequestLog
 from pipespec.core import Sampling
 from pipespec.errors import ControllerError, ModelError, RankFailed, Unreachable
 from pipespec.stats import Report, blank

@@ -26,18 +26,16 @@ from typing import TypeVar
 import psutil
 
 from pipespec.errors import ConfigError
+from pipespec.system.process import is_ours, running, started
 from pipespec.system.reading import Missing, Unreadable, build, parse_json, read_text
 from pipespec.system.resources import state_folder
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 # A file's name has 255 bytes at most, and the longest ending, ".log.4194304", must find room.
 LONGEST_NAME = 240
-LARGEST_PID = 2**22
 CARD, LOCK, LOG = ".json", ".lock", ".log"
 # The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# A process's start is told in wall-clock time, which may be set right meanwhile.
-CLOCK_DRIFT_S = 2.0
 T = TypeVar("T")
 
 
@@ -55,7 +53,7 @@ class Owner:
     @classmethod
     def this(cls) -> Owner:
         """The process that asks."""
-        return cls(os.getpid(), psutil.Process().create_time(), _machine())
+        return cls(os.getpid(), started(), _machine())
 
     @property
     def here(self) -> bool:
@@ -65,32 +63,21 @@ class Owner:
     @property
     def gone(self) -> bool:
         """Whether it is known to have ended; of a process elsewhere nothing is known."""
-        return self.here and self._process() is None
+        return self.here and running(self.pid, self.created) is None
 
     def end(self) -> None:
         """Ask it to end, if it still runs here. Raises ConfigError if it is another user's."""
-        process = self._process()
+        process = running(self.pid, self.created)
         if process is None or not self.here:
             return
         try:
-            if process.uids().real != os.getuid():
+            if not is_ours(process):
                 raise ConfigError(
                     f"Process {self.pid} is of user {process.username()}; ask that user to end it."
                 )
             process.send_signal(Signals.SIGTERM)  # unless the number is another's by now
         except psutil.NoSuchProcess:
             return  # it ended just now
-
-    def _process(self) -> psutil.Process | None:
-        """The process, unless it has ended."""
-        if not 0 < self.pid <= LARGEST_PID:
-            return None
-        try:
-            process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.created) < CLOCK_DRIFT_S
-            return process if same and process.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.NoSuchProcess:
-            return None
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,12 @@ from typing import IO
 import psutil
 
 from pipespec.errors import ConfigError
+from pipespec.system.process import is_ours, running, started
 from pipespec.system.resources import state_folder
 
 # Seconds until an agent that does not end when asked to is killed, and between two looks at it.
 PATIENCE_S = 5.0
 LOOK_S = 0.1
-# A process's start is told in wall-clock time, which may be set right meanwhile.
-CLOCK_DRIFT_S = 2.0
 
 
 def runtime_folder() -> Path:
@@ -73,7 +72,7 @@ def alone(name: str | None, directory: Path) -> Iterator[Path | None]:
                 if len(holder) == 3:
                     _remove(Path(holder[2]))
                 file.truncate(0)
-                file.write(f"{os.getpid()}\n{psutil.Process().create_time()}\n{directory}\n")
+                file.write(f"{os.getpid()}\n{started()}\n{directory}\n")
                 file.flush()
                 yield path
                 return
@@ -98,9 +97,8 @@ def _locked(file: IO[str]) -> bool:
 def _signal(pid: str, created: str, kind: signal.Signals) -> None:
     """Signal the process that wrote the lock, and no other that has its number by now."""
     with suppress(psutil.Error, OSError, ValueError):
-        process = psutil.Process(int(pid))
-        drift = abs(process.create_time() - float(created))
-        if process.uids().real == os.getuid() and drift < CLOCK_DRIFT_S:
+        process = running(int(pid), float(created))
+        if process is not None and is_ours(process):
             process.send_signal(kind)
 
 

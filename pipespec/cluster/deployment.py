@@ -17,12 +17,14 @@ from pipespec.config.hosts import Box, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
 from pipespec.controller.graph import Layout
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.precision import automatic
 from pipespec.engine.vocabulary import compare_vocabularies
 from pipespec.errors import ConfigError, ModelError, PromptError
 from pipespec.planning.costs import Member, Needs, Problem
 from pipespec.planning.partition import Placement, plan_slices, split_evenly
 from pipespec.planning.placement import unmeasured
 from pipespec.sampling.spec import check_vocabulary
+from pipespec.system.devices import num_cuda
 from pipespec.system.reading import is_whole
 
 # What a tokenizer is read from: the first, or one of the others.
@@ -86,9 +88,7 @@ class Plan:
         """What target or draft computes in."""
         name = self.config.model.dtype
         if name == "auto":
-            stages = map(self.device_of, self.placement.members_by_rank[1:])
-            on_gpu = all(device.startswith("cuda") for device in stages)
-            name = "bfloat16" if on_gpu else "float32"
+            name = automatic(map(self.device_of, self.placement.members_by_rank[1:]))
         found: torch.dtype = getattr(torch, info.computes_in(name))
         return found
 
@@ -203,7 +203,7 @@ def place_here(members: Sequence[str], num_layers: int, cluster: ClusterConfig) 
 
 def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
     """One device per rank. "auto" and "cuda" go round the CUDA devices; "auto" is CPU without."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_cuda()
     names = names * num_ranks if len(names) == 1 else names
     devices = []
     for rank, name in enumerate(names):

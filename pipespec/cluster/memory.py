@@ -20,6 +20,7 @@ import torch
 from pipespec.cluster.deployment import Plan
 from pipespec.core import NUM_COLUMNS
 from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.engine.precision import name_of
 from pipespec.errors import ConfigError
 from pipespec.planning.partition import GIB
 from pipespec.planning.placement import slots_by_setting
@@ -75,7 +76,7 @@ def needs(plan: Plan, rank: int) -> Counter[str]:
 def weight_bytes(plan: Plan, info: CheckpointInfo, rank: int, layers: range) -> int:
     """Bytes of weights that loading these layers surely takes on the rank's device."""
     quantization = plan.config.model.quantization if rank else plan.config.model.draft_quantization
-    dtype = str(plan.dtype_of(info)).removeprefix("torch.")
+    dtype = name_of(plan.dtype_of(info))
     sizes = info.loaded(dtype, quantization)
     if plan.devices[rank] == "cpu" and quantization is None and sizes == info.stored:
         return 0

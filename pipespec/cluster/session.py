@@ -28,12 +28,14 @@ from pipespec.controller.client import Controller
 from pipespec.controller.connection import check_server
 from pipespec.controller.listen import TlsFiles
 from pipespec.controller.members import Membership
-from pipespec.controller.requests import Accepted, Finished, RequestLog
+from pipespec.controller.records import Accepted, Finished
+from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Sampling
 from pipespec.errors import ConfigError, ControllerError, RankFailed, StaleEpoch, Unreachable
 from pipespec.planning.partition import remaining
 from pipespec.stats import Report, blank
+from pipespec.system.interfaces import source_address
 
 # Imported by the members alone: a launcher needs no model.
 MEMBERS_RUN = "pipespec.cluster.member:run_member"
@@ -43,8 +45,6 @@ REPORTS_TIMEOUT_S = 60.0
 LOST_REPORTS_S = 2.0
 # How long the ranks may take to end once there is nothing more to do.
 ENDING_S = 5.0
-# A port to which nothing is sent.
-DISCARD = 9
 
 
 class ClusterSession:
@@ -276,9 +276,7 @@ def own_address(boxes: Sequence[Box]) -> str | None:
     if far is None:
         return None
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((far, DISCARD))
-            return str(probe.getsockname()[0])
+        return source_address(far, socket.AF_INET)
     except OSError as error:
         raise ConfigError(
             f"This machine has no route to {far} ({error.strerror}); correct the address."

@@ -9,11 +9,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipespec.limits import LARGEST_PORT, MAX_COUNT, fault, suggest
+from pipespec.limits import A_DEVICE, DEVICE, LARGEST_PORT, MAX_COUNT, fault, suggest
 from pipespec.system.reading import shown
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Kind = Callable[[str, Any], Any]
@@ -89,7 +88,7 @@ def devices(name: str, value: Any) -> tuple[str, ...]:
     found = tuple(filled_list(name, [value] if isinstance(value, str) else value))
     for device in found:
         if not isinstance(device, str) or not DEVICE.fullmatch(device):
-            raise Wrong(f"{name} holds {shown(device)}, but a device is auto, cpu, cuda or cuda:N.")
+            raise Wrong(f"{name} holds {shown(device)}, but {A_DEVICE}.")
     if "auto" in found and len(found) > 1:
         raise Wrong(f"{name} holds 'auto' beside others; name each device, as in [cuda:0, cpu].")
     cuda = [device if ":" in device else "cuda:0" for device in found if device != "cpu"]

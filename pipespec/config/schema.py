@@ -14,6 +14,8 @@ from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.quantization import QUANTIZATIONS
 from pipespec.errors import ConfigError
 from pipespec.limits import (
+    A_DEVICE,
+    DEVICE,
     LARGEST_PORT,
     MAX_COUNT,
     MAX_SECONDS,
@@ -36,7 +38,6 @@ BACKENDS = ("auto", "gloo", "nccl")
 URL_SCHEMES = ("redis", "rediss", "unix")
 MAX_CHUNK = 65536  # prompt tokens in a batch
 A_FREE_PORT = "; 0 is a free one"
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 NAMESPACE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -112,9 +113,7 @@ class ClusterConfig:
             )
         for device in self.devices:
             if not DEVICE.fullmatch(device):
-                raise ConfigError(
-                    f"cluster.devices holds {device!r}, but a device is auto, cpu, cuda or cuda:N."
-                )
+                raise ConfigError(f"cluster.devices holds {device!r}, but {A_DEVICE}.")
         ranks = self.stages + 1
         if len(self.devices) not in (1, ranks):
             raise ConfigError(

@@ -10,7 +10,8 @@ from typing import Any, Self
 from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import Graph, Kind, Task
 from pipespec.controller.keys import Keys
-from pipespec.controller.requests import RequestLog, evalsha, load
+from pipespec.controller.requests import RequestLog
+from pipespec.controller.scripts import evalsha, load
 from pipespec.errors import ControllerError, StaleEpoch
 
 # More open steps than this are a mistake (a rank completes nothing), not a deep pipeline.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from pipespec.errors import ConfigError, ControllerError
+from pipespec.system import interfaces
 
 # Somebody else may take a port between our finding it free and the server's binding it.
 PORT_ATTEMPTS = 5
@@ -44,7 +45,7 @@ class TlsFiles:
 def resolve(address: str) -> str:
     """The IP address of a name. Raises ConfigError if Redis should not, or cannot, listen there."""
     try:
-        ip = str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+        ip = interfaces.resolve(address)
     except OSError:
         raise ConfigError(
             f"{address!r} is not an address on which Redis could listen: name one of this machine."

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import redis
 
 from pipespec.errors import ControllerError, GraphError, StaleEpoch
 from pipespec.system.resources import resource_dir
+
+if TYPE_CHECKING:  # it looks up here what errors mean
+    from pipespec.controller.connection import Pipe
 
 # The one table of codes: the first word of an error that a transition replies.
 ERRORS: Mapping[str, type[ControllerError]] = {
@@ -79,6 +83,18 @@ def resolve(path: Path) -> str:
         return text(path.parent / "includes" / f"{name}.lua")
 
     return text(path)
+
+
+def load(pipe: Pipe) -> None:
+    """Gives Redis every transition."""
+    for script in load_scripts().values():
+        pipe.send("SCRIPT", "LOAD", script.source)
+    pipe.flush()
+
+
+def evalsha(script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, ...]:
+    """The command that runs a transition."""
+    return ("EVALSHA", load_scripts()[script].sha, len(keys), *keys, *arguments)
 
 
 def translate(error: redis.ResponseError) -> ControllerError:

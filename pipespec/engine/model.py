@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook, sdpa
 from pipespec.engine.attention.plan import AttentionFn, AttentionPlan, causal_plan
+from pipespec.engine.precision import name_of
 from pipespec.engine.quantization import loading_options
 from pipespec.engine.slicing import drop_placeholders, sliced_class
 from pipespec.errors import ModelError
@@ -111,7 +112,7 @@ class ModelSlice:
                 )
         if dtype is not None and model.dtype != dtype:
             raise ModelError(
-                f"{path} is quantised for {_plain(model.dtype)}, not {_plain(dtype)}; leave "
+                f"{path} is quantised for {name_of(model.dtype)}, not {name_of(dtype)}; leave "
                 "model.dtype out"
             )
         return cls(model, layers, num_slots, hook.Step(attention))
@@ -207,10 +208,6 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         add(tensor)
     return sum(found.values())
-
-
-def _plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, step_graph, transfer
-from pipespec.controller.requests import CANCELLED
+from pipespec.controller.records import CANCELLED
 from pipespec.controller.verdict import VerdictReceiver
 from pipespec.core import Batch, Request, Verdict
 from pipespec.emulation import Pace, wait_until

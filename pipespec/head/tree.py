@@ -150,14 +150,6 @@ class Tree:
                 return reached
             reached, jump = further, jump[jump]
 
-    def ancestor_mask(self) -> np.ndarray:
-        """bool `[nodes, nodes]`: row i may attend to column j, an ancestor of i or i itself."""
-        mask = np.eye(len(self), dtype=bool)
-        levels = np.flatnonzero(np.diff(self.position)) + 1
-        for level in np.split(np.arange(len(self)), levels)[1:]:
-            mask[level] |= mask[self.parent[level]]
-        return mask
-
     def path(self, node: int) -> list[int]:
         """Indices from the root to `node`, both included."""
         nodes = [node]

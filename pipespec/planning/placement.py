@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from pipespec.config.hosts import Hosts
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint import CheckpointInfo
-from pipespec.engine.precision import ITEM_BYTES
+from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.errors import ConfigError
 from pipespec.planning.costs import ROW_HEADER_BYTES, Member, Needs, Problem, Route
 from pipespec.planning.partition import GIB
@@ -168,8 +168,7 @@ def choose_dtype(hosts: Hosts, config: Config) -> str:
     if config.model.dtype != "auto":
         return config.model.dtype
     stages = set(hosts.members) - {hosts.draft, *hosts.spare_members}
-    on_gpu = all(hosts.device_of(member).startswith("cuda") for member in stages)
-    return "bfloat16" if on_gpu else "float32"
+    return automatic(map(hosts.device_of, stages))
 
 
 def problem(hosts: Hosts, figures: Figures, config: Config) -> Problem:

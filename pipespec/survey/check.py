@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.quantization import QUANTIZATIONS
 from pipespec.errors import PipespecError
+from pipespec.system.devices import num_cuda
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,8 +81,7 @@ def _processor() -> dict[str, Any]:
 def _cuda_devices() -> Iterator[dict[str, Any]]:
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index in range(count):
+    for index in range(num_cuda()):
         free, total = torch.cuda.mem_get_info(index)
         yield {
             "name": f"cuda:{index}",

@@ -18,6 +18,7 @@ from pathlib import Path
 from pipespec.engine.headers import weight_map
 from pipespec.errors import ModelError
 from pipespec.survey.check import package_version
+from pipespec.system.devices import num_cuda
 from pipespec.system.reading import (
     Missing,
     Unreadable,
@@ -114,8 +115,7 @@ def cuda_devices() -> tuple[list[str], str | None]:
         return [], f"torch cannot be imported ({error})"
     if torch.version.cuda is None and torch.version.hip is None:
         return [], f"torch {torch.__version__} is built without CUDA"
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [torch.cuda.get_device_name(index) for index in range(count)]
+    names = [torch.cuda.get_device_name(index) for index in range(num_cuda())]
     return names, None if names else "torch finds no CUDA device, or its driver is too old"
 
 

@@ -31,6 +31,7 @@ from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.survey.cache import keep, recall
 from pipespec.survey.check import package_version
 from pipespec.survey.inventory import fingerprint
+from pipespec.system.devices import num_cuda
 
 MAX_LAYERS = 4  # so many are timed together, where the memory allows
 MEMORY_SHARE = 0.8  # of what is free may be used to measure
@@ -277,7 +278,7 @@ def _free_bytes(device: str, num_cpu: int) -> int:
         import psutil
 
         return int(psutil.virtual_memory().available // num_cpu)
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_cuda()
     index = int(device.partition(":")[2] or 0)
     if index >= count:
         raise ConfigError(

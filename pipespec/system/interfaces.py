@@ -52,15 +52,22 @@ def holding(address: str, among: Iterable[Interface]) -> Interface | None:
     return next((interface for interface in among if address in interface.addresses), None)
 
 
+def source_address(address: str, family: socket.AddressFamily = socket.AF_UNSPEC) -> str:
+    """This machine's own address from which packets to `address` leave, a number.
+
+    `family` is that of the addresses that will do. Raises OSError if there is no route.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(
+        address, ANY_PORT, family, socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind, protocol) as asked:
+        asked.connect(place)
+        return str(asked.getsockname()[0])
+
+
 def towards(address: str, among: Iterable[Interface]) -> Interface | None:
     """The interface through which packets to `address` leave; None if there is no route."""
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            address, ANY_PORT, type=socket.SOCK_DGRAM
-        )[0]
-        with socket.socket(family, kind, protocol) as asked:
-            asked.connect(place)
-            own = asked.getsockname()[0]
+        return holding(source_address(address), among)
     except OSError:
         return None
-    return holding(own, among)

@@ -8,7 +8,8 @@ import pytest
 
 from pipespec.controller.client import Controller
 from pipespec.controller.overview import look
-from pipespec.controller.requests import Accepted, Finished, RequestLog
+from pipespec.controller.records import Accepted, Finished
+from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.system.resources import resource_dir
 from tools.rig import cluster

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 from pipespec.cluster import deployment
 from pipespec.config import compose
 from pipespec.controller.client import Controller
-from pipespec.controller.requests import Accepted, Finished, RequestLog
+from pipespec.controller.records import Accepted, Finished
+from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Sampling, TokenLogprobs
 from pipespec.system.resources import resource_dir

@@ -25,8 +25,7 @@ from pipespec.controller.graph import (
     transfer,
 )
 from pipespec.controller.keys import Keys
-from pipespec.controller.requests import evalsha
-from pipespec.controller.scripts import ERRORS, load_scripts
+from pipespec.controller.scripts import ERRORS, evalsha, load_scripts
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ControllerError, GraphError, StaleEpoch, Unreachable
 from pipespec.system.resources import resource_dir

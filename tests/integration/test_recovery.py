@@ -13,7 +13,7 @@ from pipespec.cluster import deployment, session
 from pipespec.cluster.session import ClusterSession
 from pipespec.config.compose import compose
 from pipespec.controller.members import Membership
-from pipespec.controller.requests import Accepted
+from pipespec.controller.records import Accepted
 from pipespec.errors import RankFailed
 
 PROMPT = "Once upon a time there was a king who had three sons and"

@@ -19,7 +19,8 @@ from pipespec.controller import data_folder
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import Pipe, check_server
 from pipespec.controller.graph import Layout, compute, step_graph
-from pipespec.controller.requests import Accepted, Finished, RequestLog
+from pipespec.controller.records import Accepted, Finished
+from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tools.rig import testbed

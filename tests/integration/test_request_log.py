@@ -9,10 +9,11 @@ from itertools import count
 
 import pytest
 
-from pipespec.controller import requests
+from pipespec.controller import records, requests
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import compute
-from pipespec.controller.requests import CANCELLED, Accepted, Finished, RequestLog
+from pipespec.controller.records import CANCELLED, Accepted, Finished
+from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Request, TokenLogprobs
 from pipespec.core import Sampling as Asked
@@ -284,6 +285,7 @@ def test_fields_added_to_a_request_travel(
 ) -> None:
     """The request of a later release, with sampling parameters."""
     monkeypatch.setattr(requests, "Request", Later)
+    monkeypatch.setattr(records, "Request", Later)
     sampling = Sampling(temperature=0.7, penalties=(1.0, 2.0))
     request = head.enqueue(prompt=(1,), sampling=sampling)
     assert head.next_request(timeout=5) == Later(request, (1,), sampling, None)

@@ -25,7 +25,8 @@ from pipespec.client import settings as request_settings
 from pipespec.client.generate import generate
 from pipespec.controller.connection import Pipe
 from pipespec.controller.members import Membership
-from pipespec.controller.requests import Finished, RequestLog
+from pipespec.controller.records import Finished
+from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import RankFailed
 from pipespec.system.interfaces import LOOPBACK

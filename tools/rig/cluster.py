@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from pipespec.cluster import build, deployment
 from pipespec.config.compose import compose
 from pipespec.controller.client import Controller
-from pipespec.controller.requests import Accepted, RequestLog
+from pipespec.controller.records import Accepted
+from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.stats import summarise
 from pipespec.transport.threads import thread_transports
