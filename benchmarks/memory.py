@@ -30,6 +30,7 @@ from pipespec.cluster import build, deployment
 from pipespec.cluster.launch import launch
 from pipespec.config.compose import compose
 from pipespec.core import Batch
+from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.stage import Stage
 from pipespec.head.source.protocol import Context
 from pipespec.planning.partition import split_evenly
@@ -110,7 +111,7 @@ def row(plan: deployment.Plan, found: dict[str, float]) -> dict[str, str | float
     expected = predict(
         Shape.of(read_config(info.path)),
         plan.layers[rank - 1] if rank else range(info.num_layers),
-        plan.dtype.itemsize,
+        ITEM_BYTES[plan.dtype],
         context=plan.context,
         # The draft computes every node that it expands.
         tree=tree_slots(len(plan.layers), feed.max_rows) if rank else feed.capacity,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # whoever only asks a cluster needs no torch
+    import torch
 
 # Columns of `Batch.rows`.
 REQUEST, NODE, PARENT, TOKEN, POSITION, KIND = range(6)
@@ -50,6 +53,8 @@ class Batch:
             return self
         hidden = self.hidden
         if hidden is not None:
+            import torch
+
             kept = torch.from_numpy(np.flatnonzero(keep))
             # A miss keeps nothing; and hidden[kept] takes four times as long as index_select.
             hidden = hidden.index_select(0, kept.to(hidden.device)) if len(kept) else hidden[:0]

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipespec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pipespec.client.registry import Card
-    from pipespec.config.schema import Config
-
     Commands = argparse._SubParsersAction["Parser"]
 
 STDIN = "-"
@@ -61,23 +58,6 @@ def add_on(command: Parser) -> None:
         help="ask the cluster that `pipespec up` started under this name; only decode.* and "
         "verify.* may then be set",
     )
-
-
-def configure(on: str | None, settings: Sequence[str]) -> tuple[Config, Card | None]:
-    """The configuration of a run, and the card of the running cluster if it is to ask one.
-
-    Raises ConfigError.
-    """
-    if on is None:
-        from pipespec.config.compose import compose
-
-        return compose(settings), None
-
-    from pipespec.client import registry
-    from pipespec.client import settings as request_settings
-
-    card = registry.find(on)
-    return request_settings.configure(card, settings), card
 
 
 def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:

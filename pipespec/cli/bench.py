@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cli.arguments import add_on, configure, finish, overrides
+from pipespec.cli.arguments import add_on, finish, overrides
 from pipespec.cli.terminal import labelled, progress, show, shown, write
 from pipespec.client import dataset
 from pipespec.config.schema import check_new_file, masked
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pipespec.cli.arguments import Commands
-    from pipespec.client.bench import BenchResult
+    from pipespec.client.figures import BenchResult
 
 LATENCIES = {
     "ttft": "time to first token (TTFT)",
@@ -96,25 +96,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.output is not None:
         check_output(arguments.output)
 
-    config, card = configure(arguments.on, settings)
-
-    from pipespec.client.bench import bench
-
-    with progress("loading", "decoding") as (on_loaded, on_done):
-        result = bench(
-            config,
-            samples,
-            concurrency=concurrency,
-            prompt_tokens=prompt_tokens,
-            on_done=on_done,
-            on_loaded=on_loaded,
-            on=card,
-        )
+    result, inherited = measured(samples, settings, arguments.on, concurrency, prompt_tokens)
     figures = {
         **result.summary(),
         "dataset": str(where),
         "prompt_tokens": prompt_tokens,
-        "settings": list(map(masked, settings if card is None else [*card.overrides, *settings])),
+        "settings": list(map(masked, [*inherited, *settings])),
         "benchmarks": result.by_benchmark(),
     }
     if arguments.output is not None:
@@ -125,6 +112,50 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     else:
         print_figures(result)
     return 0
+
+
+def measured(
+    samples: Sequence[dataset.Sample],
+    settings: list[str],
+    on: str | None,
+    concurrency: int,
+    prompt_tokens: int | None,
+) -> tuple[BenchResult, tuple[str, ...]]:
+    """Decode a data set on the running cluster of that name, or on one of its own; the settings
+    that the running one was started with."""
+    from pipespec.client.bench import bench, bench_on
+
+    if on is not None:
+        from pipespec.client import registry
+        from pipespec.client.client import attach
+        from pipespec.client.settings import RequestSettings
+
+        running = registry.find(on)
+        chosen = RequestSettings.on(running, settings)
+        with attach(running) as client, progress("decoding") as (on_done,):
+            result = bench_on(
+                client,
+                chosen,
+                samples,
+                concurrency=concurrency,
+                prompt_tokens=prompt_tokens,
+                on_done=on_done,
+            )
+        return result, running.overrides
+
+    from pipespec.config.compose import compose
+
+    config = compose(settings)
+    with progress("loading", "decoding") as (on_loaded, on_done):
+        result = bench(
+            config,
+            samples,
+            concurrency=concurrency,
+            prompt_tokens=prompt_tokens,
+            on_done=on_done,
+            on_loaded=on_loaded,
+        )
+    return result, ()
 
 
 # --- settings of the bench itself -------------------------------------------------------------

@@ -38,11 +38,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Print what was found; 0 if the boxes can work together."""
     settings = overrides(rest, arguments.known_options)
 
-    from pipespec.config.compose import compose_section
+    from pipespec.config.compose import compose_sections
     from pipespec.config.hosts import load_hosts
     from pipespec.survey.doctor import examine
 
-    model = compose_section("model", settings)
+    model = compose_sections(["model"], settings)[0]
     report = examine(load_hosts(arguments.hosts), model)
     if arguments.json:
         write(json.dumps(report.as_json(), indent=2) + "\n")

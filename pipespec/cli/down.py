@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     found = entry(arguments.name)
     owner = found.owner
     if not owner.here:
-        host = found.card.host if found.card else owner.machine
+        host = found.cluster.host if found.cluster else owner.machine
         raise ConfigError(
             f"The cluster {found.name!r} was started on {host}; run `pipespec down {found.name}` "
             "there."

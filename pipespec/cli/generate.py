@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pipespec.cli.arguments import STDIN, add_on, configure, finish, overrides
+from pipespec.cli.arguments import STDIN, add_on, finish, overrides
 from pipespec.cli.terminal import labelled, progress, show, shown, standard_input, write
 from pipespec.errors import PromptError
 from pipespec.system.reading import Unreadable, is_whole, read_text
@@ -54,19 +55,36 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.chat:
         settings.append("decode.chat=true")
 
-    config, card = configure(arguments.on, settings)
-
-    from pipespec.client.generate import generate
-
-    on_text = _ignore if arguments.json else write
-    with progress("loading") as (on_loaded,):
-        result = generate(config, prompt, on_text, on_loaded, card)
+    result = decode(prompt, settings, arguments.on, _ignore if arguments.json else write)
     if arguments.json:
         write(json.dumps(asdict(result), allow_nan=False) + "\n")
     else:
         write("\n")
         print_statistics(result)
     return 0
+
+
+def decode(
+    prompt: str, settings: list[str], on: str | None, on_text: Callable[[str], None]
+) -> Result:
+    """Decode a prompt on the running cluster of that name, or on one of its own."""
+    if on is not None:
+        from pipespec.client import registry
+        from pipespec.client.client import attach
+        from pipespec.client.generate import ask
+        from pipespec.client.settings import RequestSettings
+
+        running = registry.find(on)
+        chosen = RequestSettings.on(running, settings)
+        ids = running.served.encode(prompt, chat=chosen.decode.chat)
+        with attach(running) as client:
+            return ask(client, chosen, ids, on_text)[0]
+
+    from pipespec.client.generate import generate
+    from pipespec.config.compose import compose
+
+    with progress("loading") as (on_loaded,):
+        return generate(compose(settings), prompt, on_text, on_loaded)
 
 
 def _ignore(_: str) -> None:

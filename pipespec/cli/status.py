@@ -53,33 +53,33 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
     """What is known of one cluster at a time, in seconds since 1970; None is unknown."""
     if isinstance(found, Damaged):
         return {"name": found.name, "state": DAMAGED, "problem": found.problem}
-    card = found.card
+    cluster = found.cluster
     told: dict[str, Any] = {"name": found.name, "pid": found.owner.pid, "state": LOADING}
-    if card is None:
+    if cluster is None:
         return told
     told |= {
         "state": SILENT,
-        "host": card.host,
-        "num_ranks": card.num_ranks,
-        "context": card.context,
-        "target": card.target,
-        "settings": list(card.overrides),
-        "up_s": now - card.started,
+        "host": cluster.host,
+        "num_ranks": cluster.num_ranks,
+        "context": cluster.served.context,
+        "target": cluster.served.target,
+        "settings": list(cluster.overrides),
+        "up_s": now - cluster.started,
     }
 
     from pipespec.controller.overview import look
 
     try:
-        seen = look(card.url, card.namespace)
+        seen = look(cluster.url, cluster.namespace)
     except Unreachable as error:
         return told | {"problem": str(error)}
     if seen is None:
         return told | {"problem": "Its Redis knows nothing of it any more."}
     return told | {
-        "state": READY if seen.joined >= card.num_ranks else RECOVERING,
+        "state": READY if seen.joined >= cluster.num_ranks else RECOVERING,
         "ranks": seen.joined,
         "epoch": seen.epoch,
-        "faults": seen.epoch - card.epoch,
+        "faults": seen.epoch - cluster.epoch,
         "last_fault": seen.last_fault,
         "open": seen.open,
         "queued": seen.queued,

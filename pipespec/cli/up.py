@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -12,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from pipespec.cli.arguments import STDIN, finish, overrides
 from pipespec.cli.terminal import progress, standard_input, write
 from pipespec.client.registry import (
     LOG,
-    Card,
+    Owner,
+    RunningCluster,
     check_name,
     claim,
     folder,
@@ -32,7 +34,9 @@ from pipespec.system.reading import Unreadable, parse_json
 
 if TYPE_CHECKING:
     from pipespec.cli.arguments import Commands
+    from pipespec.client.served import ServedModel
     from pipespec.cluster.deployment import ControllerAddress, Plan
+    from pipespec.cluster.session import ClusterSession
     from pipespec.config.schema import Config
     from pipespec.planning.partition import Placement
 
@@ -80,8 +84,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
     if arguments.detach:
-        card = detached(name, settings, measure=arguments.measure)
-        write(announcement(card, as_json=arguments.json))
+        running = detached(name, settings, measure=arguments.measure)
+        write(announcement(running, as_json=arguments.json))
         return 0
     return stay(name, settings, as_json=arguments.json, measure=arguments.measure)
 
@@ -128,34 +132,61 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
 
         config = compose(settings)
 
-        from pipespec.client.attached import card_of
+        from pipespec.client.served import ServedModel
         from pipespec.cluster import deployment, session
 
         plan = deployment.plan(config, placed(config) if measure else None)
-        deployment.load_tokenizers(plan)
         ready = False
         try:
-            with (
-                progress("loading") as (on_loaded,),
-                invited(name, plan, settings) as on_begun,
-                session.start(plan, on_loaded, on_log, on_begun) as cluster,
-            ):
-                card = card_of(name, cluster, settings)
-                publish(card)
-                ready = True
-                write(announcement(card, as_json=as_json))
-                told = 0
-                while cluster.poll():
-                    for fault in cluster.faults[told:]:
-                        on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
-                    told = len(cluster.faults)
-                    time.sleep(LOOK_S)
-                raise PipespecError(f"The ranks of the cluster {name!r} ended by themselves.")
+            with progress("loading") as (on_loaded,), session.prepare(plan) as agents:
+                served = ServedModel.of(plan)
+                with (
+                    invited(name, plan, settings) as on_begun,
+                    session.start(plan, agents, on_loaded, on_log, on_begun) as cluster,
+                ):
+                    running = running_cluster(name, cluster, served, settings)
+                    publish(running)
+                    ready = True
+                    write(announcement(running, as_json=as_json))
+                    watch(name, cluster)
         except KeyboardInterrupt:
             # Once it is up, this is how it is meant to end.
             if not ready:
                 raise
     return 0
+
+
+def watch(name: str, cluster: ClusterSession) -> NoReturn:
+    """Log the faults of a cluster until a signal asks for its end.
+
+    Raises PipespecError when its ranks have ended, RankFailed when one could not be replaced.
+    """
+    told = 0
+    while cluster.poll():
+        for fault in cluster.faults[told:]:
+            on_log(name, f"epoch {fault.epoch} ended: {fault.reason}")
+        told = len(cluster.faults)
+        time.sleep(LOOK_S)
+    raise PipespecError(f"The ranks of the cluster {name!r} ended by themselves.")
+
+
+def running_cluster(
+    name: str, cluster: ClusterSession, served: ServedModel, settings: Sequence[str]
+) -> RunningCluster:
+    """The registry's entry of a cluster of this process, made by `settings`."""
+    return RunningCluster(
+        name=name,
+        url=cluster.elsewhere,
+        namespace=cluster.namespace,
+        epoch=cluster.epoch,
+        owner=Owner.this(),
+        host=socket.gethostname(),
+        # Those of the controller may hold a password, and `url` says it all.
+        overrides=tuple(text for text in settings if group(text) != "controller"),
+        served=served,
+        num_ranks=cluster.plan.num_ranks,
+        started=time.time(),
+    )
 
 
 @contextmanager
@@ -213,10 +244,10 @@ def on_log(who: str, line: str) -> None:
     tell(f"{who}: {line}")
 
 
-def detached(name: str, settings: Sequence[str], *, measure: bool) -> Card:
+def detached(name: str, settings: Sequence[str], *, measure: bool) -> RunningCluster:
     """Start `pipespec up` in a session of its own and wait until it is ready.
 
-    What it says goes to the log beside its card. Raises what it failed with.
+    What it says goes to the log beside its entry. Raises what it failed with.
     """
     with kept_folder() as here:
         log = here / (name + LOG)
@@ -239,9 +270,9 @@ def detached(name: str, settings: Sequence[str], *, measure: bool) -> Card:
             stdin.write(json.dumps(settings).encode())
         while True:
             entry = held(name)
-            if entry is not None and entry.card and entry.owner.pid == process.pid:
+            if entry is not None and entry.cluster and entry.owner.pid == process.pid:
                 partial.rename(log)
-                return entry.card
+                return entry.cluster
             if process.poll() is not None:
                 raise failure(partial, process.returncode)
             time.sleep(LOOK_S)
@@ -259,19 +290,19 @@ def failure(log: Path, code: int) -> PipespecError:
     return ConfigError(said) if code == ConfigError.exit_code else PipespecError(said)
 
 
-def announcement(card: Card, *, as_json: bool) -> str:
+def announcement(running: RunningCluster, *, as_json: bool) -> str:
     """What is printed once a cluster is ready."""
     if as_json:
         told = {
-            "name": card.name,
-            "host": card.host,
-            "pid": card.owner.pid,
-            "num_ranks": card.num_ranks,
-            "context": card.context,
+            "name": running.name,
+            "host": running.host,
+            "pid": running.owner.pid,
+            "num_ranks": running.num_ranks,
+            "context": running.served.context,
         }
         return json.dumps(told) + "\n"
     return (
-        f"The cluster {card.name!r} is ready: {card.num_ranks} ranks, context "
-        f"{card.context} tokens. Ask it with `pipespec generate --on {card.name} --prompt TEXT`; "
-        f"end it with `pipespec down {card.name}`.\n"
+        f"The cluster {running.name!r} is ready: {running.num_ranks} ranks, context "
+        f"{running.served.context} tokens. Ask it with `pipespec generate --on {running.name} "
+        f"--prompt TEXT`; end it with `pipespec down {running.name}`.\n"
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipespec.client.served import ServedModel
 from pipespec.cluster import deployment
-from pipespec.config.schema import Config
 from pipespec.controller.records import Accepted, Finished
 from pipespec.core import Sampling, TokenLogprobs
 from pipespec.stats import Report, summarise
@@ -65,10 +65,10 @@ def gather(
 TIMES = ("ttft_ms", "tbt_ms", "step_ms", "control_ms_per_step")
 
 
-def statistics(config: Config, enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
-    """`pipespec.stats.summarise`, in the time of the machine that `pace` emulates, if one is."""
+def statistics(served: ServedModel, enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
+    """`pipespec.stats.summarise`, in the time of the machine that is emulated, if one is."""
     stats = summarise(enqueued_ns, reports)
-    scale = time_scale(config)
+    scale = served.time_scale or 1.0
     if scale == 1:
         return stats
 
@@ -81,21 +81,11 @@ def statistics(config: Config, enqueued_ns: int, reports: list[Report]) -> dict[
     return stats | times | {"tokens_per_s": scaled(stats["tokens_per_s"], scale)}
 
 
-def emulated(config: Config) -> bool:
-    """Whether times are those of an emulated machine or network."""
-    return bool(config.pace) or bool(config.link)
-
-
-def time_scale(config: Config) -> float:
-    """How many times longer than in the emulated machine everything takes here."""
-    return config.pace.scale if emulated(config) else 1.0
-
-
-def labels(config: Config, sampling: Sampling) -> dict[str, Any]:
+def labels(served: ServedModel, sampling: Sampling) -> dict[str, Any]:
     """What every output must say of its figures and text, and the seed to repeat them."""
     return {
-        "emulated": emulated(config),
-        "synthetic": config.source.synthetic,
+        "emulated": served.time_scale is not None,
+        "synthetic": served.synthetic,
         "lossy": sampling.lossy,
         "seed": sampling.seed if sampling.temperature else None,
     }

@@ -1,17 +1,21 @@
-"""One prompt, one cluster, one text: what `pipespec generate` runs."""
+"""One prompt, one text: what `pipespec generate` runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipespec.client import answers, attached
-from pipespec.client.registry import Card
+from pipespec.client import answers
+from pipespec.client.client import Client
+from pipespec.client.own import asking
+from pipespec.client.served import ServedModel
+from pipespec.client.settings import RequestSettings
 from pipespec.clock import monotonic_ns
 from pipespec.cluster import deployment, session
 from pipespec.config.schema import Config
 from pipespec.core import TokenLogprobs
+from pipespec.stats import Report
 from pipespec.text import Detokenizer, StopStrings
 
 
@@ -38,12 +42,10 @@ def generate(
     prompt: str,
     on_text: Callable[[str], None] = lambda piece: None,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
-    on: Card | None = None,
 ) -> Result:
     """Decode one prompt on a cluster that is started for it and ended after it.
 
     Args:
-        on: ask this running cluster instead; `config` is then `asking.configure`'s.
         on_text: called with each piece of text as soon as it is final.
         on_loaded: called with how many ranks have loaded their models, and of how many.
 
@@ -51,41 +53,59 @@ def generate(
         ConfigError, Unreachable: before any rank starts, if anything in the request is wrong.
         RankFailed: a rank died; the others have been ended.
     """
-    plan = deployment.plan(config) if on is None else attached.plan_of(on, config)
-    tokenizer = deployment.load_tokenizers(plan)
-    ids = deployment.encode(plan, tokenizer, prompt)
-    with (
-        session.start(deployment.fit_context(plan, len(ids)), on_loaded)
-        if on is None
-        else attached.attach(on, on_loaded)
-    ) as cluster:
-        sampling = config.verify.sampling(fresh_seed=answers.fresh_seed())
-        enqueued = monotonic_ns()
-        request = cluster.submit(
-            ids,
-            sampling,
-            max_new_tokens=config.decode.max_new_tokens,
-            stop=config.decode.stop,
-            eos=() if config.decode.ignore_eos else plan.target.eos,
-        )
-        answer = answers.gather(
-            cluster.events(request),
-            Detokenizer(tokenizer, ids),
-            StopStrings(config.decode.stop),
-            on_text,
-        )
-        reports = cluster.reports(request)
+    plan = deployment.plan(config)
+    settings = RequestSettings.of(config)
+    with session.prepare(plan) as agents:
+        served = ServedModel.of(plan)
+        ids = served.encode(prompt, chat=settings.decode.chat)
+        plan = deployment.fit_context(plan, len(ids))
+        with (
+            session.start(plan, agents, on_loaded) as cluster,
+            asking(cluster, served) as client,
+        ):
+            result, reports = ask(client, settings, ids, on_text)
     answers.write_trace(plan, reports)
+    return result
+
+
+def ask(
+    client: Client,
+    settings: RequestSettings,
+    prompt: Sequence[int],
+    on_text: Callable[[str], None] = lambda piece: None,
+) -> tuple[Result, list[Report]]:
+    """Decode one prompt on a cluster that runs, and what its ranks say of it.
+
+    Raises Unreachable, RankFailed.
+    """
+    served, decode = client.served, settings.decode
+    sampling = settings.verify.sampling(fresh_seed=answers.fresh_seed())
+    enqueued = monotonic_ns()
+    request = client.submit(
+        prompt,
+        sampling,
+        max_new_tokens=decode.max_new_tokens,
+        stop=decode.stop,
+        eos=() if decode.ignore_eos else served.eos,
+    )
+    answer = answers.gather(
+        client.events(request),
+        Detokenizer(served.tokenizer, prompt),
+        StopStrings(decode.stop),
+        on_text,
+    )
+    reports = client.reports(request)
     logprobs = [*map(_report, answer.token_ids, answer.logprobs)]
-    return Result(
+    result = Result(
         text=answer.text,
         token_ids=answer.token_ids,
         logprobs=None if sampling.logprobs is None else logprobs,
-        prompt_tokens=len(ids),
+        prompt_tokens=len(prompt),
         completion_tokens=len(answer.token_ids),
         finish_reason=answer.finish_reason,
-        stats=answers.statistics(config, enqueued, reports) | answers.labels(config, sampling),
+        stats=answers.statistics(served, enqueued, reports) | answers.labels(served, sampling),
     )
+    return result, reports
 
 
 def _report(token: int, logprobs: TokenLogprobs) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Cards of clusters that stay up: small files that say how to reach them.
+"""The registry of clusters that stay up: files that say how to reach them.
 
 `pipespec up` holds its cluster's name from before the start until the end, by a lock on
-`<name>.lock`, which also says which process holds it. Once the cluster is ready there is a card
+`<name>.lock`, which also says which process holds it. Once the cluster is ready there is an entry
 beside it, `<name>.json`. Both are gone when the cluster is; what a killed process left behind
 counts for nothing and is replaced.
 
-A card holds the password of the cluster's Redis, so folder and files are for this user alone.
+An entry holds the password of the cluster's Redis, so folder and files are for this user alone.
 Copied to the same folder on another box, it lets that box ask the cluster too.
 """
 
@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import psutil
 
+from pipespec.client.served import ServedModel
 from pipespec.errors import ConfigError
 from pipespec.system.process import is_ours, running, started
 from pipespec.system.reading import Missing, Unreadable, build, parse_json, read_text
@@ -33,7 +34,7 @@ from pipespec.system.resources import state_folder
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 # A file's name has 255 bytes at most, and the longest ending, ".log.4194304", must find room.
 LONGEST_NAME = 240
-CARD, LOCK, LOG = ".json", ".lock", ".log"
+ENTRY, LOCK, LOG = ".json", ".lock", ".log"
 # The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
@@ -81,13 +82,13 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Card:
+class RunningCluster:
     """How to reach a running cluster, and what its users must know of it.
 
-    `url` and `namespace` lead to its request log, `owner` is its `pipespec up`, on the box
-    `host`. `epoch` is the one it began with. `target` is the folder or hub id of the model,
-    `vocab_size`, `context` (tokens) and `eos` are the target's. `overrides` made the cluster,
-    except those of `controller`. `started` is in seconds since 1970.
+    `url` and `namespace` lead to its request log, `owner` is its `pipespec up`, on the machine
+    `host`. `epoch` is the one it began with. `overrides` made the cluster, except those of
+    `controller`; those of `decode` and `verify` are a request's defaults. `started` is in seconds
+    since 1970.
     """
 
     name: str
@@ -97,21 +98,18 @@ class Card:
     owner: Owner
     host: str
     overrides: tuple[str, ...]
-    target: str
-    vocab_size: int
-    context: int
-    eos: tuple[int, ...]
+    served: ServedModel
     num_ranks: int
     started: float
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A name that is taken. `card` is None while the cluster starts."""
+    """A name that is taken. `cluster` is None while the cluster starts."""
 
     name: str
     owner: Owner
-    card: Card | None
+    cluster: RunningCluster | None
 
 
 @dataclass(frozen=True)
@@ -123,19 +121,19 @@ class Damaged:
 
 
 def folder() -> Path:
-    """Where cards lie."""
+    """Where the entries lie."""
     return state_folder()
 
 
 @contextmanager
 def claim(name: str) -> Iterator[None]:
-    """Hold a name; card and lock are removed afterwards.
+    """Hold a name; entry and lock are removed afterwards.
 
     Raises ConfigError if the name cannot be used, or a cluster that lives holds it.
     """
     check_name(name)
     with kept_folder() as here:
-        lock, card = here / (name + LOCK), here / (name + CARD)
+        lock, told = here / (name + LOCK), here / (name + ENTRY)
         descriptor = _lock(lock)
     if descriptor is None:
         raise ConfigError(
@@ -144,27 +142,27 @@ def claim(name: str) -> Iterator[None]:
         )
     try:
         with kept_folder():
-            card.unlink(missing_ok=True)
+            told.unlink(missing_ok=True)
             os.ftruncate(descriptor, 0)
             os.write(descriptor, json.dumps(asdict(Owner.this())).encode())
         yield
     finally:
-        card.unlink(missing_ok=True)
+        told.unlink(missing_ok=True)
         lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def publish(card: Card) -> Path:
-    """Write the card of a name that this process holds, in one go; its file.
+def publish(cluster: RunningCluster) -> Path:
+    """Write the entry of a name that this process holds, in one go; its file.
 
     Raises ConfigError if that fails.
     """
     with kept_folder() as here:
-        file, partial = here / (card.name + CARD), here / (card.name + ".partial")
+        file, partial = here / (cluster.name + ENTRY), here / (cluster.name + ".partial")
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                json.dump(asdict(card), stream)
+                json.dump(asdict(cluster), stream)
             partial.rename(file)
         except OSError:
             partial.unlink(missing_ok=True)
@@ -173,19 +171,21 @@ def publish(card: Card) -> Path:
 
 
 def held(name: str) -> Entry | None:
-    """Who has a name, None if nobody. Raises ConfigError if the card cannot be read."""
-    # The lock's holder is asked first: a card may be a killed one's.
-    owner, card = _read(folder() / (name + LOCK), Owner), _read(folder() / (name + CARD), Card)
+    """Who has a name, None if nobody. Raises ConfigError if the entry cannot be read."""
+    # The lock's holder is asked first: the other file may be a killed one's.
+    owner = _read(folder() / (name + LOCK), Owner)
+    cluster = _read(folder() / (name + ENTRY), RunningCluster)
     if owner is not None and not owner.gone:
-        return Entry(name, owner, card if card is not None and card.owner == owner else None)
-    if card is not None and not card.owner.here:
-        return Entry(name, card.owner, card)
+        ready = cluster is not None and cluster.owner == owner
+        return Entry(name, owner, cluster if ready else None)
+    if cluster is not None and not cluster.owner.here:
+        return Entry(name, cluster.owner, cluster)
     return None
 
 
 def entries() -> list[Entry | Damaged]:
     """Every name that is taken, in order: by a process that lives, or on another machine."""
-    names = {path.stem for path in folder().glob("*") if path.suffix in (CARD, LOCK)}
+    names = {path.stem for path in folder().glob("*") if path.suffix in (ENTRY, LOCK)}
     found: list[Entry | Damaged] = []
     for name in sorted(filter(NAME.fullmatch, names)):
         try:
@@ -220,12 +220,12 @@ def entry(name: str | None) -> Entry:
     raise ConfigError(f"No cluster named {name!r} is up; {others}{last}.")
 
 
-def find(name: str) -> Card:
-    """The card of a cluster that is ready. Raises ConfigError."""
-    card = entry(name).card
-    if card is None:
+def find(name: str) -> RunningCluster:
+    """A cluster that is ready. Raises ConfigError."""
+    cluster = entry(name).cluster
+    if cluster is None:
         raise ConfigError(f"The cluster {name!r} is still loading; ask again when it is ready.")
-    return card
+    return cluster
 
 
 def check_name(name: str) -> None:
@@ -244,14 +244,14 @@ def check_name(name: str) -> None:
 
 @contextmanager
 def kept_folder() -> Iterator[Path]:
-    """The folder of cards, made if need be; whatever fails in it becomes a ConfigError."""
+    """The folder of the registry, made if need be; whatever fails in it is a ConfigError."""
     try:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         yield folder()
     except OSError as error:
         raise ConfigError(
-            f"The folder of cards {str(folder())!r} cannot be used ({error.strerror}); set "
-            "XDG_STATE_HOME to a folder of yours that has room."
+            f"The folder of running clusters {str(folder())!r} cannot be used "
+            f"({error.strerror}); set XDG_STATE_HOME to a folder of yours that has room."
         ) from error
 
 

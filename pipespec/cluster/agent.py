@@ -34,6 +34,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -51,6 +52,8 @@ SILENCE_S = 40.0
 SIGN_OF_LIFE_S = 1.0
 # Seconds between two looks at the members.
 _MONITOR_S = 0.1
+# torchrun's launcher.
+ELASTIC = "torch.distributed.launcher.api"
 # What multiprocessing calls the fork server's socket.
 _LISTENER = "pymp-12345678/listener-12345678"
 _leftovers: list[Path] = []  # to be removed when the agent ends
@@ -106,10 +109,15 @@ def _main(stdin: BinaryIO) -> NoReturn:
         if lock is not None:
             _leftovers.append(lock)
         _prepare(setup, directory)
-        # The fork server imports while this process does.
+        # The fork server imports while this process does, and while the launcher decides.
         forkserver.set_forkserver_preload(list(setup.preload))
         forkserver.ensure_running()
-        job: Job = pickle.load(stdin)
+        import_module(ELASTIC)
+        try:
+            job: Job = pickle.load(stdin)
+        except EOFError:  # the launcher has found something wrong
+            _tidy()
+            os._exit(1)
         # Until the elastic launcher installs its own handler.
         signal.signal(signal.SIGTERM, lambda *_: _leave_nothing(directory))
         listener = _Listener(stdin, directory, patient=not setup.remote)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from pipespec.cluster.deployment import ControllerAddress, Plan
 from pipespec.controller.client import Controller
 from pipespec.core import Request
+from pipespec.engine import tokenizer
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.stage import Stage
 from pipespec.head.loop import HeadLoop, HeadSettings
@@ -36,7 +39,7 @@ def load_model(plan: Plan, rank: int) -> ModelSlice | None:
     return ModelSlice.load(
         info.path,
         layers,
-        dtype=plan.dtype_of(info),
+        dtype=getattr(torch, plan.dtype_of(info)),
         quantization=quantization,
         device=plan.devices[rank],
         num_slots=slots,
@@ -117,9 +120,6 @@ def stop_check(plan: Plan) -> Callable[[Request], StopCheck]:
     def make(request: Request) -> StopCheck:
         if not request.stop:
             return never
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(plan.target.path, local_files_only=True)
-        return StopChecker(tokenizer, request.stop, request.prompt)
+        return StopChecker(tokenizer.load(plan.target.path), request.stop, request.prompt)
 
     return make

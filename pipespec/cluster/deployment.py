@@ -8,29 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
-
-import torch
 
 from pipespec.config.hosts import Box, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
 from pipespec.controller.graph import Layout
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.precision import automatic
-from pipespec.engine.vocabulary import compare_vocabularies
-from pipespec.errors import ConfigError, ModelError, PromptError
+from pipespec.errors import ConfigError
 from pipespec.planning.costs import Member, Needs, Problem
 from pipespec.planning.partition import Placement, plan_slices, split_evenly
 from pipespec.planning.placement import unmeasured
 from pipespec.sampling.spec import check_vocabulary
 from pipespec.system.devices import num_cuda
-from pipespec.system.reading import is_whole
-
-# What a tokenizer is read from: the first, or one of the others.
-TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
-# Of what a library says a sentence holds so many characters.
-LONGEST_REASON = 200
 
 
 @dataclass(frozen=True)
@@ -80,17 +69,16 @@ class Plan:
         return Layout(len(self.layers), self.config.cluster.group_sizes, self.config.cluster.sync)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of the target. It decides the text, so whatever devices are left, it stays."""
+    def dtype(self) -> str:
+        """Of the target, as torch calls it. It decides the text, so in every epoch it stays."""
         return self.dtype_of(self.target)
 
-    def dtype_of(self, info: CheckpointInfo) -> torch.dtype:
+    def dtype_of(self, info: CheckpointInfo) -> str:
         """What target or draft computes in."""
         name = self.config.model.dtype
         if name == "auto":
             name = automatic(map(self.device_of, self.placement.members_by_rank[1:]))
-        found: torch.dtype = getattr(torch, info.computes_in(name))
-        return found
+        return info.computes_in(name)
 
     @property
     def max_rows(self) -> int:
@@ -203,7 +191,7 @@ def place_here(members: Sequence[str], num_layers: int, cluster: ClusterConfig) 
 
 def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
     """One device per rank. "auto" and "cuda" go round the CUDA devices; "auto" is CPU without."""
-    count = num_cuda()
+    count = num_cuda() if set(names) != {"cpu"} else 0
     names = names * num_ranks if len(names) == 1 else names
     devices = []
     for rank, name in enumerate(names):
@@ -218,74 +206,6 @@ def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
         # The head's draft shares a device only when there are fewer devices than ranks.
         devices.append(name if index or kind == "cpu" else f"cuda:{(rank - 1) % count}")
     return tuple(devices)
-
-
-def load_tokenizers(plan: Plan) -> Any:
-    """The target's tokenizer, once that of a draft has proved to be the same.
-
-    Raises ModelError.
-    """
-    target = _load_tokenizer(plan.target.path)
-    if plan.draft is not None:
-        compare_vocabularies(target, _load_tokenizer(plan.draft.path))
-    return target
-
-
-def _load_tokenizer(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    reason = "it has no tokens"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
-            return tokenizer
-    except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
-        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
-    if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
-        raise ModelError(
-            f"{path} holds no tokenizer: tokenizer.json, or what it is made from "
-            f"({', '.join(TOKENIZER_FILES[1:])}), is missing; fetch the checkpoint again"
-        )
-    raise ModelError(f"the tokenizer in {path} cannot be used ({reason}); fetch it again")
-
-
-def encode(plan: Plan, tokenizer: Any, prompt: str) -> list[int]:
-    """The prompt's token ids. Raises PromptError."""
-    if not prompt:
-        raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
-    if plan.config.decode.chat:
-        if not tokenizer.chat_template:
-            raise PromptError(
-                f"--chat needs a chat template, but the tokenizer of {plan.target.path} has none."
-            )
-        prompt = _as_chat(plan, tokenizer, prompt)
-    # `verbose` would warn of what is refused below.
-    ids = tokenizer.encode(prompt, add_special_tokens=not plan.config.decode.chat, verbose=False)
-    if not ids:
-        raise PromptError("The prompt has no tokens; pass a longer one.")
-    if len(ids) >= plan.context:
-        raise PromptError(
-            f"The prompt has {len(ids)} tokens, but the context holds {plan.context} and needs "
-            "room for an answer; shorten the prompt or raise model.context."
-        )
-    return [int(i) for i in ids]
-
-
-def _as_chat(plan: Plan, tokenizer: Any, prompt: str) -> str:
-    """The prompt in the tokenizer's chat template. Raises ModelError."""
-    try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
-    except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-    else:
-        if isinstance(text, str) and is_whole(text):
-            return text
-        why = "what it makes is no text"
-    raise ModelError(
-        f"The chat template of {plan.target.path} fails ({why}); correct it, or leave --chat out."
-    )
 
 
 def fit_context(plan: Plan, prompt_length: int) -> Plan:

@@ -104,49 +104,58 @@ def launch(
     module, function = entrypoint.__module__, entrypoint.__qualname__
     assert module != "__main__", "the ranks must be able to import the entrypoint"
     devices = ["cpu"] * num_ranks
-    return Cluster([this_machine(devices)], f"{module}:{function}", args, preload=preload)
+    cluster = Cluster([this_machine(devices)], (*preload, module))
+    cluster.run(f"{module}:{function}", args)
+    return cluster
 
 
 class Cluster:
     """The running members. Leaving the `with` block ends those that still run.
 
+    Their agents start at once and import `modules`, which takes longest; what the members are to
+    do may be decided meanwhile, and is said with `run`.
+
     Args:
         boxes: where they run, one member per device.
-        entrypoint: what they run, as "module:function"; it is not imported here.
-        restart: whether a member that a signal ended, or a box that was lost, is started again;
-            else it ends the cluster.
+        modules: to import once for all members of a box.
         name: with the names of the boxes, what no two clusters share.
-        on_log: called with the member's name and a line that it wrote.
-
-    Raises:
-        HostFailed: a box cannot be reached.
     """
 
     def __init__(
-        self,
-        boxes: Sequence[Box],
-        entrypoint: str,
-        args: Sequence[Any] = (),
-        *,
-        preload: Sequence[str] = PRELOAD,
-        restart: bool = False,
-        name: str | None = None,
-        on_log: Callable[[str, str], None] | None = None,
+        self, boxes: Sequence[Box], modules: Sequence[str] = PRELOAD, *, name: str | None = None
     ) -> None:
-        modules = (*preload, entrypoint.partition(":")[0])
         self.deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
         self.members = tuple(member for box in boxes for member in box.members)
         self._boxes: list[RunningBox] = []
         try:
             for box in boxes:
                 lock = None if name is None or box.local else f"{name}-{box.name}"
-                job = Job(
-                    entrypoint, tuple(args), box.members, _titles(box), restart, on_log is not None
-                )
-                self._boxes.append(RunningBox(box, job, modules, lock, self.deaths, on_log))
+                self._boxes.append(RunningBox(box, tuple(modules), lock, self.deaths))
         except BaseException:
             self.stop()
             raise
+
+    def run(
+        self,
+        entrypoint: str,
+        args: Sequence[Any] = (),
+        *,
+        restart: bool = False,
+        on_log: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """Have every member run `entrypoint(*args)`, and return while they begin.
+
+        Args:
+            entrypoint: as "module:function"; it is not imported here.
+            restart: whether a member that a signal ended, or a box that was lost, is started
+                again; else it ends the cluster.
+            on_log: called with the member's name and a line that it wrote.
+        """
+        packed = pickle.dumps(tuple(args))
+        for box in self._boxes:
+            names = box.box.members
+            job = Job(entrypoint, packed, names, _titles(box.box), restart, on_log is not None)
+            box.run(job, on_log)
 
     def poll(self) -> bool:
         """Whether the members still run.
@@ -224,17 +233,17 @@ class RunningBox:
     def __init__(
         self,
         box: Box,
-        job: Job,
         modules: tuple[str, ...],
         lock: str | None,
         deaths: queue.SimpleQueue[Death],
-        on_log: Callable[[str, str], None] | None,
     ) -> None:
         self.box = box
         # What the members returned (on this machine), or the sentence that says what failed.
         self.outcome: list[Any] | str = "the ranks were stopped before their work was done."
-        self._job, self._modules, self._lock = job, modules, lock
-        self._deaths, self._on_log = deaths, on_log
+        self._job: Job | None = None
+        self._modules, self._lock = modules, lock
+        self._deaths = deaths
+        self._on_log: Callable[[str, str], None] | None = None
         self._stopped = False
         self._changing = threading.RLock()  # two threads start and stop it
         self._reached = False  # whether an agent of the box ever said a word
@@ -272,30 +281,46 @@ class RunningBox:
         self._ended = threading.Thread(target=self._listen, args=(self._agent,), daemon=True)
         self._ended.start()
         self._writing = threading.Lock()
+        self._send(setup)
+
+    def run(self, job: Job, on_log: Callable[[str, str], None] | None) -> None:
+        """Tell the agent what its members are to do."""
+        self._on_log = on_log
+        with self._changing:
+            self._job = job
+            self._send(job)
+            if not self.box.local:
+                agent = self._agent
+                threading.Thread(target=self._sign_of_life, args=(agent,), daemon=True).start()
+
+    def _send(self, what: Setup | Job) -> None:
+        stdin = self._agent.stdin
+        assert stdin is not None
         try:
-            assert self._agent.stdin is not None
-            pickle.dump(setup, self._agent.stdin)
-            self._agent.stdin.write(pickle.dumps(self._job))
-            self._agent.stdin.flush()
+            with self._writing:
+                pickle.dump(what, stdin)
+                stdin.flush()
         except BrokenPipeError:
             pass  # The agent is gone already; wait() says why.
         except BaseException:
             self.stop()
             raise
-        if not self.box.local:
-            threading.Thread(target=self._sign_of_life, args=(self._agent,), daemon=True).start()
+
+    @property
+    def _restarts(self) -> bool:
+        return self._job is not None and self._job.restart
 
     @property
     def running(self) -> bool:
         """Whether anything of the box still runs; a lost one that will be mended counts."""
         if self._stopped:
             return False
-        return self._here or (self._job.restart and self._lost)
+        return self._here or (self._restarts and self._lost)
 
     @property
     def _here(self) -> bool:
         # The end of what the agent tells comes after its own end, and may say what to make of it.
-        return self._ended.is_alive() and (self._job.restart or self._agent.poll() is None)
+        return self._ended.is_alive() and (self._restarts or self._agent.poll() is None)
 
     @property
     def _lost(self) -> bool:
@@ -338,6 +363,8 @@ class RunningBox:
             for member in self.box.members:
                 self._deaths.put(Death(member, "its box was lost", None))
             self._start()
+            assert self._job is not None, "a box is mended while it runs"
+            self.run(self._job, self._on_log)
 
     def settle(self) -> None:
         """Read the outcome of a box that has ended, and end what it left."""
@@ -384,6 +411,8 @@ class RunningBox:
 
     def _end_processes(self) -> None:
         assert self._agent.stdout is not None
+        if self._job is None and self.box.local:
+            self._signal_group(signal.SIGKILL)  # nothing has begun; it would import to the end
         self.hang_up()
         try:
             self._agent.wait(PATIENCE_S)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from pipespec.cluster import build, deployment
 from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.cluster.memory import require_memory
@@ -157,7 +159,7 @@ def serve(
                 secret=where.secret,
                 max_rows=plan.max_rows,
                 hidden_size=plan.target.hidden_size,
-                dtype=plan.dtype,
+                dtype=getattr(torch, plan.dtype),
             )
         except BaseException:
             meeting.close()

@@ -15,16 +15,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
-import torch
 
 from pipespec.cluster.deployment import Plan
 from pipespec.core import NUM_COLUMNS
 from pipespec.engine.checkpoint import CheckpointInfo
-from pipespec.engine.precision import name_of
+from pipespec.engine.precision import ITEM_BYTES
 from pipespec.errors import ConfigError
 from pipespec.planning.partition import GIB
 from pipespec.planning.placement import slots_by_setting
-from pipespec.transport.wire import Wire
 
 WEIGHTS = "the weights"
 # What a node of `pipespec.head.tree.Tree` takes: seven numbers of 8 bytes and two flags.
@@ -51,21 +49,20 @@ def needs(plan: Plan, rank: int) -> Counter[str]:
     if info is None:
         return Counter()
     found: Counter[str] = Counter()
-    dtype = plan.dtype_of(info)
+    item = ITEM_BYTES[plan.dtype_of(info)]
     layers = plan.layers[rank - 1] if rank else range(info.num_layers)
     slots = slots_by_setting(
         plan.config, context=plan.context, num_ranks=plan.num_ranks, head=rank == 0
     )
     for setting, count in slots.items():
-        found[setting] += count * (len(layers) * info.kv_size * dtype.itemsize + SLOT_BYTES)
+        found[setting] += count * (len(layers) * info.kv_size * item + SLOT_BYTES)
     feed = plan.config.feed
-    logits = feed.max_rows * info.vocab_size * dtype.itemsize
+    logits = feed.max_rows * info.vocab_size * item
     if rank == 0:
         found["feed.capacity"] += feed.capacity * NODE_BYTES
         found["feed.width"] += logits
     else:
-        wire = Wire(0, 0, info.hidden_size, dtype)
-        row = NUM_COLUMNS * 8 + wire.hidden_size * dtype.itemsize
+        row = NUM_COLUMNS * 8 + info.hidden_size * item
         found["feed.width"] += feed.max_rows * row
         if layers.stop == info.num_layers:
             found["feed.width"] += logits
@@ -76,8 +73,7 @@ def needs(plan: Plan, rank: int) -> Counter[str]:
 def weight_bytes(plan: Plan, info: CheckpointInfo, rank: int, layers: range) -> int:
     """Bytes of weights that loading these layers surely takes on the rank's device."""
     quantization = plan.config.model.quantization if rank else plan.config.model.draft_quantization
-    dtype = name_of(plan.dtype_of(info))
-    sizes = info.loaded(dtype, quantization)
+    sizes = info.loaded(plan.dtype_of(info), quantization)
     if plan.devices[rank] == "cpu" and quantization is None and sizes == info.stored:
         return 0
     first, last = layers.start == 0, layers.stop == info.num_layers
@@ -90,6 +86,8 @@ def free_bytes(device: str) -> int:
     if device == "cpu":
         swap = psutil.swap_memory().free
         return min(psutil.virtual_memory().available, cgroup_free()) + swap
+    import torch
+
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
 
 

@@ -1,9 +1,8 @@
 """A cluster that is started once and decodes many requests.
 
-    with session.start(plan) as cluster:
-        request = cluster.submit(prompt, sampling, max_new_tokens=64)
-        for event in cluster.events(request):
-            ...
+    with session.prepare(plan) as agents:           # they import; decide the rest meanwhile
+        with session.start(plan, agents) as cluster, asking(cluster, served) as client:
+            ...                                     # `pipespec.client.client`
 
 The head decodes one request at a time, in the order in which they were submitted; the others
 wait in the request log.
@@ -19,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipespec.cluster import deployment, memory
-from pipespec.cluster.launch import Cluster, check_port
+from pipespec.cluster.launch import PRELOAD, Cluster, check_port
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Fault, Recovery
 from pipespec.config.hosts import Box
@@ -28,13 +27,11 @@ from pipespec.controller.client import Controller
 from pipespec.controller.connection import check_server
 from pipespec.controller.listen import TlsFiles
 from pipespec.controller.members import Membership
-from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import Sampling
+from pipespec.engine.architectures import modeling_module
 from pipespec.errors import ConfigError, ControllerError, RankFailed, StaleEpoch, Unreachable
 from pipespec.planning.partition import remaining
-from pipespec.stats import Report, blank
 from pipespec.system.interfaces import source_address
 
 # Imported by the members alone: a launcher needs no model.
@@ -48,7 +45,10 @@ ENDING_S = 5.0
 
 
 class ClusterSession:
-    """The running cluster, as whoever asks it for text sees it. Not for several threads."""
+    """A running cluster, as the process that started it sees it. Not for several threads."""
+
+    heartbeat_s = HEARTBEAT_S
+    same_clock = True
 
     def __init__(
         self,
@@ -143,54 +143,44 @@ class ClusterSession:
                     raise
                 time.sleep(HEARTBEAT_S)
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        *,
-        max_new_tokens: int,
-        stop: Sequence[str] = (),
-        eos: Sequence[int] = (),
-    ) -> int:
-        """Put a request in the queue; its number.
+    # --- for clients --------------------------------------------------------------------------
 
-        `prompt` are token ids; prompt and answer must fit into the plan's context, which ends
-        an answer that does not. `stop` are texts and `eos` tokens that end it earlier.
-        """
-        assert 0 < len(prompt) < self.plan.context, "the KV pools are made for no more"
-        return self._log.enqueue(
-            prompt=tuple(prompt),
-            max_new_tokens=max_new_tokens,
-            eos=tuple(eos),
-            stop=tuple(stop),
-            sampling=sampling,
-        )
+    def open_log(self) -> RequestLog:
+        """A connection of one's own to the request log. Raises Unreachable."""
+        return RequestLog(self.url, namespace=self.namespace, epoch=self.epoch)
 
-    def events(self, request: int) -> Iterator[Accepted | Finished]:
-        """The events of a request, from its first on; Finished is the last.
+    def check(self) -> None:
+        """Raise RankFailed if the cluster has ended."""
+        if not self.poll():
+            raise RankFailed("The ranks ended before the request was finished.")
 
-        Raises RankFailed if the cluster ends before the request does.
-        """
-        for event in self._log.stream(request, heartbeat=HEARTBEAT_S):
-            if event is not None:
-                yield event
-            elif not self.poll():
-                raise RankFailed("The ranks ended before the request was finished.")
+    def reporters(self) -> tuple[int, bool]:
+        """How many ranks report on a request, and whether some reports may be lost."""
+        return len(self._recovery.assignment.members), bool(self.faults)
 
-    def reports(self, request: int) -> list[Report]:
-        """What every rank says of a finished request, the head's first.
 
-        One that was lost with what it had to say has a blank report.
-        """
-        count = len(self._recovery.assignment.members)
-        timeout = LOST_REPORTS_S if self.faults else REPORTS_TIMEOUT_S
-        found = self._log.reports(request, count, timeout, partial=bool(self.faults))
-        return [found.get(rank) or blank(rank) for rank in range(count)]
+@contextmanager
+def prepare(plan: deployment.Plan) -> Iterator[Cluster]:
+    """Start the agents of a plan's boxes, which import what the ranks need, for `start`.
+
+    Raises ConfigError (also of a missing package), before anything is started.
+    """
+    deployment.require_quantizers(plan)
+    deployment.require_backend(plan)
+    memory.require_files(plan)
+    check_port(plan.config.transport.port)
+    with Cluster(
+        [box for box in plan.boxes if not box.by_hand],
+        (*PRELOAD, *modules_of(plan)),
+        name=f"{plan.config.controller.namespace}-{secrets.token_hex(4)}",
+    ) as agents:
+        yield agents
 
 
 @contextmanager
 def start(
     plan: deployment.Plan,
+    agents: Cluster,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
     on_begun: Callable[[deployment.ControllerAddress], None] | None = None,
@@ -200,6 +190,7 @@ def start(
     Leaving the block waits for what was submitted; an exception ends the ranks at once.
 
     Args:
+        agents: of `prepare`, for the same boxes.
         on_loaded: called with how many ranks have loaded their models, and of how many.
         on_log: called with a member's name and rank, and a line that it wrote.
         on_begun: called with what members must know, when those started by hand may join.
@@ -214,11 +205,7 @@ def start(
             f"The members of {', '.join(by_hand)} are started by hand (ssh: none); start the "
             "cluster with `pipespec up`, and ask it with --on."
         )
-    deployment.require_quantizers(plan)
-    deployment.require_backend(plan)
-    memory.require_files(plan)
     memory.require_memory(plan, memory.local_ranks(plan))
-    check_port(plan.config.transport.port)
     address = own_address(plan.boxes)
     with controller(plan.config.controller, address) as (url, elsewhere, namespace, server):
         assignment = RankAssignment(
@@ -244,19 +231,15 @@ def start(
                 rank = recovery.assignment.rank_of(member)
                 on_log(f"{member} {'spare' if rank is None else f'rank {rank}'}", line)
 
-            with (
-                RequestLog(url, namespace=namespace, epoch=recovery.epoch) as log,
-                Cluster(
-                    [box for box in plan.boxes if not box.by_hand],
+            with RequestLog(url, namespace=namespace, epoch=recovery.epoch) as log:
+                session = ClusterSession(plan, url, elsewhere, namespace, log, agents, recovery)
+                agents.run(
                     MEMBERS_RUN,
                     (plan, where, boxes),
                     restart=True,
-                    name=f"{namespace}-{secrets.token_hex(4)}",
                     on_log=None if on_log is None else tell,
-                ) as cluster,
-            ):
-                session = ClusterSession(plan, url, elsewhere, namespace, log, cluster, recovery)
-                recovery.watch(cluster)
+                )
+                recovery.watch(agents)
                 if on_begun is not None:
                     on_begun(where)
                 try:
@@ -268,6 +251,15 @@ def start(
                     with suppress(ControllerError):
                         recovery.stop()
                         Controller.new_epoch(url, namespace)
+                    agents.stop()
+
+
+def modules_of(plan: deployment.Plan) -> list[str]:
+    """What the members of a plan import besides what all do: the entrypoint, and the classes of
+    target and draft."""
+    infos = [plan.target] + ([] if plan.draft is None else [plan.draft])
+    types = dict.fromkeys(info.model_type for info in infos)
+    return [MEMBERS_RUN.partition(":")[0], *map(modeling_module, types)]
 
 
 def own_address(boxes: Sequence[Box]) -> str | None:

@@ -30,13 +30,14 @@ class Job:
 
     Attributes:
         entrypoint: "module:function"; only the members import it.
+        args: a pickled tuple; only the members read it, who have imported its types.
         members: their names, and what messages call them.
         restart: whether one that a signal ended is replaced by another.
         logs: whether what the members write is passed on, line by line.
     """
 
     entrypoint: str
-    args: tuple[Any, ...]
+    args: bytes
     members: tuple[str, ...]
     titles: tuple[str, ...]
     restart: bool
@@ -85,7 +86,7 @@ def _live(directory: Path, number: int, job: Job, supervisor: int) -> NoReturn:
     code = 1
     try:
         module, _, function = job.entrypoint.partition(":")
-        result = getattr(import_module(module), function)(*job.args)
+        result = getattr(import_module(module), function)(*pickle.loads(job.args))
         (directory / f"result-{number}").write_bytes(pickle.dumps(result))
         code = 0
     except SystemExit as leaving:

@@ -58,12 +58,13 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     return Config(**parts)
 
 
-def compose_section(name: str, overrides: Sequence[str] = ()) -> Any:
-    """One section of `SECTIONS` by itself, without the policies, which would import torch.
+def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Any]:
+    """Some sections by themselves; the others are neither checked nor built.
 
     Raises ConfigError as `compose` does.
     """
-    return _build(name, _compose(overrides)[name])
+    node = _compose(overrides)
+    return [_build(name, node[name]) for name in names]
 
 
 # --- what may be set --------------------------------------------------------------------------

@@ -65,3 +65,9 @@ def require_supported(model_type: str, path: str | Path) -> None:
             f"the architecture {model_type!r} of {path} is not supported; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
+
+
+def modeling_module(model_type: str) -> str:
+    """Where Transformers has the classes of an architecture, to be imported beforehand."""
+    name = model_type.removesuffix("_text")
+    return f"transformers.models.{name}.modeling_{name}"

@@ -5,6 +5,7 @@ No weight is loaded here, so that a folder that cannot work is refused before an
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import re
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from pipespec.engine.quantization import (
 )
 from pipespec.errors import ModelError
 from pipespec.limits import MAX_COUNT, fault
+from pipespec.system.cache import remembered
 from pipespec.system.reading import Unreadable, shown, typed
 
 # Of what another library says of a file a message shows so many characters.
@@ -159,18 +161,18 @@ def inspect(model: str | Path) -> CheckpointInfo:
     _check_sizes(path, raw)
     try:
         quantization = stored_method(path, raw.get("quantization_config"))
-        config = _config(path)
+        config = _read_config(path, raw)
     except RecursionError as error:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {_FOREIGN}") from error
     tensors = read_tensors(path)
     if quantization == MXFP4:
         tensors, quantization = dequantised(tensors), None
-    if config.num_hidden_layers > len(tensors):
+    if config.num_layers > len(tensors):
         raise ModelError(
             f"{path} holds {len(tensors)} tensors, but config.json counts "
-            f"{shown(config.num_hidden_layers)} layers; fetch the checkpoint again"
+            f"{shown(config.num_layers)} layers; fetch the checkpoint again"
         )
-    layers = [0] * config.num_hidden_layers
+    layers = [0] * config.num_layers
     matrices = [0] * len(layers)
     height = width = 0
     embedding, head, experts = None, 0, False
@@ -209,11 +211,11 @@ def inspect(model: str | Path) -> CheckpointInfo:
         num_layers=len(layers),
         hidden_size=config.hidden_size,
         vocab_size=embedding.shape[0],
-        context=_context(config),
+        context=config.context,
         eos=_eos(path, config),
         stored=Sizes(tuple(layers), embedding.num_bytes, head),
-        tied=bool(config.tie_word_embeddings),
-        kv_size=_kv_size(config),
+        tied=config.tied,
+        kv_size=config.kv_size,
         matrix_bytes=tuple(matrices),
         quantization=quantization,
         dtype=None if quantization is None else _DTYPES.get(embedding.dtype),
@@ -223,8 +225,40 @@ def inspect(model: str | Path) -> CheckpointInfo:
     )
 
 
-def _config(path: Path) -> Any:
-    # Slow to import, and not needed to refuse a wrong path.
+@dataclass(frozen=True)
+class _Config:
+    """What we need of a model's config, with the defaults of its class in Transformers.
+
+    `eos` is as it stands there; see `CheckpointInfo` for the rest.
+    """
+
+    num_layers: int
+    hidden_size: int
+    context: int
+    kv_size: int
+    tied: bool
+    eos: int | list[int] | None
+
+
+def _read_config(path: Path, raw: Mapping[str, Any]) -> _Config:
+    """Transformers' reading of config.json, which is kept: importing it takes seconds."""
+    depends = {"config": raw, "transformers": importlib.metadata.version("transformers")}
+    return remembered("configs", _Config, depends, lambda: _by_transformers(path))
+
+
+def _by_transformers(path: Path) -> _Config:
+    config = _load_config(path)
+    return _Config(
+        config.num_hidden_layers,
+        config.hidden_size,
+        _context(config),
+        _kv_size(config),
+        bool(config.tie_word_embeddings),
+        getattr(config, "eos_token_id", None),
+    )
+
+
+def _load_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
@@ -263,11 +297,11 @@ def _context(config: Any) -> int:
     return context
 
 
-def _eos(path: Path, config: Any) -> tuple[int, ...]:
+def _eos(path: Path, config: _Config) -> tuple[int, ...]:
     generation = path / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
     if eos is None:
-        eos = getattr(config, "eos_token_id", None)
+        eos = config.eos
     if eos is None:
         return ()
     try:

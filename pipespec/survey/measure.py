@@ -15,7 +15,8 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from pipespec.engine.attention.plan import AttentionPlan, causal_plan
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.errors import ConfigError, HostFailed, PipespecError
-from pipespec.survey.cache import keep, recall
 from pipespec.survey.check import package_version
 from pipespec.survey.inventory import fingerprint
+from pipespec.system.cache import keep, recall
 from pipespec.system.devices import num_cuda
+from pipespec.system.reading import Unreadable, typed
 
 MAX_LAYERS = 4  # so many are timed together, where the memory allows
 MEMORY_SHARE = 0.8  # of what is free may be used to measure
@@ -150,9 +152,10 @@ class _Bench:
             "quantization": self.quantization(role),
             "versions": [package_version(name) for name in VERSIONS],
         }
-        kept = recall(key)
-        if kept is not None:
-            return kept
+        kept = recall("measured", key)
+        with suppress(Unreadable):
+            figures: dict[str, float] = typed("it", kept, Mapping[str, int | float])
+            return figures
         torch.set_num_threads(self.threads)
         try:
             found = self.stage(info) if role == "stage" else self.draft(info)
@@ -164,7 +167,7 @@ class _Bench:
                 "or leave the device out of the hosts file."
             ) from error
         if found is not None:
-            keep(key, found)
+            keep("measured", key, found)
         return found
 
     def stage(self, info: CheckpointInfo) -> dict[str, float]:

@@ -2,9 +2,52 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+DRIVER = "libcuda.so.1"
+
 
 def num_cuda() -> int:
-    """How many CUDA devices torch can use, which is imported only here."""
-    import torch
+    """How many CUDA devices torch can use in a new process; CUDA_VISIBLE_DEVICES counts.
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    The driver is asked, as importing torch takes seconds.
+    """
+    kind, built_for = _torch_built_for()
+    if kind == "hip":  # whose devices torch calls cuda too
+        import torch
+
+        return torch.cuda.device_count()
+    if kind is None:
+        return 0
+    try:
+        driver = ctypes.CDLL(DRIVER)
+    except OSError:
+        return 0
+    # The first call reads CUDA_VISIBLE_DEVICES; none of them makes a context.
+    version, count = ctypes.c_int(), ctypes.c_int()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDriverGetVersion(ctypes.byref(version))
+        or driver.cuDeviceGetCount(ctypes.byref(count))
+    )
+    usable = not failed and version.value // 1000 >= int(built_for.partition(".")[0])
+    return count.value if usable else 0
+
+
+def _torch_built_for() -> tuple[str | None, str]:
+    """What torch was built for, "cuda" or "hip", and its version; None: neither, or no torch."""
+    spec = find_spec("torch")  # which imports nothing
+    if spec is None or spec.origin is None:
+        return None, ""
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None, ""
+    for kind in ("hip", "cuda"):
+        found = re.search(rf"^{kind}\b[^=\n]*= *['\"](\d[^'\"]*)", text, re.MULTILINE)
+        if found:
+            return kind, found[1]
+    return None, ""

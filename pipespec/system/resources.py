@@ -40,6 +40,17 @@ def state_folder() -> Path:
 
     Raises ConfigError.
     """
-    state = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(state) if os.path.isabs(state) else home() / ".local" / "state"
-    return base / "pipespec"
+    return _base("XDG_STATE_HOME", Path(".local", "state")) / "pipespec"
+
+
+def cache_folder() -> Path:
+    """Where what can be made again lies: `$XDG_CACHE_HOME/pipespec`, `~/.cache/pipespec`.
+
+    Raises ConfigError.
+    """
+    return _base("XDG_CACHE_HOME", Path(".cache")) / "pipespec"
+
+
+def _base(variable: str, usual: Path) -> Path:
+    chosen = os.environ.get(variable, "")
+    return Path(chosen) if os.path.isabs(chosen) else home() / usual

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from pipespec.core import Batch, Verdict
 from pipespec.head.feed.rounds import check_rounds
@@ -77,6 +76,8 @@ class DraftModelSource:
         hidden = self.stage.compute(Batch(step=0, rows=rows)).hidden
         assert hidden is not None and len(hidden) == len(rows), "the draft lost a parent"
         logits = self.stage.model.logits(hidden[len(rows) - len(nodes) :])
+        import torch  # whoever only reads settings can do without
+
         logits = logits[:, : self.vocabulary].float()
         top = torch.log_softmax(logits, -1).topk(min(children, logits.shape[-1]))
         return Candidates(nodes, top.indices.cpu().numpy(), top.values.double().cpu().numpy())

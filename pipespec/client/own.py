@@ -1,0 +1,37 @@
+"""A client of a cluster that this process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from pipespec.client.client import Client
+from pipespec.client.served import ServedModel
+from pipespec.cluster import deployment, session
+from pipespec.cluster.session import ClusterSession
+
+
+@contextmanager
+def asking(cluster: ClusterSession, served: ServedModel) -> Iterator[Client]:
+    """A client of a cluster that runs. What it has not read to the end may stay open."""
+    with cluster.open_log() as log:
+        yield Client(cluster, served, log)
+
+
+@contextmanager
+def running(
+    plan: deployment.Plan,
+    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
+    on_log: Callable[[str, str], None] | None = None,
+) -> Iterator[tuple[ClusterSession, Client]]:
+    """Start the cluster of a plan and ask it; it ends with the block.
+
+    Raises what `session.prepare`, `session.start` and `ServedModel.of` do.
+    """
+    with session.prepare(plan) as agents:
+        served = ServedModel.of(plan)
+        with (
+            session.start(plan, agents, on_loaded, on_log) as cluster,
+            asking(cluster, served) as client,
+        ):
+            yield cluster, client

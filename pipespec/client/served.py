@@ -1,0 +1,111 @@
+"""What whoever asks a cluster must know of its model. No checkpoint is read to ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipespec.cluster.deployment import Plan
+from pipespec.config.schema import Config
+from pipespec.engine import tokenizer
+from pipespec.engine.tokenizer import LONGEST_REASON, BackendTokenizer, Tokenizer
+from pipespec.engine.vocabulary import compare_vocabularies
+from pipespec.errors import ModelError, PromptError
+from pipespec.system.reading import is_whole
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The model of a cluster, as its users see it.
+
+    Attributes:
+        target: the folder or hub id of the model, where the cluster was started.
+        vocab_size: rows of its embedding.
+        context: tokens of prompt and answer at most.
+        eos: tokens that end a text.
+        backend: its tokenizer; None: Transformers must read `target` on the machine that asks.
+        time_scale: how many times longer than in the machine that is emulated everything takes;
+            None: nothing is emulated.
+        synthetic: whether guesses are made from the answer.
+    """
+
+    target: str
+    vocab_size: int
+    context: int
+    eos: tuple[int, ...]
+    backend: BackendTokenizer | None = field(repr=False)
+    time_scale: float | None = None
+    synthetic: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> ServedModel:
+        """The model of a cluster that is about to start, whose draft has the same tokens.
+
+        Raises ModelError.
+        """
+        found = tokenizer.load(plan.target.path)
+        if plan.draft is not None:
+            compare_vocabularies(found, tokenizer.load(plan.draft.path))
+        name = plan.config.model.target
+        return cls(
+            # What is no folder is the id of a hub's model.
+            target=str(Path(name).absolute() if Path(name).is_dir() else name),
+            vocab_size=plan.target.vocab_size,
+            context=plan.context,
+            eos=plan.target.eos,
+            backend=found if isinstance(found, BackendTokenizer) else None,
+            time_scale=emulated_scale(plan.config),
+            synthetic=plan.config.source.synthetic,
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ModelError if this machine has not the model that it must be read from."""
+        if self.backend is not None:
+            return self.backend
+        return tokenizer.load(Path(self.target))
+
+    def encode(self, prompt: str, *, chat: bool = False, bounded: bool = True) -> list[int]:
+        """The token ids of a prompt, with `chat` in the model's chat template.
+
+        Raises PromptError, also for one that leaves no room for an answer if `bounded`, and
+        ModelError for a template that fails.
+        """
+        if not prompt:
+            raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
+        ids = self.tokenizer.encode(
+            self._as_chat(prompt) if chat else prompt, add_special_tokens=not chat
+        )
+        if not ids:
+            raise PromptError("The prompt has no tokens; pass a longer one.")
+        if bounded and len(ids) >= self.context:
+            raise PromptError(
+                f"The prompt has {len(ids)} tokens, but the context holds {self.context} and needs "
+                "room for an answer; shorten the prompt or raise model.context."
+            )
+        return ids
+
+    def _as_chat(self, prompt: str) -> str:
+        if not self.tokenizer.chat_template:
+            raise PromptError(
+                f"--chat needs a chat template, but the tokenizer of {self.target} has none."
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+        else:
+            if isinstance(text, str) and is_whole(text):
+                return text
+            why = "what it makes is no text"
+        raise ModelError(
+            f"The chat template of {self.target} fails ({why}); correct it, or leave --chat out."
+        )
+
+
+def emulated_scale(config: Config) -> float | None:
+    """How many times longer than in the emulated machine or network everything takes here;
+    None: nothing is emulated."""
+    return config.pace.scale if config.pace or config.link else None

@@ -1,0 +1,229 @@
+"""A model's tokenizer, as Transformers builds it, without importing Transformers each time.
+
+Transformers reads a model's files and builds a tokenizer of the package `tokenizers` from them,
+which does all the work afterwards. What it built is kept in the user's cache folder, and in the
+file of a running cluster, so that whoever asks for text is spared some seconds of imports. A
+model whose tokenizer has no such backend is read by Transformers every time.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from pipespec.errors import ModelError
+from pipespec.system.cache import digest, remembered
+from pipespec.system.reading import Unreadable
+
+# What a tokenizer is read from: the first, or one of the others.
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+# Whatever else decides what Transformers makes of them.
+SETTINGS_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "chat_template*.jinja",
+)
+# Of what a library says a sentence holds so many characters.
+LONGEST_REASON = 200
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that we use, with its names."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str: ...
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+
+    def get_vocab(self) -> Mapping[str, int]: ...
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = False,
+    ) -> str: ...
+
+
+@dataclass(frozen=True)
+class BackendTokenizer:
+    """A tokenizer of the package `tokenizers`, and what a chat template needs.
+
+    Attributes:
+        backend: its JSON text.
+        chat_template: the model's template, if it has one.
+        special_tokens: texts that a template may name, such as `bos_token`.
+    """
+
+    backend: str = field(repr=False)
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from tokenizers import Tokenizer as Backend
+
+        return Backend.from_str(self.backend)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text; that of a special token becomes the token."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        """The text of ids. Nothing is cleaned up, which would rewrite what was shown."""
+        assert not clean_up_tokenization_spaces
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        """The token of an id; None: it has none."""
+        token: str | None = self._tokenizer.id_to_token(ids)
+        return token
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """The id of every token."""
+        vocabulary: Mapping[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
+
+    def apply_chat_template(
+        self,
+        conversation: list[dict[str, str]],
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = False,
+    ) -> str:
+        """The conversation as one text. Raises whatever the template raises."""
+        assert self.chat_template is not None and not tokenize
+        return render(
+            self.chat_template,
+            messages=conversation,
+            add_generation_prompt=add_generation_prompt,
+            tools=None,
+            documents=None,
+            **self.special_tokens,
+        )
+
+
+def load(path: Path) -> Tokenizer:
+    """The tokenizer in a model's folder. Raises ModelError."""
+    names = (*TOKENIZER_FILES, *SETTINGS_FILES)
+    try:
+        files = {file for name in names for file in path.glob(name) if file.is_file()}
+        depends = {
+            "files": digest(list(files)),
+            "transformers": importlib.metadata.version("transformers"),
+            "tokenizers": importlib.metadata.version("tokenizers"),
+        }
+    except Unreadable as error:
+        _refuse(path, str(error))
+    found = remembered("tokenizers", _Found, depends, lambda: _Found(_backend(path))).tokenizer
+    if found is not None:
+        return found
+    tokenizer: Tokenizer = _by_transformers(path)
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was found out about a model's tokenizer; None: it has no backend."""
+
+    tokenizer: BackendTokenizer | None
+
+
+def _backend(path: Path) -> BackendTokenizer | None:
+    """What Transformers builds of a model's files. Raises ModelError."""
+    tokenizer = _by_transformers(path)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # several of them, by name
+        template = template.get("default")
+    special = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
+    return BackendTokenizer(backend.to_str(), template, special)
+
+
+def _by_transformers(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
+        _refuse(path, " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__)
+    if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
+        _refuse(path, "it has no tokens")
+    return tokenizer
+
+
+def _refuse(path: Path, reason: str) -> NoReturn:
+    if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
+        raise ModelError(
+            f"{path} holds no tokenizer: tokenizer.json, or what it is made from "
+            f"({', '.join(TOKENIZER_FILES[1:])}), is missing; fetch the checkpoint again"
+        ) from None
+    raise ModelError(f"the tokenizer in {path} cannot be used ({reason}); fetch it again") from None
+
+
+# --- chat templates ---------------------------------------------------------------------------
+
+
+def render(template: str, **names: Any) -> str:
+    """A chat template, in the environment that Transformers gives it.
+
+    Raises whatever the template raises.
+    """
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what a model is trained on; it changes no text."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 asks for it
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template).render(**names)
