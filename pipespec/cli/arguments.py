@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         if not self._show_settings:
             return text
 
-        from pipespec.config.compose import settings
+        from pipespec.config.choices import settings
 
         lines = [f"  {s.name}={s.default}".ljust(34) + f"  {s.note}".rstrip() for s in settings()]
         return "\n".join([text, "settings and their defaults:", *lines, ""])

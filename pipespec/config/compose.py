@@ -7,41 +7,20 @@ wrong becomes one sentence in a ConfigError.
 
 from __future__ import annotations
 
-import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from difflib import get_close_matches
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipespec.config.hosts import load_hosts
-from pipespec.config.schema import (
-    ClusterConfig,
-    Config,
-    ControllerConfig,
-    DecodeConfig,
-    ModelConfig,
-    TransportConfig,
-    masked,
-)
+from pipespec.config.choices import groups
+from pipespec.config.overrides import check_key, check_option, parse, quoted, with_hosts
+from pipespec.config.schema import SECTIONS, Config
 from pipespec.errors import ConfigError
-from pipespec.limits import suggest
-from pipespec.system.reading import Unreadable, alternatives, typed
+from pipespec.system.reading import Unreadable, typed
 from pipespec.system.resources import resource_dir
 
 if TYPE_CHECKING:  # `pipespec generate --help` can do without
-    from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
-
-# Sections that are plain values; the others name their class in `_target_`.
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "cluster": ClusterConfig,
-    "decode": DecodeConfig,
-    "controller": ControllerConfig,
-    "transport": TransportConfig,
-}
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -67,68 +46,6 @@ def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> lis
     return [_build(name, node[name]) for name in names]
 
 
-# --- what may be set --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One line of the help text."""
-
-    name: str
-    default: str
-    note: str
-
-
-def settings() -> Iterator[Setting]:
-    """Every group and value of the default configuration, read from `conf/`."""
-    from omegaconf import OmegaConf
-
-    conf = resource_dir("conf")
-    root = conf / "config.yaml"
-    for entry in OmegaConf.load(root).defaults:
-        if entry == "_self_":
-            continue
-        ((group, option),) = entry.items()
-        yield Setting(group, option, "one of " + ", ".join(options(group)))
-        yield from _lines(f"{group}.", conf / group / f"{option}.yaml")
-    yield from _lines("", root)
-
-
-def _lines(prefix: str, file: Path) -> Iterator[Setting]:
-    for line in file.read_text(encoding="utf-8").splitlines():
-        match = re.fullmatch(r"([a-z]\w*): ([^#]+?)(?: *# (.*))?", line)
-        if match:
-            name, default, note = match.groups(default="")
-            default = re.sub(r"\$\{resource:(\w+)\}", r"<\1>", default)
-            yield Setting(prefix + name, default, note)
-
-
-def groups() -> list[str]:
-    """The folders of `conf/`."""
-    return sorted(folder.name for folder in resource_dir("conf").iterdir() if folder.is_dir())
-
-
-def options(group: str) -> list[str]:
-    """The files of `conf/<group>/`, without their ending."""
-    return sorted(file.stem for file in (resource_dir("conf") / group).glob("*.yaml"))
-
-
-# --- composing --------------------------------------------------------------------------------
-
-
-def _with_hosts(overrides: Sequence[str]) -> list[str]:
-    """`cluster=FILE.yaml` as the settings that it stands for. Raises ConfigError."""
-    found = []
-    for text in overrides:
-        name, _, value = text.partition("=")
-        if name == "cluster" and value.endswith((".yaml", ".yml")):
-            hosts = load_hosts(value)
-            found += [f"cluster.hosts={value}", f"cluster.stages={hosts.num_stages}"]
-        else:
-            found.append(text)
-    return found
-
-
 def _compose(overrides: Sequence[str]) -> DictConfig:
     """The raw tree of settings, all names known."""
     from hydra.errors import HydraException
@@ -137,11 +54,11 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
 
     OmegaConf.register_new_resolver("resource", lambda name: str(resource_dir(name)), replace=True)
     chosen, values = [], []
-    for text in _with_hosts(overrides):
-        literal = _quoted(text)
-        override = _parse(literal)
+    for text in with_hosts(overrides):
+        literal = quoted(text)
+        override = parse(literal)
         if override.key_or_group in groups():
-            _check_option(override.key_or_group, override.value())
+            check_option(override.key_or_group, override.value())
             chosen.append(literal)
         else:
             values.append((override, literal))
@@ -150,7 +67,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
         if not values:
             return base
         for override, _ in values:
-            _check_key(override.key_or_group, base, chosen)
+            check_key(override.key_or_group, base, chosen)
         return _hydra([*chosen, *(literal for _, literal in values)])
     except (HydraException, OmegaConfBaseException) as error:
         raise _config_error(error) from error
@@ -167,85 +84,6 @@ def _hydra(overrides: list[str]) -> DictConfig:
             return hydra_compose("config", overrides)
     finally:
         GlobalHydra.instance().clear()
-
-
-def _parse(text: str) -> Override:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    if "=" not in text:
-        raise ConfigError(f"{masked(text)!r} is not a setting; write it as name=value.")
-    try:
-        (override,) = OverridesParser.create().parse_overrides([text])
-    except (HydraException, RecursionError) as error:
-        raise ConfigError(
-            f"The setting {masked(text)!r} cannot be read: put a value that has spaces, commas or "
-            "brackets in quotes, as in 'decode.stop=[\"a b\"]'."
-        ) from error
-    except ValueError as error:  # Python reads no number of thousands of digits
-        name = text.partition("=")[0]
-        raise ConfigError(f"{name} has too many digits; write a smaller number.") from error
-    if override.is_sweep_override():
-        name = override.key_or_group
-        raise ConfigError(f"{masked(text)!r} holds several values; write a list as {name}=[a,b].")
-    if override.package or override.is_add() or override.is_delete() or override.is_force_add():
-        raise ConfigError(f"{masked(text)!r} adds or deletes a setting; write it as name=value.")
-    return override
-
-
-def _quoted(text: str) -> str:
-    """The override with a text value in quotes, so that paths and URLs need none from the user."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    name, separator, value = text.partition("=")
-    if name not in _text_settings() or not separator or value in ("", "null"):
-        return text
-    if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
-        return text
-    return f"{name}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
-
-
-def _text_settings() -> set[str]:
-    names = {"trace", "source.truth"}
-    for section, cls in SECTIONS.items():
-        for name, hint in typing.get_type_hints(cls).items():
-            if str in alternatives(hint):
-                names.add(f"{section}.{name}")
-    return names
-
-
-def _check_option(group: str, value: object) -> None:
-    if value not in options(group):
-        raise ConfigError(
-            f"{group}={value} is not known; {suggest(str(value), options(group), f'{group}=')}."
-        )
-
-
-def _check_key(key: str, base: DictConfig, chosen: list[str]) -> None:
-    known = []
-    for name, section in base.items():
-        leaves = section.keys() if hasattr(section, "keys") else [""]
-        known += [".".join(filter(None, (str(name), str(leaf)))) for leaf in leaves]
-    known = [name for name in known if not name.endswith("._target_")]
-    if key in known:
-        return
-    group, _, leaf = key.partition(".")
-    choice = next((text for text in chosen if text.startswith(f"{group}=")), None)
-    where = f" with {choice}" if choice else ""
-    siblings = [name for name in known if name.startswith(f"{group}.")]
-    if leaf and group in base and not siblings:
-        raise ConfigError(f"The setting {key!r} does not exist{where}, which has no settings.")
-    if not siblings:  # a bare "width" means "feed.width"; a bare "pace" or "fed" is a group
-        by_leaf = {name.rpartition(".")[2]: name for name in known}
-        near = get_close_matches(key, [*known, *by_leaf, *groups()], n=1)
-        if near:
-            name = by_leaf.get(near[0], near[0])
-            raise ConfigError(f"The setting {key!r} does not exist; did you mean {name!r}?")
-        siblings = [*groups(), "trace"]
-    raise ConfigError(f"The setting {key!r} does not exist{where}; {suggest(key, siblings)}.")
-
-
-# --- building ---------------------------------------------------------------------------------
 
 
 def _build(section: str, node: DictConfig) -> Any:

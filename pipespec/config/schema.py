@@ -239,3 +239,13 @@ def check_new_file(name: str, file: str) -> None:
         raise ConfigError(f"{name} is {shown(file)}, but must name a file.")
     if not os.path.isdir(os.path.dirname(os.path.realpath(file))):
         raise ConfigError(f"{name} is {shown(file)}, but the folder of that file is missing.")
+
+
+# Sections that are plain values; the others name their class in `_target_`.
+SECTIONS: dict[str, type] = {
+    "model": ModelConfig,
+    "cluster": ClusterConfig,
+    "decode": DecodeConfig,
+    "controller": ControllerConfig,
+    "transport": TransportConfig,
+}

@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipespec.cluster import deployment
-from pipespec.config import compose
+from pipespec.config import choices
 from pipespec.controller.client import Controller
 from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.requests import RequestLog
@@ -154,7 +154,7 @@ def test_a_greedy_text_is_finished_as_hugging_face_would(tiny, redis, greedy, sh
     ]
 
 
-@pytest.mark.parametrize("source", compose.options("source"))
+@pytest.mark.parametrize("source", choices.options("source"))
 def test_every_source_goes_on_from_the_border(tiny, redis, greedy, source, tmp_path):
     overrides = [f"source={source}", "cluster.stages=2", "feed.children=4"]
     if source == "synthetic":

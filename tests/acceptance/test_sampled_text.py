@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.config import compose
+from pipespec.config import choices
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Sampling
 from pipespec.sampling.distribution import Tally
@@ -98,8 +98,8 @@ def truth(expected, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-@pytest.mark.parametrize("source", compose.options("source"))
-@pytest.mark.parametrize("policy", compose.options("feed"))
+@pytest.mark.parametrize("source", choices.options("source"))
+@pytest.mark.parametrize("policy", choices.options("feed"))
 def test_every_policy_source_and_stage_count_samples_the_text_of_a_plain_loop(
     tiny, redis, expected, truth, policy, source, stages
 ):

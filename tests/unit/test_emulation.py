@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipespec.clock import monotonic_ns
-from pipespec.config.compose import compose, options
+from pipespec.config.choices import options
+from pipespec.config.compose import compose
 from pipespec.emulation import Link, Pace, wait_until
 from pipespec.errors import ConfigError
 

@@ -15,7 +15,7 @@ import pytest
 from pipespec.cli import bench as bench_command
 from pipespec.cli.generate import print_statistics
 from pipespec.cli.main import main
-from pipespec.config import compose
+from pipespec.config import choices
 
 PIPESPEC = [sys.executable, "-m", "pipespec"]
 
@@ -37,7 +37,7 @@ def test_help_lists_every_setting_with_its_default(
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     out = capsys.readouterr().out
-    for setting in compose.settings():
+    for setting in choices.settings():
         assert f"{setting.name}={setting.default}" in out
         assert setting.note in out
 

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from pipespec.cli import partition
 from pipespec.cli.main import main
 from pipespec.client.registry import Card, Owner
-from pipespec.config import compose
+from pipespec.config import choices
+from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint import inspect
@@ -146,7 +147,7 @@ WORDS = [
     *("dataset=", "num_prompts=", "concurrency=", "prompt_tokens=", "-", "--help", "lab"),
 ]
 COMMANDS = ["generate", "bench", "up", "launch", "partition", "status", "down", "check"]
-NAMES = [setting.name for setting in compose.settings()]
+NAMES = [setting.name for setting in choices.settings()]
 
 
 @few
@@ -228,7 +229,7 @@ def test_any_hosts_file(text: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return compose.compose(["cluster.stages=1", "feed.width=8", "source=ngram"])
+    return compose(["cluster.stages=1", "feed.width=8", "source=ngram"])
 
 
 SIZES = {

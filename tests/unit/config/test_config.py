@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from pipespec.config.compose import SECTIONS, compose, groups, options, settings
+from pipespec.config.choices import groups, options, settings
+from pipespec.config.compose import compose
 from pipespec.config.schema import (
+    SECTIONS,
     ClusterConfig,
     ConfigError,
     ControllerConfig,
