@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from pipespec.client.client import Client
 from pipespec.client.served import ServedModel
 from pipespec.cluster import deployment, session
 from pipespec.cluster.session import ClusterSession
+
+
+class Running(NamedTuple):
+    """A cluster that this process runs, and a client of it."""
+
+    cluster: ClusterSession
+    client: Client
 
 
 @contextmanager
@@ -23,7 +31,7 @@ def running(
     plan: deployment.Plan,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
-) -> Iterator[tuple[ClusterSession, Client]]:
+) -> Iterator[Running]:
     """Start the cluster of a plan and ask it; it ends with the block.
 
     Raises what `session.prepare`, `session.start` and `ServedModel.of` do.
@@ -34,4 +42,4 @@ def running(
             session.start(plan, agents, on_loaded, on_log) as cluster,
             asking(cluster, served) as client,
         ):
-            yield cluster, client
+            yield Running(cluster, client)

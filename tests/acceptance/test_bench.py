@@ -9,8 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.client.bench import TRUTH_MARGIN, bench, record_truth
+from pipespec.client.bench import bench
 from pipespec.client.dataset import load
+from pipespec.client.truth import TRUTH_MARGIN, record_truth
 from pipespec.config.compose import compose
 from pipespec.system.resources import resource_dir
 from tools.rig import cluster

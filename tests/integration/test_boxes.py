@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from pipespec.client.served import ServedModel
 from pipespec.system.interfaces import LOOPBACK
 from tests.helpers.listening import Listening, assert_private, listening, visit
 from tools.rig.cluster import reference
@@ -134,7 +135,7 @@ def test_eight_stages_over_three_boxes_say_what_hugging_face_says(texts):
     from pipespec.config.compose import compose
 
     plan = deployment.plan(compose(["cluster.devices=[cpu]"]))
-    prompt = deployment.encode(plan, deployment.load_tokenizers(plan), PROMPT)
+    prompt = ServedModel.of(plan).encode(PROMPT)
     assert texts["greedy"] == reference(Path(plan.target.path), [prompt], TOKENS)[0]
 
 

@@ -298,7 +298,7 @@ def test_a_missing_package_is_named_where_weights_load(quantised, monkeypatch, p
     ):
         with pytest.raises(ModelError, match=missing):
             build_rank(plan, 1)
-        with pytest.raises(ModelError, match=missing), session.start(plan):
+        with pytest.raises(ModelError, match=missing), session.prepare(plan):
             pass
 
 

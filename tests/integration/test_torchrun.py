@@ -104,13 +104,13 @@ def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment):
         script = [str(ROOT / "launch" / "torchrun.sh"), str(hosts), "there", str(invitation)]
         with running(script, log) as there:
             with watched(lambda: [*family(up.pid), *family(there.pid)]) as seen:
-                until(lambda: (entry := registry.held("hand")) is not None and entry.card)
+                until(lambda: (entry := registry.held("hand")) is not None and entry.cluster)
                 before = answer("--on", "hand")
             assert before == expected()
             assert {each.pid for each in seen} & set(family(there.pid))
             assert_private(seen, {LOOPBACK})
-            card = registry.find("hand")
-            with Membership(card.url, card.namespace) as shared:
+            found = registry.find("hand")
+            with Membership(found.url, found.namespace) as shared:
                 pid = shared.alive(["there/1"])["there/1"]
                 os.kill(pid, signal.SIGKILL)
                 assert answer("--on", "hand") == before
@@ -152,7 +152,7 @@ def test_launch_shows_what_the_members_say_until_ctrl_c(environment):
         running(pipespec("launch", str(hosts)), log) as launched,
         watched(lambda: family(launched.pid)) as seen,
     ):
-        until(lambda: (entry := registry.held("hand")) is not None and entry.card)
+        until(lambda: (entry := registry.held("hand")) is not None and entry.cluster)
         assert answer("--on", "hand") == expected()
     assert launched.returncode == 0
     assert_private(seen, {LOOPBACK})

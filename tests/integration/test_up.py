@@ -21,8 +21,10 @@ from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
 from pipespec.client import registry
-from pipespec.client import settings as request_settings
-from pipespec.client.generate import generate
+from pipespec.client.client import attach
+from pipespec.client.generate import Result, ask
+from pipespec.client.registry import RunningCluster
+from pipespec.client.settings import RequestSettings
 from pipespec.controller.connection import Pipe
 from pipespec.controller.members import Membership
 from pipespec.controller.records import Finished
@@ -206,8 +208,8 @@ def test_whoever_leaves_cancels_what_was_asked(
         assert user.returncode == 130
     until(lambda: status(capsys)[0]["finished"] == before["finished"] + 2)
     (after,) = status(capsys)
-    card = registry.find(NAME)
-    with RequestLog(card.url, namespace=card.namespace, epoch=card.epoch) as log:
+    running = registry.find(NAME)
+    with RequestLog(running.url, namespace=running.namespace, epoch=running.epoch) as log:
         newest = int(log._pipe.call("GET", log._keys.counter))
         ends = [[*log.stream(request)][-1] for request in (newest - 1, newest)]
     assert ends == [Finished("cancelled")] * 2
@@ -271,7 +273,7 @@ def test_times_of_a_cluster_with_another_clock_are_taken_here(
     far = replace(here, owner=replace(here.owner, machine="another kernel"))
     for prompt, tokens in expected.items():
         began = time.monotonic()
-        result = generate(request_settings.configure(far, []), prompt, on=far)
+        result = ask_on(far, [], prompt=prompt)
         passed_ms = (time.monotonic() - began) * 1e3
         assert result.token_ids == tokens
         assert 0 < result.stats["ttft_ms"] < passed_ms
@@ -383,41 +385,51 @@ def test_down_fails_what_is_open_with_one_sentence(
         pipe.close()
 
 
+def ask_on(
+    running: RunningCluster,
+    settings: list[str],
+    on_text: Callable[[str], None] = lambda _: None,
+    prompt: str = PROMPTS[0],
+) -> Result:
+    """What a running cluster answers."""
+    chosen = RequestSettings.on(running, settings)
+    with attach(running) as client:
+        return ask(client, chosen, running.served.encode(prompt), on_text)[0]
+
+
 def test_a_lost_rank_interrupts_no_request_and_is_counted(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert place.run("up", "--detach", "--name", NAME, *SETTINGS)[0] == 0
-    card = registry.find(NAME)
-    config = request_settings.configure(
-        card, ["decode.max_new_tokens=60", "decode.ignore_eos=true"]
-    )
-    undisturbed = generate(config, PROMPTS[0], on=card)
+    running = registry.find(NAME)
+    asked = ["decode.max_new_tokens=60", "decode.ignore_eos=true"]
+    undisturbed = ask_on(running, asked)
     pieces: list[str] = []
 
     def kill(piece: str) -> None:
         pieces.append(piece)
         if len(pieces) == 2:
-            with Membership(card.url, card.namespace) as shared:
+            with Membership(running.url, running.namespace) as shared:
                 (pid,) = shared.alive(["local/2"]).values()
             os.kill(pid, signal.SIGKILL)
 
-    result = generate(config, PROMPTS[0], kill, on=card)
+    result = ask_on(running, asked, kill)
     assert result.token_ids == undisturbed.token_ids
     assert "".join(pieces) == result.text
     until(lambda: status(capsys)[0]["state"] == "ready")
     (told,) = status(capsys)
-    assert (told["faults"], told["epoch"], told["finished"]) == (1, card.epoch + 1, 2)
-    assert told["last_fault"].startswith(f"epoch {card.epoch}: local/")
+    assert (told["faults"], told["epoch"], told["finished"]) == (1, running.epoch + 1, 2)
+    assert told["last_fault"].startswith(f"epoch {running.epoch}: local/")
     assert main(["status"]) == 0
-    assert f"{NAME}: epoch {card.epoch}: local/" in capsys.readouterr().out
-    assert f"{NAME}: epoch {card.epoch} ended: " in place.log(NAME)
+    assert f"{NAME}: epoch {running.epoch}: local/" in capsys.readouterr().out
+    assert f"{NAME}: epoch {running.epoch} ended: " in place.log(NAME)
 
     # The death of the agent is a fault as good as any.
-    with Membership(card.url, card.namespace) as shared:
+    with Membership(running.url, running.namespace) as shared:
         (pid,) = shared.alive(["local/1"]).values()
     os.kill(os.getsid(pid), signal.SIGKILL)
     until(lambda: (now := status(capsys)[0])["faults"] > 1 and now["state"] == "ready")
-    assert status(capsys)[0]["last_fault"].startswith(f"epoch {card.epoch + 1}: local/")
+    assert status(capsys)[0]["last_fault"].startswith(f"epoch {running.epoch + 1}: local/")
     assert main(["down"]) == 0
     assert place.processes() == []
 
@@ -426,16 +438,16 @@ def test_a_killed_cluster_fails_its_request_with_one_sentence_and_frees_its_name
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert place.run("up", "--detach", *SETTINGS)[0] == 0
-    card = registry.find("default")
+    running = registry.find("default")
     pieces: list[str] = []
 
     def kill(piece: str) -> None:
         if not pieces:
-            os.kill(card.owner.pid, signal.SIGKILL)
+            os.kill(running.owner.pid, signal.SIGKILL)
         pieces.append(piece)
 
     with pytest.raises(RankFailed, match=r"'default' on \S+ ended before the request was finished"):
-        generate(request_settings.configure(card, LONG), PROMPTS[0], kill, on=card)
+        ask_on(running, LONG, kill)
     until(lambda: not place.processes())
     assert not list((place.folder / "tmp").iterdir())
     assert (place.folder / "pipespec" / "default.json").exists()
@@ -445,7 +457,7 @@ def test_a_killed_cluster_fails_its_request_with_one_sentence_and_frees_its_name
     assert main(["down"]) == 2
     assert "No cluster is up" in capsys.readouterr().err
     assert place.run("up", "--detach", *SETTINGS)[0] == 0
-    assert registry.find("default").owner.pid != card.owner.pid
+    assert registry.find("default").owner.pid != running.owner.pid
     assert main(["down"]) == 0
     assert place.processes() == []
 

@@ -22,7 +22,9 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from pipespec.cluster import deployment, session
+from pipespec.client.client import Client
+from pipespec.client.own import running
+from pipespec.cluster import deployment
 from pipespec.cluster.session import ClusterSession
 from pipespec.config.compose import compose
 from pipespec.controller.members import Membership
@@ -63,16 +65,16 @@ def settle(cluster: ClusterSession, epoch: int) -> dict[str, Any]:
     raise RankFailed("The ranks ended.")
 
 
-def answer(cluster: ClusterSession, tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def answer(cluster: ClusterSession, client: Client, asked: dict[str, Any]) -> dict[str, Any]:
     config = compose(asked.get("settings", []))
-    prompt = deployment.encode(cluster.plan, tokenizer, asked.get("prompt", PROMPT))
-    request = cluster.submit(
+    prompt = client.served.encode(asked.get("prompt", PROMPT))
+    request = client.submit(
         prompt, config.verify.sampling(0), max_new_tokens=config.decode.max_new_tokens
     )
     tokens: list[int] = []
     events: list[tuple[float, int, int, int]] = []
     before, gap = time.monotonic(), 0.0
-    for event in cluster.events(request):
+    for event in client.events(request):
         now = time.monotonic()
         gap, before = max(gap, now - before), now
         if not isinstance(event, Accepted):
@@ -95,15 +97,15 @@ def answer(cluster: ClusterSession, tokenizer: Any, asked: dict[str, Any]) -> di
 
 def main() -> None:
     plan = deployment.plan(compose(sys.argv[1:]))
-    tokenizer = deployment.load_tokenizers(plan)
-    with session.start(plan, on_log=lambda m, line: tell({"log": m, "line": line})) as cluster:
+    on_log = lambda m, line: tell({"log": m, "line": line})  # noqa: E731
+    with running(plan, on_log=on_log) as (cluster, client):
         tell({"ready": cluster.plan.members})
         for line in sys.stdin:
             asked = json.loads(line)
             if "settle" in asked:
                 tell(settle(cluster, asked["settle"]))
             else:
-                tell(answer(cluster, tokenizer, asked))
+                tell(answer(cluster, client, asked))
 
 
 if __name__ == "__main__":

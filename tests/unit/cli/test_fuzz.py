@@ -22,12 +22,14 @@ from hypothesis import strategies as st
 
 from pipespec.cli import partition
 from pipespec.cli.main import main
-from pipespec.client.registry import Card, Owner
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.served import ServedModel
 from pipespec.config import choices
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint import inspect
+from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.planning.partition import plan_slices
 from pipespec.planning.placement import Figures, problem
 from pipespec.system.outcome import concluded
@@ -284,8 +286,8 @@ def test_any_data_set(lines: list[bytes]) -> None:
         ends_well("bench", "dataset=set.jsonl", NO_DEVICE, NO_MODEL)
 
 
-CARD = asdict(
-    Card(
+ENTRY = asdict(
+    RunningCluster(
         name="lab",
         url="unix:///no/such/socket",
         namespace="pipespec",
@@ -293,10 +295,7 @@ CARD = asdict(
         owner=Owner(pid=1, created=0.0, machine="elsewhere"),
         host="alpha",
         overrides=("feed=level",),
-        target="/no/such/model",
-        vocab_size=512,
-        context=64,
-        eos=(1,),
+        served=ServedModel("/no/such/model", 512, 64, (1,), BackendTokenizer("{}")),
         num_ranks=3,
         started=1.0,
     )
@@ -305,14 +304,14 @@ URLS = ("", "x", "redis://127.0.0.1:1", "redis://[", "redis://h:99999999", "unix
 
 
 @many
-@given(like(CARD), like({"pid": 1, "created": 0.0, "machine": "elsewhere"}), st.sampled_from(URLS))
-@example(json.dumps({**CARD, "context": -1}).encode(), b"", "")
-def test_any_card(card: bytes, lock: bytes, url: str) -> None:
+@given(like(ENTRY), like({"pid": 1, "created": 0.0, "machine": "elsewhere"}), st.sampled_from(URLS))
+@example(json.dumps({**ENTRY, "num_ranks": -1}).encode(), b"", "")
+def test_any_registry(entry: bytes, lock: bytes, url: str) -> None:
     with place() as folder:
         (folder / "pipespec").mkdir()
-        (folder / "pipespec" / "lab.json").write_bytes(card)
+        (folder / "pipespec" / "lab.json").write_bytes(entry)
         (folder / "pipespec" / "lab.lock").write_bytes(lock)
-        (folder / "pipespec" / "other.json").write_text(json.dumps({**CARD, "url": url}))
+        (folder / "pipespec" / "other.json").write_text(json.dumps({**ENTRY, "url": url}))
         ends_well("status")
         ends_well("status", "--json")
         ends_well("down", "lab")

@@ -11,7 +11,7 @@ from pipespec.cli import bench, doctor, status
 from pipespec.cli.generate import print_statistics
 from pipespec.cli.main import main
 from pipespec.cli.terminal import show
-from pipespec.client.bench import BenchResult, RequestResult
+from pipespec.client.figures import BenchResult, RequestResult
 from pipespec.client.generate import Result
 from pipespec.survey.check import QUANTIZE, table
 from pipespec.survey.doctor import Report

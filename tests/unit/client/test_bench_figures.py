@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipespec.client import answers
-from pipespec.client.bench import BenchResult, RequestResult
+from pipespec.client.figures import BenchResult, RequestResult
+from pipespec.client.served import ServedModel
+from pipespec.cluster import deployment
 from pipespec.config.compose import compose
+from pipespec.core import Sampling
 
 LABELS = {"emulated": False, "synthetic": False, "lossy": False, "seed": None}
 
@@ -124,12 +128,16 @@ def reports() -> list[dict[str, Any]]:
     return [head, {"rank": 1} | stage]
 
 
+def served(*settings: str) -> ServedModel:
+    return ServedModel.of(deployment.plan(compose(settings)))
+
+
 def test_times_are_divided_by_the_scale_of_what_is_emulated_and_shares_are_not() -> None:
-    plain = answers.statistics(compose(), 0, reports())
+    plain = answers.statistics(served(), 0, reports())
     paced = answers.statistics(
-        compose(["pace=fixed", "pace.stage_ms=1", "pace.scale=4"]), 0, reports()
+        served("pace=fixed", "pace.stage_ms=1", "pace.scale=4"), 0, reports()
     )
-    linked = answers.statistics(compose(["link.latency_ms=1", "pace.scale=4"]), 0, reports())
+    linked = answers.statistics(served("link.latency_ms=1", "pace.scale=4"), 0, reports())
     assert paced == linked
     assert (plain["ttft_ms"], paced["ttft_ms"]) == (10, 2.5)
     assert (plain["tbt_ms"]["mean"], paced["tbt_ms"]["mean"]) == (15, 3.75)
@@ -141,6 +149,14 @@ def test_times_are_divided_by_the_scale_of_what_is_emulated_and_shares_are_not()
 
 
 def test_a_scale_of_nothing_emulated_changes_no_time() -> None:
-    config = compose(["pace.scale=4"])
-    assert answers.statistics(config, 0, reports()) == answers.statistics(compose(), 0, reports())
-    assert answers.labels(config, config.verify.sampling(0))["emulated"] is False
+    scaled = served("pace.scale=4")
+    assert answers.statistics(scaled, 0, reports()) == answers.statistics(served(), 0, reports())
+    assert answers.labels(scaled, Sampling())["emulated"] is False
+
+
+def test_guesses_made_from_the_answer_are_labelled(tmp_path: Path) -> None:
+    truth = tmp_path / "truth.jsonl"
+    truth.write_text("[1, 2]\n")
+    told = answers.labels(served("source=synthetic", f"source.truth={truth}"), Sampling())
+    assert told["synthetic"] and not told["emulated"]
+    assert not answers.labels(served(), Sampling())["synthetic"]

@@ -1,4 +1,4 @@
-"""Names of clusters: who holds them, what a card tells, and what a killed process leaves."""
+"""Names of clusters: who holds them, what an entry tells, and what a killed process leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ import pytest
 from pipespec.cli.main import main
 from pipespec.cli.status import duration, report
 from pipespec.client import registry
-from pipespec.client.registry import Card, Owner, claim, entries, entry, find, held, publish
+from pipespec.client.registry import (
+    Owner,
+    RunningCluster,
+    claim,
+    entries,
+    entry,
+    find,
+    held,
+    publish,
+)
+from pipespec.client.served import ServedModel
+from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.errors import ConfigError
 
 URL = "unix:///tmp/redis.sock?password=secret"
@@ -31,8 +42,8 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "pipespec"
 
 
-def card(name: str = "lab", owner: Owner | None = None) -> Card:
-    return Card(
+def running(name: str = "lab", owner: Owner | None = None) -> RunningCluster:
+    return RunningCluster(
         name=name,
         url=URL,
         namespace="pipespec",
@@ -40,10 +51,7 @@ def card(name: str = "lab", owner: Owner | None = None) -> Card:
         owner=owner or Owner.this(),
         host="alpha",
         overrides=("cluster.stages=2",),
-        target="/models/target",
-        vocab_size=512,
-        context=64,
-        eos=(1, 2),
+        served=ServedModel("/models/target", 512, 64, (1, 2), BackendTokenizer("{}")),
         num_ranks=3,
         started=100.0,
     )
@@ -58,21 +66,21 @@ def in_another_process(name: str, body: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_card_is_told_as_it_was_published_and_goes_with_the_name(state: Path) -> None:
+def test_an_entry_is_told_as_it_was_published_and_goes_with_the_name(state: Path) -> None:
     with claim("lab"):
         assert held("lab") == registry.Entry("lab", Owner.this(), None)
         with pytest.raises(ConfigError, match="still loading"):
             find("lab")
-        publish(card())
-        assert find("lab") == card()
+        publish(running())
+        assert find("lab") == running()
         assert [each.name for each in entries()] == ["lab"]
     assert entries() == []
     assert list(state.iterdir()) == []
 
 
-def test_a_card_is_for_this_user_alone_and_never_shows_its_url(state: Path) -> None:
+def test_an_entry_is_for_this_user_alone_and_never_shows_its_url(state: Path) -> None:
     with claim("lab"):
-        file = publish(card())
+        file = publish(running())
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         assert stat.S_IMODE(state.stat().st_mode) == 0o700
         assert "secret" not in repr(find("lab"))
@@ -99,7 +107,7 @@ def test_what_a_killed_process_left_counts_for_nothing_and_is_replaced(state: Pa
     killed = in_another_process("lab", "print('held', flush=True); sys.stdin.read()")
     assert killed.stdout is not None
     killed.stdout.readline()
-    left = publish(card(owner=entry("lab").owner))
+    left = publish(running(owner=entry("lab").owner))
     assert find("lab").owner.pid == killed.pid
     killed.kill()
     killed.wait()
@@ -125,9 +133,9 @@ def test_another_process_with_the_same_number_is_not_the_owner() -> None:
     assert replace(Owner.this(), created=Owner.this().created - 3600).gone
 
 
-def test_a_card_from_another_machine_is_taken_at_its_word(state: Path) -> None:
+def test_an_entry_from_another_machine_is_taken_at_its_word(state: Path) -> None:
     state.mkdir()
-    publish(card(owner=ELSEWHERE))
+    publish(running(owner=ELSEWHERE))
     assert find("lab").host == "alpha"
     assert not find("lab").owner.here
     assert not find("lab").owner.gone
@@ -159,9 +167,13 @@ def test_a_name_that_is_no_file_name_is_refused(name: str) -> None:
 
 
 def wrong(**changes: object) -> str:
-    """A card's text with entries of other values."""
-    told = {**asdict(card()), **changes}
+    """An entry's text with other values."""
+    told = {**asdict(running()), **changes}
     return json.dumps({name: value for name, value in told.items() if value is not ...})
+
+
+def wrong_model(**changes: object) -> str:
+    return wrong(served={**asdict(running().served), **changes})
 
 
 @pytest.mark.parametrize(
@@ -172,9 +184,10 @@ def wrong(**changes: object) -> str:
         ("[]", "it must be a JSON object of name, url"),
         ('{"name": "lab"}', "it must be a JSON object of name, url"),
         ("\udcff", "it is not UTF-8 text at byte 0"),
-        (wrong(eos=3), "eos is 3, but must be a list"),
-        (wrong(eos=["1"]), r"eos\[0\] is '1', but must be a whole number"),
-        (wrong(eos=[10**4000]) + "0", "it is not JSON"),
+        (wrong_model(eos=3), r"served\.eos is 3, but must be a list"),
+        (wrong_model(eos=["1"]), r"served\.eos\[0\] is '1', but must be a whole number"),
+        (wrong_model(eos=[10**4000]) + "0", "it is not JSON"),
+        (wrong_model(backend={}), "served.backend must be"),
         (wrong(owner="x"), "owner is 'x', but must be an object"),
         (wrong(owner={"pid": True, "created": 1, "machine": ""}), "owner.pid is True"),
         (wrong(owner={"pid": 1}), "owner must be a JSON object of pid, created, machine"),
@@ -185,7 +198,7 @@ def wrong(**changes: object) -> str:
         (wrong(overrides=...), "it must be a JSON object of name, url"),
     ],
 )
-def test_one_card_that_is_none_is_named_and_the_others_are_told(
+def test_one_entry_that_is_none_is_named_and_the_others_are_told(
     text: str, why: str, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state.mkdir()
@@ -208,7 +221,7 @@ def test_one_card_that_is_none_is_named_and_the_others_are_told(
         assert "bad.json' cannot be read" in capsys.readouterr().err
 
 
-def test_a_card_never_tells_its_password(state: Path) -> None:
+def test_an_entry_never_tells_its_password(state: Path) -> None:
     state.mkdir()
     (state / "bad.json").write_text(wrong(url=["secret"]))
     with pytest.raises(ConfigError, match="url must be a text") as refused:
@@ -217,7 +230,7 @@ def test_a_card_never_tells_its_password(state: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_a_card_that_is_no_file_is_not_waited_for(kind: str, state: Path) -> None:
+def test_an_entry_that_is_no_file_is_not_waited_for(kind: str, state: Path) -> None:
     state.mkdir()
     (os.mkdir if kind == "folder" else os.mkfifo)(state / "bad.lock")
     with pytest.raises(ConfigError, match=r"bad\.lock' cannot be read"):
@@ -280,7 +293,7 @@ def test_a_name_that_no_file_can_have_is_refused(
 def test_the_longest_name_leaves_room_for_every_ending(state: Path) -> None:
     name = "n" * registry.LONGEST_NAME
     with claim(name):
-        publish(card(name))
+        publish(running(name))
         assert find(name).name == name
         (state / f"{name}.log.4194304").touch()
         (state / f"{name}.invitation").touch()
@@ -304,7 +317,7 @@ def test_without_xdg_the_state_lies_in_the_home_folder(
 
 
 def test_a_silent_cluster_is_reported_with_the_reason_and_without_its_password() -> None:
-    silent = replace(card(), url="redis://:secret@127.0.0.1:1")
+    silent = replace(running(), url="redis://:secret@127.0.0.1:1")
     told = report(registry.Entry("lab", silent.owner, silent), now=160.0)
     assert (told["state"], told["up_s"]) == ("no answer", 60.0)
     assert "127.0.0.1:1 refused" in told["problem"]

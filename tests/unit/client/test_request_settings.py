@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 
 from pipespec.cli.up import default_name, parse_settings
-from pipespec.client.registry import Card, Owner
-from pipespec.client.settings import configure
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.served import ServedModel
+from pipespec.client.settings import RequestSettings
+from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.errors import ConfigError
 from pipespec.system.reading import Unreadable
 from pipespec.system.resources import resource_dir
 
 
-def card(*overrides: str) -> Card:
-    return Card(
+def running(*overrides: str) -> RunningCluster:
+    return RunningCluster(
         name="lab",
         url="",
         namespace="pipespec",
@@ -21,26 +23,24 @@ def card(*overrides: str) -> Card:
         owner=Owner.this(),
         host="alpha",
         overrides=overrides,
-        target=str(resource_dir("demo") / "target"),
-        vocab_size=512,
-        context=64,
-        eos=(),
+        served=ServedModel(
+            str(resource_dir("demo") / "target"), 512, 64, (), BackendTokenizer("{}")
+        ),
         num_ranks=5,
         started=0.0,
     )
 
 
 def test_a_request_has_the_clusters_defaults_and_its_own_settings_on_top() -> None:
-    lab = card("decode.max_new_tokens=7", "verify=sample", "verify.temperature=0.5", "feed=root")
-    config = configure(lab, [])
+    lab = running("decode.max_new_tokens=7", "verify=sample", "verify.temperature=0.5", "feed=root")
+    config = RequestSettings.on(lab, [])
     assert config.decode.max_new_tokens == 7
     assert config.verify.sampling(3).temperature == 0.5
-    config = configure(lab, ["decode.max_new_tokens=9", "verify.temperature=0.25"])
+    config = RequestSettings.on(lab, ["decode.max_new_tokens=9", "verify.temperature=0.25"])
     assert config.decode.max_new_tokens == 9
     assert config.verify.sampling(3).temperature == 0.25
     # The cluster's temperature would not go with greedy.
-    assert configure(lab, ["verify=greedy"]).verify.sampling(3).temperature == 0
-    assert configure(lab, []).model.target == lab.target
+    assert RequestSettings.on(lab, ["verify=greedy"]).verify.sampling(3).temperature == 0
 
 
 @pytest.mark.parametrize(
@@ -57,23 +57,9 @@ def test_a_request_has_the_clusters_defaults_and_its_own_settings_on_top() -> No
 )
 def test_what_was_settled_at_the_start_is_refused_by_name(setting: str) -> None:
     with pytest.raises(ConfigError, match="was settled when the cluster 'lab' started") as raised:
-        configure(card(), [setting])
+        RequestSettings.on(running(), [setting])
     assert setting.partition("=")[0] in str(raised.value)
     assert "secret" not in str(raised.value)
-
-
-def test_a_request_keeps_what_its_figures_must_be_labelled_with(tmp_path) -> None:
-    truth = tmp_path / "truth.jsonl"
-    truth.write_text("[1, 2]\n")
-    plain = configure(card("source=draft_model", "model.draft=/no/such/folder"), [])
-    assert not plain.source.synthetic
-    assert not plain.source.needs_draft
-    assert not plain.pace
-    labelled = configure(
-        card("source=synthetic", f"source.truth={truth}", "pace=fixed", "pace.stage_ms=20"), []
-    )
-    assert labelled.source.synthetic
-    assert labelled.pace
 
 
 def test_settings_come_by_the_line_or_as_a_list() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 
 from pipespec.cluster import deployment
 from pipespec.config.compose import compose
-from pipespec.errors import ConfigError, ModelError
+from pipespec.errors import ConfigError
 from pipespec.system.resources import resource_dir
 
 DEMO = resource_dir("demo")
@@ -65,52 +63,3 @@ def test_more_children_than_tokens_are_refused() -> None:
     assert planned(f"feed.children={tokens}").config.feed.children == tokens
     with pytest.raises(ConfigError, match=rf"feed\.children is {tokens + 1}, .*{tokens} tokens"):
         planned(f"feed.children={tokens + 1}")
-
-
-# --- tokenizers -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(DEMO / "target", tmp_path / "model"))
-
-
-def refusal(model: Path) -> str:
-    plan = planned(f"model.target={model}", "source=ngram")
-    with pytest.raises(ModelError) as caught:
-        deployment.load_tokenizers(plan)
-    message = str(caught.value)
-    assert str(model) in message and "\n" not in message
-    return message
-
-
-@pytest.mark.parametrize("keep", [(), ("tokenizer_config.json",)])
-def test_a_folder_without_tokenizer_names_what_is_missing(
-    model: Path, keep: tuple[str, ...]
-) -> None:
-    for name in {"tokenizer.json", "tokenizer_config.json"} - set(keep):
-        (model / name).unlink()
-    assert "holds no tokenizer: tokenizer.json, or" in refusal(model)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\xff\xfe\x00", b"{}", b"[]", b"null", b'{"added_tokens": []}', b'{"version": "9.9"}'],
-)
-def test_a_tokenizer_that_is_none(model: Path, content: bytes) -> None:
-    (model / "tokenizer.json").write_bytes(content)
-    assert "cannot be used" in refusal(model)
-
-
-def test_a_tokenizer_cut_short(model: Path) -> None:
-    text = (model / "tokenizer.json").read_bytes()
-    (model / "tokenizer.json").write_bytes(text[: len(text) // 2])
-    assert "cannot be used" in refusal(model)
-
-
-def test_a_tokenizer_without_tokens(model: Path) -> None:
-    content = json.loads((model / "tokenizer.json").read_text())
-    content["model"] |= {"vocab": {}, "merges": []}
-    content["added_tokens"] = []
-    (model / "tokenizer.json").write_text(json.dumps(content))
-    assert "it has no tokens" in refusal(model)

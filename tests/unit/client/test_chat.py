@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.client.served import ServedModel
 from pipespec.cluster import deployment
 from pipespec.config.compose import compose
 from pipespec.errors import ModelError
@@ -26,9 +27,8 @@ def encoded(target: Path, template: str, prompt: str = "Hello") -> str:
     settings["chat_template"] = template
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
     config = compose([f"model.target={target}", "source=ngram", "decode.chat=true"])
-    plan = deployment.plan(config)
-    tokenizer = deployment.load_tokenizers(plan)
-    return tokenizer.decode(deployment.encode(plan, tokenizer, prompt))
+    served = ServedModel.of(deployment.plan(config))
+    return served.tokenizer.decode(served.encode(prompt, chat=True))
 
 
 def test_a_template_wraps_the_prompt(target: Path) -> None:

@@ -1,0 +1,27 @@
+"""Which combinations of settings the suite tries, and which only `--long`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def some_of(*factors: Iterable[Any]) -> list[Any]:
+    """Every combination of one value from each, for `parametrize`; every second one is `long`.
+
+    Of two factors, each value remains beside half of the other's; of three and more, every
+    pair of values of any two remains.
+    """
+    chosen = []
+    for places in product(*(enumerate(values) for values in factors)):
+        marks = [pytest.mark.long] if sum(index for index, _ in places) % 2 else []
+        values = [value for _, value in places]
+        chosen.append(pytest.param(*values, marks=marks, id="-".join(map(_name, values))))
+    return chosen
+
+
+def _name(value: Any) -> str:
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
