@@ -8,16 +8,16 @@ own work per step, beside the budget that the design sets for it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict
 
 import numpy as np
 
-from benchmarks.report import Row, publish
+from benchmarks import experiment
+from benchmarks.experiment import Row
 from pipespec.core import Verdict
 from pipespec.engine.kv import SlotPool
 from pipespec.engine.lineage import Lineage
@@ -95,22 +95,16 @@ def stage(repeats: int, context: int, width: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    rows = [
-        Row(
-            f"head: prune + feed, w={WIDTH}, {CHILDREN} children, {LIVE} nodes",
-            head(args.repeats),
-            0.3,
-        )
-    ]
+    options = experiment.parse(parser, repeats=20)
+    name = f"head: prune + feed, w={WIDTH}, {CHILDREN} children, {LIVE} nodes"
+    rows = [Row(name, head(options.repeats), budget=0.3)]
     for context in (128, 8192, 32768):
         for width in (16, 64):
             name = f"stage: apply a verdict, width {width}, context {context}"
-            rows.append(Row(name, stage(args.repeats, context, width), 0.1))
-    publish("Runtime budgets", rows, unit="ms", path=args.json)
+            rows.append(Row(name, stage(options.repeats, context, width), budget=0.1))
+    experiment.publish(options, "Runtime budgets, ms", [asdict(row) for row in rows], unit="ms")
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import emulated
+from benchmarks import emulated, experiment, plot
 from benchmarks.faults import (
     BOX_KINDS,
     KINDS,
@@ -46,7 +47,6 @@ from benchmarks.faults import (
     short,
     table,
 )
-from benchmarks.report import publish_table
 from benchmarks.victim import Broken, Victim, agent_of, hosts_file, signalled
 from pipespec.client.dataset import load
 from tools.rig import testbed
@@ -212,6 +212,7 @@ def publish(options: argparse.Namespace, ran: Ran) -> None:
     place = "one machine"
     if ran.rtt_ms is not None:
         place = f"{options.boxes} boxes, {GBIT:g} Gbit/s, bare round trip {ran.rtt_ms:.2f} ms"
+    note = NOTE.format(cores=os.cpu_count())
     title = (
         f"{len(ran.struck)} faults: {options.stages} stages, {options.sync}, {place}, "
         f"{options.tokens} tokens, seed {options.seed}"
@@ -226,11 +227,12 @@ def publish(options: argparse.Namespace, ran: Ran) -> None:
         "sockets_left": len(ran.left["sockets"]),
         "files_left": len(ran.left["files"]),
     }
-    publish_table(
+    experiment.publish(
+        options,
         title,
         rows,
-        path=options.json,
-        note=NOTE.format(cores=os.cpu_count()),
+        draw=partial(draw, title, note, ran, rows),
+        note=note,
         **counts,
         broken=ran.broken,
         seconds=ran.took_s,
@@ -243,13 +245,9 @@ def publish(options: argparse.Namespace, ran: Ran) -> None:
     )
     print("  ".join(f"{name.replace('_', ' ')}: {count}" for name, count in counts.items()))
     print(f"Held by the cluster before and after: {ran.before}, {ran.after}.")
-    if options.plot and ran.struck:
-        draw(title, ran, rows, options.plot)
 
 
-def draw(title: str, ran: Ran, rows: list[dict[str, Any]], path: Path) -> None:
-    from benchmarks import plot
-
+def draw(title: str, note: str, ran: Ran, rows: list[dict[str, Any]], path: Path) -> None:
     points: dict[str, list[tuple[float, float]]] = {}
     for number, (fault, result) in enumerate(zip(ran.faults, ran.struck, strict=False), 1):
         if result.recovery_s is not None:
@@ -258,7 +256,6 @@ def draw(title: str, ran: Ran, rows: list[dict[str, Any]], path: Path) -> None:
         return
     kinds = [kind for kind in KINDS if kind in points]
     colours = dict(zip(KINDS, plot.COLOURS, strict=False))
-    note = NOTE.format(cores=os.cpu_count())
     with plot.figure(path, title, columns=2, size=(8.4, 3.6), note=note) as (left, right):
         plot.dots(
             left,
@@ -274,8 +271,7 @@ def draw(title: str, ran: Ran, rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    emulated.add_output(parser)
+    parser = experiment.parser(__doc__, plot=True)
     parser.add_argument("--faults", type=int, default=40, help="(40)")
     parser.add_argument("--seed", type=int, default=1, help="of all that is drawn (1)")
     parser.add_argument("--stages", type=int, default=4, help="(4)")
@@ -283,11 +279,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=6, help="(6)")
     parser.add_argument("--sync", choices=("lockstep", "free"), default="lockstep")
     parser.add_argument("--boxes", type=int, default=0, help="of a test bed; needs root (none)")
-    parser.add_argument("--kinds", type=emulated.names, help=f"of {','.join(KINDS)} (all)")
+    parser.add_argument("--kinds", type=experiment.names, help=f"of {','.join(KINDS)} (all)")
     parser.add_argument("--patience", type=float, default=180.0, help="s for an answer (180)")
-    options = parser.parse_args()
-    if options.quick:
-        options.faults, options.num_prompts, options.tokens = 4, 2, 48
+    options = experiment.parse(parser, faults=4, num_prompts=2, tokens=48)
     options.kinds = options.kinds or (KINDS if options.boxes else LOCAL_KINDS)
     for kind in options.kinds:
         if kind not in KINDS:

@@ -12,15 +12,15 @@ the network too).
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import re
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import asdict
 
-from benchmarks.report import Row, publish
+from benchmarks import experiment
+from benchmarks.experiment import Row
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import Pipe, check_server
 from pipespec.controller.graph import Graph, Layout, compute, prune, step_graph, transfer
@@ -135,19 +135,18 @@ def measure_work(url: str, stages: int, steps: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment.parser(__doc__)
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    options = parser.parse_args()
+    options = experiment.parse(parser, steps=200)
     with EmbeddedRedis() as server:
         title = (
             f"Controller: {options.stages} stages, {options.steps} steps, "
-            f"Redis {check_server(server.url)}"
+            f"Redis {check_server(server.url)}, µs"
         )
         rows = measure_hop(server.url, rounds=max(1, options.steps // ROUND))
         rows += measure_work(server.url, options.stages, options.steps)
-    publish(title, rows, unit="µs", path=options.json)
+    experiment.publish(options, title, [asdict(row) for row in rows], unit="µs")
 
 
 if __name__ == "__main__":

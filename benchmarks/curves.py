@@ -9,17 +9,16 @@ rank of every token of the answer is counted. Measured, on any machine the same.
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 
-from benchmarks import emulated
+from benchmarks import comparison, emulated, experiment, plot
+from benchmarks.comparison import ALL
 from benchmarks.pair import RANKS, Guess, Pair
-from benchmarks.report import publish_table
-from pipespec.client.bench import bench
-from pipespec.config.compose import compose
 from pipespec.head.source.synthetic import Accuracy
 
 SHOWN = (1, 2, 4, 8, 16)
-ALL = "all"
 
 
 def curve(guess: Guess) -> list[tuple[int, float]]:
@@ -27,29 +26,40 @@ def curve(guess: Guess) -> list[tuple[int, float]]:
     return [*Accuracy.parse(guess.curve, guess.spread).curve.items()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    emulated.add_output(parser)
-    emulated.add_prompts(parser, prompts=48, tokens=64, prompt_tokens=128)
-    options = parser.parse_args()
-    if options.quick:
-        options.num_prompts, options.tokens = 8, 32
+def draw(title: str, curves: Mapping[str, list[tuple[int, float]]], path: Path) -> None:
+    series = {emulated.short(name): points for name, points in curves.items()}
+    sets = [name for name in series if name != ALL]
+    with plot.figure(path, title, size=(6.0, 3.8)) as (axes,):
+        plot.lines(
+            axes,
+            series,
+            colours=dict(zip(sets, plot.COLOURS, strict=False)),
+            xlabel="k",
+            ylabel="target's token among the draft's k best",
+            dashed=[ALL],
+        )
+        axes.set_xticks(range(1, RANKS + 1))
+        axes.set_ylim(0, 1)
 
-    overrides = [
-        "cluster.stages=1",
-        "cluster.devices=[cpu]",
-        "feed=root",
-        "source=ngram",
-        *emulated.answer(options),
-    ]
-    config = compose(overrides)
-    done = bench(config, emulated.samples(options), prompt_tokens=options.prompt_tokens)
-    sets = list(dict.fromkeys(request.benchmark for request in done.requests))
+
+def main() -> None:
+    parser = experiment.parser(__doc__, plot=True)
+    emulated.add_prompts(parser, prompts=48, tokens=64, prompt_tokens=128)
+    options = experiment.parse(parser, num_prompts=8, tokens=32)
+
+    plain = ["cluster.stages=1", "cluster.devices=[cpu]", "feed=root", "source=ngram"]
+    ran = comparison.run(
+        "the target's answers",
+        [*plain, *emulated.answer(options.tokens)],
+        emulated.samples(options),
+        prompt_tokens=options.prompt_tokens,
+    )
+    sets = list(dict.fromkeys(request.benchmark for request in ran.requests))
     pair = Pair()
     guesses: dict[str, Guess] = {}
     tokens: dict[str, int] = {}
     for name in [*sets, ALL]:
-        mine = [request for request in done.requests if name in (request.benchmark, ALL)]
+        mine = [request for request in ran.requests if name in (request.benchmark, ALL)]
         tokens[name] = sum(len(request.token_ids) for request in mine)
         guesses[name] = pair.accuracy([r.prompt_ids for r in mine], [r.token_ids for r in mine])
     rows = []
@@ -61,31 +71,19 @@ def main() -> None:
             | {"confidence": guess.confidence, "spread": guess.spread}
         )
     title = (
-        f"Draft accuracy of the demo pair, {len(done.requests)} prompts × {options.tokens} greedy "
+        f"Draft accuracy of the demo pair, {len(ran.requests)} prompts × {options.tokens} greedy "
         "tokens"
     )
-    publish_table(
+    curves = {name: curve(guess) for name, guess in guesses.items()}
+    experiment.publish(
+        options,
         title,
         rows,
-        path=options.json,
-        curves={name: curve(guess) for name, guess in guesses.items()},
-        overrides=overrides,
-        settings=emulated.settings(config),
+        draw=partial(draw, title, curves),
+        curves=curves,
+        overrides=ran.given,
+        settings=ran.settings,
     )
-    if options.plot:
-        from benchmarks import plot
-
-        with plot.figure(options.plot, title, size=(6.0, 3.8)) as (axes,):
-            plot.lines(
-                axes,
-                {emulated.short(name): curve(guess) for name, guess in guesses.items()},
-                colours=dict(zip(map(emulated.short, sets), plot.COLOURS, strict=False)),
-                xlabel="k",
-                ylabel="target's token among the draft's k best",
-                dashed=[ALL],
-            )
-            axes.set_xticks(range(1, RANKS + 1))
-            axes.set_ylim(0, 1)
 
 
 if __name__ == "__main__":

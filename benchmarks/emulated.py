@@ -1,43 +1,25 @@
-"""What the emulated benchmarks share: methods, options, settings for a stored result.
+"""Options that several benchmarks share, and the overrides they stand for.
 
+A run is said in four parts: the machine that is emulated, who guesses, how it decodes, and what.
 Ranks are real processes; a pace holds each stage and each draft round to a stated time, so that
-two cores can show what the runtime does on a machine per rank. All times are EMULATED.
+two cores can show what the runtime does on a machine per rank. All such times are EMULATED.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.progress import Progress
-
-from benchmarks.report import ROOT
-from pipespec.client.bench import BenchResult, RequestResult, bench, record_truth
+from benchmarks.experiment import names
+from pipespec.client.bench import record_truth
 from pipespec.client.dataset import Sample, load
-from pipespec.config.compose import compose
-from pipespec.config.schema import Config
 
 METHODS = ("root", "static_tree", "level", "best_first")
 DATA = Path(__file__).parent / "data"
 
 
-def numbers(text: str) -> list[int]:
-    """An option such as 1,2,4."""
-    return [int(part) for part in text.split(",")]
-
-
-def names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Options that every figure has."""
-    parser.add_argument("--quick", action="store_true", help="a small run that shows the shape")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
-    parser.add_argument("--plot", type=Path, help="draw it: this path with .png and .svg")
+# --- the machine --------------------------------------------------------------------------------
 
 
 def add_cluster(parser: argparse.ArgumentParser, *, pace: str, stages: int = 8) -> None:
@@ -66,6 +48,9 @@ def cluster(options: argparse.Namespace) -> list[str]:
     return settings
 
 
+# --- who guesses --------------------------------------------------------------------------------
+
+
 def add_draft(parser: argparse.ArgumentParser) -> None:
     """Options that say who guesses."""
     parser.add_argument(
@@ -78,23 +63,65 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
 
 def draft(options: argparse.Namespace, truth: Path | None) -> list[str]:
     """The overrides of `add_draft`'s options; a synthetic draft needs the recorded `truth`."""
-    if options.source == "demo":
-        return ["source=draft_model", f"source.rounds={options.rounds}"]
-    assert truth is not None
+    source = ["source=draft_model"]
+    if options.source == "synthetic":
+        assert truth is not None
+        source = synthetic(truth, options.curve, options.spread)
+    return [*source, f"source.rounds={options.rounds}"]
+
+
+def synthetic(truth: Path, curve: str, spread: float) -> list[str]:
+    """The overrides of a draft that knows the `truth` and errs as its curve says."""
     return [
         "source=synthetic",
         f"source.truth={truth}",
-        f"source.curve=[{options.curve}]",
-        f"source.spread={options.spread}",
-        f"source.rounds={options.rounds}",
+        f"source.curve=[{curve}]",
+        f"source.spread={spread}",
     ]
 
 
-def method(name: str, width: int, children: int) -> list[str]:
-    """The overrides of a decoding method; `root` and `static_tree` have sizes of their own."""
-    sized = name not in ("root", "static_tree")
-    size = [f"feed.width={width}", f"feed.children={children}"] if sized else []
-    return [f"feed={name}", *size]
+def record(options: argparse.Namespace, folder: Path, prompts: Sequence[Sample]) -> Path | None:
+    """What the target says after the prompts, if the draft of `add_draft` must know it."""
+    if options.source == "demo":
+        return None
+    file = folder / "truth.jsonl"
+    record_truth(prompts, file, *answer(options.tokens), prompt_tokens=options.prompt_tokens)
+    return file
+
+
+# --- how it decodes -----------------------------------------------------------------------------
+
+
+def add_size(parser: argparse.ArgumentParser, *, width: int = 64) -> None:
+    """Options that say how much is guessed."""
+    parser.add_argument("--width", type=int, default=width, help=f"({width})")
+    parser.add_argument("--children", type=int, default=16, help="(16)")
+
+
+def add_methods(
+    parser: argparse.ArgumentParser, methods: Sequence[str] = METHODS, *, width: int = 64
+) -> None:
+    """Options that say which methods are compared, root first."""
+    parser.add_argument("--methods", type=_methods, default=methods, help=f"({','.join(methods)})")
+    add_size(parser, width=width)
+
+
+def _methods(text: str) -> list[str]:
+    methods = names(text)
+    if methods[0] != "root":
+        raise argparse.ArgumentTypeError("must begin with root, with which others are compared.")
+    return methods
+
+
+def method(name: str, options: argparse.Namespace) -> list[str]:
+    """The overrides of a decoding method, in the size of `add_size`'s options; `root` and
+    `static_tree` have sizes of their own."""
+    if name in ("root", "static_tree"):
+        return [f"feed={name}"]
+    return [f"feed={name}", f"feed.width={options.width}", f"feed.children={options.children}"]
+
+
+# --- what is decoded ----------------------------------------------------------------------------
 
 
 def add_prompts(
@@ -114,136 +141,32 @@ def samples(options: argparse.Namespace) -> list[Sample]:
     return load(options.dataset, options.num_prompts)
 
 
-def answer(options: argparse.Namespace) -> list[str]:
-    """The overrides of `add_prompts`' options: equally long answers, whatever they say."""
-    return [f"decode.max_new_tokens={options.tokens}", "decode.ignore_eos=true"]
+def answer(tokens: int) -> list[str]:
+    """The overrides of equally long answers, whatever they say."""
+    return [f"decode.max_new_tokens={tokens}", "decode.ignore_eos=true"]
+
+
+# --- titles -------------------------------------------------------------------------------------
+
+
+def tags(options: argparse.Namespace) -> str:
+    """What a title must say about how its times came about.
+
+    A benchmark without `add_cluster`'s options emulates a machine of its own.
+    """
+    words = []
+    if not hasattr(options, "pace"):
+        words.append("EMULATED")
+    elif options.pace != "none" or options.link != "none":
+        given = [name for name in (options.pace, options.link) if name != "none"]
+        given += [f"{options.scale:g} times slower"] if options.scale != 1 else []
+        given += [options.sync] if options.sync != "lockstep" else []
+        words.append(f"EMULATED ({', '.join(given)})")
+    if options.source == "synthetic":
+        words.append(f"SYNTHETIC draft ({options.curve})")
+    return ", ".join(words) or "Measured"
 
 
 def short(benchmark: str) -> str:
     """A data set's name without what stands in brackets."""
     return benchmark.partition(" (")[0]
-
-
-def tags(options: argparse.Namespace) -> str:
-    """What a title must say about how its times came about."""
-    words = []
-    if options.pace != "none" or options.link != "none":
-        given = [name for name in (options.pace, options.link) if name != "none"]
-        given += [f"{options.scale:g} times slower"] if options.scale != 1 else []
-        given += [options.sync] if options.sync != "lockstep" else []
-        words.append(f"EMULATED ({', '.join(given)})")
-    if getattr(options, "source", "demo") == "synthetic":
-        words.append(f"SYNTHETIC draft ({options.curve})")
-    return ", ".join(words) or "Measured"
-
-
-@dataclass(frozen=True)
-class Ran:
-    """One cluster's work, and the settings that repeat it."""
-
-    result: BenchResult
-    given: list[str]
-    settings: dict[str, Any]
-
-    @property
-    def requests(self) -> list[RequestResult]:
-        return self.result.requests
-
-    def differing(self, other: Ran) -> int:
-        """How many requests of this run have other tokens than the same ones of `other`, as far
-        as both go."""
-        theirs = {request.id: request.token_ids for request in other.requests}
-        return sum(
-            any(a != b for a, b in zip(request.token_ids, theirs[request.id], strict=False))
-            for request in self.requests
-        )
-
-
-def run(
-    name: str,
-    given: Sequence[str],
-    prompts: Sequence[Sample],
-    *,
-    prompt_tokens: int | None = None,
-    temporary: Sequence[Path] = (),
-) -> Ran:
-    """Decode the prompts on a cluster of their own, behind a bar called `name`."""
-    config = compose(given)
-    with Progress(transient=True) as shown:
-        task = shown.add_task(name)
-        result = bench(
-            config,
-            prompts,
-            prompt_tokens=prompt_tokens,
-            on_done=lambda done, of: shown.update(task, completed=done, total=of),
-        )
-    return Ran(result, overrides(given, *temporary), settings(config, *temporary))
-
-
-def record(options: argparse.Namespace, folder: Path, prompts: Sequence[Sample]) -> Path | None:
-    """What the target says after the prompts, if the draft of `add_draft` must know it."""
-    if options.source == "demo":
-        return None
-    file = folder / "truth.jsonl"
-    record_truth(prompts, file, *answer(options), prompt_tokens=options.prompt_tokens)
-    return file
-
-
-def tbt_ms(request: RequestResult) -> float:
-    """Mean milliseconds between the tokens of a request."""
-    return (request.token_ms[-1] - request.token_ms[0]) / (len(request.token_ms) - 1)
-
-
-def per_request(label: Mapping[str, Any], ran: Ran) -> list[dict[str, Any]]:
-    """What is stored of every request, `label` first."""
-    return [
-        {
-            **label,
-            "id": request.id,
-            "benchmark": request.benchmark,
-            "prompt_tokens": len(request.prompt_ids),
-            "tokens": len(request.token_ids),
-            "ttft_ms": request.ttft_ms,
-            "tbt_ms": tbt_ms(request),
-            "hit_rate": request.stats["hit_rate"],
-            "tokens_per_step": request.stats["tokens_per_step"],
-            "step_ms": request.stats["step_ms"],
-            "overruns": request.stats["overruns"],
-        }
-        for request in ran.requests
-    ]
-
-
-def settings(config: Config, *temporary: Path) -> dict[str, Any]:
-    """A composed configuration as JSON, with the class of each part.
-
-    Paths are written relative to the repository, or to the `temporary` folders of a run.
-    """
-    plain = _plain(config, (ROOT, *temporary))
-    assert isinstance(plain, dict)
-    return plain
-
-
-def overrides(given: Sequence[str], *temporary: Path) -> list[str]:
-    """Overrides as they are stored: without the names of folders that nobody else has."""
-    return [_relative(text, (ROOT, *temporary)) for text in given]
-
-
-def _plain(value: Any, folders: Sequence[Path]) -> Any:
-    if is_dataclass(value):
-        named = {field.name: _plain(getattr(value, field.name), folders) for field in fields(value)}
-        return {"class": type(value).__name__, **named}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, folders) for key, item in value.items()}
-    if isinstance(value, str):
-        return _relative(value, folders)
-    # Among them OmegaConf's lists, which a policy's settings may be.
-    if isinstance(value, Sequence):
-        return [_plain(item, folders) for item in value]
-    return value
-
-
-def _relative(text: str, folders: Sequence[Path]) -> str:
-    for folder in folders:
-        text = text.replace(f"{folder}/", "")
-    return text

@@ -9,15 +9,14 @@ is what the hit rate alone would give: a hit costs a step, a miss the whole pipe
 
 from __future__ import annotations
 
-import argparse
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import emulated
-from benchmarks.report import publish_table
+from benchmarks import experiment, plot
 
 
 def expected_ms(hit_rate: float, step_ms: float, stages: int) -> float:
@@ -40,58 +39,60 @@ def row(method: str, requests: list[dict[str, Any]]) -> dict[str, str | int | fl
     }
 
 
+def draw(
+    title: str,
+    by_method: dict[str, list[dict[str, Any]]],
+    step_ms: float,
+    stages: int,
+    path: Path,
+) -> None:
+    shares = np.linspace(0, 1, 21)
+    note = (
+        "Dashed: a hit costs one step, a miss the whole pipeline. Below it: several tokens per "
+        "step, or the right guess entered before the miss was known."
+    )
+    with plot.figure(path, title, size=(6.4, 4.2), note=note) as (axes,):
+        axes.plot(
+            shares,
+            [expected_ms(share, step_ms, stages) for share in shares],
+            color=plot.NEUTRAL,
+            linestyle="--",
+            linewidth=1,
+        )
+        plot.dots(
+            axes,
+            {m: [(r["hit_rate"], r["tbt_ms"]) for r in mine] for m, mine in by_method.items()},
+            xlabel="hit rate of a request",
+            ylabel="time between tokens, ms",
+            colours=plot.METHODS,
+        )
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    emulated.add_output(parser)
+    parser = experiment.parser(__doc__, plot=True)
     parser.add_argument(
         "--source", type=Path, default=Path("benchmarks/results/tbt.json"), help="(%(default)s)"
     )
-    options = parser.parse_args()
+    options = experiment.parse(parser)
     measured = json.loads(options.source.read_text())
     requests = measured["requests"]
-    methods = list(dict.fromkeys(request["method"] for request in requests))
-    by_method = {
-        method: [request for request in requests if request["method"] == method]
-        for method in methods
-    }
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for request in requests:
+        by_method.setdefault(request["method"], []).append(request)
     stages = next(iter(measured["settings"].values()))["cluster"]["stages"]
     # A step as the plain pipeline has it: nothing but the root is in it.
     step_ms = float(np.median([request["tbt_ms"] for request in by_method["root"]])) / stages
     title = f"Hit rate and time between tokens; {measured['title']}"
-    publish_table(
+    experiment.publish(
+        options,
         title,
         [row(method, mine) for method, mine in by_method.items()],
-        path=options.json,
+        draw=partial(draw, measured["title"], by_method, step_ms, stages),
         source={key: measured[key] for key in ("title", "date", "commit", "command", "hardware")},
         step_ms=step_ms,
         settings=measured["settings"],
         overrides=measured["overrides"],
     )
-    if options.plot:
-        from benchmarks import plot
-
-        shares = np.linspace(0, 1, 21)
-        with plot.figure(
-            options.plot,
-            measured["title"],
-            size=(6.4, 4.2),
-            note="Dashed: a hit costs one step, a miss the whole pipeline. Below it: several "
-            "tokens per step, or the right guess entered before the miss was known.",
-        ) as (axes,):
-            axes.plot(
-                shares,
-                [expected_ms(share, step_ms, stages) for share in shares],
-                color="#8c9096",
-                linestyle="--",
-                linewidth=1,
-            )
-            plot.dots(
-                axes,
-                {m: [(r["hit_rate"], r["tbt_ms"]) for r in mine] for m, mine in by_method.items()},
-                xlabel="hit rate of a request",
-                ylabel="time between tokens, ms",
-                colours=plot.METHODS,
-            )
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ Llama-3.1-70B in bfloat16 is COMPUTED, not measured.
 
 from __future__ import annotations
 
-import argparse
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,8 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks import emulated
+from benchmarks import experiment, plot
 from benchmarks.inflate import Shape, read_config
-from benchmarks.report import publish_table
 from pipespec.cluster import build, deployment
 from pipespec.cluster.launch import launch
 from pipespec.config.compose import compose
@@ -160,8 +159,6 @@ def computed(stages: int, width: int, context: int, chunk: int) -> list[dict[str
 def draw(
     rows: list[dict[str, Any]], large: list[dict[str, Any]], titles: list[str], path: Path
 ) -> None:
-    from benchmarks import plot
-
     with plot.figure(
         path,
         "Memory per rank",
@@ -197,19 +194,16 @@ def draw(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    emulated.add_output(parser)
+    parser = experiment.parser(__doc__, plot=True)
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--width", type=int, default=64, help="(64)")
     parser.add_argument("--context", type=int, default=32768, help="of the 70B, tokens (32768)")
-    args = parser.parse_args()
-    large_stages = args.stages
-    if args.quick:
-        args.stages = 2
+    options = experiment.parse(parser)
+    stages = 2 if options.quick else options.stages
     overrides = [
-        f"cluster.stages={args.stages}",
+        f"cluster.stages={stages}",
         "cluster.devices=[cpu]",
-        f"feed.width={args.width}",
+        f"feed.width={options.width}",
     ]
     config = compose(overrides)
     plan = deployment.plan(config)
@@ -218,29 +212,28 @@ def main() -> None:
 
     with launch(entrypoint, (plan,), num_ranks=plan.num_ranks) as cluster:
         rows = [row(plan, found) for found in cluster.wait()]
-    large = computed(large_stages, args.width, args.context, config.decode.prefill_chunk)
+    chunk = config.decode.prefill_chunk
+    large = computed(options.stages, options.width, options.context, chunk)
     large_title = (
-        f"COMPUTED, GiB: Llama-3.1-70B in bfloat16, {large_stages} stages, width {args.width}, "
-        f"context {args.context}"
+        f"COMPUTED, GiB: Llama-3.1-70B in bfloat16, {options.stages} stages, width "
+        f"{options.width}, context {options.context}"
     )
     title = (
-        f"Measured, MiB: demo pair, {args.stages} stages, width {args.width}, context "
-        f"{plan.context}"
+        f"Measured, MiB: demo pair, {stages} stages, width {options.width}, context {plan.context}"
     )
-    publish_table(
+    experiment.publish(
+        options,
         f"{title} (budget beyond weights and KV pool: 300)",
         rows,
-        path=args.json,
+        draw=partial(draw, rows, large, [title, large_title]),
         unit="MiB",
         computed={"title": large_title, "unit": "GiB", "rows": large},
         overrides=overrides,
-        settings=emulated.settings(config),
+        settings=experiment.settings(config),
     )
-    publish_table(large_title, large, path=None)
+    experiment.show(large_title, large)
     beyond = float(np.median([line["uss_beyond"] for line in rows]))
     print(f"Median of what a rank has of its own beyond weights and KV: {beyond:.0f} MiB.")
-    if args.plot:
-        draw(rows, large, [title, large_title], args.plot)
 
 
 if __name__ == "__main__":

@@ -11,19 +11,18 @@ number of draft rounds is fixed, so that no figure depends on how fast this mach
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
 
-from benchmarks import emulated
-from benchmarks.emulated import numbers
+from benchmarks import experiment, plot
+from benchmarks.experiment import numbers
 from benchmarks.pair import Pair
-from benchmarks.report import publish_table
 from pipespec.config.compose import compose
 from pipespec.controller.server import EmbeddedRedis
 
@@ -63,8 +62,6 @@ def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
 
     The methods whose size is not set stand as dashed lines.
     """
-    from benchmarks import plot
-
     fixed = {row["policy"]: row for row in rows if row["policy"] in FIXED}
     sized = [row for row in rows if row["policy"] not in FIXED]
     if not sized:
@@ -102,7 +99,7 @@ def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment.parser(__doc__, plot=True)
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--widths", type=numbers, default=[4, 8, 16, 32, 64])
     parser.add_argument("--children", type=numbers, default=[2, 4, 8, 16])
@@ -111,10 +108,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="cut prompts to (128)")
     parser.add_argument("--tokens", type=int, default=64, help="decoded after each prompt (64)")
     parser.add_argument("--policy", help="only this one, and root")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="draw it: this path with .png and .svg")
     parser.add_argument("--source", type=Path, help="draw this stored result and run nothing")
-    options = parser.parse_args()
+    options = experiment.parse(parser, prompts=4, tokens=16, widths=[16, 64], children=[8])
     if options.source:
         if not options.plot:
             parser.error("--source FILE draws what is stored; say where with --plot PATH.")
@@ -153,15 +148,14 @@ def main() -> None:
         f"{options.stages} stages, demo pair, {len(prompts)} prompts × {options.tokens} tokens, "
         "equal text in all rows"
     )
-    publish_table(
+    experiment.publish(
+        options,
         title,
         rows,
-        path=options.json,
+        draw=partial(draw, title, rows),
         overrides=overrides,
-        settings=[emulated.settings(compose(given)) for given in overrides],
+        settings=[experiment.settings(compose(given)) for given in overrides],
     )
-    if options.plot:
-        draw(title, rows, options.plot)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ the last two ranks a step is cut, without gaps, along the chain that its length 
     late       computing and drawing beyond the pace: a sleep that ends late, an over-run
 
 Then the same sum against the length of the context and the width. These times are EMULATED.
-The second figure (`_books`) is measured, without pace, model, wire or processes: the
-book-keeping of the head and of one stage per step, up to contexts that the demo target has not.
+The second figure (`_books`) is that of `benchmarks.bookkeeping`, which is measured.
 """
 
 from __future__ import annotations
@@ -25,36 +24,26 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from benchmarks import emulated
-from benchmarks.emulated import Ran
-from benchmarks.report import publish_table
-from benchmarks.timeline import Span, Trace, phases
+from benchmarks import bookkeeping, emulated, experiment, plot, traces
+from benchmarks.comparison import Ran, recorded
+from benchmarks.experiment import numbers
+from benchmarks.traces import Span, Trace
 from pipespec.client.bench import record_truth
-from pipespec.client.dataset import Sample
-from pipespec.core import Batch, Verdict
-from pipespec.engine.stage import Stage
-from pipespec.head.feed.best_first import BestFirst
-from pipespec.head.feed.policy import PipelineState
-from pipespec.head.source.protocol import Context
-from pipespec.head.tree import ROOT, Tree
+from pipespec.client.dataset import Sample, load
 
 PARTS = ("neighbour", "verdict", "prune", "wire", "python", "late")
 CURVE = "1:0.9,16:0.9999"  # nearly always among the rows of a batch
 CHILDREN = 16
 # The clock is read a moment before the span of computing begins.
 NEARLY = 0.99
-# Of the book-keeping, where the other of the two varies.
-WIDEST, BOOK_CONTEXT = 64, 8192
+Size = tuple[int, int, int]
 
 
 # --- a step's length, from a trace --------------------------------------------------------------
@@ -102,216 +91,126 @@ def typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.mean(step[name] for step in middle) for name in ordered[0]}
 
 
-# --- book-keeping alone -------------------------------------------------------------------------
-
-
-class NoLayers:
-    """What a stage needs of a model when only its book-keeping is timed."""
-
-    vocab_size = 1000
-
-    def forward(self, inputs: torch.Tensor, positions: torch.Tensor, plan: object) -> torch.Tensor:
-        return torch.zeros(len(inputs), 1)
-
-
-def bookkeeping(context: int, width: int, stages: int, steps: int) -> dict[str, float]:
-    """Median milliseconds per step that head and stage spend on tree, lineage and slots.
-
-    The tree is grown at random and fed as `best_first` does; each step a verdict accepts the
-    likeliest fed child of the root, so that the stage holds the rows of all steps in flight.
-    """
-    rng = np.random.default_rng(0)
-    stage = Stage(NoLayers(), context + steps + (stages + 2) * width)  # type: ignore[arg-type]
-    text = Context(1, [1] * context, list(range(context)))
-    for start in range(0, context, 512):
-        stage.compute(Batch(0, text.rows(start, min(start + 512, context))))
-    tree = Tree(context - 1, context - 2, 1, context - 1, fed=True)
-    policy = BestFirst(width, CHILDREN)
-    state = PipelineState(num_stages=stages, step=0)
-    in_flight: deque[Batch] = deque()
-    times: dict[str, list[float]] = defaultdict(list)
-
-    def timed(name: str, start: int) -> int:
-        now = time.perf_counter_ns()
-        times[name].append((now - start) / 1e6)
-        return time.perf_counter_ns()
-
-    for step in range(steps):
-        expansion = policy.grow(tree, state)
-        nodes = len(expansion.nodes)
-        tokens = rng.permuted(np.tile(np.arange(NoLayers.vocab_size), (nodes, 1)), axis=1)
-        logps = np.log(rng.dirichlet(np.full(CHILDREN, 0.3), nodes) + 1e-9)
-        start = time.perf_counter_ns()
-        tree.append(expansion.nodes, tokens[:, :CHILDREN], logps, expansion.limit)
-        tree.trim(policy.capacity)
-        start = timed("head_grow", start)
-        fed = policy.feed(tree, state)
-        rows = tree.rows(1, fed)
-        tree.fed[fed] = True
-        start = timed("head_feed", start)
-        in_flight.append(stage.compute(Batch(step, rows)))
-        timed("stage_admit", start)
-        if len(in_flight) <= stages:
-            times.clear()
-            continue
-        children = np.flatnonzero((tree.parent == ROOT) & tree.fed)
-        children = children[children != ROOT]
-        token = int(tree.token[children[np.argmax(tree.cum[children])]])
-        verdict = Verdict(1, stage.length(1), (token,))
-        start = time.perf_counter_ns()
-        tree.advance(token)
-        start = timed("head_follow", start)
-        stage.apply([verdict])
-        start = timed("stage_apply", start)
-        stage.prune(in_flight.popleft())
-        timed("stage_prune", start)
-    return {name: statistics.median(spent) for name, spent in times.items()}
-
-
 # --- runs ---------------------------------------------------------------------------------------
 
 
-def long_text() -> str:
-    """More text than any context of the demo target holds."""
-    return "\n".join(sample.prompt for sample in emulated.load(emulated.DATA))
+def sweeps(options: argparse.Namespace) -> list[tuple[str, int, Size]]:
+    """What varies, its value, and the size of that run: (stages, width, prompt tokens)."""
+    stages, width, tokens = options.num_stages, options.width, options.prompt_tokens
+    return [
+        *(("stages", n, (n, width, tokens)) for n in options.stages),
+        *(("context", n, (stages, width, n)) for n in options.contexts),
+        *(("width", n, (stages, n, tokens)) for n in options.widths),
+    ]
 
 
-def decode(
-    options: argparse.Namespace,
-    stages: int,
-    width: int,
-    prompt_tokens: int,
-    *,
-    truth: Path,
-    folder: Path,
-) -> tuple[Ran, Trace]:
-    """One request, with its trace."""
-    trace = folder / "trace.json"
-    ran = emulated.run(
+def decode(options: argparse.Namespace, size: Size, prompt: str, folder: Path) -> tuple[Ran, Trace]:
+    """One request of that size, with its trace."""
+    stages, width, prompt_tokens = size
+    answer = emulated.answer(options.tokens)
+    truth = folder / f"truth_{prompt_tokens}.jsonl"
+    if not truth.exists():
+        text = [Sample("text", "text", prompt)]
+        record_truth(text, truth, *answer, prompt_tokens=prompt_tokens)
+    return traces.record(
         f"{stages} stages, width {width}, context {prompt_tokens}",
         [
             f"cluster.stages={stages}",
             "cluster.devices=[cpu]",
             "pace=fixed",
             f"pace.stage_ms={options.pace_ms:g}",
-            "source=synthetic",
-            f"source.truth={truth}",
-            f"source.curve=[{CURVE}]",
-            "source.spread=0.8",
+            *emulated.synthetic(truth, CURVE, spread=0.8),
             "source.rounds=2",
-            *emulated.method("best_first", width, CHILDREN),
+            "feed=best_first",
+            f"feed.width={width}",
+            f"feed.children={CHILDREN}",
             "feed.row_cost=0",  # full batches, however sure the draft is
-            f"decode.max_new_tokens={options.tokens}",
-            "decode.ignore_eos=true",
-            f"trace={trace}",
+            *answer,
         ],
-        [Sample("text", "text", long_text())],
+        prompt,
+        folder,
         prompt_tokens=prompt_tokens,
-        temporary=[folder],
     )
-    return ran, Trace.read(trace)
+
+
+def row(varies: str, value: int, steps: Sequence[dict[str, float]], ran: Ran) -> dict[str, Any]:
+    """A line of the table, milliseconds per step."""
+    usual = typical(steps)
+    stats = ran.requests[0].stats
+    return {
+        "varies": varies,
+        "value": value,
+        "beyond_ms": usual["beyond"],
+        **{f"{part}_ms": usual[part] for part in PARTS},
+        "mean_ms": statistics.mean(step["beyond"] for step in steps),
+        "steps": len(steps),
+        "rows_per_step": stats["rows_per_step"],
+        "overruns": stats["overruns"],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    emulated.add_output(parser)
-    parser.add_argument("--stages", type=emulated.numbers, default=[1, 2, 4, 8, 16])
-    parser.add_argument("--contexts", type=emulated.numbers, default=[128, 512, 1024, 1536])
-    parser.add_argument("--widths", type=emulated.numbers, default=[1, 4, 16, 64])
+    parser = experiment.parser(__doc__, plot=True)
+    parser.add_argument("--stages", type=numbers, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--contexts", type=numbers, default=[128, 512, 1024, 1536])
+    parser.add_argument("--widths", type=numbers, default=[1, 4, 16, 64])
     parser.add_argument("--width", type=int, default=16, help="but where it varies (16)")
     parser.add_argument("--num-stages", type=int, default=4, help="but where they vary (4)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="but where it varies (128)")
     parser.add_argument("--pace-ms", type=float, default=40.0, help="of every stage (40)")
     parser.add_argument("--tokens", type=int, default=160, help="decoded (160)")
     parser.add_argument(
-        "--books", type=emulated.numbers, default=[128, 512, 2048, 8192, 32768], help="contexts"
+        "--books", type=numbers, default=[128, 512, 2048, 8192, 32768], help="contexts"
     )
-    options = parser.parse_args()
-    if options.quick:
-        options.stages, options.tokens, options.books = [1, 4], 40, [128, 2048, 32768]
-        options.contexts, options.widths = [128, 1536], [1, 64]
+    options = experiment.parse(
+        parser,
+        stages=[1, 4],
+        tokens=40,
+        books=[128, 2048, 32768],
+        contexts=[128, 1536],
+        widths=[1, 64],
+    )
 
-    sweeps = [("stages", n, (n, options.width, options.prompt_tokens)) for n in options.stages]
-    sweeps += [("context", n, (options.num_stages, options.width, n)) for n in options.contexts]
-    sweeps += [("width", n, (options.num_stages, n, options.prompt_tokens)) for n in options.widths]
-    measured: dict[tuple[int, int, int], tuple[Ran, Trace]] = {}
+    # More than any context of the demo target holds.
+    prompt = "\n".join(sample.prompt for sample in load(emulated.DATA))
+    wanted = sweeps(options)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for size in dict.fromkeys(size for _, _, size in sweeps):
-            truth = folder / f"truth_{size[2]}.jsonl"
-            if not truth.exists():
-                record_truth(
-                    [Sample("text", "text", long_text())],
-                    truth,
-                    f"decode.max_new_tokens={options.tokens}",
-                    prompt_tokens=size[2],
-                )
-            measured[size] = decode(options, *size, truth=truth, folder=folder)
-    rows: list[dict[str, Any]] = []
-    for varies, value, size in sweeps:
+        sizes = dict.fromkeys(size for *_, size in wanted)
+        measured = {size: decode(options, size, prompt, Path(name)) for size in sizes}
+    rows = []
+    ranks = {}
+    for varies, value, size in wanted:
         ran, trace = measured[size]
-        parts = chain(trace, options.pace_ms)
-        usual = typical(parts)
-        stats = ran.requests[0].stats
-        rows.append(
-            {
-                "varies": varies,
-                "value": value,
-                "beyond_ms": usual["beyond"],
-                **{f"{part}_ms": usual[part] for part in PARTS},
-                "mean_ms": statistics.mean(part["beyond"] for part in parts),
-                "steps": len(parts),
-                "rows_per_step": stats["rows_per_step"],
-                "overruns": stats["overruns"],
-            }
-        )
-    ranks = {
-        f"{size[0]} stages": phases(trace)
-        for varies, _, size in sweeps
-        if varies == "stages"
-        for _, trace in [measured[size]]
-    }
-    sizes = {(context, WIDEST) for context in options.books}
-    sizes |= {(BOOK_CONTEXT, width) for width in (*options.widths, WIDEST)}
-    books = [
-        {"context": context, "width": width} | bookkeeping(context, width, 8, 120)
-        for context, width in sorted(sizes)
-    ]
+        rows.append(row(varies, value, chain(trace, options.pace_ms), ran))
+        if varies == "stages":
+            ranks[f"{value} stages"] = traces.phases(trace)
+    books = bookkeeping.table(options.books, options.widths)
     title = (
         f"EMULATED (every stage {options.pace_ms:g} ms), SYNTHETIC draft: a step beyond its pace"
     )
     note = (
         f"Means over the middle half of the steps. Where not varied: {options.num_stages} stages, "
-        f"width {options.width}, context {options.prompt_tokens}. All ranks share {cores()} cores."
+        f"width {options.width}, context {options.prompt_tokens}. All ranks share "
+        f"{len(os.sched_getaffinity(0))} cores."
     )
-    publish_table(
+    experiment.publish(
+        options,
         title,
         rows,
-        path=options.json,
+        draw=partial(draw, title, note, rows),
         note=note,
         ranks=ranks,
-        books={"title": BOOKS, "unit": "ms", "rows": books},
-        overrides={str(size): ran.given for size, (ran, _) in measured.items()},
-        settings={str(size): ran.settings for size, (ran, _) in measured.items()},
+        books={"title": bookkeeping.TITLE, "unit": "ms", "rows": books},
+        **recorded({str(size): ran for size, (ran, _) in measured.items()}),
     )
     for name, of in ranks.items():
-        publish_table(f"EMULATED: median ms per step of each rank, {name}", of, path=None)
-    publish_table(BOOKS, books, path=None)
+        experiment.show(f"EMULATED: median ms per step of each rank, {name}", of)
+    experiment.show(bookkeeping.TITLE, books)
     if options.plot:
-        draw(title, note, rows, options.plot)
-        draw_books(books, options.plot.with_name(f"{options.plot.name}_books"))
-
-
-BOOKS = "Measured: book-keeping per step of the head and of one stage, no model, 8 steps in flight"
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
+        bookkeeping.draw(books, options.plot.with_name(f"{options.plot.name}_books"))
 
 
 def draw(title: str, note: str, rows: list[dict[str, Any]], path: Path) -> None:
-    from benchmarks import plot
-
     with plot.figure(path, title, columns=3, size=(10.4, 3.4), note=note) as panels:
         for axes, varies in zip(panels, ("stages", "context", "width"), strict=True):
             mine = [row for row in rows if row["varies"] == varies]
@@ -326,26 +225,6 @@ def draw(title: str, note: str, rows: list[dict[str, Any]], path: Path) -> None:
         top = max(axes.get_ylim()[1] for axes in panels)
         for axes in panels:
             axes.set_ylim(top=top)
-
-
-def draw_books(books: list[dict[str, Any]], path: Path) -> None:
-    from benchmarks import plot
-
-    names = [name for name in books[0] if name not in ("context", "width")]
-    with plot.figure(path, BOOKS, columns=2, size=(8.4, 3.4)) as panels:
-        for axes, varies, fixed, common in (
-            (panels[0], "context", "width", WIDEST),
-            (panels[1], "width", "context", BOOK_CONTEXT),
-        ):
-            mine = [b for b in books if b[fixed] == common]
-            plot.lines(
-                axes,
-                {n.replace("_", ": "): [(b[varies], b[n]) for b in mine] for n in names},
-                xlabel=f"{varies} ({fixed} {common})",
-                ylabel="ms per step",
-                log_x=True,
-                legend=varies == "context",
-            )
 
 
 if __name__ == "__main__":

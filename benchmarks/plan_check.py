@@ -12,16 +12,15 @@ Ranks are threads of one process, which on few cores lengthens steps that are wi
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.methods import numbers
+from benchmarks import emulated, experiment
+from benchmarks.experiment import numbers
 from benchmarks.pair import Measured, Pair
-from benchmarks.report import publish_table
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.emulation import TimeCurve
 from pipespec.head.source.synthetic import Accuracy
@@ -34,7 +33,7 @@ POLICIES = ("static_tree", "level", "best_first")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment.parser(__doc__)
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--widths", type=numbers, default=[16, 64])
     parser.add_argument("--rounds", type=numbers, default=[1, 2, 3])
@@ -45,9 +44,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", type=Path, help="write what was measured for `pipespec plan`")
-    options = parser.parse_args()
+    options = experiment.parse(parser, prompts=2, tokens=24, widths=[16], rounds=[1])
 
     pair = Pair()
     prompts = pair.prompts(options.prompts, options.prompt_tokens)
@@ -67,12 +65,7 @@ def main() -> None:
         truth = Path(folder) / "truth.jsonl"
         texts = [p + a for p, a in zip(prompts, recorded, strict=True)]
         truth.write_text("".join(json.dumps(text) + "\n" for text in texts))
-        of_synthetic = [
-            "source=synthetic",
-            f"source.truth={truth}",
-            f"source.curve=[{options.curve}]",
-            f"source.spread={options.spread}",
-        ]
+        of_synthetic = emulated.synthetic(truth, options.curve, options.spread)
 
         root = pair.decode(server, prompts, options.tokens, "feed=root", *cluster, *pace)
         hop_ms = max(root.tbt_ms / options.stages - options.stage_ms, 0.0)
@@ -104,10 +97,10 @@ def main() -> None:
         f"{options.tokens} tokens; times EMULATED ({options.stage_ms:g} ms a stage, "
         f"{options.draft_ms:g} ms a draft round, hop {hop_ms:.1f} ms measured)"
     )
-    publish_table(
+    experiment.publish(
+        options,
         title,
         rows,
-        path=options.json,
         synthetic={"curve": options.curve, "spread": options.spread},
         demo_pair=profile | {"confidence": measured.confidence},
     )

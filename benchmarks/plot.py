@@ -1,4 +1,5 @@
-"""How every benchmark draws: the one module that needs matplotlib (the `bench` extra).
+"""How every benchmark draws: the one module that needs matplotlib (the `bench` extra), and only
+once something is drawn.
 
     with plot.figure(path, "Title", columns=2) as (left, right):
         plot.bars(left, groups, series, ylabel="ms")
@@ -12,12 +13,11 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
 
 # Decoding methods from the plainest to our own, from pale to dark.
 METHODS = {
@@ -37,7 +37,6 @@ STYLE = {
     "axes.grid": True,
     "axes.grid.axis": "y",
     "axes.labelcolor": INK,
-    "axes.prop_cycle": mpl.cycler(color=COLOURS),
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlesize": 10,
@@ -74,7 +73,10 @@ def figure(
         size: of the whole figure, in inches.
         note: a small line below the panels.
     """
-    with mpl.rc_context(STYLE):
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE | {"axes.prop_cycle": mpl.cycler(color=COLOURS)}):
         drawn = Figure(figsize=size, layout="constrained")
         drawn.suptitle(title, fontsize=10.5, x=0.01, ha="left", wrap=True)
         axes = drawn.subplots(rows, columns, squeeze=False).ravel().tolist()
@@ -111,6 +113,27 @@ def bars(
     axes.margins(y=0.12)
     if legend:
         legend_above(axes, axes.get_legend_handles_labels()[0])
+
+
+def speed_ups(
+    title: str, rows: Sequence[Mapping[str, Any]], path: Path, *, by: str, size: tuple[float, float]
+) -> None:
+    """Time between tokens of every method, side by side for each value of the column `by`."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    of = {method: [row for row in rows if row["method"] == method] for method in methods}
+    with figure(path, title, size=size, note="On the bars: speed-up over root.") as (axes,):
+        bars(
+            axes,
+            list(dict.fromkeys(row[by] for row in rows)),
+            {method: [row["tbt_ms"] for row in mine] for method, mine in of.items()},
+            ylabel="time between tokens, ms",
+            colours=METHODS,
+            labels={
+                method: [f"{row['speed_up']:.2f}×" for row in mine]
+                for method, mine in of.items()
+                if method != "root"
+            },
+        )
 
 
 def legend_above(axes: Axes, handles: Sequence[Artist]) -> None:
@@ -234,6 +257,8 @@ def rows_of_spans(
 
     `texts` are (row, x, text), written in the middle of a box. The legend names the colours.
     """
+    from matplotlib.patches import Patch
+
     for row, mine in enumerate(spans):
         for kind in colours:
             boxes = [(start, length) for what, start, length in mine if what == kind]

@@ -10,15 +10,10 @@ are compared with those of `root`, token for token.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
-from typing import Any
+from functools import partial
 
-from benchmarks import emulated
-from benchmarks.emulated import Ran
-from benchmarks.report import publish_table
-from benchmarks.tbt import ALL, table
+from benchmarks import comparison, emulated, experiment, plot
+from benchmarks.comparison import Case
 
 SEED = 1
 
@@ -34,98 +29,37 @@ def called(temperature: float) -> str:
     return f"temperature {temperature:g}" if temperature else "greedy"
 
 
-def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
-    from benchmarks import plot
-
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-
-    def of(method: str, figure: str) -> list[float]:
-        return [row[figure] for row in rows if row["method"] == method]
-
-    with plot.figure(path, title, size=(7.2, 3.6), note="On the bars: speed-up over root.") as (
-        axes,
-    ):
-        plot.bars(
-            axes,
-            list(dict.fromkeys(row["verify"] for row in rows)),
-            {method: of(method, "tbt_ms") for method in methods},
-            ylabel="time between tokens, ms",
-            colours=plot.METHODS,
-            labels={
-                method: [f"{value:.2f}×" for value in of(method, "speed_up")]
-                for method in methods
-                if method != "root"
-            },
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    emulated.add_output(parser)
+    parser = experiment.parser(__doc__, plot=True)
     emulated.add_cluster(parser, pace="rtx3090_8")
     emulated.add_prompts(parser, prompts=4, tokens=24)
-    parser.add_argument("--methods", type=emulated.names, default=emulated.METHODS)
+    emulated.add_methods(parser)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
-    parser.add_argument("--width", type=int, default=64, help="(64)")
-    parser.add_argument("--children", type=int, default=16, help="(16)")
     parser.add_argument("--rounds", default="auto", help="draft rounds per step (auto)")
-    options = parser.parse_args()
-    if options.quick:
-        options.tokens = 8
-        options.methods, options.temperatures = ("root", "best_first"), [0.0, 1.0]
-    if options.methods[0] != "root":
-        parser.error("--methods must begin with root, with which the others are compared.")
+    parser.set_defaults(source="demo")
+    options = experiment.parse(
+        parser, tokens=8, methods=["root", "best_first"], temperatures=[0.0, 1.0]
+    )
 
-    prompts = emulated.samples(options)
-    rows: list[dict[str, Any]] = []
-    requests: list[dict[str, Any]] = []
-    done: dict[str, Ran] = {}
-    differing: dict[str, int] = {}
-    for temperature in options.temperatures:
-        verify = called(temperature)
-        runs = {
-            method: emulated.run(
-                f"{verify}, {method}",
-                [
-                    *emulated.cluster(options),
-                    "source=draft_model",
-                    f"source.rounds={options.rounds}",
-                    *emulated.method(method, options.width, options.children),
-                    *verifier(temperature),
-                    *emulated.answer(options),
-                ],
-                prompts,
-                prompt_tokens=options.prompt_tokens,
-            )
-            for method in options.methods
-        }
-        for row in table(runs):
-            if row["data_set"] == ALL:
-                del row["data_set"]
-                rows.append({"verify": verify, **row})
-        for method, ran in runs.items():
-            differing[f"{verify}, {method}"] = ran.differing(runs["root"])
-            done[f"{verify}, {method}"] = ran
-            requests += emulated.per_request({"verify": verify, "method": method}, ran)
+    machine = emulated.cluster(options)
+    cases = [
+        Case(
+            {"verify": called(temperature), "method": method},
+            machine,
+            [*emulated.method(method, options), *verifier(temperature)],
+            like=f"{called(temperature)}, root",
+        )
+        for temperature in options.temperatures
+        for method in options.methods
+    ]
+    compared = comparison.decode(options, cases)
+    rows = compared.rows()
     title = (
         f"{emulated.tags(options)}: greedy and sampled, {options.stages} stages, width "
-        f"{options.width}, {len(prompts)} prompts × {options.tokens} tokens"
+        f"{options.width}, {len(compared.prompts)} prompts × {options.tokens} tokens"
     )
-    publish_table(
-        title,
-        rows,
-        path=options.json,
-        seed=SEED,
-        differing_answers=differing,
-        requests=requests,
-        overrides={name: ran.given for name, ran in done.items()},
-        settings={name: ran.settings for name, ran in done.items()},
-    )
-    if options.plot:
-        draw(title, rows, options.plot)
-    if any(differing.values()):
-        sys.exit(f"Answers differ from those of root: {differing}.")
-    print("The answers of all methods are equal, token for token.")
+    drawn = partial(plot.speed_ups, title, rows, by="verify", size=(7.2, 3.6))
+    comparison.publish(options, title, rows, compared, draw=drawn, seed=SEED)
 
 
 if __name__ == "__main__":

@@ -24,18 +24,17 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.emulated import add_output, names, numbers
+from benchmarks import experiment
+from benchmarks.experiment import names, numbers
+from benchmarks.hardware import limits, name_of, now_ms, repeat, with_floor
 from benchmarks.inflate import Shape, read_config
 from benchmarks.memory import LLAMA_70B, MIB
-from benchmarks.report import circumstances, store
 from benchmarks.stage_report import draw, pace, show
 from benchmarks.timed_stage import REQUEST, TimedStage, guesses, random_tree
 from pipespec.core import Verdict
@@ -53,45 +52,10 @@ SHAPES = {
 }
 STAGES = 8  # what a slice is a share of, if its layers are not given
 DTYPES = ("bfloat16", "float16", "float32")
-WARM_UPS, LEAST_RUNS, MOST_RUNS = 2, 5, 100
 CHILDREN = 16  # candidates of each row in a draft round
 STEPS_HELD, WIDTH_HELD = 9, 64  # of the tree rows at a stage when a verdict comes
 VERDICT_BUDGET_MS = 0.1
 PACE_CONTEXT = 2048
-Figures = dict[str, dict[str, float]]
-
-
-# --- time ---------------------------------------------------------------------------------------
-
-
-def now_ms(device: torch.device) -> float:
-    """The time once the device has done all that it was given."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter_ns() / 1e6
-
-
-def repeat(once: Callable[[], dict[str, float]], seconds: float) -> Figures:
-    """Median and quartiles of each time, milliseconds, that `once` measures."""
-    for _ in range(WARM_UPS):
-        once()
-    found: list[dict[str, float]] = []
-    end = time.perf_counter() + seconds
-    while len(found) < LEAST_RUNS or (time.perf_counter() < end and len(found) < MOST_RUNS):
-        found.append(once())
-    figures = {}
-    for name in found[0]:
-        quarter, median, three = np.percentile([each[name] for each in found], [25, 50, 75])
-        figures[name] = {
-            "median": float(median),
-            "quartile_1": float(quarter),
-            "quartile_3": float(three),
-            "runs": len(found),
-        }
-    return figures
-
-
-# --- what is measured ---------------------------------------------------------------------------
 
 
 def step(stage: TimedStage, rows: int, context: int, seconds: float) -> dict[str, Any]:
@@ -183,46 +147,6 @@ def draft_round(stage: TimedStage, rows: int, context: int, seconds: float) -> d
     return {"rows": rows, "context": context, "ms": figures, **stage.work(rows, context)}
 
 
-def limits(device: torch.device, dtype: torch.dtype, options: argparse.Namespace) -> dict[str, Any]:
-    """What the device copies, in GB/s read plus written, and multiplies, in Tflop/s."""
-    source = torch.ones(options.copy_mib * MIB // dtype.itemsize, dtype=dtype, device=device)
-    target = torch.empty_like(source)
-    a, b = (torch.randn(2, options.matmul, options.matmul, device=device) / 8).to(dtype)
-
-    def times(run: Callable[[], object]) -> dict[str, float]:
-        def once() -> dict[str, float]:
-            start = now_ms(device)
-            run()
-            return {"ms": now_ms(device) - start}
-
-        return repeat(once, options.seconds)["ms"]
-
-    copied = times(lambda: target.copy_(source))
-    multiplied = times(lambda: a @ b)
-    return {
-        "bandwidth_gb_s": 2 * source.nbytes / copied["median"] / 1e6,
-        "copy_bytes": source.nbytes,
-        "copy_ms": copied,
-        "matmul_tflop_s": 2 * options.matmul**3 / multiplied["median"] / 1e9,
-        "matmul_size": options.matmul,
-        "matmul_ms": multiplied,
-    }
-
-
-def with_floor(cell: dict[str, Any], total: str, limit: dict[str, Any]) -> dict[str, Any]:
-    """The cell with its floors, milliseconds, and how many times the higher one it took."""
-    by_bytes = (cell["weight_bytes"] + cell["kv_bytes"]) / limit["bandwidth_gb_s"] / 1e6
-    by_flops = cell["operations"] / limit["matmul_tflop_s"] / 1e9
-    floor = max(by_bytes, by_flops)
-    return cell | {
-        "floor_bytes_ms": by_bytes,
-        "floor_flops_ms": by_flops,
-        "floor_ms": floor,
-        "floor_by": "bytes" if by_bytes > by_flops else "flops",
-        "ratio": cell["ms"][total]["median"] / floor,
-    }
-
-
 def used(stage: TimedStage) -> dict[str, Any]:
     """Bytes of the slice, and the most that was held so far (None: the device does not tell):
     on a CPU by the process, building the model included; else by tensors, since it was built."""
@@ -234,9 +158,6 @@ def used(stage: TimedStage) -> dict[str, Any]:
     model = stage.model
     sizes = {"weights": model.num_weight_bytes, "kv": model.num_kv_bytes, "slots": model.num_slots}
     return sizes | {"peak": peak}
-
-
-# --- runs ---------------------------------------------------------------------------------------
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -273,14 +194,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for rows in options.draft_rows
         ]
         del draft
-    limit = limits(device, dtype, options)
+    copied, size = options.copy_mib * MIB, options.matmul
+    limit = limits(device, dtype, copy=copied, matmul=size, seconds=options.seconds)
     steps = [with_floor(cell, "step", limit) for cell in steps]
     alone = {cell["context"]: cell["ms"]["step"]["median"] for cell in steps if cell["rows"] == 1}
     for cell in steps:
         cell["over_one_row"] = cell["ms"]["step"]["median"] / alone[cell["context"]]
         cell["attention_share"] = cell["ms"]["attention"]["median"] / cell["ms"]["step"]["median"]
     return {
-        "device": device_name(device),
+        "device": name_of(device),
         "dtype": options.dtype,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -296,16 +218,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return str(circumstances()["hardware"])
-    name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(device.type if name is None else name(device))
-
-
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_output(parser)
+    parser = experiment.parser(__doc__, plot=True)
     accelerated = torch.accelerator.is_available()
     default = str(torch.accelerator.current_accelerator()) if accelerated else "cpu"
     parser.add_argument("--shape", choices=SHAPES, default="demo", help="(demo)")
@@ -322,14 +236,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pace", type=Path, metavar="FILE.yaml", help="write a pace profile")
     parser.add_argument("--pace-context", type=int, help=f"({PACE_CONTEXT} or the largest)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of runs per figure (1)")
-    options = parser.parse_args()
-    options.held = STEPS_HELD * WIDTH_HELD
-    options.copy_mib = 1024  # more than any cache holds
-    options.matmul = 4096 if options.device == "cpu" else 8192
-    if options.quick:
-        options.rows, options.contexts, options.layers = [1, 4, 16], [16, 256], 2
-        options.held, options.copy_mib, options.matmul = 5 * STEPS_HELD, 16, 256
-        options.draft_rows, options.draft_layers, options.seconds = [1, 4], 2, 0.05
+    # More is copied than any cache holds.
+    parser.set_defaults(held=STEPS_HELD * WIDTH_HELD, copy_mib=1024, matmul=None)
+    options = experiment.parse(
+        parser,
+        rows=[1, 4, 16],
+        contexts=[16, 256],
+        layers=2,
+        held=5 * STEPS_HELD,
+        copy_mib=16,
+        matmul=256,
+        draft_rows=[1, 4],
+        draft_layers=2,
+        seconds=0.05,
+    )
+    options.matmul = options.matmul or (4096 if options.device == "cpu" else 8192)
     options.rows = sorted({1, *options.rows})
     options.contexts = sorted(set(options.contexts))
     options.draft_rows = sorted(set(options.draft_rows))
@@ -355,7 +276,7 @@ def main() -> None:
     )
     show(title, result)
     if options.json:
-        store(options.json, {"title": title, **result})
+        experiment.store(options.json, {"title": title, **result})
     if options.plot:
         draw(title, result["steps"], options.plot)
     if options.pace:

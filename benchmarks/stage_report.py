@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import experiment, plot
+from benchmarks.experiment import circumstances
 from benchmarks.memory import MIB
-from benchmarks.report import circumstances, publish_table
 
 
 def show(title: str, result: dict[str, Any]) -> None:
@@ -19,7 +20,7 @@ def show(title: str, result: dict[str, Any]) -> None:
         | {"to_floor": cell["ratio"], "to_1_row": cell["over_one_row"]}
         for cell in result["steps"]
     ]
-    publish_table(f"{title}; ms", steps, path=None)
+    experiment.show(f"{title}; ms", steps)
     verdicts = [
         {"context": cell["context"], "rows": cell["rows"]}
         | {
@@ -30,7 +31,7 @@ def show(title: str, result: dict[str, Any]) -> None:
         | {"budget": cell["budget_ms"], "KV stays": "yes" if cell["kv_in_place"] else "NO"}
         for cell in result["verdicts"]
     ]
-    publish_table("A verdict at that stage, which holds so many rows; ms", verdicts, path=None)
+    experiment.show("A verdict at that stage, which holds so many rows; ms", verdicts)
     if result["drafts"]:
         drafts = [
             {name: cell[name] for name in ("shape", "layers", "of", "rows", "context")}
@@ -40,7 +41,7 @@ def show(title: str, result: dict[str, Any]) -> None:
         ]
         cut = ", its depth CUT" if any(cell["layers"] < cell["of"] for cell in drafts) else ""
         about = f"A draft round{cut}, {result['children']} candidates of each row; ms"
-        publish_table(about, drafts, path=None)
+        experiment.show(about, drafts)
     limit, memory = result["limits"], result["memory_bytes"]
     peak = "not told" if memory["peak"] is None else f"{memory['peak'] / MIB:.0f} MiB"
     print(
@@ -52,8 +53,6 @@ def show(title: str, result: dict[str, Any]) -> None:
 
 
 def draw(title: str, steps: Sequence[dict[str, Any]], path: Path) -> None:
-    from benchmarks import plot
-
     contexts = list(dict.fromkeys(cell["context"] for cell in steps))
     colours = dict(zip(map(str, contexts), plot.COLOURS, strict=False))
     colours |= {f"floor {context}": colours[str(context)] for context in contexts}

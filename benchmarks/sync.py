@@ -10,16 +10,12 @@ random time, a tenth of a step in the mean; the others are links of conf/link/.
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import emulated
-from benchmarks.emulated import Ran
-from benchmarks.report import publish_table
-from benchmarks.tbt import ALL, table
+from benchmarks import comparison, emulated, experiment, plot
+from benchmarks.comparison import Case
 
 STAGE_MS = 37.8  # an RTX 3090 with 10 layers of a 70B, see conf/pace/rtx3090_8.yaml
 DRAFT_MS = 17.0
@@ -27,6 +23,7 @@ UNEQUAL = 0.7  # of the slowest stage's time, the fastest one's
 JITTER = 0.1  # of a stage's time
 CONDITIONS = ("equal", "unequal", "jitter", "10gbe", "wan")
 SYNCS = ("lockstep", "free")
+KEPT = ("stages", "condition", "sync", "tbt_ms", "tokens_per_step", "hit_rate", "overruns_per_step")
 
 
 def circumstance(name: str, stages: int) -> list[str]:
@@ -48,8 +45,6 @@ def circumstance(name: str, stages: int) -> list[str]:
 
 
 def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
-    from benchmarks import plot
-
     groups = list(dict.fromkeys((row["stages"], row["condition"]) for row in rows))
     with plot.figure(path, title, size=(8.4, 3.8)) as (axes,):
         plot.bars(
@@ -62,76 +57,45 @@ def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    emulated.add_output(parser)
+    parser = experiment.parser(__doc__, plot=True)
     emulated.add_draft(parser)
     emulated.add_prompts(parser, prompts=4, tokens=32, prompt_tokens=48)
-    parser.add_argument("--stages", type=emulated.numbers, default=[4, 8, 14])
-    parser.add_argument("--conditions", type=emulated.names, default=CONDITIONS)
+    emulated.add_size(parser)
+    parser.add_argument("--stages", type=experiment.numbers, default=[4, 8, 14])
+    parser.add_argument("--conditions", type=experiment.names, default=CONDITIONS)
     parser.add_argument("--method", default="best_first", help="(best_first)")
     parser.add_argument("--scale", type=float, default=2.0, help="emulate so much slower (2)")
-    parser.add_argument("--width", type=int, default=64, help="(64)")
-    parser.add_argument("--children", type=int, default=16, help="(16)")
-    options = parser.parse_args()
-    if options.quick:
-        options.stages, options.conditions = [4], ["equal", "jitter"]
-        options.num_prompts, options.tokens = 2, 12
+    options = experiment.parse(
+        parser, stages=[4], conditions=["equal", "jitter"], num_prompts=2, tokens=12
+    )
 
-    prompts = emulated.samples(options)
-    rows: list[dict[str, Any]] = []
-    done: dict[str, Ran] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        truth = emulated.record(options, folder, prompts)
-        for stages in options.stages:
-            for condition in options.conditions:
-                for sync in SYNCS:
-                    key = f"{stages} stages, {condition}, {sync}"
-                    ran = done[key] = emulated.run(
-                        key,
-                        [
-                            f"cluster.stages={stages}",
-                            "cluster.devices=[cpu]",
-                            f"cluster.sync={sync}",
-                            *circumstance(condition, stages),
-                            f"pace.scale={options.scale:g}",
-                            *emulated.draft(options, truth),
-                            *emulated.method(options.method, options.width, options.children),
-                            *emulated.answer(options),
-                        ],
-                        prompts,
-                        prompt_tokens=options.prompt_tokens,
-                        temporary=[folder],
-                    )
-                    (row,) = (r for r in table({"root": ran}) if r["data_set"] == ALL)
-                    step_ms = row["tbt_ms"] * row["tokens_per_step"]
-                    kept = ("tbt_ms", "tokens_per_step", "hit_rate", "overruns_per_step")
-                    rows.append(
-                        {"stages": stages, "condition": condition, "sync": sync}
-                        | {name: row[name] for name in kept}
-                        | {"step_ms": step_ms}
-                    )
-    first = next(iter(done.values()))
-    differing = {key: ran.differing(first) for key, ran in done.items()}
-    synthetic = f", SYNTHETIC draft ({options.curve})" if options.source == "synthetic" else ""
+    cases = [
+        Case(
+            {"stages": stages, "condition": condition, "sync": sync},
+            [
+                f"cluster.stages={stages}",
+                "cluster.devices=[cpu]",
+                f"cluster.sync={sync}",
+                *circumstance(condition, stages),
+                f"pace.scale={options.scale:g}",
+            ],
+            emulated.method(options.method, options),
+        )
+        for stages in options.stages
+        for condition in options.conditions
+        for sync in SYNCS
+    ]
+    compared = comparison.decode(options, cases)
+    rows = [
+        {name: row[name] for name in KEPT} | {"step_ms": row["tbt_ms"] * row["tokens_per_step"]}
+        for row in compared.rows()
+    ]
     title = (
-        f"EMULATED{synthetic}: lockstep and free running, {options.method}, width "
-        f"{options.width}, {len(prompts)} prompts × {options.tokens} tokens"
+        f"{emulated.tags(options)}: lockstep and free running, {options.method}, width "
+        f"{options.width}, {len(compared.prompts)} prompts × {options.tokens} tokens"
     )
-    publish_table(
-        title,
-        rows,
-        path=options.json,
-        note=f"Emulated {options.scale:g} times slower.",
-        differing_answers=differing,
-        overrides={key: ran.given for key, ran in done.items()},
-        settings={key: ran.settings for key, ran in done.items()},
-    )
-    if options.plot:
-        draw(title, rows, options.plot)
-    if any(differing.values()):
-        sys.exit(f"Answers differ: {differing}.")
-    print("The answers are equal, token for token.")
+    note = f"Emulated {options.scale:g} times slower."
+    comparison.publish(options, title, rows, compared, draw=partial(draw, title, rows), note=note)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ every message, as ranks do while a stage computes: what waking up costs is then 
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks import experiment
 from pipespec.cluster.launch import launch
 from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.transport.distributed import DistributedTransport
@@ -88,29 +88,26 @@ def take_turns() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = experiment.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pause-ms", type=float, default=0.0, help="before every message (0)")
-    arguments = parser.parse_args()
-    given = (arguments.rounds, arguments.repeats, arguments.pause_ms)
+    options = experiment.parse(parser, rounds=30, repeats=1)
+    given = (options.rounds, options.repeats, options.pause_ms)
     with launch(measure, given, num_ranks=2, preload=()) as cluster:
         left, came = cluster.wait()
-    print("| rows | hidden | bytes | hop µs (p90) | bare µs (p90) | ratio |")
-    print("|---|---|---|---|---|---|")
-    for rows, hidden_size in SHAPES:
-        best, p90 = {}, {}
+    rows = []
+    for num_rows, hidden_size in SHAPES:
+        size = num_rows * hidden_size * DTYPES[hidden_size].itemsize
+        row: dict[str, float] = {"rows": num_rows, "hidden": hidden_size, "bytes": size}
         for kind in ("batch", "bare"):
-            keys = [(kind, rows, hidden_size, repeat) for repeat in range(arguments.repeats)]
+            keys = [(kind, num_rows, hidden_size, repeat) for repeat in range(options.repeats)]
             hops = np.array([np.subtract(came[key], left[key]) for key in keys]) / 1000
-            best[kind] = np.median(hops, axis=1).min()
-            p90[kind] = np.percentile(hops, 90)
-        size = rows * hidden_size * DTYPES[hidden_size].itemsize
-        print(
-            f"| {rows} | {hidden_size} | {size} "
-            f"| {best['batch']:.0f} ({p90['batch']:.0f}) | {best['bare']:.0f} ({p90['bare']:.0f}) "
-            f"| {best['batch'] / best['bare']:.1f} |"
-        )
+            row[kind] = float(np.median(hops, axis=1).min())
+            row[f"{kind}_p90"] = float(np.percentile(hops, 90))
+        rows.append(row | {"ratio": row["batch"] / row["bare"]})
+    title = f"A hop between two processes, {options.pause_ms:g} ms idle before each; µs"
+    experiment.publish(options, title, rows, unit="µs")
 
 
 if __name__ == "__main__":

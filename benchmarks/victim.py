@@ -24,7 +24,7 @@ from typing import Any, Self
 import psutil
 import yaml
 
-from benchmarks.report import ROOT
+from benchmarks.experiment import ROOT
 from tools.rig.testbed import Testbed
 
 # Log lines that are shown when something goes wrong.

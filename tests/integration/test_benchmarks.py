@@ -12,10 +12,21 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from benchmarks import emulated, hits, memory, methods, overhead, scaling, stage, timeline
+from benchmarks import (
+    bookkeeping,
+    experiment,
+    hits,
+    memory,
+    methods,
+    overhead,
+    scaling,
+    stage,
+    timeline,
+    traces,
+)
 from benchmarks.inflate import Shape, read_config
 from benchmarks.timed_stage import TimedStage, random_tree
-from benchmarks.timeline import Span, Trace
+from benchmarks.traces import Span, Trace
 from pipespec.config.compose import compose
 from pipespec.core import Verdict
 from pipespec.emulation import Pace
@@ -143,7 +154,7 @@ def test_the_steps_shown_are_from_the_middle():
 
 
 def test_phases_are_medians_per_step():
-    head, stage = timeline.phases(two_ranks(9))
+    head, stage = traces.phases(two_ranks(9))
     assert head["rank"] == "head" and head["draft"] == 20
     assert stage["compute"] == 5 and stage["pace"] == pytest.approx(34)
     assert stage["draft"] == 0
@@ -195,7 +206,7 @@ def test_typical_parts_add_up_and_ignore_what_is_rare():
 
 
 def test_bookkeeping_is_timed_for_head_and_stage():
-    parts = overhead.bookkeeping(context=700, width=4, stages=3, steps=8)
+    parts = bookkeeping.measure(context=700, width=4, stages=3, steps=8)
     assert set(parts) == {
         *("head_grow", "head_feed", "head_follow"),
         *("stage_admit", "stage_apply", "stage_prune"),
@@ -353,11 +364,11 @@ def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
     truth = tmp_path / "truth.jsonl"
     truth.write_text("[1,2]\n")
     given = ["feed=static_tree", "source=synthetic", f"source.truth={truth}", "pace=rtx3090_8"]
-    settings = emulated.settings(compose(given), tmp_path)
+    settings = experiment.settings(compose(given), tmp_path)
     assert settings["feed"]["class"] == "StaticTree"
     assert settings["feed"]["shape"] == [1, 1, 3, 1, 1, 1, 1, 1]
     assert settings["source"]["truth"] == "truth.jsonl"
     assert settings["model"]["target"] == "demo/target"
     assert settings["pace"]["draft_ms"] == 17.0
     assert str(tmp_path) not in json.dumps(settings)
-    assert emulated.overrides(given, tmp_path)[2] == "source.truth=truth.jsonl"
+    assert experiment.overrides(given, tmp_path)[2] == "source.truth=truth.jsonl"

@@ -1,0 +1,175 @@
+"""How every benchmark is run: its options, its table, and what is stored and drawn of it.
+
+    parser = experiment.parser(__doc__, plot=True)
+    parser.add_argument("--tokens", type=int, default=64)
+    options = experiment.parse(parser, tokens=16)  # what --quick makes of them
+    ...
+    experiment.publish(options, title, rows, draw=partial(draw, title, rows), unit="ms")
+
+A stored result is JSON with its circumstances: hardware, commit, date and command. Its rows have
+one name per figure, which is also the heading of a column of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pipespec.config.schema import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+def parser(doc: str, *, plot: bool = False) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have; `doc` begins with what it measures.
+
+    `plot`: the result can also be drawn.
+    """
+    made = argparse.ArgumentParser(description=doc.splitlines()[0])
+    made.add_argument("--quick", action="store_true", help="a small run that shows the shape")
+    made.add_argument("--json", type=Path, help="also write the result to this file")
+    if plot:
+        made.add_argument("--plot", type=Path, help="draw it: this path with .png and .svg")
+    return made
+
+
+def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
+    """The options; with --quick those named in `quick` have the values given there."""
+    options = parser.parse_args()
+    if options.quick:
+        vars(options).update(quick)
+    return options
+
+
+def numbers(text: str) -> list[int]:
+    """An option such as 1,2,4."""
+    return [int(part) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure and, where the design states one, its budget."""
+
+    name: str
+    value: float
+    budget: float | None = None
+
+
+def publish(
+    options: argparse.Namespace,
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    draw: Callable[[Path], None] | None = None,
+    **more: Any,
+) -> None:
+    """Print the rows; as the options say, store them with `more` beside them, and draw them."""
+    show(title, rows)
+    if options.json:
+        store(options.json, {"title": title, "rows": rows, **more})
+    if draw is not None and options.plot:
+        draw(options.plot)
+
+
+def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of equal names as a table."""
+    table = Table(title=title)
+    for heading in rows[0]:
+        number = any(isinstance(row[heading], int | float) for row in rows)
+        table.add_column(heading.replace("_", " "), justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def store(path: Path, result: Mapping[str, Any]) -> None:
+    """Write a result with its circumstances."""
+    path.write_text(json.dumps({**circumstances(), **result}, indent=2) + "\n")
+
+
+def circumstances() -> dict[str, Any]:
+    """Where and when: what a reader needs to repeat a figure or to distrust it."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.processor(),
+    )
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "command": " ".join(["python -m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "hardware": f"{model}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+    }
+
+
+# --- what is stored of a configuration ----------------------------------------------------------
+
+
+def settings(config: Config, *temporary: Path) -> dict[str, Any]:
+    """A composed configuration as JSON, with the class of each part.
+
+    Paths are written relative to the repository, or to the `temporary` folders of a run.
+    """
+    plain = _plain(config, (ROOT, *temporary))
+    assert isinstance(plain, dict)
+    return plain
+
+
+def overrides(given: Sequence[str], *temporary: Path) -> list[str]:
+    """Overrides as they are stored: without the names of folders that nobody else has."""
+    return [_relative(text, (ROOT, *temporary)) for text in given]
+
+
+def _plain(value: Any, folders: Sequence[Path]) -> Any:
+    if is_dataclass(value):
+        named = {field.name: _plain(getattr(value, field.name), folders) for field in fields(value)}
+        return {"class": type(value).__name__, **named}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, folders) for key, item in value.items()}
+    if isinstance(value, str):
+        return _relative(value, folders)
+    # Among them OmegaConf's lists, which a policy's settings may be.
+    if isinstance(value, Sequence):
+        return [_plain(item, folders) for item in value]
+    return value
+
+
+def _relative(text: str, folders: Sequence[Path]) -> str:
+    for folder in folders:
+        text = text.replace(f"{folder}/", "")
+    return text
