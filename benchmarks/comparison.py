@@ -17,8 +17,9 @@ from typing import Any
 from rich.progress import Progress
 
 from benchmarks import emulated, experiment
-from pipespec.client.bench import BenchResult, RequestResult, bench
+from pipespec.client.bench import bench
 from pipespec.client.dataset import Sample
+from pipespec.client.figures import BenchResult, RequestResult
 from pipespec.config.compose import compose
 
 ALL = "all"

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.experiment import names
-from pipespec.client.bench import record_truth
 from pipespec.client.dataset import Sample, load
+from pipespec.client.truth import record_truth
 
 METHODS = ("root", "static_tree", "level", "best_first")
 DATA = Path(__file__).parent / "data"

@@ -35,8 +35,8 @@ from benchmarks import bookkeeping, emulated, experiment, plot, traces
 from benchmarks.comparison import Ran, recorded
 from benchmarks.experiment import numbers
 from benchmarks.traces import Span, Trace
-from pipespec.client.bench import record_truth
 from pipespec.client.dataset import Sample, load
+from pipespec.client.truth import record_truth
 
 PARTS = ("neighbour", "verdict", "prune", "wire", "python", "late")
 CURVE = "1:0.9,16:0.9999"  # nearly always among the rows of a batch
