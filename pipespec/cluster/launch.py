@@ -39,8 +39,8 @@ from pipespec.errors import ConfigError, RankFailed
 from pipespec.system.interfaces import LOOPBACK
 
 AGENT = "pipespec.cluster.agent"
-# What almost every rank needs and what takes longest to import (numpy.ma: for `np.unique`).
-PRELOAD = ("torch.distributed", "pipespec.engine.model", "numpy.ma")
+# What almost every rank needs and what takes longest to import.
+PRELOAD = ("pipespec.cluster.warm",)
 # Seconds between two looks at who ended.
 _MONITOR_S = 0.1
 # Seconds between two tries to start the agent of a box that was lost.
@@ -319,8 +319,10 @@ class RunningBox:
 
     @property
     def _here(self) -> bool:
-        # The end of what the agent tells comes after its own end, and may say what to make of it.
-        return self._ended.is_alive() and (self._restarts or self._agent.poll() is None)
+        # The end of what the agent tells comes after its own end, and may say what to make of it;
+        # what it has told makes waiting for its helpers needless.
+        known = not self._restarts or self._told is not None
+        return self._ended.is_alive() and not (known and self._agent.poll() is not None)
 
     @property
     def _lost(self) -> bool:
