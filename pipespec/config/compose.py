@@ -61,14 +61,14 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
             check_option(override.key_or_group, override.value())
             chosen.append(literal)
         else:
-            values.append((override, literal))
+            values.append(override)
     try:
-        base = _hydra(chosen)
-        if not values:
-            return base
-        for override, _ in values:
-            check_key(override.key_or_group, base, chosen)
-        return _hydra([*chosen, *(literal for _, literal in values)])
+        node = _hydra(chosen)
+        for override in values:
+            check_key(override.key_or_group, node, chosen)
+        for override in values:  # as Hydra does it, who would compose everything once more
+            OmegaConf.update(node, override.key_or_group, override.value(), merge=True)
+        return node
     except (HydraException, OmegaConfBaseException) as error:
         raise _config_error(error) from error
 

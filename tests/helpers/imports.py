@@ -1,0 +1,31 @@
+"""Which of the slow packages a command imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+SCRIPT = """
+import sys
+from pipespec.cli.main import main
+code = main(sys.argv[1:])
+sys.stdout.flush()
+print("\\nslow:", *sorted({"torch", "transformers"} & set(sys.modules)))
+sys.exit(code)
+"""
+
+
+def slow_imports(
+    *argv: str, code: int = 0, environment: Mapping[str, str] | None = None
+) -> list[str]:
+    """Those of torch and transformers that a `pipespec` command imports in its own process."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout.splitlines()[-1].removeprefix("slow:").split()

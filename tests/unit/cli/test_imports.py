@@ -1,0 +1,43 @@
+"""Commands that compute nothing themselves import neither torch nor Transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.imports import slow_imports
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["--version"], 0),
+        (["generate", "--help"], 0),
+        (["status"], 0),
+        (["down", "nobody"], 2),
+        (["plan", "--stages", "2", "--tokens", "20", "--widths", "4"], 0),
+        (["generate", "--prompt", "a", "feed.width=-1"], 2),
+        (["generate", "--prompt", "a", "model.target=/no/such/folder"], 2),
+        (["generate", "--prompt", "a", "controller.url=redis://127.0.0.1:1"], 1),
+        (["up", "--name", "/"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_command_is_quick_to_answer(
+    argv: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    slow_imports(*argv, code=code)  # what Transformers says of the demo pair is then known
+    assert slow_imports(*argv, code=code) == []
+
+
+def test_doctor_leaves_looking_at_torch_to_its_probes(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.yaml"
+    hosts.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
+    for code in (0, 1):
+        try:
+            assert slow_imports("doctor", str(hosts), code=code) == []
+        except AssertionError:
+            if code == 1:
+                raise
