@@ -1,4 +1,7 @@
-"""`pipespec bench` as a user runs it: one cluster of real processes for many prompts."""
+"""`pipespec bench` as a user runs it: one cluster of real processes for many prompts.
+
+`tests/integration/test_up.py` has what it says of a cluster that is up already.
+"""
 
 from __future__ import annotations
 
@@ -59,46 +62,6 @@ def expected(data: Path) -> dict[str, tuple[list[int], list[int]]]:
     answers = cluster.reference(folder, prompts, NUM_TOKENS)
     told = zip(samples, prompts, answers, strict=True)
     return {sample.id: (prompt, answer) for sample, prompt, answer in told}
-
-
-def test_the_figures_are_one_object_and_the_file_has_every_request(
-    data: Path,
-    expected: dict[str, tuple[list[int], list[int]]],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    file = tmp_path / "figures.json"
-    own = [f"dataset={data}", "concurrency=3", f"prompt_tokens={CUT}"]
-    assert main(["bench", "--json", "--output", str(file), *own, *SETTINGS]) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
-    figures = json.loads(out)
-    assert (figures["completed"], figures["max_concurrency"]) == (4, 3)
-    assert figures["total_output_tokens"] == 4 * NUM_TOKENS
-    assert figures["total_input_tokens"] == sum(len(prompt) for prompt, _ in expected.values())
-    assert (figures["emulated"], figures["synthetic"], figures["lossy"]) == (False, False, False)
-    for name in (
-        "duration", "request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms",
-        "mean_tpot_ms", "median_itl_ms", "p90_tbt_ms", "mean_e2el_ms", "tokens_per_step",
-        "hit_rate", "accepted_per_batch",
-    ):  # fmt: skip
-        assert figures[name] > 0, name
-    assert figures["mean_tbt_ms"] <= figures["mean_itl_ms"]
-    assert len(figures["stage_busy"]) == 2
-    assert [row["benchmark"] for row in figures["benchmarks"]] == ["sums", "tales"]
-    assert [row["completed"] for row in figures["benchmarks"]] == [1, 3]
-
-    stored = json.loads(file.read_text())
-    requests = stored.pop("requests")
-    assert stored == figures
-    assert {r["id"]: (r["prompt_ids"], r["token_ids"]) for r in requests} == expected
-    for request in requests:
-        assert len(request["token_ms"]) == NUM_TOKENS
-        assert request["token_ms"] == sorted(request["token_ms"])
-        assert request["ttft_ms"] == request["token_ms"][0] > 0
-    # All were handed in at once but the last, and are decoded one after another.
-    firsts = [request["ttft_ms"] for request in requests[:3]]
-    assert firsts == sorted(firsts)
 
 
 def test_what_the_target_says_is_recorded_for_the_synthetic_draft_and_labelled(

@@ -146,18 +146,22 @@ def test_json_is_one_object_with_everything_in_it(tmp_path):
     assert len({each.port for each in run.seen if each.kind == "tcp"}) == 4
 
 
-def test_text_streams_and_ends_before_a_stop_string(tmp_path):
+def test_text_streams_and_ends_before_a_stop_string_and_the_users_redis_is_left_as_it_was(tmp_path):
     _, _, text = expected(40)
     stop = text[12:15]
-    run = Run(
-        tmp_path, "--prompt", PROMPT, "cluster.stages=2", "decode.max_new_tokens=40",
-        f"decode.stop=['{stop}']", "feed=level",
-    )  # fmt: skip
-    code, out, err = run.finish()
-    assert code == 0, err
-    assert out.rstrip("\n") == text[: text.index(stop)].rstrip("\n")
-    assert "ended by stop" in err
-    assert not run.leftovers()
+    with EmbeddedRedis() as server:
+        run = Run(
+            tmp_path, "--prompt", PROMPT, "cluster.stages=2", "decode.max_new_tokens=40",
+            f"decode.stop=['{stop}']", "feed=level", f"controller.url={server.url}",
+        )  # fmt: skip
+        code, out, err = run.finish()
+        assert code == 0, err
+        assert out.rstrip("\n") == text[: text.index(stop)].rstrip("\n")
+        assert "ended by stop" in err
+        assert not run.leftovers()
+        pipe = Pipe(server.url)
+        assert pipe.call("DBSIZE") == 0
+        pipe.close()
 
 
 def test_an_id_of_a_padded_vocabulary_decodes_to_nothing(tmp_path):
@@ -183,21 +187,6 @@ def test_an_id_of_a_padded_vocabulary_decodes_to_nothing(tmp_path):
         assert tokenizer.decode(prompt) + text.push(ids) + text.flush() == whole
 
 
-def test_an_existing_redis_is_used_and_left_as_it_was(tmp_path):
-    _, tokens, _ = expected(10)
-    with EmbeddedRedis() as server:
-        run = Run(
-            tmp_path, "--prompt", PROMPT, "--json", "cluster.stages=2", "decode.max_new_tokens=10",
-            f"controller.url={server.url}",
-        )  # fmt: skip
-        code, out, err = run.finish()
-        assert code == 0, err
-        assert json.loads(out)["token_ids"] == tokens
-        pipe = Pipe(server.url)
-        assert pipe.call("DBSIZE") == 0
-        pipe.close()
-
-
 @pytest.mark.parametrize(
     "sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 )
@@ -213,15 +202,16 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
 
 
 def test_a_process_that_is_killed_does_not_show_in_the_text(tmp_path):
-    settings = ("--prompt", PROMPT, "cluster.stages=2", "decode.max_new_tokens=60",
-                "decode.ignore_eos=true")  # fmt: skip
-    code, text, _ = Run(tmp_path, *settings).finish()
-    assert code == 0
-    run = Run(tmp_path, *settings)
+    _, tokens, text = expected(60)
+    assert len(tokens) == 60, "it must go on long enough to be killed in the midst of it"
+    run = Run(tmp_path, "--prompt", PROMPT, "cluster.stages=2", "decode.max_new_tokens=60",
+              "decode.ignore_eos=true")  # fmt: skip
     run.await_text()
     run.ranks()[2].kill()
     code, rest, err = run.finish()
     assert code == 0, err
+    assert rest.endswith("\n")
+    rest = rest.removesuffix("\n")  # the first letter was read already
     assert text.endswith(rest)
     assert len(rest) > len(text) // 2
     assert not run.leftovers()

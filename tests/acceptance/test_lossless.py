@@ -66,7 +66,7 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
 ):
     folder, prompts, expected = demo
     every = policy in ON_ALL_PROMPTS if long else (policy, stages) == ("best_first", SHORT)
-    some = slice(None) if every else part(4 if long else 8 if stages <= 8 else 16, policy, stages)
+    some = slice(None) if every else part(4 if long else 16, policy, stages)
     plan = cluster.make_plan(
         folder / "target", folder / "draft", f"cluster.stages={stages}", *POLICIES[policy]
     )

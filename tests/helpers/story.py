@@ -22,7 +22,7 @@ from pipespec.core import (
     Verdict,
 )
 from pipespec.engine.lineage import Lineage
-from pipespec.sampling.verify import walk
+from pipespec.sampling.verifier import walk
 
 
 class StoryOver(Exception):

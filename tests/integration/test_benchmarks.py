@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -222,10 +224,17 @@ def measured_stage(monkeypatch, *arguments: object) -> None:
     stage.main()
 
 
-def test_a_stage_is_measured_beside_its_floor(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "stage.json"
-    measured_stage(monkeypatch, "--dtype", "float32", "--draft", "demo", "--json", file)
-    result = json.loads(file.read_text())
+@pytest.fixture(scope="module")
+def demo_stage(tmp_path_factory):
+    """A stage of the demo target, measured once: what was stored, and what was printed."""
+    file, printed = tmp_path_factory.mktemp("measured") / "stage.json", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+        measured_stage(patch, "--dtype", "float32", "--draft", "demo", "--json", file)
+    return json.loads(file.read_text()), printed.getvalue()
+
+
+def test_a_stage_is_measured_beside_its_floor(demo_stage):
+    result, printed = demo_stage
     assert "MEASURED" in result["title"] and "2 layers of demo, float32" in result["title"]
     assert {"device", "threads", "hardware", "commit", "date", "command"} <= set(result)
     steps = result["steps"]
@@ -238,14 +247,11 @@ def test_a_stage_is_measured_beside_its_floor(tmp_path, monkeypatch, capsys):
             assert times["quartile_1"] <= times["median"] <= times["quartile_3"]
     assert [cell["over_one_row"] for cell in steps if cell["rows"] == 1] == [1, 1]
     assert all(cell["kv_in_place"] for cell in result["verdicts"])
-    printed = capsys.readouterr().out
     assert "A verdict" in printed and "A draft round, its depth CUT" in printed
 
 
-def test_what_a_step_must_read_and_compute_follows_from_the_shape(tmp_path, monkeypatch):
-    file = tmp_path / "stage.json"
-    measured_stage(monkeypatch, "--dtype", "float32", "--draft", "demo", "--json", file)
-    result = json.loads(file.read_text())
+def test_what_a_step_must_read_and_compute_follows_from_the_shape(demo_stage):
+    result, _ = demo_stage
     shape = stage.SHAPES["demo"]
     cell, draft = result["steps"][-1], result["drafts"][-1]
     middle = memory.predict(shape, range(1, 3), 4, context=256, tree=16, batch=0)

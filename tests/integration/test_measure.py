@@ -1,5 +1,6 @@
 """Measuring the devices of a box in a process of its own, and planning from what was measured."""
 
+import io
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pipespec.planning.partition import plan_slices
 from pipespec.planning.placement import Figures, problem
 from pipespec.survey.gather import gather
 from pipespec.survey.measure import Wish, measure
+from pipespec.survey.measure import main as run_measure
 from pipespec.system.resources import resource_dir
 
 DEMO = resource_dir("demo")
@@ -115,12 +117,14 @@ def test_a_device_that_is_missing_is_named():
         measure(wish(devices=("cuda:99", "cpu")))
 
 
-def test_what_cannot_be_measured_is_one_sentence():
-    done = measured({**WISH, "target": "/nowhere"})
-    assert done.returncode == 2
-    assert "no model folder /nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+def test_what_cannot_be_measured_is_one_sentence(monkeypatch, capsys):
+    asked = io.StringIO(json.dumps({**WISH, "target": "/nowhere"}))
+    monkeypatch.setattr(sys, "stdin", asked)
+    assert run_measure() == 2
+    out, err = capsys.readouterr()
+    assert "no model folder /nowhere" in err
+    assert err.count("\n") == 1
+    assert out == ""
 
 
 def test_figures_become_a_placement_of_all_layers(figures, hosts_file):

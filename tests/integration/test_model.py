@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,30 @@ def checkpoint(tmp_path_factory):
     return get
 
 
+class Conforming:
+    """A tiny checkpoint of an architecture, loaded once for all tests of it: whole by Hugging
+    Face, and in slices."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._slices: dict[int, list[ModelSlice]] = {}
+
+    @cached_property
+    def reference(self) -> PreTrainedModel:
+        return _reference(self.path)
+
+    def slices(self, count: int) -> list[ModelSlice]:
+        if count not in self._slices:
+            self._slices[count] = _load(self.path, count)
+        return self._slices[count]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def model(request, checkpoint) -> Conforming:
+    """Each architecture in turn."""
+    return Conforming(checkpoint(request.param))
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
@@ -44,16 +69,14 @@ def test_every_architecture_has_a_conformance_test():
     assert sorted(ARCHITECTURES) == sorted(CONFIGS)
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_greedy_tokens_equal_generate(checkpoint, model_type):
-    path = checkpoint(model_type)
+def test_greedy_tokens_equal_generate(model):
     prompt = _random_tokens(13, seed=1)
-    expected = _reference(path).generate(
+    expected = model.reference.generate(
         prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True
     )[0, len(prompt) :]
     assert len(expected.unique()) > 4, "the reference repeats itself and would prove little"
     for num_slices in (1, 2, 4):
-        tokens = _greedy(_load(path, num_slices), prompt, chunk=5)
+        tokens = _greedy(model.slices(num_slices), prompt, chunk=5)
         assert tokens == expected.tolist(), f"{num_slices} slices"
 
 
@@ -66,16 +89,12 @@ def test_slices_can_be_loaded_and_run_by_threads_of_one_process(checkpoint):
         assert [run.result() for run in runs] == [expected] * 3
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_tree_rows_have_the_logits_of_their_own_path(checkpoint, model_type):
-    path = checkpoint(model_type)
-    slices = _load(path, 2)
+def test_tree_rows_have_the_logits_of_their_own_path(model):
     tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
-    logits = tree.run(slices, batches=[slice(0, 3), slice(3, 14), slice(14, 24)])
-    reference = _reference(path)
+    logits = tree.run(model.slices(2), batches=[slice(0, 3), slice(3, 14), slice(14, 24)])
     with torch.inference_mode():
         for node in range(24):
-            expected = reference(tree.path(node)[None], use_cache=False).logits[0, -1]
+            expected = model.reference(tree.path(node)[None], use_cache=False).logits[0, -1]
             torch.testing.assert_close(logits[node], expected, rtol=1e-4, atol=1e-4)
 
 
@@ -153,11 +172,9 @@ def test_shape_and_memory_are_told(checkpoint):
     assert model.num_kv_bytes == 2 * 2 * NUM_SLOTS * 2 * 12 * 2  # layers, K and V, ..., 2 bytes
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_the_pool_is_as_large_as_the_checkpoint_foretells(checkpoint, model_type):
-    path = checkpoint(model_type)
-    (whole,) = _load(path, 1)
-    slot_bytes = inspect(path).kv_size * NUM_LAYERS * whole.dtype.itemsize
+def test_the_pool_is_as_large_as_the_checkpoint_foretells(model):
+    (whole,) = model.slices(1)
+    slot_bytes = inspect(model.path).kv_size * NUM_LAYERS * whole.dtype.itemsize
     assert whole.num_kv_bytes == whole.num_slots * slot_bytes
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from pipespec.cli.main import main
 from pipespec.client import registry
 from pipespec.controller.members import Membership
 from pipespec.system.interfaces import LOOPBACK
@@ -82,18 +83,14 @@ def pipespec(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pipespec", *arguments]
 
 
-def answer(*arguments: str) -> list[int]:
-    done = subprocess.run(
-        pipespec("generate", "--json", "--prompt", PROMPT, *LENGTH, *arguments),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["token_ids"]
+def answer(capfd: pytest.CaptureFixture[str], name: str) -> list[int]:
+    """What the cluster of that name says to a command of this process."""
+    capfd.readouterr()
+    assert main(["generate", "--on", name, "--json", "--prompt", PROMPT, *LENGTH]) == 0
+    return json.loads(capfd.readouterr().out)["token_ids"]
 
 
-def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment):
+def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment, capfd):
     hosts = environment / "hosts.yaml"
     hosts.write_text(HOSTS)
     invitation = registry.folder() / "hand.invitation"
@@ -105,7 +102,7 @@ def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment):
         with running(script, log) as there:
             with watched(lambda: [*family(up.pid), *family(there.pid)]) as seen:
                 until(lambda: (entry := registry.held("hand")) is not None and entry.cluster)
-                before = answer("--on", "hand")
+                before = answer(capfd, "hand")
             assert before == expected()
             assert {each.pid for each in seen} & set(family(there.pid))
             assert_private(seen, {LOOPBACK})
@@ -113,7 +110,7 @@ def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment):
             with Membership(found.url, found.namespace) as shared:
                 pid = shared.alive(["there/1"])["there/1"]
                 os.kill(pid, signal.SIGKILL)
-                assert answer("--on", "hand") == before
+                assert answer(capfd, "hand") == before
                 assert shared.alive(["there/1"])["there/1"] != pid
     assert up.returncode == 0
     assert not invitation.exists()
@@ -144,7 +141,7 @@ def test_an_unknown_box_and_a_file_that_is_no_invitation_are_refused(environment
     assert "s3cret" not in said
 
 
-def test_launch_shows_what_the_members_say_until_ctrl_c(environment):
+def test_launch_shows_what_the_members_say_until_ctrl_c(environment, capfd):
     hosts = environment / "hosts.yaml"
     hosts.write_text(HOSTS.replace(THERE, "address: 127.0.0.2, ssh: local, devices: [cpu]"))
     log = environment / "log"
@@ -153,7 +150,7 @@ def test_launch_shows_what_the_members_say_until_ctrl_c(environment):
         watched(lambda: family(launched.pid)) as seen,
     ):
         until(lambda: (entry := registry.held("hand")) is not None and entry.cluster)
-        assert answer("--on", "hand") == expected()
+        assert answer(capfd, "hand") == expected()
     assert launched.returncode == 0
     assert_private(seen, {LOOPBACK})
     said = log.read_text()

@@ -17,12 +17,14 @@ from typing import Any
 
 import psutil
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.client import registry
+from pipespec.client import generate, registry
 from pipespec.client.client import attach
-from pipespec.client.generate import Result, ask
+from pipespec.client.dataset import load
+from pipespec.client.generate import Result
 from pipespec.client.registry import RunningCluster
 from pipespec.client.settings import RequestSettings
 from pipespec.controller.connection import Pipe
@@ -120,7 +122,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A place where a cluster is up."""
+    """A place where a cluster is up, until a test kills it."""
     place = Place(tmp_path_factory.mktemp("up"), uuid.uuid4().hex)
     try:
         code, out, err = place.run("up", "--detach", "--json", "--name", NAME, *SETTINGS)
@@ -128,9 +130,6 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         told = json.loads(out)
         assert (told["name"], told["num_ranks"], told["context"]) == (NAME, 3, 2048)
         yield place
-        assert place.run("down") == (0, f"{NAME} has ended.\n", "")
-        assert place.processes() == []
-        assert place.files() == []
     finally:
         place.kill()
 
@@ -140,6 +139,33 @@ def up(running: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     """The running cluster, for commands of this process too."""
     monkeypatch.setenv("XDG_STATE_HOME", str(running.folder))
     return running
+
+
+@pytest.fixture(scope="module")
+def foreign() -> Iterator[EmbeddedRedis]:
+    """The user's own Redis."""
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, foreign: EmbeddedRedis) -> Iterator[Place]:
+    """A place where a cluster is up with the user's Redis, told through standard input."""
+    place = Place(tmp_path_factory.mktemp("served"), uuid.uuid4().hex)
+    try:
+        settings = "\n".join([*SETTINGS, f"controller.url={foreign.url}"])
+        code, _, err = place.run("up", "--detach", "--name", NAME, "-", stdin=settings)
+        assert (code, err) == (0, "")
+        yield place
+    finally:
+        place.kill()
+
+
+@pytest.fixture
+def guest(served: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """That cluster, for commands of this process too."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(served.folder))
+    return served
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +182,18 @@ def until(condition: Callable[[], object], seconds: float = ENDING_S) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.02)
+
+
+def ask_on(
+    running: RunningCluster,
+    settings: list[str],
+    on_text: Callable[[str], None] = lambda _: None,
+    prompt: str = PROMPTS[0],
+) -> Result:
+    """What a running cluster answers."""
+    chosen = RequestSettings.on(running, settings)
+    with attach(running) as client:
+        return generate.ask(client, chosen, running.served.encode(prompt), on_text)[0]
 
 
 def status(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
@@ -176,14 +214,19 @@ def test_requests_of_several_users_queue_and_each_gets_its_own_text(
     def ask(prompt: str) -> tuple[int, str, str]:
         return up.run("generate", "--on", NAME, "--json", "--prompt", prompt)
 
+    # Two of them are processes of their own.
+    running = registry.find(NAME)
     with ThreadPoolExecutor() as users:
-        answers = list(users.map(ask, PROMPTS))
-    assert [(code, err) for code, _, err in answers] == [(0, "")] * len(PROMPTS)
+        asked = users.map(ask, PROMPTS[:2])
+        here = ask_on(running, [], prompt=PROMPTS[2])
+        answers = list(asked)
+    assert [(code, err) for code, _, err in answers] == [(0, "")] * 2
     told = [json.loads(out) for _, out, _ in answers]
-    assert {p: a["token_ids"] for p, a in zip(PROMPTS, told, strict=True)} == expected
-    for answer in told:
-        assert 0 < answer["stats"]["ttft_ms"] < PATIENCE_S * 1e3
-        assert len(answer["stats"]["stage_busy"]) == 2
+    ids = [*(answer["token_ids"] for answer in told), here.token_ids]
+    assert dict(zip(PROMPTS, ids, strict=True)) == expected
+    for stats in (*(answer["stats"] for answer in told), here.stats):
+        assert 0 < stats["ttft_ms"] < PATIENCE_S * 1e3
+        assert len(stats["stage_busy"]) == 2
     (after,) = status(capsys, NAME)
     assert (after["state"], after["ranks"], after["num_ranks"]) == ("ready", 3, 3)
     assert (after["open"], after["queued"], after["faults"]) == (0, 0, 0)
@@ -193,30 +236,29 @@ def test_requests_of_several_users_queue_and_each_gets_its_own_text(
 
 
 def test_whoever_leaves_cancels_what_was_asked(
-    up: Place, expected: dict[str, list[int]], capsys: pytest.CaptureFixture[str]
+    up: Place, expected: dict[str, list[int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C on a request that is being decoded and on one that waits; the next is as ever."""
-    (before,) = status(capsys)
+    (before,) = status(capfd)
     reader = up.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
     assert reader.stdout is not None
     assert reader.stdout.read(1)
     waiting = up.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
-    until(lambda: status(capsys)[0]["queued"] == 1, PATIENCE_S)
+    until(lambda: status(capfd)[0]["queued"] == 1, PATIENCE_S)
     for user in (waiting, reader):
         user.send_signal(signal.SIGINT)
         user.communicate(timeout=ENDING_S)
         assert user.returncode == 130
-    until(lambda: status(capsys)[0]["finished"] == before["finished"] + 2)
-    (after,) = status(capsys)
+    until(lambda: status(capfd)[0]["finished"] == before["finished"] + 2)
+    (after,) = status(capfd)
     running = registry.find(NAME)
     with RequestLog(running.url, namespace=running.namespace, epoch=running.epoch) as log:
         newest = int(log._pipe.call("GET", log._keys.counter))
         ends = [[*log.stream(request)][-1] for request in (newest - 1, newest)]
     assert ends == [Finished("cancelled")] * 2
     assert (after["open"], after["queued"], after["epoch"]) == (0, 0, before["epoch"])
-    code, out, _ = up.run("generate", "--on", NAME, "--json", "--prompt", PROMPTS[2])
-    assert code == 0
-    assert json.loads(out)["token_ids"] == expected[PROMPTS[2]]
+    assert main(["generate", "--on", NAME, "--json", "--prompt", PROMPTS[2]]) == 0
+    assert json.loads(capfd.readouterr().out)["token_ids"] == expected[PROMPTS[2]]
 
 
 @pytest.mark.usefixtures("up")
@@ -243,26 +285,96 @@ def test_a_request_chooses_its_length_and_its_sampling(
 
 
 @pytest.mark.usefixtures("up")
-def test_bench_measures_a_running_cluster(
-    expected: dict[str, list[int]],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+def test_log_probabilities_and_the_seed_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    target = resource_dir("demo") / "target"
+    prompt = AutoTokenizer.from_pretrained(target).encode("Once upon a time")
+    settings = ["verify=strict", "verify.temperature=0", "verify.logprobs=2"]
+    settings += ["decode.max_new_tokens=6", "decode.ignore_eos=true"]
+    ask = ["generate", "--on", NAME, "--prompt", "Once upon a time", "--json"]
+    assert main([*ask, *settings]) == 0
+    result = json.loads(capfd.readouterr().out)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    with torch.no_grad():
+        text = torch.tensor([prompt + result["token_ids"]])
+        values = model(text).logits[0].double().log_softmax(1)
+    assert len(result["logprobs"]) == 6
+    for i, report in enumerate(result["logprobs"]):
+        row = values[len(prompt) - 1 + i]
+        best = row.topk(2)
+        assert report["token_id"] == result["token_ids"][i]
+        assert report["logprob"] == pytest.approx(float(row[report["token_id"]]), abs=1e-3)
+        assert [top["token_id"] for top in report["top"]] == best.indices.tolist()
+        assert [top["logprob"] for top in report["top"]] == pytest.approx(
+            best.values.tolist(), abs=1e-3
+        )
+    assert result["stats"]["lossy"] is True
+    assert result["stats"]["seed"] is None  # nothing was drawn
+
+
+@pytest.mark.usefixtures("up")
+def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    data, file = tmp_path / "data.jsonl", tmp_path / "figures.json"
-    lines = [
-        json.dumps({"id": prompt, "benchmark": "tales", "prompt": prompt}) for prompt in PROMPTS
-    ]
-    data.write_text("\n".join(lines))
-    own = [f"dataset={data}", "concurrency=2", "decode.max_new_tokens=6"]
-    assert main(["bench", "--on", NAME, "--json", "--output", str(file), *own]) == 0
+    cut, num_tokens = 9, 8
+    prompts = {
+        "tales": [
+            "Once upon a time there was a king who",
+            "Once upon",
+            "The little girl ran out of the house and down to the river, where",
+        ],
+        "sums": ["Tom has three apples and buys four more. How many"],
+    }
+    data, file = tmp_path / "data", tmp_path / "figures.json"
+    data.mkdir()
+    for name, texts in prompts.items():
+        lines = [
+            json.dumps({"id": f"{name}/{i}", "benchmark": name, "prompt": text})
+            for i, text in enumerate(texts)
+        ]
+        (data / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    folder = resource_dir("demo") / "target"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    samples = load(data)
+    ids = [tokenizer.encode(sample.prompt)[:cut] for sample in samples]
+    answers = cluster.reference(folder, ids, num_tokens)
+    told = zip(samples, ids, answers, strict=True)
+    expected = {sample.id: (prompt, answer) for sample, prompt, answer in told}
+
+    own = [f"dataset={data}", "concurrency=3", f"prompt_tokens={cut}"]
+    length = [f"decode.max_new_tokens={num_tokens}", "decode.ignore_eos=true"]
+    bench = ["bench", "--on", NAME]
+    capfd.readouterr()  # what Hugging Face has said
+    assert main([*bench, "--json", "--output", str(file), *own, *length]) == 0
     out, err = capfd.readouterr()
     assert err == ""
     figures = json.loads(out)
-    assert figures["completed"] == len(PROMPTS)
-    assert figures["settings"] == [*SETTINGS, "decode.max_new_tokens=6"]
-    assert (figures["emulated"], figures["synthetic"]) == (False, False)
-    requests = json.loads(file.read_text())["requests"]
-    assert {r["id"]: r["token_ids"] for r in requests} == {p: t[:6] for p, t in expected.items()}
+    assert (figures["completed"], figures["max_concurrency"]) == (4, 3)
+    assert figures["settings"] == [*SETTINGS, *length]
+    assert figures["total_output_tokens"] == 4 * num_tokens
+    assert figures["total_input_tokens"] == sum(len(prompt) for prompt, _ in expected.values())
+    assert (figures["emulated"], figures["synthetic"], figures["lossy"]) == (False, False, False)
+    for name in (
+        "duration", "request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms",
+        "mean_tpot_ms", "median_itl_ms", "p90_tbt_ms", "mean_e2el_ms", "tokens_per_step",
+        "hit_rate", "accepted_per_batch",
+    ):  # fmt: skip
+        assert figures[name] > 0, name
+    assert figures["mean_tbt_ms"] <= figures["mean_itl_ms"]
+    assert len(figures["stage_busy"]) == 2
+    assert [row["benchmark"] for row in figures["benchmarks"]] == ["sums", "tales"]
+    assert [row["completed"] for row in figures["benchmarks"]] == [1, 3]
+
+    stored = json.loads(file.read_text())
+    requests = stored.pop("requests")
+    assert stored == figures
+    assert {r["id"]: (r["prompt_ids"], r["token_ids"]) for r in requests} == expected
+    for request in requests:
+        assert len(request["token_ms"]) == num_tokens
+        assert request["token_ms"] == sorted(request["token_ms"])
+        assert request["ttft_ms"] == request["token_ms"][0] > 0
+    # All were handed in at once but the last, and are decoded one after another.
+    firsts = [request["ttft_ms"] for request in requests[:3]]
+    assert firsts == sorted(firsts)
 
 
 @pytest.mark.usefixtures("up")
@@ -342,65 +454,45 @@ def test_a_stranger_on_the_machine_gets_nowhere(
 # --- how a cluster ends -------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_a_cluster_and_it_leaves_nothing(place: Place) -> None:
-    process = place.start("up", *SETTINGS)
+def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_the_next(
+    up: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last test of the running cluster. The next one stays in the foreground."""
+    running = registry.find(NAME)
+    pieces: list[str] = []
+
+    def kill(piece: str) -> None:
+        if not pieces:
+            os.kill(running.owner.pid, signal.SIGKILL)
+        pieces.append(piece)
+
+    with pytest.raises(RankFailed, match=r"'lab' on \S+ ended before the request was finished"):
+        ask_on(running, LONG, kill)
+    until(lambda: not up.processes())
+    assert not list((up.folder / "tmp").iterdir())
+    assert (up.folder / "pipespec" / f"{NAME}.json").exists()
+    assert status(capsys) == []
+    assert main(["generate", "--on", NAME, "--prompt", "a"]) == 2
+    assert f"No cluster named '{NAME}' is up" in capsys.readouterr().err
+    assert main(["down"]) == 2
+    assert "No cluster is up" in capsys.readouterr().err
+
+    process = up.start("up", "--name", NAME, *SETTINGS)
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("The cluster 'default' is ready: 3 ranks")
+    assert process.stdout.readline().startswith(f"The cluster '{NAME}' is ready: 3 ranks")
+    assert registry.find(NAME).owner.pid == process.pid != running.owner.pid
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=ENDING_S)
     assert (process.returncode, out) == (0, "")
     # What the members said, each with its name.
     assert all(line.startswith("local/") for line in err.splitlines())
-    assert place.processes() == []
-    assert place.files() == []
-
-
-def test_down_fails_what_is_open_with_one_sentence(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Settings come through standard input, and the Redis is the user's."""
-    with EmbeddedRedis() as server:
-        settings = "\n".join([*SETTINGS, f"controller.url={server.url}"])
-        code, _, err = place.run("up", "--detach", "--name", NAME, "-", stdin=settings)
-        assert (code, err) == (0, "")
-        assert all("password" not in " ".join(process.cmdline()) for process in place.processes())
-        assert "password" not in place.log(NAME)
-        reader = place.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
-        assert reader.stdout is not None
-        assert reader.stdout.read(1)
-        waiting = place.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
-        until(lambda: status(capsys)[0]["queued"] == 1, PATIENCE_S)
-        assert status(capsys)[0]["open"] == 1
-        assert main(["down", NAME]) == 0
-        for user in (reader, waiting):
-            _, err = user.communicate(timeout=ENDING_S)
-            assert user.returncode == 1
-            assert err.count("\n") == 1
-            assert "The cluster 'lab' on" in err
-            assert "ended before the request was finished" in err
-        assert place.processes() == []
-        assert place.files() == []
-        pipe = Pipe(server.url)
-        assert pipe.call("DBSIZE") == 0
-        pipe.close()
-
-
-def ask_on(
-    running: RunningCluster,
-    settings: list[str],
-    on_text: Callable[[str], None] = lambda _: None,
-    prompt: str = PROMPTS[0],
-) -> Result:
-    """What a running cluster answers."""
-    chosen = RequestSettings.on(running, settings)
-    with attach(running) as client:
-        return ask(client, chosen, running.served.encode(prompt), on_text)[0]
+    assert up.processes() == []
+    assert up.files() == []
 
 
 def test_a_lost_rank_interrupts_no_request_and_is_counted(
-    place: Place, capsys: pytest.CaptureFixture[str]
+    guest: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert place.run("up", "--detach", "--name", NAME, *SETTINGS)[0] == 0
     running = registry.find(NAME)
     asked = ["decode.max_new_tokens=60", "decode.ignore_eos=true"]
     undisturbed = ask_on(running, asked)
@@ -422,7 +514,7 @@ def test_a_lost_rank_interrupts_no_request_and_is_counted(
     assert told["last_fault"].startswith(f"epoch {running.epoch}: local/")
     assert main(["status"]) == 0
     assert f"{NAME}: epoch {running.epoch}: local/" in capsys.readouterr().out
-    assert f"{NAME}: epoch {running.epoch} ended: " in place.log(NAME)
+    assert f"{NAME}: epoch {running.epoch} ended: " in guest.log(NAME)
 
     # The death of the agent is a fault as good as any.
     with Membership(running.url, running.namespace) as shared:
@@ -430,36 +522,32 @@ def test_a_lost_rank_interrupts_no_request_and_is_counted(
     os.kill(os.getsid(pid), signal.SIGKILL)
     until(lambda: (now := status(capsys)[0])["faults"] > 1 and now["state"] == "ready")
     assert status(capsys)[0]["last_fault"].startswith(f"epoch {running.epoch + 1}: local/")
-    assert main(["down"]) == 0
-    assert place.processes() == []
 
 
-def test_a_killed_cluster_fails_its_request_with_one_sentence_and_frees_its_name(
-    place: Place, capsys: pytest.CaptureFixture[str]
+def test_down_fails_what_is_open_with_one_sentence(
+    guest: Place, foreign: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert place.run("up", "--detach", *SETTINGS)[0] == 0
-    running = registry.find("default")
-    pieces: list[str] = []
-
-    def kill(piece: str) -> None:
-        if not pieces:
-            os.kill(running.owner.pid, signal.SIGKILL)
-        pieces.append(piece)
-
-    with pytest.raises(RankFailed, match=r"'default' on \S+ ended before the request was finished"):
-        ask_on(running, LONG, kill)
-    until(lambda: not place.processes())
-    assert not list((place.folder / "tmp").iterdir())
-    assert (place.folder / "pipespec" / "default.json").exists()
-    assert status(capsys) == []
-    assert main(["generate", "--on", "default", "--prompt", "a"]) == 2
-    assert "No cluster named 'default' is up" in capsys.readouterr().err
-    assert main(["down"]) == 2
-    assert "No cluster is up" in capsys.readouterr().err
-    assert place.run("up", "--detach", *SETTINGS)[0] == 0
-    assert registry.find("default").owner.pid != running.owner.pid
-    assert main(["down"]) == 0
-    assert place.processes() == []
+    """The last test of that cluster; its Redis goes on, and is left as it was."""
+    assert all("password" not in " ".join(process.cmdline()) for process in guest.processes())
+    assert "password" not in guest.log(NAME)
+    reader = guest.start("generate", "--on", NAME, "--prompt", PROMPTS[0], *LONG)
+    assert reader.stdout is not None
+    assert reader.stdout.read(1)
+    waiting = guest.start("generate", "--on", NAME, "--prompt", PROMPTS[1], *LONG)
+    until(lambda: status(capsys)[0]["queued"] == 1, PATIENCE_S)
+    assert status(capsys)[0]["open"] == 1
+    assert guest.run("down") == (0, f"{NAME} has ended.\n", "")
+    for user in (reader, waiting):
+        _, err = user.communicate(timeout=ENDING_S)
+        assert user.returncode == 1
+        assert err.count("\n") == 1
+        assert "The cluster 'lab' on" in err
+        assert "ended before the request was finished" in err
+    assert guest.processes() == []
+    assert guest.files() == []
+    pipe = Pipe(foreign.url)
+    assert pipe.call("DBSIZE") == 0
+    pipe.close()
 
 
 def test_what_keeps_a_cluster_from_starting_is_told_and_nothing_stays(place: Place) -> None:

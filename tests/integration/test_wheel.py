@@ -50,9 +50,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (wheel,) = work.glob("pipespec-*.whl")
 
     environment = work / "environment"
-    venv.create(environment, with_pip=True)
+    venv.create(environment)
     python = environment / "bin" / "python"
-    must([python, *PIP, "install", "--no-deps", "--no-index", wheel], cwd=work)
+    # The pip of the running environment: to make another takes longer than all it would do.
+    into = [sys.executable, *PIP, "--python", str(python)]
+    must([*into, "install", "--no-deps", "--no-index", wheel], cwd=work)
     # torch and the other dependencies are borrowed from the running environment. Its packages
     # come last on the path, and as a plain line: a .pth file in them (an editable pipespec)
     # is not read.
