@@ -83,7 +83,13 @@ class BackendTokenizer:
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer as Backend
 
-        return Backend.from_str(self.backend)
+        try:
+            return Backend.from_str(self.backend)
+        except Exception as error:
+            raise ModelError(
+                f"what is kept of the model's tokenizer cannot be used ({_reason(error)}); start "
+                "the cluster again"
+            ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text; that of a special token becomes the token."""
@@ -176,10 +182,14 @@ def _by_transformers(path: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
-        _refuse(path, " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__)
+        _refuse(path, _reason(error))
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
         _refuse(path, "it has no tokens")
     return tokenizer
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
 
 
 def _refuse(path: Path, reason: str) -> NoReturn:

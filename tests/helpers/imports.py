@@ -9,10 +9,10 @@ from collections.abc import Mapping
 SCRIPT = """
 import sys
 from pipespec.cli.main import main
-code = main(sys.argv[1:])
-sys.stdout.flush()
-print("\\nslow:", *sorted({"torch", "transformers"} & set(sys.modules)))
-sys.exit(code)
+try:
+    sys.exit(main(sys.argv[1:]))
+finally:
+    print("\\nslow:", *sorted({"torch", "transformers"} & set(sys.modules)))
 """
 
 
@@ -22,8 +22,7 @@ def slow_imports(
     """Those of torch and transformers that a `pipespec` command imports in its own process."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         env=environment,
     )

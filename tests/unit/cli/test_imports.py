@@ -19,7 +19,7 @@ from tests.helpers.imports import slow_imports
         (["plan", "--stages", "2", "--tokens", "20", "--widths", "4"], 0),
         (["generate", "--prompt", "a", "feed.width=-1"], 2),
         (["generate", "--prompt", "a", "model.target=/no/such/folder"], 2),
-        (["generate", "--prompt", "a", "controller.url=redis://127.0.0.1:1"], 1),
+        (["generate", "--prompt", "a", "controller.url=redis://127.0.0.1:1"], 2),
         (["up", "--name", "/"], 2),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -35,9 +35,4 @@ def test_a_command_is_quick_to_answer(
 def test_doctor_leaves_looking_at_torch_to_its_probes(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.yaml"
     hosts.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
-    for code in (0, 1):
-        try:
-            assert slow_imports("doctor", str(hosts), code=code) == []
-        except AssertionError:
-            if code == 1:
-                raise
+    assert slow_imports("doctor", str(hosts), code=0) == []
