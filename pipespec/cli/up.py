@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from pipespec.cli.arguments import STDIN, finish, overrides
+from pipespec.cli.detach import detached
 from pipespec.cli.terminal import progress, standard_input, write
 from pipespec.client.registry import (
-    LOG,
     Owner,
     RunningCluster,
     check_name,
     claim,
     folder,
-    held,
     kept_folder,
     publish,
 )
@@ -41,9 +36,8 @@ if TYPE_CHECKING:
     from pipespec.planning.partition import Placement
 
 DEFAULT_NAME = "default"
-# How often the ranks, or a cluster that is to become ready, are looked at.
+# How often the ranks are looked at.
 LOOK_S = 0.1
-MESSAGE = "pipespec: "
 # The end of the file that lets boxes started by hand take part.
 INVITATION = ".invitation"
 
@@ -242,52 +236,6 @@ def placed(config: Config) -> Placement:
 def on_log(who: str, line: str) -> None:
     """A line of a member, or of the whole cluster, for the log."""
     tell(f"{who}: {line}")
-
-
-def detached(name: str, settings: Sequence[str], *, measure: bool) -> RunningCluster:
-    """Start `pipespec up` in a session of its own and wait until it is ready.
-
-    What it says goes to the log beside its entry. Raises what it failed with.
-    """
-    with kept_folder() as here:
-        log = here / (name + LOG)
-        # Nobody's log may be lost to a start that is refused.
-        partial = here / f"{name}{LOG}.{os.getpid()}"
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    flags = ["--measure"] if measure else []
-    with os.fdopen(descriptor, "wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipespec", "up", "--name", name, *flags, STDIN],
-            stdin=subprocess.PIPE,
-            stdout=stream,
-            stderr=stream,
-            start_new_session=True,
-        )
-    try:
-        assert process.stdin is not None
-        with process.stdin as stdin:
-            # Settings may hold a password, which a command line would show.
-            stdin.write(json.dumps(settings).encode())
-        while True:
-            entry = held(name)
-            if entry is not None and entry.cluster and entry.owner.pid == process.pid:
-                partial.rename(log)
-                return entry.cluster
-            if process.poll() is not None:
-                raise failure(partial, process.returncode)
-            time.sleep(LOOK_S)
-    except BaseException:
-        process.terminate()
-        process.wait()
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def failure(log: Path, code: int) -> PipespecError:
-    """What a process said last, as an error."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = lines[-1].removeprefix(MESSAGE) if lines else f"It ended with exit code {code}."
-    return ConfigError(said) if code == ConfigError.exit_code else PipespecError(said)
 
 
 def announcement(running: RunningCluster, *, as_json: bool) -> str:

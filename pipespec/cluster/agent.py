@@ -26,7 +26,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -39,10 +38,10 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from pipespec.cluster import rendezvous
 from pipespec.cluster.agent_lock import PATIENCE_S, alone
-from pipespec.cluster.supervisor import Job, how_it_ended, supervise
-from pipespec.system.interfaces import LOOPBACK, holding, interfaces, resolve
+from pipespec.cluster.supervisor import Job
+from pipespec.cluster.torchrun import ELASTIC, MONITOR_S, Lost, Signalled, run_supervisors
+from pipespec.system.interfaces import holding, interfaces, resolve
 from pipespec.system.scratch import private_folder
 from pipespec.system.writing import write_whole
 
@@ -50,10 +49,6 @@ from pipespec.system.writing import write_whole
 SILENCE_S = 40.0
 # Seconds between two signs of life.
 SIGN_OF_LIFE_S = 1.0
-# Seconds between two looks at the members.
-_MONITOR_S = 0.1
-# torchrun's launcher.
-ELASTIC = "torch.distributed.launcher.api"
 # What multiprocessing calls the fork server's socket.
 _LISTENER = "pymp-12345678/listener-12345678"
 _leftovers: list[Path] = []  # to be removed when the agent ends
@@ -124,7 +119,10 @@ def _main(stdin: BinaryIO) -> NoReturn:
         threading.Thread(target=listener.run, daemon=True).start()
         teller = _Teller(directory, job)
         threading.Thread(target=teller.run, daemon=True).start()
-        outcome = _run_supervisors(directory, job)
+        try:
+            outcome = run_supervisors(directory, job)
+        except Signalled:
+            _leave_nothing(directory)
         teller.stop()
         if isinstance(outcome, Lost):
             _tell({"lost": outcome.sentence})
@@ -208,7 +206,7 @@ class _Teller:
     def run(self) -> None:
         spoke = time.monotonic()
         while True:
-            last = self._done.wait(_MONITOR_S)
+            last = self._done.wait(MONITOR_S)
             for path in sorted(self._directory.glob("died-*.json")):
                 _tell(json.loads(path.read_text()))
                 path.unlink()
@@ -237,45 +235,6 @@ class _Teller:
             _tell({"log": int(path.parent.name), "line": line})
 
 
-@dataclass(frozen=True)
-class Lost:
-    """A signal ended a supervisor; the box may be started again."""
-
-    sentence: str
-
-
-def _run_supervisors(directory: Path, job: Job) -> list[Any] | str | Lost:
-    """What the members returned, or the sentence that says what failed."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    rendezvous.register()
-    # The members meet elsewhere (`pipespec.transport.distributed`), anew in every epoch.
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=len(job.members),
-        run_id=directory.name,
-        rdzv_backend=rendezvous.BACKEND,
-        local_addr=LOOPBACK,
-        max_restarts=0,
-        monitor_interval=_MONITOR_S,
-        start_method="forkserver",
-        logs_specs=DefaultLogsSpecs(str(directory / "logs"), redirects=Std.ALL),
-        shutdown_timeout=int(PATIENCE_S) - 2,
-    )
-    try:
-        results = elastic_launch(config, supervise)(str(directory), job)
-        return [results[number] for number in range(len(job.members))]
-    except ChildFailedError as error:
-        number, failure = error.get_first_failure()
-        sentence = _blame(directory, job, number, failure.exitcode)
-        return Lost(sentence) if job.restart and failure.exitcode < 0 else sentence
-    except SignalException:
-        _leave_nothing(directory)
-
-
 def _leave_nothing(directory: Path) -> NoReturn:
     # Nobody reads the outcome, and a launcher that was killed cannot remove its directory.
     shutil.rmtree(directory, ignore_errors=True)
@@ -287,34 +246,6 @@ def _tidy() -> None:
     """Remove what this agent made itself."""
     for path in _leftovers:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _blame(directory: Path, job: Job, number: int, exitcode: int) -> str:
-    """The sentence about the member that failed first.
-
-    `number` is the first one that the agent saw end. If it raised, so may others have done
-    before it within the agent's interval: the earliest of those that did not merely lose a
-    neighbour is to blame.
-    """
-    raised = [json.loads(path.read_text()) for path in directory.glob("raised-*.json")]
-    if any(record["number"] == number for record in raised):
-        first = min(raised, key=lambda record: (record["lost_neighbour"], record["time"]))
-        if first["number"] != number:
-            number, exitcode = first["number"], 1
-        reason = first["line"]
-    else:
-        (log,) = directory.glob(f"logs/*/attempt_0/{number}/stderr.log")
-        reason = last_line(log.read_bytes())
-    how = how_it_ended(exitcode)
-    return f"{job.titles[number]} on host {socket.gethostname()} ({how}): {reason}"
-
-
-def last_line(said: bytes) -> str:
-    """What a process wrote last, or the interpreter's word on why it crashed."""
-    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
-    # The interpreter follows a crash's cause with the stacks of its threads.
-    crashes = [line for line in lines if line.startswith("Fatal Python error")]
-    return (crashes or lines or ["it left no message."])[-1]
 
 
 if __name__ == "__main__":

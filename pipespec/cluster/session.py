@@ -11,28 +11,21 @@ wait in the request log.
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from pipespec.cluster import deployment, memory
 from pipespec.cluster.launch import PRELOAD, Cluster, check_port
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Fault, Recovery
-from pipespec.config.hosts import Box
-from pipespec.config.schema import ControllerConfig
+from pipespec.cluster.replanning import address_of, own_address, replanner
+from pipespec.cluster.store import store
 from pipespec.controller.client import Controller
-from pipespec.controller.connection import check_server
-from pipespec.controller.listen import TlsFiles
 from pipespec.controller.members import Membership
 from pipespec.controller.requests import RequestLog
-from pipespec.controller.server import EmbeddedRedis
 from pipespec.engine.architectures import modeling_module
 from pipespec.errors import ConfigError, ControllerError, RankFailed, StaleEpoch, Unreachable
-from pipespec.planning.partition import remaining
-from pipespec.system.interfaces import source_address
 
 # Imported by the members alone: a launcher needs no model.
 MEMBERS_RUN = "pipespec.cluster.member:run_member"
@@ -207,7 +200,7 @@ def start(
         )
     memory.require_memory(plan, memory.local_ranks(plan))
     address = own_address(plan.boxes)
-    with controller(plan.config.controller, address) as (url, elsewhere, namespace, server):
+    with store(plan.config.controller, address) as (url, elsewhere, namespace, server):
         assignment = RankAssignment(
             plan.members, plan.layers, address_of(plan, plan.members[0], address)
         )
@@ -260,63 +253,3 @@ def modules_of(plan: deployment.Plan) -> list[str]:
     infos = [plan.target] + ([] if plan.draft is None else [plan.draft])
     types = dict.fromkeys(info.model_type for info in infos)
     return [MEMBERS_RUN.partition(":")[0], *map(modeling_module, types)]
-
-
-def own_address(boxes: Sequence[Box]) -> str | None:
-    """This machine's address towards the boxes; None: it is all the cluster."""
-    far = next((box.address for box in boxes if not box.local), None)
-    if far is None:
-        return None
-    try:
-        return source_address(far, socket.AF_INET)
-    except OSError as error:
-        raise ConfigError(
-            f"This machine has no route to {far} ({error.strerror}); correct the address."
-        ) from error
-
-
-def address_of(plan: deployment.Plan, member: str, own: str | None) -> str:
-    """The address of a member's box, `own` being this machine's."""
-    box = next(box for box in plan.boxes if member in box.members)
-    return own if own is not None and box.local else box.address
-
-
-def replanner(plan: deployment.Plan, own: str | None) -> Callable[[set[str]], RankAssignment]:
-    """What makes an assignment without the members that are lost."""
-
-    def replan(lost: set[str]) -> RankAssignment:
-        found = remaining(plan.placement, lost)
-        if plan.config.cluster.groups is not None and len(found.layers) != len(plan.layers):
-            raise ConfigError("fewer stages do not fit cluster.groups; set spares aside.")
-        head = found.members_by_rank[0]
-        return RankAssignment(found.members_by_rank, found.layers, address_of(plan, head, own))
-
-    return replan
-
-
-@contextmanager
-def controller(
-    config: ControllerConfig, address: str | None
-) -> Iterator[tuple[str, str, str, EmbeddedRedis | None]]:
-    """URL here and for the members, namespace, server: the user's Redis, once it has answered,
-    or a private one, which other boxes reach at `address`.
-
-    In a Redis that others use too, this run's keys have a namespace of their own, and are gone
-    after it.
-    """
-    if config.url is None:
-        with EmbeddedRedis(
-            addresses=() if address is None else (address,),
-            port=None if address is None else config.port,
-            data=None if config.data is None else Path(config.data),
-            tls=None if config.tls is None else TlsFiles.of(Path(config.tls)),
-        ) as server:
-            elsewhere = server.url if address is None else server.url_at(address)
-            yield server.url, elsewhere, config.namespace, server
-        return
-    check_server(config.url, namespace=config.namespace)
-    namespace = f"{config.namespace}:{secrets.token_hex(4)}"
-    try:
-        yield config.url, config.url, namespace, None
-    finally:
-        Controller.forget(config.url, namespace)

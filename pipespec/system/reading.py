@@ -19,7 +19,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-# More than any settings, cards, figures or index of a checkpoint take.
+# More than any settings, registry entries, figures or index of a checkpoint take.
 MOST_BYTES = 64 * 2**20
 LONGEST_SHOWN = 200
 T = TypeVar("T")

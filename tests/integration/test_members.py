@@ -13,9 +13,9 @@ from typing import TypeVar
 
 import pytest
 
-from pipespec.cluster.launch import Death
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Recovery
+from pipespec.cluster.running_box import Death
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, compute, prune, step_graph, transfer
 from pipespec.controller.members import Epoch, Membership, Suspicion

@@ -56,7 +56,7 @@ ENDING_S = 60
 
 @dataclass
 class Place:
-    """A folder for cards, temporary files and a mark that every process started here carries."""
+    """A folder for registry and temporary files, and a mark that every process here carries."""
 
     folder: Path
     mark: str
