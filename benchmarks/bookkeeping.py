@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import plot
 from pipespec.core import Batch, Verdict
-from pipespec.engine.stage import Stage
+from pipespec.engine.runner import SliceRunner
 from pipespec.head.feed.best_first import BestFirst
 from pipespec.head.feed.policy import PipelineState
 from pipespec.head.source.protocol import Context
@@ -46,7 +46,7 @@ def measure(context: int, width: int, stages: int, steps: int) -> dict[str, floa
     likeliest fed child of the root, so that the stage holds the rows of all steps in flight.
     """
     rng = np.random.default_rng(0)
-    stage = Stage(NoLayers(), context + steps + (stages + 2) * width)  # type: ignore[arg-type]
+    stage = SliceRunner(NoLayers(), context + steps + (stages + 2) * width)  # type: ignore[arg-type]
     text = Context(1, [1] * context, list(range(context)))
     for start in range(0, context, 512):
         stage.compute(Batch(0, text.rows(start, min(start + 512, context))))

@@ -21,7 +21,7 @@ from benchmarks.experiment import Row
 from pipespec.core import Verdict
 from pipespec.engine.kv import SlotPool
 from pipespec.engine.lineage import Lineage
-from pipespec.engine.stage import Sequence
+from pipespec.engine.runner import SlotTable
 from pipespec.head.feed.best_first import BestFirst
 from pipespec.head.feed.policy import PipelineState
 from pipespec.head.tree import ROOT, Tree
@@ -75,7 +75,7 @@ def stage(repeats: int, context: int, width: int) -> float:
     tree = grown_tree(rng, 9 * width)
     tree.fed[:] = True
     pool = SlotPool(context + 10 * width)
-    sequence = Sequence(lineage=Lineage(16 * width))
+    sequence = SlotTable(lineage=Lineage(16 * width))
     sequence.lineage.tip, sequence.lineage.length = 0, context
     sequence.lineage._index = {0: 0}
     sequence.commit(pool.allocate(context))

@@ -30,7 +30,7 @@ from pipespec.cluster.launch import launch
 from pipespec.config.compose import compose
 from pipespec.core import Batch
 from pipespec.engine.precision import ITEM_BYTES
-from pipespec.engine.stage import Stage
+from pipespec.engine.runner import SliceRunner
 from pipespec.head.source.protocol import Context
 from pipespec.planning.partition import split_evenly
 
@@ -90,7 +90,7 @@ def measure(plan: deployment.Plan) -> dict[str, float]:
     assert model is not None
     context = Context(1, [1] * ROWS, list(range(ROWS)))
     hidden = None if rank < 2 else torch.zeros(ROWS, model.hidden_size, dtype=model.dtype)
-    Stage(model, model.num_slots).compute(Batch(0, context.rows(0), hidden))
+    SliceRunner(model, model.num_slots).compute(Batch(0, context.rows(0), hidden))
     memory = psutil.Process().memory_full_info()
     return {
         "rank": rank,

@@ -4,15 +4,15 @@
     python -m benchmarks.stage --shape llama-70b --draft llama-1b --pace FILE.yaml
 
 A middle slice of a published shape, its weights random and its KV pools full of random numbers,
-computes batches of tree nodes below texts of several lengths (`Stage.compute`; a text's slots
+computes batches of tree nodes below texts of several lengths (`SliceRunner.compute`; a text's slots
 lie together, as after a prompt, and the rows' hidden states are on the device). Beside a step:
 
     admit      the book-keeping of the batch, on the host; the forward pass is the rest
     attention  the backend's calls for all layers one after another, by themselves
     floor      the longer of two: weights and KV by the bandwidth of a copy (bytes read plus
                written), arithmetic by the rate of a square matrix product
-    verdict    `Stage.apply` and `Stage.prune` with the rows of nine steps here, and whether any
-               K or V moved
+    verdict    `SliceRunner.apply` and `SliceRunner.prune` with the rows of nine steps here, and
+               whether any K or V moved
     draft      a round: nodes through a whole model, its logits, the most probable tokens
 
 The copy is a yardstick: what comes from caches can take less than its floor. `--pace` writes the

@@ -20,7 +20,7 @@ from pipespec.engine.attention import sdpa
 from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool
 from pipespec.engine.kv import SlotPool
 from pipespec.engine.model import ModelSlice
-from pipespec.engine.stage import Stage
+from pipespec.engine.runner import SliceRunner
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import Tree
 
@@ -49,7 +49,7 @@ class Watched:
         return sdpa.attend(query, key, value, pool, plan, options)
 
 
-class TimedStage(Stage):
+class TimedStage(SliceRunner):
     """A stage with random weights and K and V, which notes how long admission took."""
 
     admit_ms = 0.0
@@ -81,11 +81,11 @@ class TimedStage(Stage):
 
     def hold_text(self, context: int) -> Context:
         """Hold `context` committed tokens and nothing else; K and V are what the pools hold."""
-        self.sequences.clear()
+        self.tables.clear()
         self.slots = SlotPool(self.slots.num_slots)  # anew, so that the text's slots lie together
         text = Context(REQUEST, [0] * context, list(range(context)))
         self.open(REQUEST)
-        sequence = self.sequences[REQUEST]
+        sequence = self.tables[REQUEST]
         sequence.lineage.admit(text.rows(0))
         slots = self.slots.allocate(context)
         # In two parts: then there is room for more, as in a text that has grown.
@@ -95,10 +95,10 @@ class TimedStage(Stage):
 
     def remember(self) -> Callable[[], None]:
         """What puts the books back to where they are now, so that all runs are alike."""
-        saved = copy.deepcopy((self.sequences, self.slots))
+        saved = copy.deepcopy((self.tables, self.slots))
 
         def rewind() -> None:
-            self.sequences, self.slots = copy.deepcopy(saved)
+            self.tables, self.slots = copy.deepcopy(saved)
 
         return rewind
 

@@ -12,7 +12,7 @@ from pipespec.controller.client import Controller
 from pipespec.core import Request
 from pipespec.engine import tokenizer
 from pipespec.engine.model import ModelSlice
-from pipespec.engine.stage import Stage
+from pipespec.engine.runner import SliceRunner
 from pipespec.head.loop import HeadLoop, HeadSettings
 from pipespec.head.scheduler import Scheduler, SchedulerConfig
 from pipespec.head.sequence import StopCheck
@@ -62,7 +62,7 @@ def serve(
     # Word from the last stage goes to the head's machine, and from there to the rank's.
     delay_ms = config.link.latency_ms * config.pace.scale * (2 if rank else 1)
     timeline = Timeline(record=config.trace is not None)
-    stage = None if model is None else Stage(model, model.num_slots)
+    runner = None if model is None else SliceRunner(model, model.num_slots)
     # Joining the controller tells whoever waits that this rank has loaded its model.
     with Controller.connect(
         where.url, namespace=where.namespace, epoch=where.epoch, rank=rank
@@ -73,13 +73,13 @@ def serve(
         try:
             with guard(inner.abort):
                 if rank:
-                    assert stage is not None
+                    assert runner is not None
                     settings = StageSettings(plan.layout, config.pace, delay_ms)
-                    StageLoop(stage, link, controller, settings, timeline).run()
+                    StageLoop(runner, link, controller, settings, timeline).run()
                 else:
                     HeadLoop(
                         Scheduler(scheduler_config(plan)),
-                        make_source(plan, stage),
+                        make_source(plan, runner),
                         link,
                         controller,
                         HeadSettings(plan.layout, stop_check(plan), config.pace, delay_ms),
@@ -101,13 +101,13 @@ def scheduler_config(plan: Plan) -> SchedulerConfig:
     )
 
 
-def make_source(plan: Plan, stage: Stage | None) -> TokenSource:
-    """The source of guesses; `stage` is the draft model, where there is one."""
+def make_source(plan: Plan, runner: SliceRunner | None) -> TokenSource:
+    """The source of guesses; `runner` holds the draft model, where there is one."""
     draft = None
     if plan.draft is not None:
-        assert stage is not None
+        assert runner is not None
         vocabulary = min(plan.target.vocab_size, plan.draft.vocab_size)
-        draft = DraftModelSource(stage, plan.config.decode.prefill_chunk, vocabulary)
+        draft = DraftModelSource(runner, plan.config.decode.prefill_chunk, vocabulary)
     return plan.config.source.make(draft, plan.target.vocab_size)
 
 

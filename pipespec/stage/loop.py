@@ -10,7 +10,7 @@ from pipespec.controller.graph import Layout, Task, compute, prune, transfer
 from pipespec.controller.verdict import VerdictReceiver, pack
 from pipespec.core import Batch, Verdict
 from pipespec.emulation import Pace, wait_until
-from pipespec.engine.stage import Stage
+from pipespec.engine.runner import SliceRunner
 from pipespec.sampling.verifier import Verifier
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
@@ -43,14 +43,14 @@ class StageLoop:
 
     def __init__(
         self,
-        stage: Stage,
+        runner: SliceRunner,
         link: Transport,
         controller: Controller,
         settings: StageSettings,
         timeline: Timeline,
     ):
         layout = settings.layout
-        self.stage = stage
+        self.runner = runner
         self.link = link
         self.controller = controller
         self.rank = link.rank
@@ -113,10 +113,10 @@ class StageLoop:
             self._since = start
         self._counts["steps"] += self._since is not None
         with self.timeline("compute"):
-            computed = self.stage.compute(batch)
+            computed = self.runner.compute(batch)
         if self.last:
             with self.timeline("verify"):
-                self._verdicts = self.stage.verdicts(computed, self.verifier)
+                self._verdicts = self.runner.verdicts(computed, self.verifier)
         with self.timeline("pace"):
             paced = wait_until(
                 start, self.settings.pace.of_stage(self.rank, self.step, len(computed))
@@ -151,7 +151,7 @@ class StageLoop:
         """Apply the verdict of the step after those followed so far."""
         assert verdicts is not None
         with self.timeline("prune"):
-            self.stage.apply(verdicts)
+            self.runner.apply(verdicts)
         self._done.append(prune(self.rank, self.receiver.heard - 1))
 
     def verifier(self, request: int) -> Verifier:
@@ -164,7 +164,7 @@ class StageLoop:
 
     def prune(self, computed: Batch) -> Batch:
         with self.timeline("prune"):
-            alive = self.stage.prune(computed)
+            alive = self.runner.prune(computed)
         self._counts["dropped"] += len(computed) - len(alive)
         return alive
 
@@ -175,7 +175,7 @@ class StageLoop:
 
     def release(self, request: int) -> None:
         """A request is over: free what it held here, report where the time went."""
-        self.stage.release(request)
+        self.runner.release(request)
         self._verifiers.pop(request, None)
         self.controller.report(request, self.statistics())
 

@@ -33,7 +33,7 @@ from pipespec.config.compose import compose
 from pipespec.core import Verdict
 from pipespec.emulation import Pace
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.stage import Stage
+from pipespec.engine.runner import SliceRunner
 from pipespec.trace import write_chrome_trace
 
 MS = 1_000_000
@@ -297,7 +297,7 @@ def move(pool) -> None:
 @pytest.mark.parametrize("touch", [rewrite, move])
 def test_a_verdict_that_touches_keys_or_values_is_found_out(touch, tmp_path, monkeypatch):
     def apply(held: TimedStage, verdicts: list[Verdict]) -> None:
-        Stage.apply(held, verdicts)
+        SliceRunner.apply(held, verdicts)
         touch(next(iter(held.watched.pools)))
 
     monkeypatch.setattr(TimedStage, "apply", apply)

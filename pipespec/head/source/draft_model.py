@@ -1,4 +1,4 @@
-"""The draft model as a token source: a stage that holds all of its layers."""
+"""The draft model as a token source: a slice that holds all of its layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipespec.head.source.protocol import Candidates, Context, TokenSource
 from pipespec.head.tree import ROOT, Tree
 
 if TYPE_CHECKING:  # it imports models, which whoever only reads settings can do without
-    from pipespec.engine.stage import Stage
+    from pipespec.engine.runner import SliceRunner
 
 
 @dataclass(frozen=True)
@@ -46,36 +46,36 @@ class DraftModelSource:
     before the nodes that were asked for.
     """
 
-    def __init__(self, stage: Stage, chunk: int, vocabulary: int):
+    def __init__(self, runner: SliceRunner, chunk: int, vocabulary: int):
         """`chunk`: prompt rows per pass; `vocabulary`: token ids that the target knows."""
-        self.stage = stage
+        self.runner = runner
         self.chunk = chunk
         self.vocabulary = vocabulary
 
     def begin(self, context: Context) -> None:
-        self.stage.open(context.request)
+        self.runner.open(context.request)
         self.accept(Verdict(context.request, 0, tuple(context.tokens)))
 
     def accept(self, verdict: Verdict) -> None:
-        self.stage.apply([verdict])
+        self.runner.apply([verdict])
 
     def end(self, request: int) -> None:
-        self.stage.release(request)
+        self.runner.release(request)
 
     def expand(
         self, context: Context, tree: Tree, nodes: np.ndarray, children: int
     ) -> Candidates | None:
-        behind = context.rows(self.stage.length(context.request))
+        behind = context.rows(self.runner.length(context.request))
         if len(behind) > self.chunk:
-            self.stage.compute(Batch(step=0, rows=behind[: self.chunk]))
+            self.runner.compute(Batch(step=0, rows=behind[: self.chunk]))
             return None
         guesses = nodes[nodes != ROOT]
         if len(guesses) < len(nodes):
             assert len(behind), "the root was expanded before"
         rows = np.concatenate((behind, tree.rows(context.request, guesses)))
-        hidden = self.stage.compute(Batch(step=0, rows=rows)).hidden
+        hidden = self.runner.compute(Batch(step=0, rows=rows)).hidden
         assert hidden is not None and len(hidden) == len(rows), "the draft lost a parent"
-        logits = self.stage.model.logits(hidden[len(rows) - len(nodes) :])
+        logits = self.runner.model.logits(hidden[len(rows) - len(nodes) :])
         import torch  # whoever only reads settings can do without
 
         logits = logits[:, : self.vocabulary].float()

@@ -13,7 +13,7 @@ from pipespec.controller.verdict import unpack
 from pipespec.core import NODE, NUM_COLUMNS, Batch, Request, Verdict
 from pipespec.emulation import Pace
 from pipespec.engine.model import ModelSlice
-from pipespec.engine.stage import Stage
+from pipespec.engine.runner import SliceRunner
 from pipespec.head.source.protocol import Context
 from pipespec.stage.loop import StageLoop, StageSettings
 from pipespec.trace import Timeline
@@ -59,14 +59,14 @@ def ran(
     verdicts: dict[int, list[Verdict]] | None = None,
     layout: Layout | None = None,
     after: int = 1,
-) -> tuple[list[Batch], StoryController, Stage]:
+) -> tuple[list[Batch], StoryController, SliceRunner]:
     """What a stage sends for its batches, `after` steps later followed by a stop."""
     stop = [Batch(len(batches) + i) for i in range(after)]
     stop.append(Batch(len(batches) + after, stop=True))
     told = verdicts or {}
     controller = StoryController([Request(7, tuple(PROMPT), 50)], lambda step: told.get(step, []))
     link = StoryLink(rank, [*batches, *stop])
-    stage = Stage(model, NUM_SLOTS)
+    stage = SliceRunner(model, NUM_SLOTS)
     settings = StageSettings(layout or Layout(2), Pace(), 0.0)
     StageLoop(stage, link, controller, settings, Timeline()).run()
     stage.check_integrity()
@@ -124,7 +124,7 @@ def test_the_last_stage_says_what_follows_and_forgets_what_it_ruled_out(first, l
 
 
 def last_hidden(model: ModelSlice, batch: Batch) -> torch.Tensor:
-    return Stage(model, NUM_SLOTS).compute(batch).hidden
+    return SliceRunner(model, NUM_SLOTS).compute(batch).hidden
 
 
 def test_inside_a_group_a_batch_goes_on_within_its_step(first):

@@ -6,7 +6,7 @@ import torch
 
 from pipespec.core import Batch, Verdict
 from pipespec.engine.model import ModelSlice
-from pipespec.engine.stage import Stage
+from pipespec.engine.runner import SliceRunner
 from pipespec.errors import OutOfSlots
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
@@ -24,7 +24,7 @@ def model(tmp_path_factory) -> ModelSlice:
 
 def test_every_slot_has_one_owner_after_thousands_of_accepts_and_prunes(model):
     rng = np.random.default_rng(0)
-    stage = Stage(model, NUM_SLOTS)
+    stage = SliceRunner(model, NUM_SLOTS)
     accepted = 0
     for request in range(12):
         prompt = rng.integers(0, 50, rng.integers(1, 30)).tolist()
@@ -52,7 +52,7 @@ def test_every_slot_has_one_owner_after_thousands_of_accepts_and_prunes(model):
                 accepted += 1
                 alive = stage.prune(batch)
                 # The tip's own row may still have to travel on.
-                ids = {*tree.id.tolist(), stage.sequences[request].lineage.tip}
+                ids = {*tree.id.tolist(), stage.tables[request].lineage.tip}
                 assert all(node in ids for node in alive.rows[:, 1].tolist())
             stage.check_integrity()
         if request % 3:
@@ -65,12 +65,12 @@ def test_every_slot_has_one_owner_after_thousands_of_accepts_and_prunes(model):
 
 
 def test_two_requests_in_one_batch_do_not_see_each_other(model):
-    alone, together = [], Stage(model, NUM_SLOTS)
+    alone, together = [], SliceRunner(model, NUM_SLOTS)
     rows = []
     for request, prompt in ((1, [3, 9, 4]), (2, [7, 2])):
         context = Context(request, prompt, list(range(len(prompt))))
         rows.append(context.rows(0))
-        alone.append(Stage(model, NUM_SLOTS).compute(Batch(0, rows[-1])).hidden)
+        alone.append(SliceRunner(model, NUM_SLOTS).compute(Batch(0, rows[-1])).hidden)
     hidden = together.compute(Batch(0, np.concatenate(rows))).hidden
     assert torch.allclose(hidden, torch.cat(alone), atol=1e-5)
     together.check_integrity()
@@ -78,14 +78,14 @@ def test_two_requests_in_one_batch_do_not_see_each_other(model):
 
 def test_a_batch_without_rows_passes_through(model):
     """What a stage gets while the pipeline fills, and after a verdict ruled everything out."""
-    stage = Stage(model, NUM_SLOTS)
+    stage = SliceRunner(model, NUM_SLOTS)
     done = stage.compute(Batch(3))
     assert len(done) == len(stage.prune(done)) == 0
     assert stage.verdicts(done, verifier_of=lambda _: pytest.fail("nobody asked")) == []
 
 
 def test_a_full_pool_says_so(model):
-    stage = Stage(model, 4)
+    stage = SliceRunner(model, 4)
     context = Context(1, [1] * 5, list(range(5)))
     with pytest.raises(OutOfSlots, match="5 KV slots are needed but 4 of 4"):
         stage.compute(Batch(0, context.rows(0)))

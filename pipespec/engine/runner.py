@@ -29,7 +29,7 @@ from pipespec.sampling.verifier import Verifier
 
 
 @dataclass(slots=True)
-class Sequence:
+class SlotTable:
     """One request at one stage: its lineage, and a slot for every row that the lineage holds."""
 
     lineage: Lineage = field(default_factory=Lineage)
@@ -59,21 +59,21 @@ class Sequence:
         return np.concatenate((self.committed[: self.num_slots], self.slot_of[live]))
 
 
-class Stage:
+class SliceRunner:
     """Computes batches, applies verdicts, drops what died. Knows no rank and no transport."""
 
     def __init__(self, model: ModelSlice, num_slots: int):
         self.model = model
         self.slots = SlotPool(num_slots)
-        self.sequences: dict[int, Sequence] = {}
+        self.tables: dict[int, SlotTable] = {}
 
     def open(self, request: int) -> None:
         """Know a request before its first row comes, so that verdicts about it are kept."""
-        self.sequences[request] = Sequence()
+        self.tables[request] = SlotTable()
 
     def length(self, request: int) -> int:
         """How many decided tokens of the request are computed here."""
-        return self.sequences[request].lineage.length
+        return self.tables[request].lineage.length
 
     def compute(self, batch: Batch) -> Batch:
         """Run the batch's valid rows through the slice.
@@ -103,13 +103,13 @@ class Stage:
         start = 0
         for request, span in _spans(batch.rows):
             rows = batch.rows[span]
-            sequence = self.sequences.setdefault(request, Sequence())
-            local = sequence.lineage.admit(rows).local
+            table = self.tables.setdefault(request, SlotTable())
+            local = table.lineage.admit(rows).local
             kept[span] = valid = local >= 0
             if not valid.any():
                 continue
             slots = self.slots.allocate(int(valid.sum()))
-            segments.append(_segment(sequence, rows[valid], local[valid], slots, start))
+            segments.append(_segment(table, rows[valid], local[valid], slots, start))
             write.append(slots)
             start += len(slots)
         batch = batch.select(kept)
@@ -120,14 +120,14 @@ class Stage:
     def apply(self, verdicts: list[Verdict]) -> None:
         """Commit what the verdicts accepted and free the slots of what they ruled out."""
         for verdict in verdicts:
-            sequence = self.sequences.get(verdict.request)
-            if sequence is None:
+            table = self.tables.get(verdict.request)
+            if table is None:
                 continue
-            outcome = sequence.lineage.apply(verdict)
+            outcome = table.lineage.apply(verdict)
             if outcome.committed:
-                sequence.commit(sequence.slot_of[outcome.committed])
+                table.commit(table.slot_of[outcome.committed])
             if len(outcome.dead):
-                self.slots.release(sequence.slot_of[outcome.dead])
+                self.slots.release(table.slot_of[outcome.dead])
 
     def prune(self, batch: Batch) -> Batch:
         """The rows of a computed batch that the verdicts have left alive."""
@@ -135,7 +135,7 @@ class Stage:
             return batch
         keep = batch.rows[:, KIND] != GUESS
         for request, span in _spans(batch.rows):
-            keep[span] |= self.sequences[request].lineage.holds(batch.rows[span, NODE].tolist())
+            keep[span] |= self.tables[request].lineage.holds(batch.rows[span, NODE].tolist())
         return batch.select(keep)
 
     def verdicts(self, batch: Batch, verifier_of: Callable[[int], Verifier]) -> list[Verdict]:
@@ -145,7 +145,7 @@ class Stage:
         """
         found: list[Verdict] = []
         for request, span in _spans(batch.rows):
-            lineage = self.sequences[request].lineage
+            lineage = self.tables[request].lineage
             mine = span.start + np.flatnonzero(batch.rows[span, KIND] != DECIDED)
             if not (batch.rows[mine, NODE] == lineage.tip).any():
                 continue
@@ -162,17 +162,17 @@ class Stage:
 
     def release(self, request: int) -> None:
         """Forget a request and free all it held."""
-        sequence = self.sequences.pop(request, None)
-        if sequence is not None:
-            self.slots.release(sequence.held())
+        table = self.tables.pop(request, None)
+        if table is not None:
+            self.slots.release(table.held())
 
     def check_integrity(self) -> None:
         """Assert that every slot has exactly one owner (see pipespec.engine.kv)."""
         owned = [self.slots.free()]
-        for sequence in self.sequences.values():
-            sequence.lineage.check()
-            assert sequence.num_slots == sequence.lineage.length
-            owned.append(sequence.held())
+        for table in self.tables.values():
+            table.lineage.check()
+            assert table.num_slots == table.lineage.length
+            owned.append(table.held())
         slots = np.concatenate(owned)
         assert len(slots) == self.slots.num_slots, "a slot is lost or owned twice"
         assert (np.sort(slots) == np.arange(self.slots.num_slots)).all()
@@ -189,19 +189,19 @@ def _spans(rows: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _segment(
-    sequence: Sequence, rows: np.ndarray, local: np.ndarray, slots: np.ndarray, start: int
+    table: SlotTable, rows: np.ndarray, local: np.ndarray, slots: np.ndarray, start: int
 ) -> Segment:
     """One request's part of the plan, and its new slots entered into the books.
 
     The keys beside the prefix are the rows committed in this batch (a prompt chunk, causal)
     and then every live node.
     """
-    lineage = sequence.lineage
+    lineage = table.lineage
     num_chunk = int(np.count_nonzero(local == TIP))
-    prefix = sequence.committed[: sequence.num_slots].copy()
+    prefix = table.committed[: table.num_slots].copy()
     chunk, nodes = slots[:num_chunk], local[num_chunk:]
-    sequence.commit(chunk)
-    sequence.place(nodes, slots[num_chunk:])
+    table.commit(chunk)
+    table.place(nodes, slots[num_chunk:])
     live = np.flatnonzero(lineage.live)
     mask = np.zeros((len(rows), num_chunk + len(live)), bool)
     mask[:num_chunk, :num_chunk] = np.tri(num_chunk, dtype=bool)
@@ -211,7 +211,7 @@ def _segment(
         rows=slice(start, start + len(rows)),
         positions=torch.from_numpy(rows[:, POSITION].copy()),
         prefix=torch.from_numpy(prefix),
-        tree=torch.from_numpy(np.concatenate((chunk, sequence.slot_of[live]))),
+        tree=torch.from_numpy(np.concatenate((chunk, table.slot_of[live]))),
         tree_positions=torch.from_numpy(
             np.concatenate((rows[:num_chunk, POSITION], lineage.position[live]))
         ),
