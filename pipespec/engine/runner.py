@@ -1,4 +1,4 @@
-"""A stage: a slice of layers, the KV of every request, and the parent rule over both."""
+"""Batches through a slice of layers: the KV of every request, and the parent rule over both."""
 
 from __future__ import annotations
 
