@@ -2,13 +2,13 @@
 
     python -m benchmarks.chaos --faults 60 --json benchmarks/results/chaos.json \\
         --plot benchmarks/results/chaos
-    python -m benchmarks.chaos --boxes 3 --faults 30 \\
+    python -m benchmarks.chaos --hosts 3 --faults 30 \\
         --json benchmarks/results/chaos_boxes.json --plot benchmarks/results/chaos_boxes
 
 A cluster is asked one prompt after another, greedy and sampled in turn. At a token that the seed
 draws it is struck: a rank is killed (SIGKILL) or hangs (SIGSTOP), or Redis is killed. With
-`--boxes` the ranks run on boxes of the tests' bed (network namespaces, a real sshd in each), and
-there a link between two boxes is also cut for a while, and a whole box's agent killed.
+`--hosts` the ranks run on hosts of the tests' bed (network namespaces, a real sshd in each), and
+there a link between two hosts is also cut for a while, and a whole host's agent killed.
 
 Recovery is timed from the fault to the first token that comes in a later epoch; for a cut, whose
 length is drawn, from the mend to the next token. Ends with exit code 1 if a token of any answer is
@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks import emulated, experiment, plot
 from benchmarks.faults import (
-    BOX_KINDS,
+    HOST_KINDS,
     KINDS,
     LOCAL_KINDS,
     Fault,
@@ -53,7 +53,7 @@ from tools.rig import testbed
 from tools.rig.testbed import Testbed
 
 CONTEXT = 512
-# Of a link between two boxes.
+# Of a link between two hosts.
 DELAY_MS, GBIT = 0.1, 10.0
 # Names that are stored of what is left behind.
 SHOWN = 20
@@ -114,7 +114,7 @@ class Chaos:
             assert self._bed is not None
             return signalled(agent_of(self._bed, fault.target), signal.SIGKILL)
         rank = int(fault.target)
-        # There are fewer ranks once a member has stayed away.
+        # There are fewer ranks once a worker has stayed away.
         pid = seen["pids"].get(seen["ranks"][rank]) if rank < len(seen["ranks"]) else None
         return signalled(pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
@@ -131,7 +131,7 @@ class Ran:
         broken: why it ended early; empty: it did not.
         before, after: what the running cluster held before the first and after the last fault.
         left: what was there after its end.
-        rtt_ms: the bare round trip between two boxes; None: there is one machine.
+        rtt_ms: the bare round trip between two hosts; None: there is one machine.
     """
 
     faults: list[Fault]
@@ -164,22 +164,22 @@ def run(options: argparse.Namespace, folder: Path) -> Ran:
     """Start a cluster whose temporary files lie in `folder`, and strike it."""
     with ExitStack() as stack:
         bed = None
-        if options.boxes:
-            bed = stack.enter_context(Testbed(options.boxes, delay_ms=DELAY_MS, gbit=GBIT))
+        if options.hosts:
+            bed = stack.enter_context(Testbed(options.hosts, delay_ms=DELAY_MS, gbit=GBIT))
         asked = questions(load(emulated.DATA, options.num_prompts), options.tokens)
         faults = schedule(
             options.seed,
             options.faults,
             kinds=options.kinds,
             ranks=options.stages + 1,
-            boxes=bed.boxes if bed else (),
+            hosts=bed.hosts if bed else (),
             tokens=options.tokens,
             num_questions=len(asked),
         )
         ran = Ran(faults, asked)
         where = [f"cluster.stages={options.stages}", "cluster.devices=[cpu]"]
         if bed:
-            ran.rtt_ms = bed.measured_rtt_ms(bed.boxes[0], bed.boxes[1])
+            ran.rtt_ms = bed.measured_rtt_ms(bed.hosts[0], bed.hosts[1])
             where = [f"cluster={hosts_file(bed, options.stages, folder)}"]
         settings = [*where, f"cluster.sync={options.sync}", f"model.context={CONTEXT}"]
         began = time.monotonic()
@@ -211,7 +211,7 @@ def publish(options: argparse.Namespace, ran: Ran) -> None:
     rows = table(ran.faults, ran.struck)
     place = "one machine"
     if ran.rtt_ms is not None:
-        place = f"{options.boxes} boxes, {GBIT:g} Gbit/s, bare round trip {ran.rtt_ms:.2f} ms"
+        place = f"{options.hosts} hosts, {GBIT:g} Gbit/s, bare round trip {ran.rtt_ms:.2f} ms"
     note = NOTE.format(cores=os.cpu_count())
     title = (
         f"{len(ran.struck)} faults: {options.stages} stages, {options.sync}, {place}, "
@@ -278,26 +278,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96, help="of each answer (96)")
     parser.add_argument("--num-prompts", type=int, default=6, help="(6)")
     parser.add_argument("--sync", choices=("lockstep", "free"), default="lockstep")
-    parser.add_argument("--boxes", type=int, default=0, help="of a test bed; needs root (none)")
+    parser.add_argument("--hosts", type=int, default=0, help="of a test bed; needs root (none)")
     parser.add_argument("--kinds", type=experiment.names, help=f"of {','.join(KINDS)} (all)")
     parser.add_argument("--patience", type=float, default=180.0, help="s for an answer (180)")
     options = experiment.parse(parser, faults=4, num_prompts=2, tokens=48)
-    options.kinds = options.kinds or (KINDS if options.boxes else LOCAL_KINDS)
+    options.kinds = options.kinds or (KINDS if options.hosts else LOCAL_KINDS)
     for kind in options.kinds:
         if kind not in KINDS:
             parser.error(f"--kinds names {kind!r}, which is none of {', '.join(KINDS)}.")
-        if kind in BOX_KINDS and not options.boxes:
-            parser.error(f"--kinds names {kind!r}, which needs several boxes; add --boxes 3.")
+        if kind in HOST_KINDS and not options.hosts:
+            parser.error(f"--kinds names {kind!r}, which needs several hosts; add --hosts 3.")
     if min(options.faults, options.num_prompts, options.stages) < 1 or options.tokens < 4:
         parser.error("--faults, --num-prompts and --stages must be 1 or more, --tokens 4 or more.")
-    if options.boxes:
-        if not 2 <= options.boxes <= options.stages + 1:
+    if options.hosts:
+        if not 2 <= options.hosts <= options.stages + 1:
             parser.error(
-                f"--boxes is {options.boxes}, but must be from 2 to {options.stages + 1}, the "
+                f"--hosts is {options.hosts}, but must be from 2 to {options.stages + 1}, the "
                 "number of ranks."
             )
         if (reason := testbed.missing()) is not None:
-            parser.error(f"--boxes {options.boxes} cannot be had here: {reason}.")
+            parser.error(f"--hosts {options.hosts} cannot be had here: {reason}.")
     return options
 
 

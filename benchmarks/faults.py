@@ -13,8 +13,8 @@ import numpy as np
 from pipespec.client.dataset import Sample
 
 LOCAL_KINDS = ("kill", "hang", "redis")
-BOX_KINDS = ("cut", "agent")
-KINDS = (*LOCAL_KINDS, *BOX_KINDS)
+HOST_KINDS = ("cut", "agent")
+KINDS = (*LOCAL_KINDS, *HOST_KINDS)
 OUTCOMES = ("recovered", "ended_first", "missed")
 # Seconds for which a link is cut: shorter and longer than a lease and than SSH's patience.
 CUT_S = (0.5, 8.0)
@@ -41,7 +41,7 @@ class Fault:
 
     Attributes:
         kind: one of KINDS.
-        target: the rank, the two boxes or the box; empty for Redis.
+        target: the rank, the two hosts or the host; empty for Redis.
         at: the fault happens when so many tokens have come.
         cut_s: how long a link is cut; 0 for the other kinds.
         question: which of the questions is asked.
@@ -96,7 +96,7 @@ def schedule(
     *,
     kinds: Sequence[str],
     ranks: int,
-    boxes: Sequence[str],
+    hosts: Sequence[str],
     tokens: int,
     num_questions: int,
 ) -> list[Fault]:
@@ -111,9 +111,9 @@ def schedule(
         if kind in ("kill", "hang"):
             target = str(draw.randrange(ranks))
         elif kind == "cut":
-            target = "-".join(draw.choice(list(itertools.combinations(boxes, 2))))
+            target = "-".join(draw.choice(list(itertools.combinations(hosts, 2))))
         elif kind == "agent":
-            target = draw.choice(boxes)
+            target = draw.choice(hosts)
         cut_s = round(draw.uniform(*CUT_S), 2) if kind == "cut" else 0.0
         # Early enough that something is left to be done.
         at = draw.randint(1, tokens * 3 // 4)

@@ -25,7 +25,8 @@ import torch
 
 from benchmarks import experiment, plot
 from benchmarks.inflate import Shape, read_config
-from pipespec.cluster import build, deployment
+from pipespec.cluster import build
+from pipespec.cluster.deployment import Deployment, decide
 from pipespec.cluster.launch import launch
 from pipespec.config.compose import compose
 from pipespec.core import Batch
@@ -83,10 +84,10 @@ def tree_slots(stages: int, width: int) -> int:
     return (stages + 2) * width
 
 
-def measure(plan: deployment.Plan) -> dict[str, float]:
+def measure(deployment: Deployment) -> dict[str, float]:
     """The entrypoint of every rank: bytes after one batch."""
     rank = int(os.environ["RANK"])
-    model = build.load_model(plan, rank)
+    model = build.load_model(deployment, rank)
     assert model is not None
     context = Context(1, [1] * ROWS, list(range(ROWS)))
     hidden = None if rank < 2 else torch.zeros(ROWS, model.hidden_size, dtype=model.dtype)
@@ -101,20 +102,20 @@ def measure(plan: deployment.Plan) -> dict[str, float]:
     }
 
 
-def row(plan: deployment.Plan, found: dict[str, float]) -> dict[str, str | float]:
+def row(deployment: Deployment, found: dict[str, float]) -> dict[str, str | float]:
     """A rank's line of the table, in MiB."""
     rank = int(found["rank"])
-    info = plan.target if rank else plan.draft
+    info = deployment.target if rank else deployment.draft
     assert info is not None
-    feed = plan.config.feed
+    feed = deployment.config.feed
     expected = predict(
         Shape.of(read_config(info.path)),
-        plan.layers[rank - 1] if rank else range(info.num_layers),
-        ITEM_BYTES[plan.dtype],
-        context=plan.context,
+        deployment.layers[rank - 1] if rank else range(info.num_layers),
+        ITEM_BYTES[deployment.dtype],
+        context=deployment.context,
         # The draft computes every node that it expands.
-        tree=tree_slots(len(plan.layers), feed.max_rows) if rank else feed.capacity,
-        batch=plan.max_rows,
+        tree=tree_slots(len(deployment.layers), feed.max_rows) if rank else feed.capacity,
+        batch=deployment.max_rows,
     )
     held = found["weights"] + found["kv"]
     return {
@@ -206,12 +207,12 @@ def main() -> None:
         f"feed.width={options.width}",
     ]
     config = compose(overrides)
-    plan = deployment.plan(config)
+    deployment = decide(config)
     # A script's own functions cannot be found by the ranks; the module's can.
     from benchmarks.memory import measure as entrypoint
 
-    with launch(entrypoint, (plan,), num_ranks=plan.num_ranks) as cluster:
-        rows = [row(plan, found) for found in cluster.wait()]
+    with launch(entrypoint, (deployment,), num_ranks=deployment.num_ranks) as cluster:
+        rows = [row(deployment, found) for found in cluster.wait()]
     chunk = config.decode.prefill_chunk
     large = computed(options.stages, options.width, options.context, chunk)
     large_title = (
@@ -219,7 +220,8 @@ def main() -> None:
         f"{options.width}, context {options.context}"
     )
     title = (
-        f"Measured, MiB: demo pair, {stages} stages, width {options.width}, context {plan.context}"
+        f"Measured, MiB: demo pair, {stages} stages, width {options.width}, "
+        f"context {deployment.context}"
     )
     experiment.publish(
         options,

@@ -253,16 +253,16 @@ def rows_of_spans(
     xlabel: str,
     texts: Sequence[tuple[int, float, str]] = (),
 ) -> None:
-    """One row per label from the top down, its spans (kind, start, duration) as coloured boxes.
+    """One row per label from the top down, its spans (kind, start, duration) as coloured hosts.
 
-    `texts` are (row, x, text), written in the middle of a box. The legend names the colours.
+    `texts` are (row, x, text), written in the middle of a host. The legend names the colours.
     """
     from matplotlib.patches import Patch
 
     for row, mine in enumerate(spans):
         for kind in colours:
-            boxes = [(start, length) for what, start, length in mine if what == kind]
-            axes.broken_barh(boxes, (row - 0.4, 0.8), facecolors=colours[kind], linewidth=0)
+            hosts = [(start, length) for what, start, length in mine if what == kind]
+            axes.broken_barh(hosts, (row - 0.4, 0.8), facecolors=colours[kind], linewidth=0)
     for row, x, text in texts:
         axes.text(x, row, text, ha="center", va="center", fontsize=7, color="white")
     axes.set_yticks(range(len(labels)), labels)

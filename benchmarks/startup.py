@@ -99,7 +99,8 @@ def run_phases(stages: int) -> dict[str, float]:
     from pipespec.client.own import asking
     from pipespec.client.served import ServedModel
     from pipespec.client.settings import RequestSettings
-    from pipespec.cluster import deployment, session
+    from pipespec.cluster import session
+    from pipespec.cluster.deployment import decide, fit_context
     from pipespec.config.compose import compose
 
     at: dict[str, float] = {}
@@ -113,14 +114,14 @@ def run_phases(stages: int) -> dict[str, float]:
             mark("loaded")
 
     config = compose([f"cluster.stages={stages}", f"decode.max_new_tokens={TOKENS}"])
-    plan = deployment.plan(config)
+    deployment = decide(config)
     mark("read")
-    with session.prepare(plan) as agents:
+    with session.prepare(deployment) as agents:
         mark("agents")
-        served = ServedModel.of(plan)
+        served = ServedModel.of(deployment)
         prompt = served.encode(PROMPT)
         mark("tokenizer")
-        fitted = deployment.fit_context(plan, len(prompt))
+        fitted = fit_context(deployment, len(prompt))
         with (
             session.start(fitted, agents, loaded) as cluster,
             asking(cluster, served) as asker,

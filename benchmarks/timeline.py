@@ -32,19 +32,19 @@ COLOURS = {
     "controller": "#8a6fa8",
     "wait": "#e6e8eb",
 }
-# Boxes narrower than this share of the figure are not drawn.
+# Hosts narrower than this share of the figure are not drawn.
 VISIBLE = 1 / 4000
 # Steps in the figure of some steps, and how much around a verdict is magnified, in milliseconds.
 STEPS = 4
 AROUND_MS = (1.0, 5.0)
 
 
-def boxes(
+def hosts(
     spans: Sequence[Span], begin: float, end: float, visible: float = 0.0
 ) -> list[tuple[str, float, float]]:
     """What a window shows of one rank: (kind, start since `begin`, length), cut at its edges.
 
-    Phases of one kind that touch become one box; what is narrower than `visible` is left out.
+    Phases of one kind that touch become one host; what is narrower than `visible` is left out.
     """
     found: list[tuple[str, float, float]] = []
     for span in spans:
@@ -71,7 +71,7 @@ def draw(trace: Trace, title: str, path: Path) -> None:
     begin = min(spans[0].start for spans in trace.ranks)
     end = max(spans[-1].end for spans in trace.ranks)
     with plot.figure(path.with_name(f"{path.name}_request"), title, size=(9.6, height)) as (axes,):
-        shown = [boxes(spans, begin, end, (end - begin) * VISIBLE) for spans in trace.ranks]
+        shown = [hosts(spans, begin, end, (end - begin) * VISIBLE) for spans in trace.ranks]
         plot.rows_of_spans(axes, trace.labels, shown, COLOURS, xlabel="ms since the request began")
         axes.set_xlim(0, end - begin)
 
@@ -85,7 +85,7 @@ def draw(trace: Trace, title: str, path: Path) -> None:
         note="Numbers name the step. Right: the moment between two steps, magnified.",
     ) as (left, right):
         begin, end = verdicts[steps[0]], verdicts[steps[-1]]
-        shown = [boxes(spans, begin, end, (end - begin) * VISIBLE) for spans in trace.ranks]
+        shown = [hosts(spans, begin, end, (end - begin) * VISIBLE) for spans in trace.ranks]
         texts = [
             (rank, (max(span.start, begin) + min(span.end, end)) / 2 - begin, str(span.step))
             for rank in range(1, len(trace.ranks))
@@ -97,7 +97,7 @@ def draw(trace: Trace, title: str, path: Path) -> None:
 
         verdict = verdicts[steps[len(steps) // 2]]
         begin, end = verdict - AROUND_MS[0], verdict + AROUND_MS[1]
-        shown = [boxes(spans, begin, end, (end - begin) * VISIBLE) for spans in trace.ranks]
+        shown = [hosts(spans, begin, end, (end - begin) * VISIBLE) for spans in trace.ranks]
         plot.rows_of_spans(
             right, trace.labels, shown, COLOURS, xlabel="ms since the verdict was told"
         )

@@ -1,7 +1,7 @@
 """The cluster that `benchmarks.chaos` does its faults to: asked, struck, and counted at its end.
 
-The cluster runs in a process of its own (`tools.rig.driver`), on this machine or from the first box
-of a test bed. Whatever it starts finds its temporary files in one folder of the run, and is
+The cluster runs in a process of its own (`tools.rig.driver`), on this machine or from the first
+host of a test bed. Whatever it starts finds its temporary files in one folder of the run, and is
 found by that folder: the environment names it.
 """
 
@@ -45,7 +45,7 @@ class Victim:
     Args:
         overrides: of the cluster.
         folder: new; for all its temporary files.
-        bed: the test bed in whose first box the launcher runs; None: this machine.
+        bed: the test bed in whose first host the launcher runs; None: this machine.
         patience_s: how long an answer may take.
     """
 
@@ -70,7 +70,7 @@ class Victim:
         if bed is None:
             self._process = subprocess.Popen(argv, **options)
         else:
-            self._process = bed.popen(bed.boxes[0], argv, **options)
+            self._process = bed.popen(bed.hosts[0], argv, **options)
         threading.Thread(target=self._listen, daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -146,7 +146,7 @@ class Victim:
     def _processes(self) -> Iterator[psutil.Process]:
         """All that the cluster started, whoever is its parent now."""
         bed = self._bed
-        inside = {pid for box in bed.boxes for pid in bed.processes(box)} if bed else set()
+        inside = {pid for host in bed.hosts for pid in bed.processes(host)} if bed else set()
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 marked = process.environ().get("TMPDIR", "").startswith(str(self.folder))
@@ -170,18 +170,18 @@ class Victim:
 
 
 def hosts_file(bed: Testbed, stages: int, folder: Path) -> Path:
-    """A hosts file of the bed's boxes with a head and so many stages, as evenly as can be."""
-    each, more = divmod(stages + 1, len(bed.boxes))
-    path = bed.hosts_file({box: each + (i < more) for i, box in enumerate(bed.boxes)})
-    hosts = yaml.safe_load(path.read_text())
-    hosts["defaults"]["env"] |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
-    path.write_text(yaml.safe_dump(hosts, sort_keys=False))
+    """A hosts file of the bed's hosts with a head and so many stages, as evenly as can be."""
+    each, more = divmod(stages + 1, len(bed.hosts))
+    path = bed.hosts_file({host: each + (i < more) for i, host in enumerate(bed.hosts)})
+    hosts_file = yaml.safe_load(path.read_text())
+    hosts_file["defaults"]["env"] |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    path.write_text(yaml.safe_dump(hosts_file, sort_keys=False))
     return path
 
 
-def agent_of(bed: Testbed, box: str) -> int | None:
-    """The process id of a box's agent; None: there is none now."""
-    for pid in bed.processes(box):
+def agent_of(bed: Testbed, host: str) -> int | None:
+    """The process id of a host's agent; None: there is none now."""
+    for pid in bed.processes(host):
         with suppress(psutil.Error):
             if "pipespec.cluster.agent" in psutil.Process(pid).cmdline():
                 return pid

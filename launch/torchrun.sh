@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Start the members of one box with torchrun, by hand or as a step of a Slurm job:
+# Start the workers of one host with torchrun, by hand or as a step of a Slurm job:
 #
-#   box 1   pipespec up cluster=hosts.yaml            # with `ssh: none` at the boxes started so;
+#   host 1   pipespec up cluster=hosts.yaml            # with `ssh: none` at the hosts started so;
 #                                                     # it waits, and says where the invitation lies
-#   box 2   launch/torchrun.sh hosts.yaml beta invitation.json
+#   host 2   launch/torchrun.sh hosts.yaml beta invitation.json
 #   Slurm   srun bash -c 'launch/torchrun.sh hosts.yaml "$(hostname -s)" invitation.json'
 #
-# The invitation holds a password: copy it with scp, or keep it on a file system that all boxes
-# share and only you can read. torchrun starts the members again when one of them fails. Its own
+# The invitation holds a password: copy it with scp, or keep it on a file system that all hosts
+# share and only you can read. torchrun starts the workers again when one of them fails. Its own
 # rendezvous kinds listen on every address and unpickle what they are sent; ours does neither.
 set -euo pipefail
 if [ $# -ne 3 ]; then
-  echo "usage: launch/torchrun.sh HOSTS.yaml BOX INVITATION" >&2
+  echo "usage: launch/torchrun.sh HOSTS.yaml HOST INVITATION" >&2
   exit 2
 fi
 python=${PYTHON:-python3}

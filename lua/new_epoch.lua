@@ -3,12 +3,12 @@
 -- KEYS[1]  epoch
 -- KEYS[2]  queue of requests
 -- KEYS[3]  admitted requests
--- KEYS[4]  epochs (stream; its newest entry is the current epoch, with the plan)
+-- KEYS[4]  epochs (stream; its newest entry is the current epoch, with the assignment)
 -- KEYS[5]  counter of requests
 -- KEYS[6]  arrivals (stream; wakes who waits for a request)
 -- ARGV[1]  prefix of the keys of an epoch; "<prefix>:<epoch>:..." are deleted
 -- ARGV[2]  seconds for which a rank of the old epoch can still learn that it is over
--- ARGV[3]  plan of the new epoch (opaque)
+-- ARGV[3]  assignment of the new epoch (opaque)
 -- Reply    the new epoch
 -- Errors   none
 --
@@ -33,5 +33,5 @@ end
 -- The stream's ids are those of requests: spend one.
 local id = redis.call('INCR', KEYS[5])
 redis.call('XADD', KEYS[6], 'MAXLEN', 1, id .. '-0', 'epoch', epoch)
-redis.call('XADD', KEYS[4], 'MAXLEN', 1, epoch .. '-0', 'plan', ARGV[3])
+redis.call('XADD', KEYS[4], 'MAXLEN', 1, epoch .. '-0', 'assignment', ARGV[3])
 return epoch

@@ -9,7 +9,7 @@
      │    ├── StaleEpoch    the caller belongs to an earlier epoch
      │    └── GraphError    a task or an edge that cannot be
      ├── RankFailed         a rank ended before its work did
-     ├── HostFailed         a box cannot be reached, or cannot do what it is asked to
+     ├── HostFailed         a host cannot be reached, or cannot do what it is asked to
      └── OutOfSlots         a stage's KV pool is full
 
 A message is one sentence that names the value, the limit and the remedy.
@@ -78,7 +78,7 @@ class RankFailed(PipespecError):
 
 
 class HostFailed(PipespecError):
-    """A box of the cluster cannot be used."""
+    """A host of the cluster cannot be used."""
 
 
 class OutOfSlots(PipespecError):

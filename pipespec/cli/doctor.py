@@ -1,4 +1,4 @@
-"""`pipespec doctor`: what keeps the boxes of a hosts file from working together."""
+"""`pipespec doctor`: what keeps the hosts of a hosts file from working together."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def add(commands: Commands) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "doctor",
-        help="look at the boxes of a hosts file and the links between them",
+        help="look at the hosts of a hosts file and the links between them",
         usage="pipespec doctor [--json] HOSTS.YAML [model.target=FOLDER] [model.draft=FOLDER]",
-        description="Look at every box and at the way from each to every other: interface, round "
+        description="Look at every host and at the way from each to every other: interface, round "
         "trip, bandwidth, clocks, versions, model files, open ports. The exit code is 1 if "
         "something keeps them from working together; docs/doctor.md explains the findings.",
     )
-    command.add_argument("hosts", metavar="HOSTS.YAML", help="the file that names the boxes")
+    command.add_argument("hosts", metavar="HOSTS.YAML", help="the file that names the hosts")
     finish(command, run)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Print what was found; 0 if the boxes can work together."""
+    """Print what was found; 0 if the hosts can work together."""
     settings = overrides(rest, arguments.known_options)
 
     from pipespec.config.compose import compose_sections
@@ -47,23 +47,23 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.json:
         write(json.dumps(report.as_json(), indent=2) + "\n")
     else:
-        show(*(table for table in (boxes_table(report), links_table(report)) if table.row_count))
+        show(*(table for table in (hosts_table(report), links_table(report)) if table.row_count))
     for finding in report.findings:
         kind = "pipespec" if finding.error else "pipespec: warning"
         tell(f"{kind}: {finding.sentence}")
     return 0 if report.ok else 1
 
 
-def boxes_table(report: Report) -> Table:
-    """One row per box: the interface that carries batches, versions, its clock beside ours.
+def hosts_table(report: Report) -> Table:
+    """One row per host: the interface that carries batches, versions, its clock beside ours.
 
-    What no box told has no column.
+    What no host told has no column.
     """
     from rich.table import Table
 
-    table = Table(title="Boxes", title_justify="left")
-    columns = ("box", "interface", *VERSIONS, "clock ms")
-    rows = [_box_row(name, seen) for name, seen in report.boxes.items()]
+    table = Table(title="Hosts", title_justify="left")
+    columns = ("host", "interface", *VERSIONS, "clock ms")
+    rows = [_host_row(name, seen) for name, seen in report.hosts.items()]
     told = [index for index in range(len(columns)) if any(row[index] for row in rows)]
     for index in told:
         table.add_column(columns[index])
@@ -72,7 +72,7 @@ def boxes_table(report: Report) -> Table:
     return table
 
 
-def _box_row(name: str, seen: Seen) -> list[str | None]:
+def _host_row(name: str, seen: Seen) -> list[str | None]:
     carrier = None if seen.listening is None else seen.listening.carrier
     versions = {} if seen.inventory is None else seen.inventory.versions
     clock = None if seen.clock is None else f"{1e3 * seen.clock.offset_s:+.1f}"
@@ -80,7 +80,7 @@ def _box_row(name: str, seen: Seen) -> list[str | None]:
 
 
 def links_table(report: Report) -> Table:
-    """One row per ordered pair of boxes."""
+    """One row per ordered pair of hosts."""
     from rich.table import Table
 
     table = Table(

@@ -1,4 +1,4 @@
-"""`pipespec launch`: start the boxes of a hosts file, show what they say, end them together."""
+"""`pipespec launch`: start the hosts of a hosts file, show what they say, end them together."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def add(commands: Commands) -> None:
     command = commands.add_parser(
         "launch",
         show_settings=True,
-        help="start the boxes of a hosts file and stay with them",
+        help="start the hosts of a hosts file and stay with them",
         usage="pipespec launch [--measure] [--name NAME] [--json] HOSTS.YAML [SETTING=VALUE ...]",
-        description="Start every rank of a hosts file over SSH, each box through torchrun's "
-        "launcher, and write what they say to standard error, with member and rank in front. "
+        description="Start every rank of a hosts file over SSH, each host through torchrun's "
+        "launcher, and write what they say to standard error, with worker and rank in front. "
         "Ctrl-C, or an error that the cluster cannot mend, ends all of them. Meanwhile `pipespec "
         "generate --on NAME` asks it.",
     )
-    command.add_argument("hosts", metavar="HOSTS.YAML", help="the file that names the boxes")
+    command.add_argument("hosts", metavar="HOSTS.YAML", help="the file that names the hosts")
     command.add_argument("--name", help="what to call it (the name in the file)")
     command.add_argument(
         "--measure", action="store_true", help="place layers and draft by measured times"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pipespec.cli.arguments import Commands
-    from pipespec.config.hosts import Hosts
+    from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
     from pipespec.planning.partition import Placement
     from pipespec.planning.placement import Figures
@@ -27,11 +27,11 @@ def add(commands: Commands) -> None:
         help="say which layers each device of a hosts file should hold",
         usage="pipespec partition [--json] [--measured FILE] HOSTS.YAML [SETTING=VALUE ...]",
         description="Measure every device and link of a hosts file, then choose the slices, the "
-        "order of the boxes and the place of the draft with which the slowest rank is fastest, "
+        "order of the hosts and the place of the draft with which the slowest rank is fastest, "
         "within memory. Nothing is changed: the last lines are what to write into the hosts file. "
         "What the file says already (draft, order, split) stays as it is.",
     )
-    command.add_argument("hosts", metavar="HOSTS.YAML", help="the file that names the boxes")
+    command.add_argument("hosts", metavar="HOSTS.YAML", help="the file that names the hosts")
     command.add_argument(
         "--measured",
         metavar="FILE",
@@ -49,16 +49,16 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from pipespec.planning.partition import plan_slices
     from pipespec.planning.placement import Figures, problem
 
-    hosts = load_hosts(arguments.hosts)
-    config = compose([f"cluster.stages={hosts.num_stages}", *settings])
+    hosts_file = load_hosts(arguments.hosts)
+    config = compose([f"cluster.stages={hosts_file.num_stages}", *settings])
     if config.cluster.split is not None:
-        hosts = replace(hosts, split=tuple(config.cluster.split))
+        hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
     if arguments.measured is not None:
         figures = Figures.read(arguments.measured)
     else:
-        figures = _measure(hosts, config)
-    placement = plan_slices(problem(hosts, figures, config))
-    lines = hosts_lines(hosts, placement)
+        figures = _measure(hosts_file, config)
+    placement = plan_slices(problem(hosts_file, figures, config))
+    lines = hosts_lines(hosts_file, placement)
     plain_ms = _plain_step_ms(placement)
     if arguments.json:
         answer = {
@@ -80,11 +80,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _measure(hosts: Hosts, config: Config) -> Figures:
+def _measure(hosts_file: HostsFile, config: Config) -> Figures:
     from pipespec.survey.gather import gather
 
-    with progress("measuring") as (on_box,):
-        return gather(hosts, config, on_box)
+    with progress("measuring") as (on_host,):
+        return gather(hosts_file, config, on_host)
 
 
 def _flow(value: Any) -> str:
@@ -95,13 +95,13 @@ def _flow(value: Any) -> str:
 # --- what comes out ---------------------------------------------------------------------------
 
 
-def hosts_lines(hosts: Hosts, placement: Placement) -> dict[str, Any]:
+def hosts_lines(hosts_file: HostsFile, placement: Placement) -> dict[str, Any]:
     """The entries of a hosts file that make it this placement."""
-    head, *stages = placement.members_by_rank
-    order = list(dict.fromkeys(hosts.box_of(member).name for member in stages))
-    # Whose members are spares comes last: a file's last members are its spares.
-    spare = [hosts.box_of(member).name for member in placement.spares]
-    others = [box.name for box in hosts.boxes if box.name not in order]
+    head, *stages = placement.workers_by_rank
+    order = list(dict.fromkeys(hosts_file.host_of(worker).name for worker in stages))
+    # Whose workers are spares comes last: a file's last workers are its spares.
+    spare = [hosts_file.host_of(worker).name for worker in placement.spares]
+    others = [host.name for host in hosts_file.hosts if host.name not in order]
     order += sorted(others, key=lambda name: name in spare)
     return {"draft": head, "order": order, "split": [len(piece) for piece in placement.layers]}
 
@@ -111,18 +111,18 @@ def rows(placement: Placement, figures: Figures) -> list[dict[str, Any]]:
     from pipespec.planning.partition import GIB, reason
 
     found = []
-    for rank, member in enumerate(placement.members_by_rank):
+    for rank, worker in enumerate(placement.workers_by_rank):
         piece = placement.layers[rank - 1] if rank else None
         found.append(
             {
                 "rank": rank,
-                "member": member,
-                "device": figures.members[member]["model"],
+                "member": worker,
+                "device": figures.members[worker]["model"],
                 "layers": None if piece is None else [piece.start, piece.stop - 1],
                 "compute_ms": placement.compute_ms[rank],
                 "link_ms": placement.link_ms[rank],
                 "gib": placement.bytes_by_rank[rank] / GIB,
-                "of_gib": placement.problem.member(member).memory_bytes / GIB,
+                "of_gib": placement.problem.worker(worker).memory_bytes / GIB,
                 "why": reason(placement, rank),
             }
         )
@@ -150,8 +150,8 @@ def table(placement: Placement, figures: Figures) -> Table:
         layers = "draft" if first_last is None else _layers(*first_last)
         numbers = [f"{row[name]:.2f}" for name in ("compute_ms", "link_ms", "gib", "of_gib")]
         out.add_row(str(row["rank"]), row["member"], layers, *numbers, row["why"])
-    for member in placement.spares:
-        out.add_row("-", member, "spare")
+    for worker in placement.spares:
+        out.add_row("-", worker, "spare")
     return out
 
 
@@ -160,17 +160,17 @@ def _layers(first: int, last: int) -> str:
 
 
 def _plain_step_ms(placement: Placement) -> float | None:
-    """The step with even slices, boxes and head as the file lists them; None if that cannot be."""
+    """The step with even slices, hosts and head as the file lists them; None if that cannot be."""
     from pipespec.errors import ConfigError
     from pipespec.planning.partition import plan_slices, split_evenly
 
     problem = placement.problem
-    members = [member for member in problem.members if member.name not in problem.spares]
+    workers = [worker for worker in problem.workers if worker.name not in problem.spares]
     sizes = [len(p) for p in split_evenly(problem.needs.num_layers, len(placement.layers))]
     plain = replace(
         problem,
-        draft=problem.draft or members[0].name,
-        order=problem.order or tuple(dict.fromkeys(member.box for member in problem.members)),
+        draft=problem.draft or workers[0].name,
+        order=problem.order or tuple(dict.fromkeys(worker.host for worker in problem.workers)),
         split=tuple(sizes),
     )
     try:
@@ -183,9 +183,9 @@ def _sentences(placement: Placement, figures: Figures, plain_ms: float | None) -
     from pipespec.planning.ordering import MAX_ORDERED
 
     devices: dict[str, list[str]] = {}
-    for member, found in figures.members.items():
-        devices.setdefault(found["model"], []).append(member)
-    said = [f"{', '.join(members)}: {model}." for model, members in devices.items()]
+    for worker, found in figures.members.items():
+        devices.setdefault(found["model"], []).append(worker)
+    said = [f"{', '.join(workers)}: {model}." for model, workers in devices.items()]
     if plain_ms is None:
         said.append("Even slices in the order of the file would not fit into memory.")
     elif plain_ms > placement.step_ms:
@@ -193,9 +193,9 @@ def _sentences(placement: Placement, figures: Figures, plain_ms: float | None) -
     else:
         said.append("Even slices in the order of the file would be as fast.")
     problem = placement.problem
-    if problem.order is None and len({member.box for member in problem.members}) > MAX_ORDERED:
+    if problem.order is None and len({worker.host for worker in problem.workers}) > MAX_ORDERED:
         said.append(
-            f"Of more than {MAX_ORDERED} boxes the order of the file is kept; try others by order."
+            f"Of more than {MAX_ORDERED} hosts the order of the file is kept; try others by order."
         )
     said += [
         f"{link['source']} to {link['to']}: {link['rtt_ms']:.3f} ms there and back, "

@@ -30,7 +30,7 @@ from pipespec.system.reading import Unreadable, parse_json
 if TYPE_CHECKING:
     from pipespec.cli.arguments import Commands
     from pipespec.client.served import ServedModel
-    from pipespec.cluster.deployment import ControllerAddress, Plan
+    from pipespec.cluster.deployment import ControllerAddress, Deployment
     from pipespec.cluster.session import ClusterSession
     from pipespec.config.schema import Config
     from pipespec.planning.partition import Placement
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "default"
 # How often the ranks are looked at.
 LOOK_S = 0.1
-# The end of the file that lets boxes started by hand take part.
+# The end of the file that lets hosts started by hand take part.
 INVITATION = ".invitation"
 
 
@@ -61,7 +61,7 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--measure",
         action="store_true",
-        help="with a hosts file: measure its boxes first, and place layers and draft accordingly",
+        help="with a hosts file: measure its hosts first, and place layers and draft accordingly",
     )
     finish(command, run)
 
@@ -119,7 +119,7 @@ def default_name(settings: Sequence[str]) -> str:
 def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) -> int:
     """Run a cluster until a signal asks for its end.
 
-    With `measure` the boxes of its hosts file are measured first.
+    With `measure` the hosts of its hosts file are measured first.
     """
     with claim(name):
         from pipespec.config.compose import compose
@@ -127,16 +127,17 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
         config = compose(settings)
 
         from pipespec.client.served import ServedModel
-        from pipespec.cluster import deployment, session
+        from pipespec.cluster import session
+        from pipespec.cluster.deployment import decide
 
-        plan = deployment.plan(config, placed(config) if measure else None)
+        deployment = decide(config, placed(config) if measure else None)
         ready = False
         try:
-            with progress("loading") as (on_loaded,), session.prepare(plan) as agents:
-                served = ServedModel.of(plan)
+            with progress("loading") as (on_loaded,), session.prepare(deployment) as agents:
+                served = ServedModel.of(deployment)
                 with (
-                    invited(name, plan, settings) as on_begun,
-                    session.start(plan, agents, on_loaded, on_log, on_begun) as cluster,
+                    invited(name, deployment, settings) as on_begun,
+                    session.start(deployment, agents, on_loaded, on_log, on_begun) as cluster,
                 ):
                     running = running_cluster(name, cluster, served, settings)
                     publish(running)
@@ -178,18 +179,18 @@ def running_cluster(
         # Those of the controller may hold a password, and `url` says it all.
         overrides=tuple(text for text in settings if group(text) != "controller"),
         served=served,
-        num_ranks=cluster.plan.num_ranks,
+        num_ranks=cluster.deployment.num_ranks,
         started=time.time(),
     )
 
 
 @contextmanager
 def invited(
-    name: str, plan: Plan, settings: Sequence[str]
+    name: str, deployment: Deployment, settings: Sequence[str]
 ) -> Iterator[Callable[[ControllerAddress], None] | None]:
-    """What writes the invitation for boxes that are started by hand; it lasts as long as they."""
+    """What writes the invitation for hosts that are started by hand; it lasts as long as they."""
     path = folder() / (name + INVITATION)
-    waiting = [box.name for box in plan.boxes if box.by_hand]
+    waiting = [host.name for host in deployment.hosts if host.by_hand]
 
     def begin(where: ControllerAddress) -> None:
         from pipespec.cluster.join import Invitation
@@ -197,10 +198,10 @@ def invited(
         kept = tuple(text for text in settings if group(text) != "controller")
         with kept_folder():
             Invitation(where.url, where.namespace, where.secret, kept).write(path)
-        hosts = plan.config.cluster.hosts
+        file = deployment.config.cluster.hosts
         on_log(
             name,
-            f"waiting for {', '.join(waiting)}: run `launch/torchrun.sh {hosts} BOX {path}` there",
+            f"waiting for {', '.join(waiting)}: run `launch/torchrun.sh {file} HOST {path}` there",
         )
 
     if not waiting:
@@ -221,20 +222,20 @@ def placed(config: Config) -> Placement:
     from pipespec.planning.placement import problem
     from pipespec.survey.gather import gather
 
-    hosts = load_hosts(config.cluster.hosts)
+    hosts_file = load_hosts(config.cluster.hosts)
     if config.cluster.split is not None:
-        hosts = replace(hosts, split=tuple(config.cluster.split))
-    with progress("measuring") as (on_box,):
-        placement = plan_slices(problem(hosts, gather(hosts, config, on_box), config))
-    for rank, member in enumerate(placement.members_by_rank):
+        hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
+    with progress("measuring") as (on_host,):
+        placement = plan_slices(problem(hosts_file, gather(hosts_file, config, on_host), config))
+    for rank, worker in enumerate(placement.workers_by_rank):
         piece = placement.layers[rank - 1] if rank else None
         holds = "the draft" if piece is None else f"layers {piece.start} to {piece.stop - 1}"
-        on_log(member, f"rank {rank}, {holds}: {reason(placement, rank)}")
+        on_log(worker, f"rank {rank}, {holds}: {reason(placement, rank)}")
     return placement
 
 
 def on_log(who: str, line: str) -> None:
-    """A line of a member, or of the whole cluster, for the log."""
+    """A line of a worker, or of the whole cluster, for the log."""
     tell(f"{who}: {line}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.client.served import ServedModel
-from pipespec.cluster import deployment
+from pipespec.cluster.deployment import Deployment
 from pipespec.controller.records import Accepted, Finished
 from pipespec.core import Sampling, TokenLogprobs
 from pipespec.stats import Report, summarise
@@ -91,11 +91,13 @@ def labels(served: ServedModel, sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def write_trace(plan: deployment.Plan, reports: Iterable[Report]) -> None:
+def write_trace(deployment: Deployment, reports: Iterable[Report]) -> None:
     """Join the ranks' spans to one file, if one was asked for."""
-    if plan.config.trace is None:
+    if deployment.config.trace is None:
         return
     names = ["head: draft and tree"]
-    names += [f"stage {i}: layers {s.start}..{s.stop - 1}" for i, s in enumerate(plan.layers, 1)]
+    names += [
+        f"stage {i}: layers {s.start}..{s.stop - 1}" for i, s in enumerate(deployment.layers, 1)
+    ]
     ranks = [(r["rank"], names[r["rank"]], [tuple(e) for e in r["events"]]) for r in reports]
-    write_chrome_trace(Path(plan.config.trace), ranks)
+    write_chrome_trace(Path(deployment.config.trace), ranks)

@@ -13,7 +13,8 @@ from pipespec.client.own import asking
 from pipespec.client.served import ServedModel
 from pipespec.client.settings import RequestSettings
 from pipespec.clock import monotonic_ns
-from pipespec.cluster import deployment, session
+from pipespec.cluster import session
+from pipespec.cluster.deployment import decide, fit_context
 from pipespec.config.schema import Config
 from pipespec.errors import ConfigError, PromptError, RankFailed
 from pipespec.limits import MAX_COUNT, check_whole
@@ -44,18 +45,18 @@ def bench(
         RankFailed: a rank died; the others have been ended.
     """
     check(samples, concurrency, prompt_tokens)
-    plan = deployment.plan(config)
+    deployment = decide(config)
     settings = RequestSettings.of(config)
-    with session.prepare(plan) as agents:
-        served = ServedModel.of(plan)
+    with session.prepare(deployment) as agents:
+        served = ServedModel.of(deployment)
         prompts = encode(served, settings, samples, prompt_tokens)
-        plan = deployment.fit_context(plan, max(map(len, prompts)))
+        deployment = fit_context(deployment, max(map(len, prompts)))
         with (
-            session.start(plan, agents, on_loaded) as cluster,
+            session.start(deployment, agents, on_loaded) as cluster,
             asking(cluster, served) as client,
         ):
             result, reports = measure(client, settings, samples, prompts, concurrency, on_done)
-    answers.write_trace(plan, reports)
+    answers.write_trace(deployment, reports)
     return result
 
 

@@ -12,7 +12,8 @@ from pipespec.client.own import asking
 from pipespec.client.served import ServedModel
 from pipespec.client.settings import RequestSettings
 from pipespec.clock import monotonic_ns
-from pipespec.cluster import deployment, session
+from pipespec.cluster import session
+from pipespec.cluster.deployment import decide, fit_context
 from pipespec.config.schema import Config
 from pipespec.core import TokenLogprobs
 from pipespec.stats import Report
@@ -53,18 +54,18 @@ def generate(
         ConfigError, Unreachable: before any rank starts, if anything in the request is wrong.
         RankFailed: a rank died; the others have been ended.
     """
-    plan = deployment.plan(config)
+    deployment = decide(config)
     settings = RequestSettings.of(config)
-    with session.prepare(plan) as agents:
-        served = ServedModel.of(plan)
+    with session.prepare(deployment) as agents:
+        served = ServedModel.of(deployment)
         ids = served.encode(prompt, chat=settings.decode.chat)
-        plan = deployment.fit_context(plan, len(ids))
+        deployment = fit_context(deployment, len(ids))
         with (
-            session.start(plan, agents, on_loaded) as cluster,
+            session.start(deployment, agents, on_loaded) as cluster,
             asking(cluster, served) as client,
         ):
             result, reports = ask(client, settings, ids, on_text)
-    answers.write_trace(plan, reports)
+    answers.write_trace(deployment, reports)
     return result
 
 

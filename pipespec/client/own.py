@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from pipespec.client.client import Client
 from pipespec.client.served import ServedModel
-from pipespec.cluster import deployment, session
+from pipespec.cluster import session
+from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.session import ClusterSession
 
 
@@ -28,18 +29,18 @@ def asking(cluster: ClusterSession, served: ServedModel) -> Iterator[Client]:
 
 @contextmanager
 def running(
-    plan: deployment.Plan,
+    deployment: Deployment,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
 ) -> Iterator[Running]:
-    """Start the cluster of a plan and ask it; it ends with the block.
+    """Start the cluster of a deployment and ask it; it ends with the block.
 
     Raises what `session.prepare`, `session.start` and `ServedModel.of` do.
     """
-    with session.prepare(plan) as agents:
-        served = ServedModel.of(plan)
+    with session.prepare(deployment) as agents:
+        served = ServedModel.of(deployment)
         with (
-            session.start(plan, agents, on_loaded, on_log) as cluster,
+            session.start(deployment, agents, on_loaded, on_log) as cluster,
             asking(cluster, served) as client,
         ):
             yield Running(cluster, client)

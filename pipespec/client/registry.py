@@ -6,7 +6,7 @@ beside it, `<name>.json`. Both are gone when the cluster is; what a killed proce
 counts for nothing and is replaced.
 
 An entry holds the password of the cluster's Redis, so folder and files are for this user alone.
-Copied to the same folder on another box, it lets that box ask the cluster too.
+Copied to the same folder on another host, it lets that host ask the cluster too.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipespec.cluster.deployment import Plan
+from pipespec.cluster.deployment import Deployment
 from pipespec.config.schema import Config
 from pipespec.engine import tokenizer
 from pipespec.engine.tokenizer import LONGEST_REASON, BackendTokenizer, Tokenizer
@@ -38,24 +38,24 @@ class ServedModel:
     synthetic: bool = False
 
     @classmethod
-    def of(cls, plan: Plan) -> ServedModel:
+    def of(cls, deployment: Deployment) -> ServedModel:
         """The model of a cluster that is about to start, whose draft has the same tokens.
 
         Raises ModelError.
         """
-        found = tokenizer.load(plan.target.path)
-        if plan.draft is not None:
-            compare_vocabularies(found, tokenizer.load(plan.draft.path))
-        name = plan.config.model.target
+        found = tokenizer.load(deployment.target.path)
+        if deployment.draft is not None:
+            compare_vocabularies(found, tokenizer.load(deployment.draft.path))
+        name = deployment.config.model.target
         return cls(
             # What is no folder is the id of a hub's model.
             target=str(Path(name).absolute() if Path(name).is_dir() else name),
-            vocab_size=plan.target.vocab_size,
-            context=plan.context,
-            eos=plan.target.eos,
+            vocab_size=deployment.target.vocab_size,
+            context=deployment.context,
+            eos=deployment.target.eos,
             backend=found if isinstance(found, BackendTokenizer) else None,
-            time_scale=emulated_scale(plan.config),
-            synthetic=plan.config.source.synthetic,
+            time_scale=emulated_scale(deployment.config),
+            synthetic=deployment.config.source.synthetic,
         )
 
     @property

@@ -1,1 +1,1 @@
-"""Starts, watches and mends the processes of all boxes."""
+"""Starts, watches and mends the processes of all hosts."""

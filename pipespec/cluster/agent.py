@@ -1,21 +1,21 @@
-"""What runs on each box: the agent, and the supervisors of its members.
+"""What runs on each host: the agent, and the supervisors of its workers.
 
-    agent ── fork server ─┬─ supervisor ── member (box/0)
-                          └─ supervisor ── member (box/1)
+    agent ── fork server ─┬─ supervisor ── worker (host/0)
+                          └─ supervisor ── worker (host/1)
 
 The *agent* runs torchrun's elastic launcher in its main thread, where that launcher's signal
 handlers must live. The *fork server* imports torch, the models and the entrypoint once; supervisors
 are forked from it, so that seventeen of them start almost as fast as one. It stays a process of
 one thread without a CUDA context, as forking needs. What torchrun takes for a rank is a
-*supervisor*: it forks the member that does the work, and, in a cluster that mends itself, forks
-another when a signal has ended it; the others of the box go on.
+*supervisor*: it forks the worker that does the work, and, in a cluster that mends itself, forks
+another when a signal has ended it; the others of the host go on.
 
 The agent reads its job from standard input, then one JSON object per line: {"kill": number} ends
-a member, anything else says that the launcher lives. The end of standard input, or on a box
-behind SSH SILENCE_S without a line, ends the agent and with it the box. It writes one JSON object
+a worker, anything else says that the launcher lives. The end of standard input, or on a host
+behind SSH SILENCE_S without a line, ends the agent and with it the host. It writes one JSON object
 per line to standard output: {"died": number, "pid": ..., "how": ...}, {"log": number, "line": ...},
 and at last {"failed": sentence}, {"lost": sentence} or {"ended": true}; {} says that it lives. All
-processes of the box hold that standard output, so its end tells that the last of them is gone.
+processes of the host hold that standard output, so its end tells that the last of them is gone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pipespec.system.interfaces import holding, interfaces, resolve
 from pipespec.system.scratch import private_folder
 from pipespec.system.writing import write_whole
 
-# Seconds without a word from the launcher after which a box behind SSH gives up.
+# Seconds without a word from the launcher after which a host behind SSH gives up.
 SILENCE_S = 40.0
 # Seconds between two signs of life.
 SIGN_OF_LIFE_S = 1.0
@@ -59,17 +59,17 @@ class Setup:
     """What the agent must know before it can start its fork server.
 
     Attributes:
-        directory: where everything of this box lies; None: the agent makes and removes one.
-        preload: modules to import once for all members.
-        address: of the box, for the interface that carries the batches.
+        directory: where everything of this host lies; None: the agent makes and removes one.
+        preload: modules to import once for all workers.
+        address: of the host, for the interface that carries the batches.
         interface: its name, if that address does not tell.
-        lock: what no two agents of a box may share; the older one is ended.
+        lock: what no two agents of a host may share; the older one is ended.
         remote: whether the launcher is at the other end of an SSH connection.
     """
 
     directory: str | None
     preload: tuple[str, ...]
-    num_members: int
+    num_workers: int
     address: str
     interface: str | None = None
     lock: str | None = None
@@ -82,7 +82,7 @@ def make_directory() -> Path:
 
 
 def main() -> None:
-    """Read the job from standard input, run the members, leave the outcome."""
+    """Read the job from standard input, run the workers, leave the outcome."""
     try:
         _main(sys.stdin.buffer)
     except BaseException:  # noqa: BLE001 - the launcher reads the last line of it
@@ -142,12 +142,12 @@ def _tell(message: dict[str, Any]) -> None:
 
 
 def _prepare(setup: Setup, directory: Path) -> None:
-    """The environment of every process of this box."""
+    """The environment of every process of this host."""
     cores = len(os.sched_getaffinity(0))
     environment = os.environ
-    # Several members share the cores. OpenBLAS keeps idle threads from import on, and a process
+    # Several workers share the cores. OpenBLAS keeps idle threads from import on, and a process
     # with threads must not fork.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // setup.num_members)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // setup.num_workers)))
     environment["OPENBLAS_NUM_THREADS"] = "1"
     # `torch.cuda.is_available` asks NVML, so that no import makes the fork server use CUDA.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -194,7 +194,7 @@ class _Listener:
 
 
 class _Teller:
-    """Tells the launcher what happens on this box."""
+    """Tells the launcher what happens on this host."""
 
     def __init__(self, directory: Path, job: Job) -> None:
         self._directory = directory
@@ -249,7 +249,7 @@ def _tidy() -> None:
 
 
 if __name__ == "__main__":
-    # What the members run is pickled by this module's name.
+    # What the workers run is pickled by this module's name.
     from pipespec.cluster.agent import main as imported_main
 
     imported_main()

@@ -1,4 +1,4 @@
-"""One agent of a name on a box: a later one ends an earlier one, and clears up after it."""
+"""One agent of a name on a host: a later one ends an earlier one, and clears up after it."""
 
 from __future__ import annotations
 

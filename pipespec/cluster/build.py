@@ -1,4 +1,4 @@
-"""From a plan to the running objects of a rank: the only place where parts are wired together."""
+"""From a deployment to the running objects of a rank: only here parts are wired together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from pipespec.cluster.deployment import ControllerAddress, Plan
+from pipespec.cluster.deployment import ControllerAddress, Deployment
 from pipespec.controller.client import Controller
 from pipespec.core import Request
 from pipespec.engine import tokenizer
@@ -26,28 +26,33 @@ from pipespec.transport.paced import PacedTransport
 from pipespec.transport.protocol import Transport
 
 
-def load_model(plan: Plan, rank: int) -> ModelSlice | None:
+def load_model(deployment: Deployment, rank: int) -> ModelSlice | None:
     """The rank's part of the target, or at rank 0 the whole draft, if there is one."""
-    info = plan.target if rank else plan.draft
+    info = deployment.target if rank else deployment.draft
     if info is None:
         return None
-    layers = plan.layers[rank - 1] if rank else range(info.num_layers)
-    slots = num_slots(plan.config, context=plan.context, num_ranks=plan.num_ranks, head=rank == 0)
+    layers = deployment.layers[rank - 1] if rank else range(info.num_layers)
+    slots = num_slots(
+        deployment.config,
+        context=deployment.context,
+        num_ranks=deployment.num_ranks,
+        head=rank == 0,
+    )
     name = "quantization" if rank else "draft_quantization"
-    quantization = getattr(plan.config.model, name)
+    quantization = getattr(deployment.config.model, name)
     info.require_quantizer(f"model.{name}", quantization)
     return ModelSlice.load(
         info.path,
         layers,
-        dtype=getattr(torch, plan.dtype_of(info)),
+        dtype=getattr(torch, deployment.dtype_of(info)),
         quantization=quantization,
-        device=plan.devices[rank],
+        device=deployment.devices[rank],
         num_slots=slots,
     )
 
 
 def serve(
-    plan: Plan,
+    deployment: Deployment,
     where: ControllerAddress,
     rank: int,
     model: ModelSlice | None,
@@ -58,7 +63,7 @@ def serve(
 
     `connect` joins the rank to its neighbours; `guard` is what may end the links meanwhile.
     """
-    config = plan.config
+    config = deployment.config
     # Word from the last stage goes to the head's machine, and from there to the rank's.
     delay_ms = config.link.latency_ms * config.pace.scale * (2 if rank else 1)
     timeline = Timeline(record=config.trace is not None)
@@ -74,44 +79,46 @@ def serve(
             with guard(inner.abort):
                 if rank:
                     assert runner is not None
-                    settings = StageSettings(plan.layout, config.pace, delay_ms)
+                    settings = StageSettings(deployment.layout, config.pace, delay_ms)
                     StageLoop(runner, link, controller, settings, timeline).run()
                 else:
                     HeadLoop(
-                        Scheduler(scheduler_config(plan)),
-                        make_source(plan, runner),
+                        Scheduler(scheduler_config(deployment)),
+                        make_source(deployment, runner),
                         link,
                         controller,
-                        HeadSettings(plan.layout, stop_check(plan), config.pace, delay_ms),
+                        HeadSettings(
+                            deployment.layout, stop_check(deployment), config.pace, delay_ms
+                        ),
                         timeline,
                     ).run()
         finally:
             link.close()
 
 
-def scheduler_config(plan: Plan) -> SchedulerConfig:
+def scheduler_config(deployment: Deployment) -> SchedulerConfig:
     """What the head decides by."""
-    config = plan.config
+    config = deployment.config
     return SchedulerConfig(
         policy=config.feed,
-        num_steps=plan.layout.num_steps,
+        num_steps=deployment.layout.num_steps,
         rounds=config.source.rounds,
         prefill_chunk=config.decode.prefill_chunk,
-        context_limit=plan.context,
+        context_limit=deployment.context,
     )
 
 
-def make_source(plan: Plan, runner: SliceRunner | None) -> TokenSource:
+def make_source(deployment: Deployment, runner: SliceRunner | None) -> TokenSource:
     """The source of guesses; `runner` holds the draft model, where there is one."""
     draft = None
-    if plan.draft is not None:
+    if deployment.draft is not None:
         assert runner is not None
-        vocabulary = min(plan.target.vocab_size, plan.draft.vocab_size)
-        draft = DraftModelSource(runner, plan.config.decode.prefill_chunk, vocabulary)
-    return plan.config.source.make(draft, plan.target.vocab_size)
+        vocabulary = min(deployment.target.vocab_size, deployment.draft.vocab_size)
+        draft = DraftModelSource(runner, deployment.config.decode.prefill_chunk, vocabulary)
+    return deployment.config.source.make(draft, deployment.target.vocab_size)
 
 
-def stop_check(plan: Plan) -> Callable[[Request], StopCheck]:
+def stop_check(deployment: Deployment) -> Callable[[Request], StopCheck]:
     """What watches the text of a request for its stop strings."""
 
     def never(_: int) -> bool:
@@ -120,6 +127,6 @@ def stop_check(plan: Plan) -> Callable[[Request], StopCheck]:
     def make(request: Request) -> StopCheck:
         if not request.stop:
             return never
-        return StopChecker(tokenizer.load(plan.target.path), request.stop, request.prompt)
+        return StopChecker(tokenizer.load(deployment.target.path), request.stop, request.prompt)
 
     return make

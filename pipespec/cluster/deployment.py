@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pipespec.config.hosts import Box, load_hosts, this_machine
+from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import ClusterConfig, Config
 from pipespec.controller.graph import Layout
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.precision import automatic
 from pipespec.errors import ConfigError
-from pipespec.planning.costs import Member, Needs, Problem
+from pipespec.planning.costs import Needs, Problem, Worker
 from pipespec.planning.partition import Placement, plan_slices, split_evenly
 from pipespec.planning.placement import unmeasured
 from pipespec.sampling.spec import check_vocabulary
@@ -23,10 +23,10 @@ from pipespec.system.devices import num_cuda
 
 
 @dataclass(frozen=True)
-class Plan:
+class Deployment:
     """All that a rank must know, decided before any rank starts. It travels by pickle.
 
-    `draft` is None where the source needs none. `placement` says which members of the `boxes`
+    `draft` is None where the source needs none. `placement` says which workers of the `hosts`
     begin at which rank. `layers` has one entry per stage and `devices` one per rank; in a later
     epoch they may be others. `context` is the longest sequence in tokens that the KV pools are
     made for.
@@ -39,25 +39,25 @@ class Plan:
     layers: tuple[range, ...]
     devices: tuple[str, ...]
     context: int
-    boxes: tuple[Box, ...]
+    hosts: tuple[Host, ...]
 
     @property
-    def members(self) -> tuple[str, ...]:
+    def workers(self) -> tuple[str, ...]:
         """Who holds each rank at first, the head's first."""
-        return self.placement.members_by_rank
+        return self.placement.workers_by_rank
 
     @property
     def spares(self) -> tuple[str, ...]:
-        """Members that hold none until one is needed."""
+        """Workers that hold none until one is needed."""
         return self.placement.spares
 
-    def device_of(self, member: str) -> str:
-        """The device of a member."""
+    def device_of(self, worker: str) -> str:
+        """The device of a worker."""
         return next(
             device
-            for box in self.boxes
-            for name, device in zip(box.members, box.devices, strict=True)
-            if name == member
+            for host in self.hosts
+            for name, device in zip(host.workers, host.devices, strict=True)
+            if name == worker
         )
 
     @property
@@ -77,7 +77,7 @@ class Plan:
         """What target or draft computes in."""
         name = self.config.model.dtype
         if name == "auto":
-            name = automatic(map(self.device_of, self.placement.members_by_rank[1:]))
+            name = automatic(map(self.device_of, self.placement.workers_by_rank[1:]))
         return info.computes_in(name)
 
     @property
@@ -96,7 +96,7 @@ class ControllerAddress:
     secret: str = field(default="", repr=False)
 
 
-def plan(config: Config, placement: Placement | None = None) -> Plan:
+def decide(config: Config, placement: Placement | None = None) -> Deployment:
     """Look at the checkpoints and the machine.
 
     `placement` is what was planned from measured figures; without it devices count as equal.
@@ -130,41 +130,41 @@ def plan(config: Config, placement: Placement | None = None) -> Plan:
         )
     if config.cluster.hosts is None:
         count = config.cluster.stages + 1 + config.cluster.spares
-        boxes: tuple[Box, ...] = (this_machine(resolve_devices(config.cluster.devices, count)),)
-        placement = place_here(boxes[0].members, target.num_layers, config.cluster)
+        hosts: tuple[Host, ...] = (this_machine(resolve_devices(config.cluster.devices, count)),)
+        placement = place_here(hosts[0].workers, target.num_layers, config.cluster)
     else:
-        hosts = load_hosts(config.cluster.hosts)
-        hosts.require_devices()
-        boxes = hosts.boxes
-        if config.cluster.stages != hosts.num_stages:
+        hosts_file = load_hosts(config.cluster.hosts)
+        hosts_file.require_devices()
+        hosts = hosts_file.hosts
+        if config.cluster.stages != hosts_file.num_stages:
             raise ConfigError(
                 f"cluster.stages is {config.cluster.stages}, but {config.cluster.hosts} has "
-                f"members for {hosts.num_stages} stages; leave cluster.stages out."
+                f"workers for {hosts_file.num_stages} stages; leave cluster.stages out."
             )
         if config.cluster.split is not None:
-            hosts = replace(hosts, split=tuple(config.cluster.split))
+            hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
         if placement is None:
-            placement = plan_slices(unmeasured(hosts, config, target, draft, context))
-    found = Plan(config, target, draft, placement, placement.layers, (), context, boxes)
-    return replace(found, devices=tuple(map(found.device_of, placement.members_by_rank)))
+            placement = plan_slices(unmeasured(hosts_file, config, target, draft, context))
+    found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts)
+    return replace(found, devices=tuple(map(found.device_of, placement.workers_by_rank)))
 
 
-def require_quantizers(plan: Plan) -> None:
-    """Raise ModelError unless this machine can load what its members are to hold."""
-    model = plan.config.model
-    if any(box.local for box in plan.boxes):
-        plan.target.require_quantizer("model.quantization", model.quantization)
-        if plan.draft is not None:
-            plan.draft.require_quantizer("model.draft_quantization", model.draft_quantization)
+def require_quantizers(deployment: Deployment) -> None:
+    """Raise ModelError unless this machine can load what its workers are to hold."""
+    model = deployment.config.model
+    if any(host.local for host in deployment.hosts):
+        deployment.target.require_quantizer("model.quantization", model.quantization)
+        if deployment.draft is not None:
+            deployment.draft.require_quantizer("model.draft_quantization", model.draft_quantization)
 
 
-def require_backend(plan: Plan) -> None:
+def require_backend(deployment: Deployment) -> None:
     """Raise ConfigError if NCCL is asked for and a stage has no CUDA device of its own."""
-    if plan.config.transport.backend != "nccl":
+    if deployment.config.transport.backend != "nccl":
         return
     stages = [
-        (member.rpartition("/")[0], "cuda:0" if device == "cuda" else device)
-        for member, device in zip(plan.members[1:], plan.devices[1:], strict=True)
+        (worker.rpartition("/")[0], "cuda:0" if device == "cuda" else device)
+        for worker, device in zip(deployment.workers[1:], deployment.devices[1:], strict=True)
     ]
     devices = [device for _, device in stages]
     if "cpu" in devices or len(set(stages)) < len(stages):
@@ -174,17 +174,17 @@ def require_backend(plan: Plan) -> None:
         )
 
 
-def place_here(members: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
-    """The layout of a cluster on this machine, whose members are equals. Raises ConfigError."""
+def place_here(workers: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
+    """The layout of a cluster on this machine, whose workers are equals. Raises ConfigError."""
     stages = cluster.stages
     split = tuple(cluster.split or map(len, split_evenly(num_layers, stages)))
     return plan_slices(
         Problem(
-            tuple(map(Member, members)),
+            tuple(map(Worker, workers)),
             Needs((0,) * num_layers),
-            draft=members[0],
+            draft=workers[0],
             split=split,
-            spares=tuple(members[stages + 1 :]),
+            spares=tuple(workers[stages + 1 :]),
         )
     )
 
@@ -208,7 +208,7 @@ def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
     return tuple(devices)
 
 
-def fit_context(plan: Plan, prompt_length: int) -> Plan:
-    """The plan with KV pools for one request and no longer context than it can reach."""
-    reach = prompt_length + plan.config.decode.max_new_tokens
-    return replace(plan, context=min(plan.context, reach))
+def fit_context(deployment: Deployment, prompt_length: int) -> Deployment:
+    """The deployment with KV pools for one request and no longer context than it can reach."""
+    reach = prompt_length + deployment.config.decode.max_new_tokens
+    return replace(deployment, context=min(deployment.context, reach))

@@ -1,4 +1,4 @@
-"""A member's sign of life, and its ear for new epochs: one thread beside its work."""
+"""A worker's sign of life, and its ear for new epochs: one thread beside its work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
 
-from pipespec.controller.members import Epoch, Membership
+from pipespec.controller.membership import Epoch, Membership
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
 
 # Seconds between two renewals of the lease, and between two tries to reach a lost Redis.
@@ -18,9 +18,9 @@ RETRY_S = 0.1
 
 
 class Heartbeat:
-    """Renews a member's lease, and wakes the member's work when its epoch is over.
+    """Renews a worker's lease, and wakes the worker's work when its epoch is over.
 
-        with Heartbeat(url, namespace, member, patience_s=30) as heartbeat:
+        with Heartbeat(url, namespace, worker, patience_s=30) as heartbeat:
             epoch = heartbeat.next(0)
             with heartbeat.guard(epoch.number, link.abort):
                 ...     # ends soon after a newer epoch begins, or Redis is gone
@@ -28,8 +28,8 @@ class Heartbeat:
     While Redis does not answer the heartbeat connects again, for `patience_s` seconds.
     """
 
-    def __init__(self, url: str, namespace: str, member: str, *, patience_s: float):
-        self._url, self._namespace, self._member = url, namespace, member
+    def __init__(self, url: str, namespace: str, worker: str, *, patience_s: float):
+        self._url, self._namespace, self._worker = url, namespace, worker
         self._patience_s = patience_s
         self._changed = threading.Condition()
         self._epoch = Epoch(0, "")
@@ -80,7 +80,7 @@ class Heartbeat:
     def suspect(self, epoch: int, reason: str) -> None:
         """Tell that something is wrong with an epoch, if Redis can be told."""
         with suppress(Unreachable), Membership(self._url, self._namespace) as shared:
-            shared.suspect(epoch, self._member, reason)
+            shared.suspect(epoch, self._worker, reason)
 
     def _run(self) -> None:
         reached = time.monotonic()
@@ -88,7 +88,7 @@ class Heartbeat:
             try:
                 with Membership(self._url, self._namespace) as shared:
                     while not self._closed:
-                        shared.renew(self._member, os.getpid())
+                        shared.renew(self._worker, os.getpid())
                         reached = time.monotonic()
                         epoch = shared.epoch(self._epoch.number, RENEW_S)
                         if epoch is not None:

@@ -1,6 +1,6 @@
-"""A member of a box that nobody starts over SSH: `launch/torchrun.sh` runs this.
+"""A worker of a host that nobody starts over SSH: `launch/torchrun.sh` runs this.
 
-    torchrun --nproc-per-node=DEVICES -m pipespec.cluster.join HOSTS.yaml BOX INVITATION
+    torchrun --nproc-per-node=DEVICES -m pipespec.cluster.join HOSTS.yaml HOST INVITATION
 
 The invitation is what `pipespec up` wrote when it began to wait: how to reach the cluster's
 Redis, and the settings. Whoever holds it can take part, so it is for this user's eyes alone.
@@ -16,18 +16,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pipespec.cluster.agent import choose_interface
-from pipespec.cluster.supervisor import MEMBER
-from pipespec.config.hosts import Box, Hosts, load_hosts
+from pipespec.cluster.supervisor import WORKER
+from pipespec.config.hosts import Host, HostsFile, load_hosts
 from pipespec.errors import ConfigError
 from pipespec.system.outcome import concluded
 from pipespec.system.reading import Unreadable, build, read_json
 
-USAGE = "usage: python -m pipespec.cluster.join [--count] HOSTS.yaml BOX [INVITATION]"
+USAGE = "usage: python -m pipespec.cluster.join [--count] HOSTS.yaml HOST [INVITATION]"
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a member must know to take part. `overrides` made the cluster."""
+    """What a worker must know to take part. `overrides` made the cluster."""
 
     url: str = field(repr=False)
     namespace: str
@@ -52,40 +52,38 @@ class Invitation:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print how many members a box has, or be one of them; the exit code."""
+    """Print how many workers a host has, or be one of them; the exit code."""
     counting = argv[:1] == ["--count"]
     words = argv[1:] if counting else argv
     if len(words) != (2 if counting else 3):
         raise ConfigError(USAGE)
-    hosts = load_hosts(words[0])
-    box = box_of(hosts, words[0], words[1])
+    hosts_file = load_hosts(words[0])
+    host = host_of(hosts_file, words[0], words[1])
     if counting:
-        print(len(box.devices))
+        print(len(host.devices))
         return 0
     invitation = Invitation.read(Path(words[2]))
-    os.environ[MEMBER] = box.members[int(os.environ["LOCAL_RANK"])]
-    choose_interface(box.address, box.interface)
+    os.environ[WORKER] = host.workers[int(os.environ["LOCAL_RANK"])]
+    choose_interface(host.address, host.interface)
 
-    from pipespec.cluster import deployment
-    from pipespec.cluster.member import run_member
+    from pipespec.cluster.deployment import ControllerAddress, decide
+    from pipespec.cluster.worker import run_worker
     from pipespec.config.compose import compose
 
     settings = [text for text in invitation.overrides if not text.startswith("cluster=")]
-    plan = deployment.plan(compose([f"cluster={words[0]}", *settings]))
-    where = deployment.ControllerAddress(
-        invitation.url, invitation.namespace, secret=invitation.secret
-    )
-    run_member(plan, where, {name: b for b in hosts.boxes for name in b.members})
+    deployment = decide(compose([f"cluster={words[0]}", *settings]))
+    where = ControllerAddress(invitation.url, invitation.namespace, secret=invitation.secret)
+    run_worker(deployment, where, {name: b for b in hosts_file.hosts for name in b.workers})
     return 0
 
 
-def box_of(hosts: Hosts, path: str, name: str) -> Box:
-    """The box of that name. Raises ConfigError."""
-    for box in hosts.boxes:
-        if box.name == name:
-            return box
-    known = ", ".join(box.name for box in hosts.boxes)
-    raise ConfigError(f"{path} has no box {name!r}; it has {known}.")
+def host_of(hosts_file: HostsFile, path: str, name: str) -> Host:
+    """The host of that name. Raises ConfigError."""
+    for host in hosts_file.hosts:
+        if host.name == name:
+            return host
+    known = ", ".join(host.name for host in hosts_file.hosts)
+    raise ConfigError(f"{path} has no host {name!r}; it has {known}.")
 
 
 if __name__ == "__main__":

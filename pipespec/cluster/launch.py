@@ -1,10 +1,10 @@
-"""Start the members of a cluster on its boxes, and end them whatever happens.
+"""Start the workers of a cluster on its hosts, and end them whatever happens.
 
     this process ─┬─ agent of this machine ── ...          (pipespec.cluster.agent)
-                  └─ ssh ── agent of another box ── ...
+                  └─ ssh ── agent of another host ── ...
 
 Nobody survives: an agent's standard input is a pipe that nobody else writes to, and its end
-(closed by us, by the kernel when we are killed, or by SSH) ends the agent and with it the box.
+(closed by us, by the kernel when we are killed, or by SSH) ends the agent and with it the host.
 All processes of this machine hold their agent's standard output, so the end of that pipe tells
 that the last of them is gone. They form a session of their own: Ctrl-C reaches this process
 alone, and one signal to the group ends what hangs.
@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipespec.cluster.running_box import Death, RunningBox
+from pipespec.cluster.running_host import Death, RunningHost
 from pipespec.cluster.supervisor import Job
-from pipespec.config.hosts import LOCAL, Box, this_machine
+from pipespec.config.hosts import LOCAL, Host, this_machine
 from pipespec.errors import ConfigError, RankFailed
 from pipespec.system.interfaces import LOOPBACK
 
@@ -77,27 +77,27 @@ def launch(
 
 
 class Cluster:
-    """The running members. Leaving the `with` block ends those that still run.
+    """The running workers. Leaving the `with` block ends those that still run.
 
-    Their agents start at once and import `modules`, which takes longest; what the members are to
+    Their agents start at once and import `modules`, which takes longest; what the workers are to
     do may be decided meanwhile, and is said with `run`.
 
     Args:
-        boxes: where they run, one member per device.
-        modules: to import once for all members of a box.
-        name: with the names of the boxes, what no two clusters share.
+        hosts: where they run, one worker per device.
+        modules: to import once for all workers of a host.
+        name: with the names of the hosts, what no two clusters share.
     """
 
     def __init__(
-        self, boxes: Sequence[Box], modules: Sequence[str] = PRELOAD, *, name: str | None = None
+        self, hosts: Sequence[Host], modules: Sequence[str] = PRELOAD, *, name: str | None = None
     ) -> None:
         self.deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
-        self.members = tuple(member for box in boxes for member in box.members)
-        self._boxes: list[RunningBox] = []
+        self.workers = tuple(worker for host in hosts for worker in host.workers)
+        self._hosts: list[RunningHost] = []
         try:
-            for box in boxes:
-                lock = None if name is None or box.local else f"{name}-{box.name}"
-                self._boxes.append(RunningBox(box, tuple(modules), lock, self.deaths))
+            for host in hosts:
+                lock = None if name is None or host.local else f"{name}-{host.name}"
+                self._hosts.append(RunningHost(host, tuple(modules), lock, self.deaths))
         except BaseException:
             self.stop()
             raise
@@ -110,75 +110,75 @@ class Cluster:
         restart: bool = False,
         on_log: Callable[[str, str], None] | None = None,
     ) -> None:
-        """Have every member run `entrypoint(*args)`, and return while they begin.
+        """Have every worker run `entrypoint(*args)`, and return while they begin.
 
         Args:
             entrypoint: as "module:function"; it is not imported here.
-            restart: whether a member that a signal ended, or a box that was lost, is started
+            restart: whether a worker that a signal ended, or a host that was lost, is started
                 again; else it ends the cluster.
-            on_log: called with the member's name and a line that it wrote.
+            on_log: called with the worker's name and a line that it wrote.
         """
         packed = pickle.dumps(tuple(args))
-        for box in self._boxes:
-            names = box.box.members
-            job = Job(entrypoint, packed, names, _titles(box.box), restart, on_log is not None)
-            box.run(job, on_log)
+        for host in self._hosts:
+            names = host.host.workers
+            job = Job(entrypoint, packed, names, _titles(host.host), restart, on_log is not None)
+            host.run(job, on_log)
 
     def poll(self) -> bool:
-        """Whether the members still run.
+        """Whether the workers still run.
 
         Raises:
-            RankFailed: a member ended before its work did; all others have been ended too.
+            RankFailed: a worker ended before its work did; all others have been ended too.
         """
-        if all(box.running for box in self._boxes):
+        if all(host.running for host in self._hosts):
             return True
         self.wait()
         return False
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """What the members of this machine returned, once they and all helpers are gone.
+        """What the workers of this machine returned, once they and all helpers are gone.
 
         `timeout` is in seconds.
 
         Raises:
-            RankFailed: a member ended before its work did; all others have been ended too.
-            TimeoutError: the members still run.
+            RankFailed: a worker ended before its work did; all others have been ended too.
+            TimeoutError: the workers still run.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while any(box.running for box in self._boxes) and not any(
-            box.failed for box in self._boxes
+        while any(host.running for host in self._hosts) and not any(
+            host.failed for host in self._hosts
         ):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"The ranks still run after {timeout} s.")
-            next((box for box in self._boxes if box.running), self._boxes[0]).join(_MONITOR_S)
-        for box in self._boxes:
-            if not box.running:
-                box.settle()
-        failed = next((box.outcome for box in self._boxes if isinstance(box.outcome, str)), None)
+            next((host for host in self._hosts if host.running), self._hosts[0]).join(_MONITOR_S)
+        for host in self._hosts:
+            if not host.running:
+                host.settle()
+        failed = next((host.outcome for host in self._hosts if isinstance(host.outcome, str)), None)
         self.stop()
         if failed is not None:
             raise RankFailed(failed)
-        return [result for box in self._boxes for result in box.outcome]
+        return [result for host in self._hosts for result in host.outcome]
 
-    def kill(self, member: str, since: float) -> bool:
-        """End a member that has hung since a moment of the monotonic clock; its supervisor starts
-        another. False: not now, its box may be cut off."""
-        for box in self._boxes:
-            if member in box.box.members:
-                return box.kill(box.box.members.index(member), since)
+    def kill(self, worker: str, since: float) -> bool:
+        """End a worker that has hung since a moment of the monotonic clock; its supervisor starts
+        another. False: not now, its host may be cut off."""
+        for host in self._hosts:
+            if worker in host.host.workers:
+                return host.kill(host.host.workers.index(worker), since)
         return False
 
     def mend(self) -> None:
-        """Start the agents anew of boxes that were lost."""
-        for box in self._boxes:
-            box.mend()
+        """Start the agents anew of hosts that were lost."""
+        for host in self._hosts:
+            host.mend()
 
     def stop(self) -> None:
-        """End every member and helper and remove their files; harmless when called again."""
-        for box in self._boxes:
-            box.hang_up()
-        for box in self._boxes:
-            box.stop()
+        """End every worker and helper and remove their files; harmless when called again."""
+        for host in self._hosts:
+            host.hang_up()
+        for host in self._hosts:
+            host.stop()
 
     def __enter__(self) -> Cluster:
         return self
@@ -187,8 +187,8 @@ class Cluster:
         self.stop()
 
 
-def _titles(box: Box) -> tuple[str, ...]:
-    """What messages call the members: on one machine a member is a rank."""
-    if box.name == LOCAL:
-        return tuple(f"rank {number}" for number in range(len(box.devices)))
-    return box.members
+def _titles(host: Host) -> tuple[str, ...]:
+    """What messages call the workers: on one machine a worker is a rank."""
+    if host.name == LOCAL:
+        return tuple(f"rank {number}" for number in range(len(host.devices)))
+    return host.workers

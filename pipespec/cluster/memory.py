@@ -1,4 +1,4 @@
-"""The memory and the open files that a plan asks for, and what is free: before any rank starts.
+"""The memory and the open files that a deployment asks for, and what is free.
 
 Of memory only that is counted which is surely taken, so that nothing is refused that would run:
 the KV pools, which are written when they are made, one batch of the largest size on its way
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from pipespec.cluster.deployment import Plan
+from pipespec.cluster.deployment import Deployment
 from pipespec.core import NUM_COLUMNS
 from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.engine.precision import ITEM_BYTES
@@ -30,12 +30,12 @@ NODE_BYTES = 7 * 8 + 2
 SLOT_BYTES = 8  # in the list of free slots
 
 # What was measured with 1, 4 and 8 stages: below this nothing starts. The process with most files
-# holds pipes to every member; a private Redis keeps 32 for itself and has two to four connections
-# of every member.
-FILES, REDIS_FILES, FILES_PER_MEMBER = 30, 35, 4
+# holds pipes to every worker; a private Redis keeps 32 for itself and has two to four connections
+# of every worker.
+FILES, REDIS_FILES, FILES_PER_WORKER = 30, 35, 4
 
 REMEDIES = {
-    WEIGHTS: "use more boxes or devices, a smaller model, or model.quantization",
+    WEIGHTS: "use more hosts or devices, a smaller model, or model.quantization",
     "model.context": "lower model.context",
     "feed.width": "lower feed.width",
     "feed.capacity": "lower feed.capacity, or feed.width and feed.children",
@@ -43,20 +43,23 @@ REMEDIES = {
 }
 
 
-def needs(plan: Plan, rank: int) -> Counter[str]:
+def needs(deployment: Deployment, rank: int) -> Counter[str]:
     """Bytes that a rank surely takes on its device, by what asks for them: settings or WEIGHTS."""
-    info = plan.target if rank else plan.draft
+    info = deployment.target if rank else deployment.draft
     if info is None:
         return Counter()
     found: Counter[str] = Counter()
-    item = ITEM_BYTES[plan.dtype_of(info)]
-    layers = plan.layers[rank - 1] if rank else range(info.num_layers)
+    item = ITEM_BYTES[deployment.dtype_of(info)]
+    layers = deployment.layers[rank - 1] if rank else range(info.num_layers)
     slots = slots_by_setting(
-        plan.config, context=plan.context, num_ranks=plan.num_ranks, head=rank == 0
+        deployment.config,
+        context=deployment.context,
+        num_ranks=deployment.num_ranks,
+        head=rank == 0,
     )
     for setting, count in slots.items():
         found[setting] += count * (len(layers) * info.kv_size * item + SLOT_BYTES)
-    feed = plan.config.feed
+    feed = deployment.config.feed
     logits = feed.max_rows * info.vocab_size * item
     if rank == 0:
         found["feed.capacity"] += feed.capacity * NODE_BYTES
@@ -66,15 +69,17 @@ def needs(plan: Plan, rank: int) -> Counter[str]:
         found["feed.width"] += feed.max_rows * row
         if layers.stop == info.num_layers:
             found["feed.width"] += logits
-    found[WEIGHTS] += weight_bytes(plan, info, rank, layers)
+    found[WEIGHTS] += weight_bytes(deployment, info, rank, layers)
     return found
 
 
-def weight_bytes(plan: Plan, info: CheckpointInfo, rank: int, layers: range) -> int:
+def weight_bytes(deployment: Deployment, info: CheckpointInfo, rank: int, layers: range) -> int:
     """Bytes of weights that loading these layers surely takes on the rank's device."""
-    quantization = plan.config.model.quantization if rank else plan.config.model.draft_quantization
-    sizes = info.loaded(plan.dtype_of(info), quantization)
-    if plan.devices[rank] == "cpu" and quantization is None and sizes == info.stored:
+    quantization = (
+        deployment.config.model.quantization if rank else deployment.config.model.draft_quantization
+    )
+    sizes = info.loaded(deployment.dtype_of(info), quantization)
+    if deployment.devices[rank] == "cpu" and quantization is None and sizes == info.stored:
         return 0
     first, last = layers.start == 0, layers.stop == info.num_layers
     embedding = sizes.embedding if first or (last and info.tied) else 0
@@ -92,7 +97,7 @@ def free_bytes(device: str) -> int:
 
 
 def require_memory(
-    plan: Plan, ranks: Iterable[int], free_on: Callable[[str], int] = free_bytes
+    deployment: Deployment, ranks: Iterable[int], free_on: Callable[[str], int] = free_bytes
 ) -> None:
     """Raise ConfigError unless this machine has the memory that these ranks surely take.
 
@@ -100,7 +105,7 @@ def require_memory(
     """
     by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for rank in ranks:
-        by_device[plan.devices[rank]] += needs(plan, rank)
+        by_device[deployment.devices[rank]] += needs(deployment, rank)
     for device, wanted in by_device.items():
         free = free_on(device)
         if wanted.total() > free:
@@ -112,29 +117,29 @@ def require_memory(
             )
 
 
-def require_files(plan: Plan, limit: int | None = None) -> None:
+def require_files(deployment: Deployment, limit: int | None = None) -> None:
     """Raise ConfigError unless this process and its children may open files enough.
 
     `limit` is the soft limit of open files, None: the one that is in force.
     """
     if limit is None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    local = sum(len(box.members) for box in plan.boxes if box.local)
-    wanted = FILES + FILES_PER_MEMBER * local
-    if plan.config.controller.url is None:
-        members = sum(len(box.members) for box in plan.boxes)
-        wanted = max(wanted, REDIS_FILES + FILES_PER_MEMBER * members)
+    local = sum(len(host.workers) for host in deployment.hosts if host.local)
+    wanted = FILES + FILES_PER_WORKER * local
+    if deployment.config.controller.url is None:
+        workers = sum(len(host.workers) for host in deployment.hosts)
+        wanted = max(wanted, REDIS_FILES + FILES_PER_WORKER * workers)
     if limit != resource.RLIM_INFINITY and limit < wanted:
         raise ConfigError(
             f"This process may open {limit} files, but {wanted} are needed for "
-            f"{plan.num_ranks} ranks; raise the limit with `ulimit -n`."
+            f"{deployment.num_ranks} ranks; raise the limit with `ulimit -n`."
         )
 
 
-def local_ranks(plan: Plan) -> list[int]:
-    """The ranks that members of this machine hold at first."""
-    here = {member for box in plan.boxes if box.local for member in box.members}
-    return [rank for rank, member in enumerate(plan.members) if member in here]
+def local_ranks(deployment: Deployment) -> list[int]:
+    """The ranks that workers of this machine hold at first."""
+    here = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    return [rank for rank, worker in enumerate(deployment.workers) if worker in here]
 
 
 # --- control groups ---------------------------------------------------------------------------

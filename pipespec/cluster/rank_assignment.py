@@ -8,26 +8,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """The plan of an epoch, which travels as JSON.
+    """Who holds which rank in an epoch; it travels as JSON.
 
     Attributes:
-        members: who holds each rank, the head's first.
+        workers: who holds each rank, the head's first.
         layers: of each stage, from rank 1 on.
-        address: of the head's box, where the ranks meet.
+        address: of the head's host, where the ranks meet.
     """
 
-    members: tuple[str, ...]
+    workers: tuple[str, ...]
     layers: tuple[range, ...]
     address: str
 
-    def rank_of(self, member: str) -> int | None:
-        """The rank that a member holds; None: it is a spare."""
-        return self.members.index(member) if member in self.members else None
+    def rank_of(self, worker: str) -> int | None:
+        """The rank that a worker holds; None: it is a spare."""
+        return self.workers.index(worker) if worker in self.workers else None
 
     def encode(self) -> str:
         return json.dumps(
             {
-                "members": self.members,
+                "members": self.workers,
                 "layers": [[part.start, part.stop] for part in self.layers],
                 "address": self.address,
             }

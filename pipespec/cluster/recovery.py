@@ -1,9 +1,9 @@
-"""Watches a cluster's members, and begins a new epoch when one of them is lost.
+"""Watches a cluster's workers, and begins a new epoch when one of them is lost.
 
-Four things tell that something is wrong: a member's lease that has run out (it hangs, or its
-box is cut off), a supervisor that replaced a member ended by a signal, a suspicion (a neighbour
+Four things tell that something is wrong: a worker's lease that has run out (it hangs, or its
+host is cut off), a supervisor that replaced a worker ended by a signal, a suspicion (a neighbour
 whose link broke), and a request for which no step is completed. What follows is always the
-same: the next epoch begins, with the same assignment or, where a member stays away, with a spare in
+same: the next epoch begins, with the same assignment or, where a worker stays away, with a spare in
 its place or over fewer stages. The requests that were open return to the queue, the ranks that
 live join again with their weights in memory, and the head reads prompt and accepted tokens like
 a prompt and goes on.
@@ -22,12 +22,12 @@ from typing import Any, Protocol, Self
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import ANSWER_TIMEOUT_S
-from pipespec.controller.members import LEASE_S, Membership
+from pipespec.controller.membership import LEASE_S, Membership
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 
 # Seconds between two looks at the leases.
 LOOK_S = 0.1
-# Seconds in which a member that was started in the place of another must say something.
+# Seconds in which a worker that was started in the place of another must say something.
 KILL_S = 15.0
 # Seconds in which one whose lease has run out may still renew it.
 GRACE_S = 0.5
@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class Death(Protocol):
-    """A member was ended by a signal; its supervisor starts another."""
+    """A worker was ended by a signal; its supervisor starts another."""
 
     @property
-    def member(self) -> str: ...
+    def worker(self) -> str: ...
 
     @property
     def pid(self) -> int | None: ...
@@ -52,12 +52,12 @@ class Death(Protocol):
     def how(self) -> str: ...
 
 
-class Members(Protocol):
+class Workers(Protocol):
     """The processes that hold ranks."""
 
     deaths: queue.SimpleQueue[Any]  # of Death
 
-    def kill(self, member: str, since: float) -> bool:
+    def kill(self, worker: str, since: float) -> bool:
         """End one that has hung since then; another is started in its place. False: not now."""
         ...
 
@@ -85,15 +85,15 @@ class Fault:
 class Recovery:
     """A thread that keeps one cluster going.
 
-        with Recovery(url, namespace, assignment, members=..., replan=...) as recovery:
+        with Recovery(url, namespace, assignment, workers=..., replan=...) as recovery:
             recovery.watch(cluster)
 
     Args:
         assignment: of the first epoch, which begins at once.
-        members: all that there are, spares included.
-        replan: makes an assignment without members that are lost, or raises ConfigError.
+        workers: all that there are, spares included.
+        replan: makes an assignment without workers that are lost, or raises ConfigError.
         server: the private Redis, if there is one; it is started again when it has ended or hangs.
-        patience_s: how long a lost member is waited for before the assignment changes, and a Redis
+        patience_s: how long a lost worker is waited for before the assignment changes, and a Redis
             that is not ours before all ends.
         stall_s: how long a step may take.
     """
@@ -104,24 +104,24 @@ class Recovery:
         namespace: str,
         assignment: RankAssignment,
         *,
-        members: Sequence[str],
+        workers: Sequence[str],
         replan: Callable[[set[str]], RankAssignment],
         server: Server | None = None,
         patience_s: float = 30.0,
         stall_s: float = 30.0,
     ):
         self._url, self._namespace = url, namespace
-        self._everyone = tuple(members)
+        self._everyone = tuple(workers)
         self._replan = replan
         self._server = server
         self._patience_s = patience_s
         self._stall_s = stall_s
         # Our own Redis is on this machine: silent for longer, it will not speak again.
         self._answer_s = ANSWER_TIMEOUT_S if server is None else LEASE_S
-        self._members: Members | None = None
-        self._alive: set[str] = set()  # members that hold a lease
+        self._workers: Workers | None = None
+        self._alive: set[str] = set()  # workers that hold a lease
         self._lost: dict[str, float] = {}  # when a lease ran out
-        self._killed: dict[str, float] = {}  # when a lost member was ended
+        self._killed: dict[str, float] = {}  # when a lost worker was ended
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._fruitless = 0  # faults since something was decided
@@ -137,9 +137,9 @@ class Recovery:
         self.assignment = assignment
         self.epoch = Controller.new_epoch(url, namespace, assignment.encode())
 
-    def watch(self, members: Members) -> None:
+    def watch(self, workers: Workers) -> None:
         """Begin to watch."""
-        self._members = members
+        self._workers = workers
         self._thread.start()
 
     def __enter__(self) -> Self:
@@ -195,34 +195,34 @@ class Recovery:
 
     def _look(self, shared: Membership) -> None:
         """Take in what has happened; begin the next epoch if it must be."""
-        assert self._members is not None
+        assert self._workers is not None
         reasons = [
-            f"{told.member}: {told.reason}"
+            f"{told.worker}: {told.reason}"
             for told in shared.suspicions(LOOK_S)
             if told.epoch == self.epoch
         ]
         deaths = self._deaths()
         here = shared.attached(self.epoch)
-        if len(here) < len(self.assignment.members):
+        if len(here) < len(self.assignment.workers):
             self._complete_at = None
         elif self._complete_at is None:
             self._complete_at = time.monotonic()
         for death in deaths:
             self._events += 1
-            self._latest = f"{death.member} ended ({death.how})"
+            self._latest = f"{death.worker} ended ({death.how})"
             # One that had not joined this epoch yet will join it when it is started again, or
             # has done so already: word of a death can come later than the next life.
-            rank = self.assignment.rank_of(death.member)
+            rank = self.assignment.rank_of(death.worker)
             if rank in here and death.pid in (None, here[rank]):
                 reasons.append(self._latest)
         reasons += [
-            f"{member} says nothing"
-            for member in self._silent(shared)
-            if self.assignment.rank_of(member) in here
+            f"{worker} says nothing"
+            for worker in self._silent(shared)
+            if self.assignment.rank_of(worker) in here
         ]
         if self._stalls(shared):
             reasons.append(f"no step was completed for {self._stall_s:g} seconds")
-        self._members.mend()
+        self._workers.mend()
         if reasons:
             self._note(reasons[0])
         if reasons or self._must_replace():
@@ -240,42 +240,42 @@ class Recovery:
         return now - self._moved_at > self._stall_s
 
     def _deaths(self) -> list[Death]:
-        assert self._members is not None
+        assert self._workers is not None
         found: list[Death] = []
-        while not self._members.deaths.empty():
-            found.append(self._members.deaths.get())
+        while not self._workers.deaths.empty():
+            found.append(self._workers.deaths.get())
         return found
 
     def _silent(self, shared: Membership) -> list[str]:
-        """Members whose leases have run out since the last look; what hangs there is ended."""
-        assert self._members is not None
+        """Workers whose leases have run out since the last look; what hangs there is ended."""
+        assert self._workers is not None
         alive, now = set(shared.alive(self._everyone)), time.monotonic()
         silent = sorted(self._alive - alive)
         self._alive = alive
-        for member in alive:
-            self._lost.pop(member, None)
-            self._killed.pop(member, None)
-        for member in silent:
-            self._lost[member] = now
-        for member, since in self._lost.items():
+        for worker in alive:
+            self._lost.pop(worker, None)
+            self._killed.pop(worker, None)
+        for worker in silent:
+            self._lost[worker] = now
+        for worker, since in self._lost.items():
             # A moment more: after a silence of Redis all leases have run out.
-            due = now - self._killed.get(member, -KILL_S) > KILL_S and now - since > GRACE_S
-            if due and self._members.kill(member, since):
-                self._killed[member] = now
+            due = now - self._killed.get(worker, -KILL_S) > KILL_S and now - since > GRACE_S
+            if due and self._workers.kill(worker, since):
+                self._killed[worker] = now
         return silent
 
     def _must_replace(self) -> bool:
-        """Whether a member of the assignment has been away so long that others must do, and can."""
+        """Whether a worker of the assignment has been away so long that others must do, and can."""
         now = time.monotonic()
-        lost = [self._lost.get(member, now) for member in self.assignment.members]
+        lost = [self._lost.get(worker, now) for worker in self.assignment.workers]
         if now - min(lost) < self._patience_s:
             return False
         # Those that never came cannot take anybody's place.
         away = {
-            member
-            for member in self._everyone
-            if now - self._lost.get(member, now) > self._patience_s
-            or (member not in self._lost and member not in self._alive)
+            worker
+            for worker in self._everyone
+            if now - self._lost.get(worker, now) > self._patience_s
+            or (worker not in self._lost and worker not in self._alive)
         }
         try:
             self.assignment = self._replan(away)

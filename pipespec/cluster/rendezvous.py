@@ -80,7 +80,7 @@ def create(parameters: RendezvousParameters) -> RendezvousHandler:
     if parameters.max_nodes != 1:
         raise ValueError(
             f"The rendezvous {BACKEND!r} is for one node, but --nnodes asks for "
-            f"{parameters.max_nodes}; start torchrun once per box, each with --nnodes=1."
+            f"{parameters.max_nodes}; start torchrun once per host, each with --nnodes=1."
         )
     return cast("RendezvousHandler", OneNode(parameters.run_id))
 

@@ -1,7 +1,7 @@
 """A cluster that is started once and decodes many requests.
 
-    with session.prepare(plan) as agents:           # they import; decide the rest meanwhile
-        with session.start(plan, agents) as cluster, asking(cluster, served) as client:
+    with session.prepare(deployment) as agents:           # they import; decide the rest meanwhile
+        with session.start(deployment, agents) as cluster, asking(cluster, served) as client:
             ...                                     # `pipespec.client.client`
 
 The head decodes one request at a time, in the order in which they were submitted; the others
@@ -15,20 +15,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from pipespec.cluster import deployment, memory
+from pipespec.cluster import memory
+from pipespec.cluster.deployment import (
+    ControllerAddress,
+    Deployment,
+    require_backend,
+    require_quantizers,
+)
 from pipespec.cluster.launch import PRELOAD, Cluster, check_port
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Fault, Recovery
 from pipespec.cluster.replanning import address_of, own_address, replanner
 from pipespec.cluster.store import store
 from pipespec.controller.client import Controller
-from pipespec.controller.members import Membership
+from pipespec.controller.membership import Membership
 from pipespec.controller.requests import RequestLog
 from pipespec.engine.architectures import modeling_module
 from pipespec.errors import ConfigError, ControllerError, RankFailed, StaleEpoch, Unreachable
 
-# Imported by the members alone: a launcher needs no model.
-MEMBERS_RUN = "pipespec.cluster.member:run_member"
+# Imported by the workers alone: a launcher needs no model.
+WORKERS_RUN = "pipespec.cluster.worker:run_worker"
 # How often a silent cluster is looked at, and how long its ranks may take to report at the end.
 HEARTBEAT_S = 0.05
 REPORTS_TIMEOUT_S = 60.0
@@ -45,7 +51,7 @@ class ClusterSession:
 
     def __init__(
         self,
-        plan: deployment.Plan,
+        deployment: Deployment,
         url: str,
         elsewhere: str,
         namespace: str,
@@ -53,10 +59,10 @@ class ClusterSession:
         cluster: Cluster,
         recovery: Recovery,
     ):
-        self.plan = plan
+        self.deployment = deployment
         # Passwords included: not for messages or command lines.
         self.url = url
-        self.elsewhere = elsewhere  # where other boxes reach it
+        self.elsewhere = elsewhere  # where other hosts reach it
         self.namespace = namespace
         self._log = log
         self._cluster = cluster
@@ -84,7 +90,7 @@ class ClusterSession:
             nonlocal joined
             if not self.poll():
                 raise RankFailed("The ranks ended before they had any work.")
-            count = len(self._recovery.assignment.members)
+            count = len(self._recovery.assignment.workers)
             now = shared.await_attached(self.epoch, max(joined + 1, 0), HEARTBEAT_S)
             if now != joined:
                 joined = now
@@ -95,7 +101,9 @@ class ClusterSession:
 
     def finish(self) -> None:
         """Wait until all that was submitted is done and the ranks have ended."""
-        by_hand = [member for box in self.plan.boxes if box.by_hand for member in box.members]
+        by_hand = [
+            worker for host in self.deployment.hosts if host.by_hand for worker in host.workers
+        ]
         closed = 0
         done_at: float | None = None
 
@@ -116,7 +124,7 @@ class ClusterSession:
             done_at = (done_at or time.monotonic()) if shared.idle() else None
             # Who was lost at the end is not worth another epoch.
             return done_at is not None and (
-                bool(self.faults or self.plan.spares) or time.monotonic() - done_at > ENDING_S
+                bool(self.faults or self.deployment.spares) or time.monotonic() - done_at > ENDING_S
             )
 
         self._until(look)
@@ -132,7 +140,7 @@ class ClusterSession:
                     return
             except Unreachable:
                 self._recovery.check()
-                if time.monotonic() - reached > self.plan.config.cluster.patience_s:
+                if time.monotonic() - reached > self.deployment.config.cluster.patience_s:
                     raise
                 time.sleep(HEARTBEAT_S)
 
@@ -149,86 +157,88 @@ class ClusterSession:
 
     def reporters(self) -> tuple[int, bool]:
         """How many ranks report on a request, and whether some reports may be lost."""
-        return len(self._recovery.assignment.members), bool(self.faults)
+        return len(self._recovery.assignment.workers), bool(self.faults)
 
 
 @contextmanager
-def prepare(plan: deployment.Plan) -> Iterator[Cluster]:
-    """Start the agents of a plan's boxes, which import what the ranks need, for `start`.
+def prepare(deployment: Deployment) -> Iterator[Cluster]:
+    """Start the agents of a deployment's hosts, which import what the ranks need, for `start`.
 
     Raises ConfigError (also of a missing package), before anything is started.
     """
-    deployment.require_quantizers(plan)
-    deployment.require_backend(plan)
-    memory.require_files(plan)
-    check_port(plan.config.transport.port)
+    require_quantizers(deployment)
+    require_backend(deployment)
+    memory.require_files(deployment)
+    check_port(deployment.config.transport.port)
     with Cluster(
-        [box for box in plan.boxes if not box.by_hand],
-        (*PRELOAD, *modules_of(plan)),
-        name=f"{plan.config.controller.namespace}-{secrets.token_hex(4)}",
+        [host for host in deployment.hosts if not host.by_hand],
+        (*PRELOAD, *modules_of(deployment)),
+        name=f"{deployment.config.controller.namespace}-{secrets.token_hex(4)}",
     ) as agents:
         yield agents
 
 
 @contextmanager
 def start(
-    plan: deployment.Plan,
+    deployment: Deployment,
     agents: Cluster,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
-    on_begun: Callable[[deployment.ControllerAddress], None] | None = None,
+    on_begun: Callable[[ControllerAddress], None] | None = None,
 ) -> Iterator[ClusterSession]:
-    """Start the cluster of a plan, wait until all ranks are ready, and end it afterwards.
+    """Start the cluster of a deployment, wait until all ranks are ready, and end it afterwards.
 
     Leaving the block waits for what was submitted; an exception ends the ranks at once.
 
     Args:
-        agents: of `prepare`, for the same boxes.
+        agents: of `prepare`, for the same hosts.
         on_loaded: called with how many ranks have loaded their models, and of how many.
-        on_log: called with a member's name and rank, and a line that it wrote.
-        on_begun: called with what members must know, when those started by hand may join.
+        on_log: called with a worker's name and rank, and a line that it wrote.
+        on_begun: called with what workers must know, when those started by hand may join.
 
     Raises:
         ConfigError (also of a missing package), Unreachable, HostFailed: before any rank starts.
         RankFailed: a rank failed, or was lost again and again; the others have been ended.
     """
-    by_hand = [box.name for box in plan.boxes if box.by_hand]
+    by_hand = [host.name for host in deployment.hosts if host.by_hand]
     if by_hand and on_begun is None:
         raise ConfigError(
-            f"The members of {', '.join(by_hand)} are started by hand (ssh: none); start the "
+            f"The workers of {', '.join(by_hand)} are started by hand (ssh: none); start the "
             "cluster with `pipespec up`, and ask it with --on."
         )
-    memory.require_memory(plan, memory.local_ranks(plan))
-    address = own_address(plan.boxes)
-    with store(plan.config.controller, address) as (url, elsewhere, namespace, server):
+    memory.require_memory(deployment, memory.local_ranks(deployment))
+    address = own_address(deployment.hosts)
+    with store(deployment.config.controller, address) as (url, elsewhere, namespace, server):
         assignment = RankAssignment(
-            plan.members, plan.layers, address_of(plan, plan.members[0], address)
+            deployment.workers,
+            deployment.layers,
+            address_of(deployment, deployment.workers[0], address),
         )
         with Recovery(
             url,
             namespace,
             assignment,
-            members=(*plan.members, *plan.spares),
-            replan=replanner(plan, address),
+            workers=(*deployment.workers, *deployment.spares),
+            replan=replanner(deployment, address),
             server=server,
-            patience_s=plan.config.cluster.patience_s,
-            stall_s=plan.config.cluster.stall_s,
+            patience_s=deployment.config.cluster.patience_s,
+            stall_s=deployment.config.cluster.stall_s,
         ) as recovery:
-            where = deployment.ControllerAddress(
-                elsewhere, namespace, secret=secrets.token_urlsafe(24)
-            )
-            boxes = {member: box for box in plan.boxes for member in box.members}
+            where = ControllerAddress(elsewhere, namespace, secret=secrets.token_urlsafe(24))
+            hosts = {worker: host for host in deployment.hosts for worker in host.workers}
 
-            def tell(member: str, line: str) -> None:
+            def tell(worker: str, line: str) -> None:
                 assert on_log is not None
-                rank = recovery.assignment.rank_of(member)
-                on_log(f"{member} {'spare' if rank is None else f'rank {rank}'}", line)
+                rank = recovery.assignment.rank_of(worker)
+                on_log(f"{worker} {'spare' if rank is None else f'rank {rank}'}", line)
 
             with RequestLog(url, namespace=namespace, epoch=recovery.epoch) as log:
-                session = ClusterSession(plan, url, elsewhere, namespace, log, agents, recovery)
+                session = ClusterSession(
+                    deployment, url, elsewhere, namespace, log, agents, recovery
+                )
                 agents.run(
-                    MEMBERS_RUN,
-                    (plan, where, boxes),
+                    WORKERS_RUN,
+                    (deployment, where, hosts),
                     restart=True,
                     on_log=None if on_log is None else tell,
                 )
@@ -240,16 +250,16 @@ def start(
                     yield session
                     session.finish()
                 finally:
-                    # Spares, and members that others started, learn that it is over.
+                    # Spares, and workers that others started, learn that it is over.
                     with suppress(ControllerError):
                         recovery.stop()
                         Controller.new_epoch(url, namespace)
                     agents.stop()
 
 
-def modules_of(plan: deployment.Plan) -> list[str]:
-    """What the members of a plan import besides what all do: the entrypoint, and the classes of
-    target and draft."""
-    infos = [plan.target] + ([] if plan.draft is None else [plan.draft])
+def modules_of(deployment: Deployment) -> list[str]:
+    """What the workers of a deployment import besides what all do: the entrypoint, and the classes
+    of target and draft."""
+    infos = [deployment.target] + ([] if deployment.draft is None else [deployment.draft])
     types = dict.fromkeys(info.model_type for info in infos)
-    return [MEMBERS_RUN.partition(":")[0], *map(modeling_module, types)]
+    return [WORKERS_RUN.partition(":")[0], *map(modeling_module, types)]

@@ -1,8 +1,8 @@
-"""Starts our modules on the boxes of a hosts file, through the system's own ssh.
+"""Starts our modules on the hosts of a hosts file, through the system's own ssh.
 
 `ssh` knows its users' keys, agents, jump hosts and `~/.ssh/config`; nothing of that is done
 again here. A command line is public on both machines, so no secret may be an argument or an
-environment variable of a box: secrets go through standard input.
+environment variable of a host: secrets go through standard input.
 
 A program that is started so should end when its standard input ends: that is all it sees of
 a launcher that died. If the link is cut instead, the launcher's ssh ends within
@@ -18,11 +18,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipespec.config.hosts import STANDARD, Box
+from pipespec.config.hosts import STANDARD, Host
 from pipespec.errors import HostFailed
 
 CONFIG_VARIABLE = "PIPESPEC_SSH_CONFIG"
-CONNECT_TIMEOUT = 5  # seconds until a box that does not answer counts as unreachable
+CONNECT_TIMEOUT = 5  # seconds until a host that does not answer counts as unreachable
 ALIVE_INTERVAL = 1  # seconds between questions over a silent connection
 ALIVE_COUNT = 3  # that many unanswered questions end it
 NOTICED_AFTER = ALIVE_INTERVAL * (ALIVE_COUNT + 1)  # seconds
@@ -32,7 +32,7 @@ OPTIONS = (
     f"ConnectTimeout={CONNECT_TIMEOUT}",
     f"ServerAliveInterval={ALIVE_INTERVAL}",
     "ControlPath=none",  # a shared connection would have its master's idea of a dead link
-    "ClearAllForwardings=yes",  # several connections to one box cannot forward one port
+    "ClearAllForwardings=yes",  # several connections to one host cannot forward one port
     "RemoteCommand=none",
 )
 
@@ -43,60 +43,64 @@ NOT_FOUND = 127
 # What ssh says, and what helps.
 REMEDIES = (
     ("permission denied", "let this user's key in with `ssh-copy-id {to}`, or set `identity`"),
-    ("too many authentication failures", "set `identity` of the box"),
+    ("too many authentication failures", "set `identity` of the host"),
     ("host key verification failed", "connect once by hand with `ssh {to}` to accept its key"),
-    ("could not resolve", "correct `address` or `ssh` of the box"),
-    ("connection refused", "start sshd there, or set `port` of the box"),
-    ("no route to host", "check `address` and that the box is on this network"),
-    ("network is unreachable", "check `address` and that the box is on this network"),
-    ("timed out", "check that the box is up and that no firewall stops the port"),
-    ("not responding", "check the box and the link to it"),
+    ("could not resolve", "correct `address` or `ssh` of the host"),
+    ("connection refused", "start sshd there, or set `port` of the host"),
+    ("no route to host", "check `address` and that the host is on this network"),
+    ("network is unreachable", "check `address` and that the host is on this network"),
+    ("timed out", "check that the host is up and that no firewall stops the port"),
+    ("not responding", "check the host and the link to it"),
     ("identification exchange", "check that sshd listens on that port"),
 )
 
 
-def destination(box: Box) -> str:
-    """What ssh is told to connect to: the box's `ssh` entry, or else its address."""
-    return box.ssh or box.address
+def destination(host: Host) -> str:
+    """What ssh is told to connect to: the host's `ssh` entry, or else its address."""
+    return host.ssh or host.address
 
 
-def command(box: Box, module: str, *args: str, alive_count: int = ALIVE_COUNT) -> list[str]:
-    """The command line that runs `python -m module args` on the box.
+def command(host: Host, module: str, *args: str, alive_count: int = ALIVE_COUNT) -> list[str]:
+    """The command line that runs `python -m module args` on the host.
 
     So many questions over a silent connection, one a second, may go unanswered.
 
     On this machine, without SSH, a `python` that is not given is the one that runs us.
 
-    The box's environment comes with it. `~/` at the start of `python` or of a variable is
-    the home folder of the user on that box. Port 22 is not spelled out, so that a port of
+    The host's environment comes with it. `~/` at the start of `python` or of a variable is
+    the home folder of the user on that host. Port 22 is not spelled out, so that a port of
     `~/.ssh/config` stays in force.
     """
-    if box.local:
-        given = box.python != STANDARD["python"]
-        python = os.path.expanduser(box.python) if given else sys.executable
+    if host.local:
+        given = host.python != STANDARD["python"]
+        python = os.path.expanduser(host.python) if given else sys.executable
         program = [python, "-m", module, *args]
-        if not box.env:
+        if not host.env:
             return program
-        return ["env", *(f"{key}={os.path.expanduser(box.env[key])}" for key in box.env), *program]
+        return [
+            "env",
+            *(f"{key}={os.path.expanduser(host.env[key])}" for key in host.env),
+            *program,
+        ]
     line = ["ssh", "-T", "-a", "-x"]
     if config := os.environ.get(CONFIG_VARIABLE):
         line += ["-F", config]
     for option in (*OPTIONS, f"ServerAliveCountMax={alive_count}"):
         line += ["-o", option]
-    if box.port != 22:
-        line += ["-p", str(box.port)]
-    if box.user is not None:
-        line += ["-l", box.user]
-    if box.identity is not None:
-        line += ["-i", os.path.expanduser(box.identity), "-o", "IdentitiesOnly=yes"]
-    return [*line, "--", destination(box), remote_line(box, [module, *args])]
+    if host.port != 22:
+        line += ["-p", str(host.port)]
+    if host.user is not None:
+        line += ["-l", host.user]
+    if host.identity is not None:
+        line += ["-i", os.path.expanduser(host.identity), "-o", "IdentitiesOnly=yes"]
+    return [*line, "--", destination(host), remote_line(host, [module, *args])]
 
 
-def remote_line(box: Box, words: Sequence[str]) -> str:
-    """What the shell of the box is to run: `exec env K=V python -m` and the words, quoted."""
-    variables = [f"{shlex.quote(key)}={_expanding(box.env[key])}" for key in box.env]
+def remote_line(host: Host, words: Sequence[str]) -> str:
+    """What the shell of the host is to run: `exec env K=V python -m` and the words, quoted."""
+    variables = [f"{shlex.quote(key)}={_expanding(host.env[key])}" for key in host.env]
     env = ["env", *variables] if variables else []
-    return " ".join(["exec", *env, _expanding(box.python), "-m", *map(shlex.quote, words)])
+    return " ".join(["exec", *env, _expanding(host.python), "-m", *map(shlex.quote, words)])
 
 
 def _expanding(text: str) -> str:
@@ -107,61 +111,62 @@ def _expanding(text: str) -> str:
 
 
 def popen(
-    box: Box, module: str, *args: str, alive_count: int = ALIVE_COUNT, **options: Any
+    host: Host, module: str, *args: str, alive_count: int = ALIVE_COUNT, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Starts `python -m module args` on the box; the options are those of `subprocess.Popen`.
+    """Starts `python -m module args` on the host; the options are those of `subprocess.Popen`.
 
     With `stdin=PIPE` the program's standard input ends with ours. When the process has
     ended, `failure` turns its exit code and its standard error into an error for users.
 
-    Raises HostFailed if this machine has no ssh, or a local box no such python.
+    Raises HostFailed if this machine has no ssh, or a local host no such python.
     """
-    line = command(box, module, *args, alive_count=alive_count)
+    line = command(host, module, *args, alive_count=alive_count)
     try:
         return subprocess.Popen(line, **options)
     except (OSError, ValueError) as error:
-        raise _cannot_run(box, line[0], error) from error
+        raise _cannot_run(host, line[0], error) from error
 
 
-def run(box: Box, module: str, *args: str, input: bytes = b"", timeout: float) -> bytes:  # noqa: A002
-    """Runs `python -m module args` on the box to its end; returns its standard output.
+def run(host: Host, module: str, *args: str, input: bytes = b"", timeout: float) -> bytes:  # noqa: A002
+    """Runs `python -m module args` on the host to its end; returns its standard output.
 
     `input` becomes its standard input; `timeout` is in seconds.
 
-    Raises HostFailed if the box cannot be reached, the program fails or the time is over.
+    Raises HostFailed if the host cannot be reached, the program fails or the time is over.
     """
-    line = command(box, module, *args)
+    line = command(host, module, *args)
     try:
         done = subprocess.run(line, input=input, capture_output=True, timeout=timeout)
     except (OSError, ValueError) as error:
-        raise _cannot_run(box, line[0], error) from error
+        raise _cannot_run(host, line[0], error) from error
     except subprocess.TimeoutExpired:
         raise HostFailed(
-            f"{box.name}: {module} did not answer within {timeout:g} s; "
-            "check the load of the box and the link to it"
+            f"{host.name}: {module} did not answer within {timeout:g} s; "
+            "check the load of the host and the link to it"
         ) from None  # the original holds the output
     if done.returncode != 0:
-        raise failure(box, module, done.returncode, done.stderr)
+        raise failure(host, module, done.returncode, done.stderr)
     return done.stdout
 
 
-def failure(box: Box, module: str, returncode: int, stderr: bytes) -> HostFailed:
-    """The error that says in one sentence why `module` ended with `returncode` on the box."""
+def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFailed:
+    """The error that says in one sentence why `module` ended with `returncode` on the host."""
     said = _last_line(stderr)
-    if returncode == SSH_FAILED and not box.local:
+    if returncode == SSH_FAILED and not host.local:
         told = said or "ssh ended without a word"
-        return HostFailed(f"{box.name}: {told}; {_remedy(box, told)}")
+        return HostFailed(f"{host.name}: {told}; {_remedy(host, told)}")
     if returncode in (NOT_EXECUTABLE, NOT_FOUND):
         return HostFailed(
-            f"{box.name}: {said or 'python not found'}; set `python` of the box, now {box.python}"
+            f"{host.name}: {said or 'python not found'}; set `python` of the host, "
+            f"now {host.python}"
         )
     if "No module named" in said:
         return HostFailed(
-            f"{box.name}: {said}; install pipespec there, or set `python` of the box to the "
+            f"{host.name}: {said}; install pipespec there, or set `python` of the host to the "
             "environment that has it"
         )
     ended = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
-    return HostFailed(f"{box.name}: {module} ended with {ended}: {said or 'it said nothing'}")
+    return HostFailed(f"{host.name}: {module} ended with {ended}: {said or 'it said nothing'}")
 
 
 def _last_line(stderr: bytes) -> str:
@@ -169,8 +174,8 @@ def _last_line(stderr: bytes) -> str:
     return next((line.rstrip(".") for line in reversed(lines) if line), "")
 
 
-def _remedy(box: Box, told: str) -> str:
-    to = destination(box) if box.user is None else f"{box.user}@{destination(box)}"
+def _remedy(host: Host, told: str) -> str:
+    to = destination(host) if host.user is None else f"{host.user}@{destination(host)}"
     lowered = told.lower()
     for sign, remedy in REMEDIES:
         if sign in lowered:
@@ -178,10 +183,10 @@ def _remedy(box: Box, told: str) -> str:
     return f"try `ssh {to}` by hand"
 
 
-def _cannot_run(box: Box, program: str, error: OSError | ValueError) -> HostFailed:
+def _cannot_run(host: Host, program: str, error: OSError | ValueError) -> HostFailed:
     if not isinstance(error, FileNotFoundError):
         why = error.strerror if isinstance(error, OSError) else error
-        return HostFailed(f"{box.name}: {program} cannot be run ({why}); correct the hosts file")
+        return HostFailed(f"{host.name}: {program} cannot be run ({why}); correct the hosts file")
     if program == "ssh":
-        return HostFailed(f"{box.name}: this machine has no ssh; install OpenSSH's client")
-    return HostFailed(f"{box.name}: there is no {program} here; set `python` of the box")
+        return HostFailed(f"{host.name}: this machine has no ssh; install OpenSSH's client")
+    return HostFailed(f"{host.name}: there is no {program} here; set `python` of the host")

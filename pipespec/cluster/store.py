@@ -18,8 +18,8 @@ from pipespec.controller.server import EmbeddedRedis
 def store(
     config: ControllerConfig, address: str | None
 ) -> Iterator[tuple[str, str, str, EmbeddedRedis | None]]:
-    """URL here and for the members, namespace, server: the user's Redis, once it has answered,
-    or a private one, which other boxes reach at `address`.
+    """URL here and for the workers, namespace, server: the user's Redis, once it has answered,
+    or a private one, which other hosts reach at `address`.
 
     In a Redis that others use too, this run's keys have a namespace of their own, and are gone
     after it.

@@ -1,4 +1,4 @@
-"""What torchrun takes for a rank: it forks the member that works, and another if need be."""
+"""What torchrun takes for a rank: it forks the worker that works, and another if need be."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from pipespec.system.writing import write_whole
 
 # Seconds for which a rank that lost a neighbour leaves the agent time to notice the neighbour.
 _LINGER_S = 3.0
-# The variable in which a member finds its name.
-MEMBER = "PIPESPEC_MEMBER"
+# The variable in which a worker finds its name.
+WORKER = "PIPESPEC_WORKER"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the members run: `entrypoint(*args)`, with the member's name in the environment.
+    """What the workers run: `entrypoint(*args)`, with the worker's name in the environment.
 
     Attributes:
-        entrypoint: "module:function"; only the members import it.
-        args: a pickled tuple; only the members read it, who have imported its types.
-        members: their names, and what messages call them.
+        entrypoint: "module:function"; only the workers import it.
+        args: a pickled tuple; only the workers read it, who have imported its types.
+        workers: their names, and what messages call them.
         restart: whether one that a signal ended is replaced by another.
-        logs: whether what the members write is passed on, line by line.
+        logs: whether what the workers write is passed on, line by line.
     """
 
     entrypoint: str
     args: bytes
-    members: tuple[str, ...]
+    workers: tuple[str, ...]
     titles: tuple[str, ...]
     restart: bool
     logs: bool
 
 
 def supervise(directory: str, job: Job) -> Any:
-    """Have a member at work until it has done it; its result."""
+    """Have a worker at work until it has done it; its result."""
     agent = parent_process()
     assert agent is not None
     number = int(os.environ["LOCAL_RANK"])
-    os.environ[MEMBER] = job.members[number]
+    os.environ[WORKER] = job.workers[number]
     here, lives = Path(directory), 0
     while True:
         # Each of the two ends of a pipe tells the other process when this one is gone.
@@ -81,7 +81,7 @@ def supervise(directory: str, job: Job) -> Any:
 
 
 def _live(directory: Path, number: int, job: Job, supervisor: int) -> NoReturn:
-    """A member, which ends with its supervisor."""
+    """A worker, which ends with its supervisor."""
     threading.Thread(target=_end_with, args=(supervisor,), daemon=True).start()
     code = 1
     try:
@@ -99,7 +99,7 @@ def _live(directory: Path, number: int, job: Job, supervisor: int) -> NoReturn:
             "lost_neighbour": lost_neighbour,
             "line": _one_line(error),
         }
-        # The agent reads it when any member of the box has ended.
+        # The agent reads it when any worker of the host has ended.
         write_whole(directory / f"raised-{number}.json", json.dumps(record).encode())
         sys.excepthook(type(error), error, error.__traceback__)
         if lost_neighbour:

@@ -1,4 +1,4 @@
-"""The supervisors of a box under torchrun's elastic launcher, and what to say when one fails."""
+"""The supervisors of a host under torchrun's elastic launcher, and what to say when one fails."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pipespec.system.interfaces import LOOPBACK
 
 # torchrun's launcher.
 ELASTIC = "torch.distributed.launcher.api"
-# Seconds between two looks at the members.
+# Seconds between two looks at the workers.
 MONITOR_S = 0.1
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A signal ended a supervisor; the box may be started again."""
+    """A signal ended a supervisor; the host may be started again."""
 
     sentence: str
 
@@ -31,17 +31,17 @@ class Signalled(Exception):
 
 
 def run_supervisors(directory: Path, job: Job) -> list[Any] | str | Lost:
-    """What the members returned, or the sentence that says what failed. Raises Signalled."""
+    """What the workers returned, or the sentence that says what failed. Raises Signalled."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     rendezvous.register()
-    # The members meet elsewhere (`pipespec.transport.distributed`), anew in every epoch.
+    # The workers meet elsewhere (`pipespec.transport.distributed`), anew in every epoch.
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=len(job.members),
+        nproc_per_node=len(job.workers),
         run_id=directory.name,
         rdzv_backend=rendezvous.BACKEND,
         local_addr=LOOPBACK,
@@ -53,7 +53,7 @@ def run_supervisors(directory: Path, job: Job) -> list[Any] | str | Lost:
     )
     try:
         results = elastic_launch(config, supervise)(str(directory), job)
-        return [results[number] for number in range(len(job.members))]
+        return [results[number] for number in range(len(job.workers))]
     except ChildFailedError as error:
         number, failure = error.get_first_failure()
         sentence = _blame(directory, job, number, failure.exitcode)
@@ -63,7 +63,7 @@ def run_supervisors(directory: Path, job: Job) -> list[Any] | str | Lost:
 
 
 def _blame(directory: Path, job: Job, number: int, exitcode: int) -> str:
-    """The sentence about the member that failed first.
+    """The sentence about the worker that failed first.
 
     `number` is the first one that the agent saw end. If it raised, so may others have done
     before it within the agent's interval: the earliest of those that did not merely lose a

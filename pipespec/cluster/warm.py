@@ -15,5 +15,5 @@ import pipespec.engine.model  # noqa: F401
 with suppress(ImportError, TypeError):  # other versions of Transformers have another, or none
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    # Hundreds of patterns are compiled when the first model is loaded: .7 s for every member.
+    # Hundreds of patterns are compiled when the first model is loaded: .7 s for every worker.
     get_checkpoint_conversion_mapping("llama")

@@ -45,12 +45,12 @@ def path(name: str, value: Any) -> str:
     return found
 
 
-def box_name(name: str, value: Any) -> str:
-    """A name of a box or a cluster."""
+def host_name(name: str, value: Any) -> str:
+    """A name of a host or a cluster."""
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise Wrong(
             f"{name} is {shown(value)}, but must be letters, digits, '_', '-', '.' and ':'; "
-            "give the box another name."
+            "give the host another name."
         )
     return value
 
@@ -84,7 +84,7 @@ def filled_list(name: str, value: Any) -> list[Any]:
 
 
 def devices(name: str, value: Any) -> tuple[str, ...]:
-    """Devices of a box, one per member; a single one may stand without a list."""
+    """Devices of a host, one per worker; a single one may stand without a list."""
     found = tuple(filled_list(name, [value] if isinstance(value, str) else value))
     for device in found:
         if not isinstance(device, str) or not DEVICE.fullmatch(device):
@@ -94,7 +94,7 @@ def devices(name: str, value: Any) -> tuple[str, ...]:
     cuda = [device if ":" in device else "cuda:0" for device in found if device != "cpu"]
     twice = next((device for device in cuda if cuda.count(device) > 1), None)
     if twice is not None:
-        raise Wrong(f"{name} holds {twice!r} twice; a CUDA device can hold one member.")
+        raise Wrong(f"{name} holds {twice!r} twice; a CUDA device can hold one worker.")
     return found
 
 

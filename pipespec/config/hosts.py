@@ -1,16 +1,16 @@
-"""`hosts.yaml`: the boxes of a cluster, and how each is reached.
+"""`hosts.yaml`: the hosts of a cluster, and how each is reached.
 
-A *box* is a machine. A *member* is one process of a box that can hold a rank: one per entry of
-the box's `devices`, called "box/0", "box/1", ... A *spare* is a member without a rank until one
+A *host* is a machine. A *worker* is one process of a host that can hold a rank: one per entry of
+the host's `devices`, called "host/0", "host/1", ... A *spare* is a worker without a rank until one
 is needed.
 
     name: lab                      # the file's stem
-    defaults: {user: ubuntu, port: 22}   # for every box that does not say otherwise
+    defaults: {user: ubuntu, port: 22}   # for every host that does not say otherwise
     hosts:
       - name: alpha                # the address
-        address: 10.0.0.1          # where the other boxes reach it, and SSH if `ssh` is not given
+        address: 10.0.0.1          # where the other hosts reach it, and SSH if `ssh` is not given
         ssh: alpha.lan             # another SSH destination; `local` is this machine, without SSH;
-                                   # `none`: its members are started by hand
+                                   # `none`: its workers are started by hand
         user: me
         port: 22
         identity: ~/.ssh/key
@@ -18,13 +18,13 @@ is needed.
         devices: [cuda:0, cuda:1]
         python: python3
         env: {OMP_NUM_THREADS: 8}
-        target: /models/llama      # where the models lie on this box: as model.target, model.draft
+        target: /models/llama      # where the models lie on this host: as model.target, model.draft
         draft: /models/small
         memory_gib: 22             # what each of its devices may use: all that is free
-    draft: alpha/0                 # the member that is the head: the planner chooses
-    order: [beta, alpha]           # of the boxes along the pipeline: the planner chooses
+    draft: alpha/0                 # the worker that is the head: the planner chooses
+    order: [beta, alpha]           # of the hosts along the pipeline: the planner chooses
     split: [12, 10, 10]            # layers per stage: the planner chooses
-    spares: 0                      # so many members, the last ones, hold no layers at first
+    spares: 0                      # so many workers, the last ones, hold no layers at first
 
 Only `hosts` with `address` and `devices` of each are needed (`doctor` does without devices);
 after # stands what a missing one means.
@@ -51,7 +51,7 @@ BY_HAND = "none"
 
 
 @dataclass(frozen=True)
-class Box:
+class Host:
     """A machine. `target`, `draft`: where the models lie there, if not where the run says.
 
     `memory_gib` is what each of its devices may use, None: all that is free.
@@ -78,72 +78,72 @@ class Box:
 
     @property
     def by_hand(self) -> bool:
-        """Whether its members are started by others (`launch/torchrun.sh`)."""
+        """Whether its workers are started by others (`launch/torchrun.sh`)."""
         return self.ssh == BY_HAND
 
     @property
-    def members(self) -> tuple[str, ...]:
-        """The names of its members, one per device."""
+    def workers(self) -> tuple[str, ...]:
+        """The names of its workers, one per device."""
         return tuple(f"{self.name}/{index}" for index in range(len(self.devices)))
 
 
 @dataclass(frozen=True)
-class Hosts:
-    """All boxes, as the file lists them, and what it says about their parts.
+class HostsFile:
+    """All hosts, as the file lists them, and what it says about their parts.
 
-    None where the planner is to choose. Without planner: the first member is the head, and the
-    boxes stand in the file's order.
+    None where the planner is to choose. Without planner: the first worker is the head, and the
+    hosts stand in the file's order.
     """
 
     name: str
-    boxes: tuple[Box, ...]
+    hosts: tuple[Host, ...]
     draft: str | None = None
     order: tuple[str, ...] | None = None
     split: tuple[int, ...] | None = None
     spares: int = 0
 
     @property
-    def members(self) -> tuple[str, ...]:
-        """Every member, box after box in `order`, or in the file's."""
-        boxes = self.boxes if self.order is None else map(self.box, self.order)
-        return tuple(member for box in boxes for member in box.members)
+    def workers(self) -> tuple[str, ...]:
+        """Every worker, host after host in `order`, or in the file's."""
+        hosts = self.hosts if self.order is None else map(self.host, self.order)
+        return tuple(worker for host in hosts for worker in host.workers)
 
     @property
-    def spare_members(self) -> tuple[str, ...]:
-        """The members that hold no layers until one is needed: the last that are not the head."""
-        stages = [member for member in self.members if member != self.draft]
+    def spare_workers(self) -> tuple[str, ...]:
+        """The workers that hold no layers until one is needed: the last that are not the head."""
+        stages = [worker for worker in self.workers if worker != self.draft]
         return tuple(stages[len(stages) - self.spares :])
 
     @property
     def num_stages(self) -> int:
-        """How many members hold layers: all but the head and the spares."""
-        return len(self.members) - 1 - self.spares
+        """How many workers hold layers: all but the head and the spares."""
+        return len(self.workers) - 1 - self.spares
 
-    def box(self, name: str) -> Box:
-        """The box of that name."""
-        return next(box for box in self.boxes if box.name == name)
+    def host(self, name: str) -> Host:
+        """The host of that name."""
+        return next(host for host in self.hosts if host.name == name)
 
-    def box_of(self, member: str) -> Box:
-        """The box of a member."""
-        return self.box(member.rpartition("/")[0])
+    def host_of(self, worker: str) -> Host:
+        """The host of a worker."""
+        return self.host(worker.rpartition("/")[0])
 
     def require_devices(self) -> None:
-        """Raise ConfigError unless every member has a particular device."""
-        for box in self.boxes:
-            if "auto" in box.devices:
+        """Raise ConfigError unless every worker has a particular device."""
+        for host in self.hosts:
+            if "auto" in host.devices:
                 raise ConfigError(
-                    f"Box {box.name} has the device auto; name its devices, such as [cpu] or "
+                    f"Host {host.name} has the device auto; name its devices, such as [cpu] or "
                     "[cuda:0, cuda:1]."
                 )
 
-    def device_of(self, member: str) -> str:
-        """The device of a member."""
-        return self.box_of(member).devices[int(member.rpartition("/")[2])]
+    def device_of(self, worker: str) -> str:
+        """The device of a worker."""
+        return self.host_of(worker).devices[int(worker.rpartition("/")[2])]
 
 
-def this_machine(devices: Sequence[str]) -> Box:
-    """The only box of a cluster that needs no hosts file."""
-    return Box(
+def this_machine(devices: Sequence[str]) -> Host:
+    """The only host of a cluster that needs no hosts file."""
+    return Host(
         name=LOCAL,
         address=LOOPBACK,
         ssh=LOCAL,
@@ -160,7 +160,7 @@ def this_machine(devices: Sequence[str]) -> Box:
     )
 
 
-def load_hosts(path: str | Path) -> Hosts:
+def load_hosts(path: str | Path) -> HostsFile:
     """Read and check a hosts file. Raises ConfigError: one sentence, with the file's name."""
     path = Path(path)
     try:
@@ -195,8 +195,8 @@ def _read(path: Path) -> Any:
 
 # --- the file ---------------------------------------------------------------------------------
 
-BOX: dict[str, entries.Kind] = {
-    "name": entries.box_name,
+HOST: dict[str, entries.Kind] = {
+    "name": entries.host_name,
     "address": entries.argument,
     "ssh": entries.argument,
     "user": entries.argument,
@@ -210,60 +210,60 @@ BOX: dict[str, entries.Kind] = {
     "draft": entries.path,
     "memory_gib": entries.gib,
 }
-DEFAULTS = {key: kind for key, kind in BOX.items() if key not in ("name", "address")}
+DEFAULTS = {key: kind for key, kind in HOST.items() if key not in ("name", "address")}
 STANDARD = {"port": 22, "devices": ("auto",), "python": "python3"}
 FILE = ("name", "defaults", "hosts", "draft", "order", "split", "spares")
 
 
-def _hosts(values: Any, stem: str) -> Hosts:
+def _hosts(values: Any, stem: str) -> HostsFile:
     given = entries.known("the file", values, FILE)
     defaults = _checked("defaults", given.get("defaults", {}), DEFAULTS)
     if not given.get("hosts"):
         raise Wrong("it has no hosts; list at least one under `hosts:`, with its address.")
     listed = entries.filled_list("hosts", given["hosts"])
-    boxes = tuple(_box(f"hosts[{index}]", entry, defaults) for index, entry in enumerate(listed))
-    names = [box.name for box in boxes]
+    hosts = tuple(_host(f"hosts[{index}]", entry, defaults) for index, entry in enumerate(listed))
+    names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise Wrong(f"two hosts are called {twice!r}; give each another name.")
-    _refuse_one_machine_twice(boxes)
-    name = entries.box_name("name", given.get("name", re.sub(r"[^A-Za-z0-9_.:-]", "_", stem)))
-    hosts = Hosts(
+    _refuse_one_machine_twice(hosts)
+    name = entries.host_name("name", given.get("name", re.sub(r"[^A-Za-z0-9_.:-]", "_", stem)))
+    hosts_file = HostsFile(
         name=name,
-        boxes=boxes,
-        draft=_draft(given.get("draft"), boxes),
+        hosts=hosts,
+        draft=_draft(given.get("draft"), hosts),
         order=_order(given.get("order"), names),
         split=_split(given.get("split")),
         spares=entries.whole("spares", given.get("spares", 0), 0, MAX_STAGES),
     )
-    num_members = len(hosts.members)
-    if num_members < 2:
+    num_workers = len(hosts_file.workers)
+    if num_workers < 2:
         raise Wrong(
-            f"its devices make {num_members} member, but a cluster needs 2 or more, the head and "
+            f"its devices make {num_workers} worker, but a cluster needs 2 or more, the head and "
             "a stage; name another device (cpu may stand several times)."
         )
-    if hosts.num_stages < 1:
+    if hosts_file.num_stages < 1:
         raise Wrong(
-            f"spares is {hosts.spares}, but of {num_members} members the head and one stage are "
-            f"needed; use at most {num_members - 2}."
+            f"spares is {hosts_file.spares}, but of {num_workers} workers the head and one stage "
+            f"are needed; use at most {num_workers - 2}."
         )
-    if hosts.split is not None and len(hosts.split) != hosts.num_stages:
+    if hosts_file.split is not None and len(hosts_file.split) != hosts_file.num_stages:
         raise Wrong(
-            f"split has {len(hosts.split)} entries, but there are {hosts.num_stages} stages "
-            f"({num_members} members, less the head and {hosts.spares} spares); give one number "
-            "of layers per stage."
+            f"split has {len(hosts_file.split)} entries, but there are {hosts_file.num_stages} "
+            f"stages ({num_workers} workers, less the head and {hosts_file.spares} spares); give "
+            "one number of layers per stage."
         )
-    return hosts
+    return hosts_file
 
 
-def _refuse_one_machine_twice(boxes: Sequence[Box]) -> None:
-    """Raise Wrong if two boxes are reached as one; members that others start may share theirs."""
+def _refuse_one_machine_twice(hosts: Sequence[Host]) -> None:
+    """Raise Wrong if two hosts are reached as one; workers that others start may share theirs."""
     found: dict[tuple[object, ...], str] = {}
-    for box in boxes:
-        way = (box.address, box.ssh or box.address, box.user, box.port)
-        if not box.by_hand and found.setdefault(way, box.name) != box.name:
+    for host in hosts:
+        way = (host.address, host.ssh or host.address, host.user, host.port)
+        if not host.by_hand and found.setdefault(way, host.name) != host.name:
             raise Wrong(
-                f"{found[way]!r} and {box.name!r} are one machine (address {box.address!r}); "
+                f"{found[way]!r} and {host.name!r} are one machine (address {host.address!r}); "
                 "list its devices under one of them, or correct an address."
             )
 
@@ -273,22 +273,22 @@ def _checked(where: str, values: Any, kinds: Mapping[str, entries.Kind]) -> dict
     return {key: kinds[key](f"{where}.{key}", value) for key, value in given.items()}
 
 
-def _box(where: str, values: Any, defaults: Mapping[str, Any]) -> Box:
-    own = _checked(where, values, BOX)
+def _host(where: str, values: Any, defaults: Mapping[str, Any]) -> Host:
+    own = _checked(where, values, HOST)
     if "address" not in own:
-        raise Wrong(f"{where} has no address; say where the other boxes reach it.")
+        raise Wrong(f"{where} has no address; say where the other hosts reach it.")
     env = {**defaults.get("env", {}), **own.get("env", {})}
-    merged = {**dict.fromkeys(BOX), **STANDARD, **defaults, **own, "env": env}
+    merged = {**dict.fromkeys(HOST), **STANDARD, **defaults, **own, "env": env}
     if merged["name"] is None:
-        merged["name"] = entries.box_name(f"{where}.address", merged["address"])
-    return Box(**merged)
+        merged["name"] = entries.host_name(f"{where}.address", merged["address"])
+    return Host(**merged)
 
 
-def _draft(value: Any, boxes: Sequence[Box]) -> str | None:
-    members = [member for box in boxes for member in box.members]
-    if value is not None and value not in members:
+def _draft(value: Any, hosts: Sequence[Host]) -> str | None:
+    workers = [worker for host in hosts for worker in host.workers]
+    if value is not None and value not in workers:
         raise Wrong(
-            f"draft is {shown(value)}, which is no member; {suggest(shown(value), members)}."
+            f"draft is {shown(value)}, which is no worker; {suggest(shown(value), workers)}."
         )
     return value
 

@@ -25,8 +25,8 @@ def with_hosts(overrides: Sequence[str]) -> list[str]:
     for text in overrides:
         name, _, value = text.partition("=")
         if name == "cluster" and value.endswith((".yaml", ".yml")):
-            hosts = load_hosts(value)
-            found += [f"cluster.hosts={value}", f"cluster.stages={hosts.num_stages}"]
+            hosts_file = load_hosts(value)
+            found += [f"cluster.hosts={value}", f"cluster.stages={hosts_file.num_stages}"]
         else:
             found.append(text)
     return found

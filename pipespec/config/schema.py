@@ -79,8 +79,8 @@ class ClusterConfig:
     `devices` holds one entry for every rank, or one per rank with the head's first.
     `hosts` is a hosts file (`pipespec.config.hosts`), None: all ranks run on this machine.
     `split` are the layers of each stage, None: as even as can be, or as the hosts file says.
-    `spares` members of this machine hold no layers until one is needed.
-    `patience_s`: how long a lost box, or a Redis that is not ours, is waited for.
+    `spares` workers of this machine hold no layers until one is needed.
+    `patience_s`: how long a lost host, or a Redis that is not ours, is waited for.
     `stall_s`: how long a step may take before the ranks meet anew.
     """
 
@@ -150,7 +150,7 @@ class DecodeConfig:
 class ControllerConfig:
     """Which Redis; no `url` means a private server for this cluster.
 
-    Of a private server: the TCP port where other boxes reach it (0: a free one), the folder in
+    Of a private server: the TCP port where other hosts reach it (0: a free one), the folder in
     which it keeps its data beyond its end, and the folder with cert.pem, key.pem and ca.pem if
     TCP is to be TLS.
     """

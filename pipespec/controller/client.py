@@ -59,10 +59,10 @@ class Controller(RequestLog):
         return cls(url, namespace=namespace, epoch=epoch, rank=rank)
 
     @staticmethod
-    def new_epoch(url: str, namespace: str, plan: str = "") -> int:
+    def new_epoch(url: str, namespace: str, assignment: str = "") -> int:
         """Ends the current epoch of a namespace, if there is one, and begins the next.
 
-        `plan` is what `Membership.epoch` tells of it.
+        `assignment` is what `Membership.epoch` tells of it.
         """
         keys = Keys(namespace)
         pipe = Pipe(url)
@@ -75,13 +75,13 @@ class Controller(RequestLog):
                         keys.epoch,
                         keys.queue,
                         keys.admitted,
-                        keys.plans,
+                        keys.assignments,
                         keys.counter,
                         keys.arrivals,
                     ),
                     keys.epochs,
                     KEEP_STALE_S,
-                    plan,
+                    assignment,
                 )
             )
         finally:

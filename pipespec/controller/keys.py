@@ -31,9 +31,9 @@ class Keys:
         return self._key("epochs")
 
     @property
-    def plans(self) -> str:
-        """The stream of epochs, each with its plan."""
-        return self._key("plans")
+    def assignments(self) -> str:
+        """The stream of epochs, each with its assignment."""
+        return self._key("assignments")
 
     @property
     def suspicions(self) -> str:
@@ -44,8 +44,8 @@ class Keys:
         """Which epoch ended last, and why."""
         return self._key("fault")
 
-    def lease(self, member: str) -> str:
-        return self._key("leases", member)
+    def lease(self, worker: str) -> str:
+        return self._key("leases", worker)
 
     def meeting(self, epoch: int) -> str:
         return self._key("epochs", epoch, "meeting")

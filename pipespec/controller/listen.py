@@ -53,7 +53,7 @@ def resolve(address: str) -> str:
     if ipaddress.ip_address(ip).is_unspecified:
         raise ConfigError(
             f"Redis does not listen on {address}, which is every network of this machine: name "
-            "the address that the other boxes use."
+            "the address that the other hosts use."
         )
     return ip
 

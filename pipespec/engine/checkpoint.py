@@ -85,7 +85,7 @@ class CheckpointInfo:
 
     @property
     def kind(self) -> str:
-        """What all boxes must have in common, in words."""
+        """What all hosts must have in common, in words."""
         weights = "plain" if self.quantization is None else f"{self.quantization} in {self.dtype}"
         return f"{self.model_type}, {self.num_layers} layers of {self.hidden_size}, {weights}"
 

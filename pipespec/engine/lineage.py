@@ -124,9 +124,9 @@ class Lineage:
         self.node[admitted] = rows[kept, NODE]
         self.token[admitted] = rows[kept, TOKEN]
         self.position[admitted] = rows[kept, POSITION]
-        for members in generations:  # parents of one generation are all of earlier ones
-            self.mask[members] = self.mask[self.parent[members]]
-            self.mask[members, members] = True
+        for workers in generations:  # parents of one generation are all of earlier ones
+            self.mask[workers] = self.mask[self.parent[workers]]
+            self.mask[workers, workers] = True
 
     def apply(self, verdict: Verdict) -> Outcome:
         """Walk the verdict's tokens down from the tip; tokens told before are skipped."""

@@ -2,9 +2,9 @@
 
 A rank's time is its computation and then its message to the next rank:
 
-    head          rounds × draft round            + the rows' headers to the first stage's box
-    stage         layers × layer (+ embedding)    + rows of hidden states to the next box
-    last stage    layers × layer + head           + half a round trip to the head's box: the verdict
+    head          rounds × draft round            + the rows' headers to the first stage's host
+    stage         layers × layer (+ embedding)    + rows of hidden states to the next host
+    last stage    layers × layer + head           + half a round trip to the head's host (verdict)
 
 Everything here is arithmetic; milliseconds and bytes.
 """
@@ -23,7 +23,7 @@ BITS_PER_GBIT_MS = 1_000_000  # what a Gbit/s moves in a millisecond
 
 
 @dataclass(frozen=True)
-class Member:
+class Worker:
     """A process that can hold a rank, and what was measured of it at the width to be used.
 
     `layer_ms` is one layer, `head_ms` the final norm and the LM head, `embedding_ms` the
@@ -38,13 +38,13 @@ class Member:
     memory_bytes: float = inf
 
     @property
-    def box(self) -> str:
+    def host(self) -> str:
         return self.name.rpartition("/")[0]
 
 
 @dataclass(frozen=True)
 class Route:
-    """The network from one box to another."""
+    """The network from one host to another."""
 
     rtt_ms: float = 0.0
     gbit_s: float = inf
@@ -110,14 +110,14 @@ class Needs:
 class Problem:
     """What is to be laid out.
 
-    `members` in the order of the hosts file; those of a box follow one another, and keep their
-    order. `routes` holds the link of each pair of boxes once or in both directions; one that is
-    not there costs nothing. `draft`, `order` (of boxes) and `split` (layers per stage) are the
-    user's wishes. The members in `spares` hold nothing until one is needed; a box with stages and
-    spares comes last, because a hosts file counts the last members as spares.
+    `workers` in the order of the hosts file; those of a host follow one another, and keep their
+    order. `routes` holds the link of each pair of hosts once or in both directions; one that is
+    not there costs nothing. `draft`, `order` (of hosts) and `split` (layers per stage) are the
+    user's wishes. The workers in `spares` hold nothing until one is needed; a host with stages and
+    spares comes last, because a hosts file counts the last workers as spares.
     """
 
-    members: tuple[Member, ...]
+    workers: tuple[Worker, ...]
     needs: Needs
     routes: Mapping[tuple[str, str], Route] = field(default_factory=dict)
     draft: str | None = None
@@ -126,47 +126,47 @@ class Problem:
     spares: tuple[str, ...] = ()
 
     @property
-    def last_box(self) -> str | None:
-        """The box that must come last, if one must."""
-        spare = {member.box for member in self.members if member.name in self.spares}
-        busy = {member.box for member in self.members if member.name not in self.spares}
+    def last_host(self) -> str | None:
+        """The host that must come last, if one must."""
+        spare = {worker.host for worker in self.workers if worker.name in self.spares}
+        busy = {worker.host for worker in self.workers if worker.name not in self.spares}
         return next(iter(spare & busy), None)
 
-    def member(self, name: str) -> Member:
-        return next(member for member in self.members if member.name == name)
+    def worker(self, name: str) -> Worker:
+        return next(worker for worker in self.workers if worker.name == name)
 
     def route(self, sender: str, receiver: str) -> Route:
-        """Between two boxes, or within one."""
+        """Between two hosts, or within one."""
         there = self.routes.get((sender, receiver))
         return there or self.routes.get((receiver, sender), NEAR)
 
     def batch_ms(self, sender: str, receiver: str) -> float:
-        """A full batch from a stage's box to the next stage's."""
+        """A full batch from a stage's host to the next stage's."""
         return self.route(sender, receiver).ms(self.needs.rows * self.needs.row_bytes)
 
     def feed_ms(self, head: str, first: str) -> float:
-        """A full batch from the head's box to the first stage's: no hidden states yet."""
+        """A full batch from the head's host to the first stage's: no hidden states yet."""
         return self.route(head, first).ms(self.needs.rows * ROW_HEADER_BYTES)
 
     def verdict_ms(self, last: str, head: str) -> float:
-        """The verdict from the last stage's box to the head's."""
+        """The verdict from the last stage's host to the head's."""
         return self.route(last, head).ms(0)
 
-    def draft_ms(self, head: Member) -> float:
+    def draft_ms(self, head: Worker) -> float:
         """What the head computes in a step."""
         return self.needs.rounds * head.draft_round_ms
 
-    def link_ms(self, head: Member, stages: Sequence[Member]) -> list[float]:
+    def link_ms(self, head: Worker, stages: Sequence[Worker]) -> list[float]:
         """The message of every rank, the head's first, the last one's a verdict."""
-        boxes = [stage.box for stage in stages]
+        hosts = [stage.host for stage in stages]
         return [
-            self.feed_ms(head.box, boxes[0]),
-            *(self.batch_ms(sender, receiver) for sender, receiver in pairwise(boxes)),
-            self.verdict_ms(boxes[-1], head.box),
+            self.feed_ms(head.host, hosts[0]),
+            *(self.batch_ms(sender, receiver) for sender, receiver in pairwise(hosts)),
+            self.verdict_ms(hosts[-1], head.host),
         ]
 
 
-def compute_ms(member: Member, num_layers: int, *, first: bool, last: bool) -> float:
+def compute_ms(worker: Worker, num_layers: int, *, first: bool, last: bool) -> float:
     """What a stage computes in a step."""
-    ends = (member.embedding_ms if first else 0.0) + (member.head_ms if last else 0.0)
-    return num_layers * member.layer_ms + ends
+    ends = (worker.embedding_ms if first else 0.0) + (worker.head_ms if last else 0.0)
+    return num_layers * worker.layer_ms + ends

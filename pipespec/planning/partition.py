@@ -1,4 +1,4 @@
-"""Which layers each stage holds, which box stands where, and where the draft runs.
+"""Which layers each stage holds, which host stands where, and where the draft runs.
 
 A pipeline is as fast as its slowest rank. `plan_slices` makes that rank's time the least that
 is possible; of all such layouts it takes one with the least time on the links, and then the
@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import inf
 
 from pipespec.errors import ConfigError
-from pipespec.planning.costs import Member, Problem, compute_ms
+from pipespec.planning.costs import Problem, Worker, compute_ms
 from pipespec.planning.ordering import Found, Search
 
 GIB = 2**30
@@ -52,7 +52,7 @@ class Placement:
     """
 
     problem: Problem
-    members_by_rank: tuple[str, ...]
+    workers_by_rank: tuple[str, ...]
     layers: tuple[range, ...]
     compute_ms: tuple[float, ...]
     link_ms: tuple[float, ...]
@@ -76,53 +76,53 @@ class Placement:
 
 
 def plan_slices(problem: Problem) -> Placement:
-    """The best layout of all members but the spares.
+    """The best layout of all workers but the spares.
 
     Raises ConfigError: more stages than layers, a wish (`split`, `draft`) that cannot be
     fulfilled, or too little memory, with how many GiB are missing and where.
     """
-    members = [member for member in problem.members if member.name not in problem.spares]
-    _check(problem, members)
-    heads = _heads(problem, members)
+    workers = [worker for worker in problem.workers if worker.name not in problem.spares]
+    _check(problem, workers)
+    heads = _heads(problem, workers)
     best: Found | None = None
     for head in heads:
-        best = Search(problem, head, _without(members, head)).improve(best)
+        best = Search(problem, head, _without(workers, head)).improve(best)
     if best is None:
-        raise _no_room(problem, members, heads)
+        raise _no_room(problem, workers, heads)
     return _placement(problem, best.head, best.stages, slices(best.sizes))
 
 
 def remaining(placement: Placement, dead: Iterable[str]) -> Placement:
-    """A layout without the dead members.
+    """A layout without the dead workers.
 
     A spare with enough memory takes the place of each dead rank, and all others keep their
     layers. If there is none, everything is laid out anew over all that is left, spares
-    included; the user's draft and order hold as far as their boxes live, a split does not.
+    included; the user's draft and order hold as far as their hosts live, a split does not.
     Raises ConfigError.
     """
     gone = set(dead)
-    alive = tuple(member for member in placement.problem.members if member.name not in gone)
+    alive = tuple(worker for worker in placement.problem.workers if worker.name not in gone)
     if len(alive) < 2:
         raise ConfigError(
-            f"{len(alive)} members of the cluster are left, but a head and a stage are needed; "
-            "bring a box back."
+            f"{len(alive)} workers of the cluster are left, but a head and a stage are needed; "
+            "bring a host back."
         )
-    fewer = replace(placement.problem, members=alive, split=None, spares=())
+    fewer = replace(placement.problem, workers=alive, split=None, spares=())
     ranks = _replaced(placement, gone)
     if ranks is not None:
-        left = tuple(member.name for member in alive if member.name not in ranks)
-        head, *stages = map(fewer.member, ranks)
+        left = tuple(worker.name for worker in alive if worker.name not in ranks)
+        head, *stages = map(fewer.worker, ranks)
         return _placement(replace(fewer, spares=left), head, stages, placement.layers)
-    names, boxes = {member.name for member in alive}, {member.box for member in alive}
-    order = tuple(box for box in fewer.order or () if box in boxes)
+    names, hosts = {worker.name for worker in alive}, {worker.host for worker in alive}
+    order = tuple(host for host in fewer.order or () if host in hosts)
     draft = fewer.draft if fewer.draft in names else None
     return plan_slices(replace(fewer, draft=draft, order=order or None))
 
 
 def _replaced(placement: Placement, gone: set[str]) -> list[str] | None:
-    """The members by rank, with a spare in the place of each that is gone; None: too few."""
-    ranks = list(placement.members_by_rank)
-    spares = [placement.problem.member(name) for name in placement.spares if name not in gone]
+    """The workers by rank, with a spare in the place of each that is gone; None: too few."""
+    ranks = list(placement.workers_by_rank)
+    spares = [placement.problem.worker(name) for name in placement.spares if name not in gone]
     for rank, name in enumerate(ranks):
         if name not in gone:
             continue
@@ -141,12 +141,12 @@ def _replaced(placement: Placement, gone: set[str]) -> list[str] | None:
 
 
 def _placement(
-    problem: Problem, head: Member, stages: Sequence[Member], layers: Sequence[range]
+    problem: Problem, head: Worker, stages: Sequence[Worker], layers: Sequence[range]
 ) -> Placement:
     last = len(stages) - 1
     return Placement(
         problem=problem,
-        members_by_rank=(head.name, *(stage.name for stage in stages)),
+        workers_by_rank=(head.name, *(stage.name for stage in stages)),
         layers=tuple(layers),
         compute_ms=(
             problem.draft_ms(head),
@@ -161,14 +161,14 @@ def _placement(
     )
 
 
-def _without(members: Sequence[Member], head: Member) -> list[Member]:
-    return [member for member in members if member is not head]
+def _without(workers: Sequence[Worker], head: Worker) -> list[Worker]:
+    return [worker for worker in workers if worker is not head]
 
 
 def reason(placement: Placement, rank: int) -> str:
     """Why a rank holds what it holds, in a few words."""
     problem, step = placement.problem, placement.step_ms
-    member = problem.member(placement.members_by_rank[rank])
+    worker = problem.worker(placement.workers_by_rank[rank])
     if placement.rank_ms[rank] >= step:
         return "sets the pace"
     if rank == 0:
@@ -180,10 +180,10 @@ def reason(placement: Placement, rank: int) -> str:
         max(after - before for before, after in pairwise(problem.needs.before))
         + placement.bytes_by_rank[rank]
     )
-    if grown > member.memory_bytes:
-        lacking = _gib(grown - member.memory_bytes)
+    if grown > worker.memory_bytes:
+        lacking = _gib(grown - worker.memory_bytes)
         return f"another layer needs {lacking} GiB more"
-    longer = placement.rank_ms[rank] + member.layer_ms
+    longer = placement.rank_ms[rank] + worker.layer_ms
     if longer > step:
         return f"{len(piece) + 1} layers would take {longer:.2f} ms"
     return f"{_percent(placement, rank)} of a step"
@@ -196,22 +196,22 @@ def _percent(placement: Placement, rank: int) -> str:
 # --- what cannot be ---------------------------------------------------------------------------
 
 
-def _check(problem: Problem, members: Sequence[Member]) -> None:
-    num_layers, num_stages = problem.needs.num_layers, len(members) - 1
+def _check(problem: Problem, workers: Sequence[Worker]) -> None:
+    num_layers, num_stages = problem.needs.num_layers, len(workers) - 1
     if num_stages < 1:
         raise ConfigError(
-            f"{len(members)} members are to hold ranks, but a head and a stage are needed; name "
+            f"{len(workers)} workers are to hold ranks, but a head and a stage are needed; name "
             "more devices or fewer spares."
         )
     if num_stages > num_layers:
         raise ConfigError(
-            f"{num_stages} members are to be stages, but the target has only {num_layers} "
+            f"{num_stages} workers are to be stages, but the target has only {num_layers} "
             f"layers; name {num_stages - num_layers} devices less, or make them spares."
         )
-    if problem.draft is not None and problem.draft not in [member.name for member in members]:
+    if problem.draft is not None and problem.draft not in [worker.name for worker in workers]:
         raise ConfigError(
-            f"draft is {problem.draft}, which is a spare or no member; name one of "
-            f"{', '.join(member.name for member in members)}."
+            f"draft is {problem.draft}, which is a spare or no worker; name one of "
+            f"{', '.join(worker.name for worker in workers)}."
         )
     split = problem.split
     if split is not None and (len(split) != num_stages or sum(split) != num_layers):
@@ -221,19 +221,19 @@ def _check(problem: Problem, members: Sequence[Member]) -> None:
         )
 
 
-def _heads(problem: Problem, members: Sequence[Member]) -> list[Member]:
+def _heads(problem: Problem, workers: Sequence[Worker]) -> list[Worker]:
     """Who can hold the draft. Raises ConfigError."""
-    wanted = [member for member in members if problem.draft in (None, member.name)]
+    wanted = [worker for worker in workers if problem.draft in (None, worker.name)]
     needed = problem.needs.head_rank_bytes
-    roomy = [member for member in wanted if member.memory_bytes >= needed]
-    heads = [member for member in roomy if member.draft_round_ms < inf]
+    roomy = [worker for worker in wanted if worker.memory_bytes >= needed]
+    heads = [worker for worker in roomy if worker.draft_round_ms < inf]
     if roomy and not heads:
         raise ConfigError(
-            f"The draft ran out of memory on {', '.join(member.name for member in roomy)}; "
+            f"The draft ran out of memory on {', '.join(worker.name for worker in roomy)}; "
             f"{MORE_MEMORY}, or take a smaller draft."
         )
     if not heads:
-        most = max(wanted, key=lambda member: member.memory_bytes)
+        most = max(wanted, key=lambda worker: worker.memory_bytes)
         raise ConfigError(
             f"The draft needs {_gib(needed)} GiB, but {most.name} has {_gib(most.memory_bytes)}: "
             f"{_gib(needed - most.memory_bytes)} GiB are missing there; {MORE_MEMORY}, or take a "
@@ -242,20 +242,20 @@ def _heads(problem: Problem, members: Sequence[Member]) -> list[Member]:
     return heads
 
 
-def _no_room(problem: Problem, members: Sequence[Member], heads: Sequence[Member]) -> ConfigError:
+def _no_room(problem: Problem, workers: Sequence[Worker], heads: Sequence[Worker]) -> ConfigError:
     """Why there is no layout, told of the head and the order that lack the least."""
-    boxes = list(problem.order or dict.fromkeys(member.box for member in members))
-    members = sorted(members, key=lambda member: boxes.index(member.box))
-    tries = [_shortage(problem, _without(members, head)) for head in heads]
+    hosts = list(problem.order or dict.fromkeys(worker.host for worker in workers))
+    workers = sorted(workers, key=lambda worker: hosts.index(worker.host))
+    tries = [_shortage(problem, _without(workers, head)) for head in heads]
     missing, where = min(tries)
     return ConfigError(f"{_gib(missing)} GiB of memory are missing: {where}; {MORE_MEMORY}.")
 
 
-def _shortage(problem: Problem, stages: Sequence[Member]) -> tuple[float, str]:
+def _shortage(problem: Problem, stages: Sequence[Worker]) -> tuple[float, str]:
     """How many bytes the stages lack in this order, and where."""
     needs = problem.needs
     missing, start, told = 0.0, 0, []
-    for index, member in enumerate(stages):
+    for index, worker in enumerate(stages):
         last = index == len(stages) - 1
         latest = needs.num_layers - (len(stages) - 1 - index)
         if problem.split is not None:
@@ -265,14 +265,14 @@ def _shortage(problem: Problem, stages: Sequence[Member]) -> tuple[float, str]:
         else:
             stop = start + 1
             while (
-                stop < latest and needs.stage_bytes(range(start, stop + 1)) <= member.memory_bytes
+                stop < latest and needs.stage_bytes(range(start, stop + 1)) <= worker.memory_bytes
             ):
                 stop += 1
         needed = needs.stage_bytes(range(start, stop))
-        if needed > member.memory_bytes:
-            missing += needed - member.memory_bytes
+        if needed > worker.memory_bytes:
+            missing += needed - worker.memory_bytes
             told.append(
-                f"{member.name} has {_gib(member.memory_bytes)} GiB and would need {_gib(needed)} "
+                f"{worker.name} has {_gib(worker.memory_bytes)} GiB and would need {_gib(needed)} "
                 f"for layers {start} to {stop - 1}"
             )
         start = stop

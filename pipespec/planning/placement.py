@@ -1,4 +1,4 @@
-"""From measured figures to who does what on the boxes of a hosts file.
+"""From measured figures to who does what on the hosts of a hosts file.
 
 `pipespec.survey.gather` measures, `partition` decides; here the one becomes what the other takes,
 with what the configuration asks of memory.
@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any, TypedDict
 
-from pipespec.config.hosts import Hosts
+from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.errors import ConfigError
-from pipespec.planning.costs import ROW_HEADER_BYTES, Member, Needs, Problem, Route
+from pipespec.planning.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
 from pipespec.planning.partition import GIB
 from pipespec.system.reading import Unreadable, build, read_json
 
@@ -73,8 +73,8 @@ class DeviceFigures(Device, total=False):
     draft: DraftFigures | None
 
 
-class BoxFigures(TypedDict):
-    """What `pipespec.survey.measure` answers on one box."""
+class HostFigures(TypedDict):
+    """What `pipespec.survey.measure` answers on one host."""
 
     target: ModelSizes
     draft: ModelSizes | None
@@ -82,7 +82,7 @@ class BoxFigures(TypedDict):
 
 
 class LinkFigures(TypedDict):
-    """From one box to another."""
+    """From one host to another."""
 
     source: str
     to: str
@@ -95,7 +95,7 @@ class Figures:
     """What was measured, as plain values that JSON can hold.
 
     `rows` and `length` are the width and the text length of it, `dtype` the type of the weights
-    and `quantization` what becomes of those of target and draft. `members` maps a member to
+    and `quantization` what becomes of those of target and draft. `members` maps a worker to
     what was measured of its device.
     """
 
@@ -163,15 +163,15 @@ def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool
     return found
 
 
-def choose_dtype(hosts: Hosts, config: Config) -> str:
+def choose_dtype(hosts_file: HostsFile, config: Config) -> str:
     """The type of the weights: bfloat16 if no stage can be on a CPU, where nothing else is said."""
     if config.model.dtype != "auto":
         return config.model.dtype
-    stages = set(hosts.members) - {hosts.draft, *hosts.spare_members}
-    return automatic(map(hosts.device_of, stages))
+    stages = set(hosts_file.workers) - {hosts_file.draft, *hosts_file.spare_workers}
+    return automatic(map(hosts_file.device_of, stages))
 
 
-def problem(hosts: Hosts, figures: Figures, config: Config) -> Problem:
+def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
     """What the planner is to lay out. Raises ConfigError if the figures are of something else."""
     if figures.rows != config.feed.max_rows:
         raise ConfigError(
@@ -180,7 +180,7 @@ def problem(hosts: Hosts, figures: Figures, config: Config) -> Problem:
         )
     model = config.model
     for name, found, wanted in (
-        ("dtype", figures.dtype, choose_dtype(hosts, config)),
+        ("dtype", figures.dtype, choose_dtype(hosts_file, config)),
         ("quantization", figures.quantization[0], model.quantization),
         ("draft_quantization", figures.quantization[1], model.draft_quantization),
     ):
@@ -190,18 +190,18 @@ def problem(hosts: Hosts, figures: Figures, config: Config) -> Problem:
                 f"{wanted or 'null'}; measure again, or set it as it was."
             )
     try:
-        members = tuple(_member(hosts, figures, name) for name in _file_order(hosts))
+        workers = tuple(_worker(hosts_file, figures, name) for name in _file_order(hosts_file))
         return Problem(
-            members=members,
-            needs=_needs(hosts, figures, config),
+            workers=workers,
+            needs=_needs(hosts_file, figures, config),
             routes={
                 (link["source"], link["to"]): Route(link["rtt_ms"], link["gbit_s"])
                 for link in figures.links
             },
-            draft=hosts.draft,
-            order=hosts.order,
-            split=hosts.split,
-            spares=hosts.spare_members,
+            draft=hosts_file.draft,
+            order=hosts_file.order,
+            split=hosts_file.split,
+            spares=hosts_file.spare_workers,
         )
     except KeyError as error:
         raise ConfigError(
@@ -210,7 +210,7 @@ def problem(hosts: Hosts, figures: Figures, config: Config) -> Problem:
 
 
 def unmeasured(
-    hosts: Hosts,
+    hosts_file: HostsFile,
     config: Config,
     target: CheckpointInfo,
     draft: CheckpointInfo | None,
@@ -218,12 +218,12 @@ def unmeasured(
 ) -> Problem:
     """The same without figures: equal devices, with the memory that the hosts file grants them.
 
-    The head is the file's, or its first member; the boxes stand as in the file. `context` is
+    The head is the file's, or its first worker; the hosts stand as in the file. `context` is
     the longest sequence in tokens.
     """
-    hosts = replace(hosts, draft=hosts.draft or hosts.members[0])
-    dtype = choose_dtype(hosts, config)
-    num_ranks = hosts.num_stages + 1
+    hosts_file = replace(hosts_file, draft=hosts_file.draft or hosts_file.workers[0])
+    dtype = choose_dtype(hosts_file, config)
+    num_ranks = hosts_file.num_stages + 1
     slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
     weights = target.loaded(dtype, config.model.quantization)
     draft_bytes = 0
@@ -232,8 +232,9 @@ def unmeasured(
         slot_bytes = draft.num_layers * draft.kv_size * ITEM_BYTES[draft.computes_in(dtype)]
         draft_bytes = draft.loaded(dtype, config.model.draft_quantization).total + pool * slot_bytes
     return Problem(
-        members=tuple(
-            Member(name, memory_bytes=_granted(hosts, name, inf)) for name in _file_order(hosts)
+        workers=tuple(
+            Worker(name, memory_bytes=_granted(hosts_file, name, inf))
+            for name in _file_order(hosts_file)
         ),
         needs=Needs(
             layer_bytes=weights.layers,
@@ -244,24 +245,24 @@ def unmeasured(
             runtime_bytes=RUNTIME_BYTES,
             draft_bytes=draft_bytes,
         ),
-        draft=hosts.draft,
-        order=hosts.order or tuple(box.name for box in hosts.boxes),
-        split=hosts.split,
-        spares=hosts.spare_members,
+        draft=hosts_file.draft,
+        order=hosts_file.order or tuple(host.name for host in hosts_file.hosts),
+        split=hosts_file.split,
+        spares=hosts_file.spare_workers,
     )
 
 
-def _granted(hosts: Hosts, member: str, free: float) -> float:
-    """What a member may use of what is free."""
-    limit = hosts.box_of(member).memory_gib
+def _granted(hosts_file: HostsFile, worker: str, free: float) -> float:
+    """What a worker may use of what is free."""
+    limit = hosts_file.host_of(worker).memory_gib
     return free if limit is None else min(free, int(limit * GIB))
 
 
-def _file_order(hosts: Hosts) -> list[str]:
-    return [member for box in hosts.boxes for member in box.members]
+def _file_order(hosts_file: HostsFile) -> list[str]:
+    return [worker for host in hosts_file.hosts for worker in host.workers]
 
 
-def _member(hosts: Hosts, figures: Figures, name: str) -> Member:
+def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
     if name not in figures.members:
         raise ConfigError(
             f"There are no figures of {name}; measure again with `pipespec partition`."
@@ -271,23 +272,23 @@ def _member(hosts: Hosts, figures: Figures, name: str) -> Member:
     draft_round_ms: Number = 0.0
     if "draft" in found:
         draft_round_ms = inf if found["draft"] is None else found["draft"]["round_ms"]
-    return Member(
+    return Worker(
         name,
         **{key: stage[key] for key in ("layer_ms", "head_ms", "embedding_ms") if stage},
         draft_round_ms=draft_round_ms,
-        memory_bytes=_granted(hosts, name, found["memory_bytes"]),
+        memory_bytes=_granted(hosts_file, name, found["memory_bytes"]),
     )
 
 
-def _needs(hosts: Hosts, figures: Figures, config: Config) -> Needs:
+def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
     target, draft = figures.target, figures.draft
-    members = figures.members.values()
-    stages = [times for found in members if (times := found.get("stage"))]
-    drafts = [draw for found in members if (draw := found.get("draft"))]
+    workers = figures.members.values()
+    stages = [times for found in workers if (times := found.get("stage"))]
+    drafts = [draw for found in workers if (draw := found.get("draft"))]
     if not stages:
-        raise ConfigError("The figures have no member's times of a layer; measure again.")
+        raise ConfigError("The figures have no worker's times of a layer; measure again.")
     context = min(config.model.context or target["context"], target["context"])
-    num_ranks = hosts.num_stages + 1
+    num_ranks = hosts_file.num_stages + 1
     slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
     draft_bytes = 0
     if draft is not None and drafts:

@@ -207,7 +207,7 @@ class SimulatedPipeline:
         self.scheduler.graft(work, candidates, self.machine.draft_ms)
 
     def enter(self, batch: Batch) -> None:
-        """Remember when the rows of a batch were fed."""
+        """Reworker when the rows of a batch were fed."""
         ids = batch.rows[:, NODE]
         while ids.max(initial=0) >= len(self.fed_at):
             self.fed_at = np.concatenate((self.fed_at, np.zeros_like(self.fed_at)))

@@ -1,1 +1,1 @@
-"""Looks at boxes and at the links between them: what they have, what they can do, how fast."""
+"""Looks at hosts and at the links between them: what they have, what they can do, how fast."""

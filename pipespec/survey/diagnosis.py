@@ -1,4 +1,4 @@
-"""From what the boxes said to what is wrong with them: pure, one sentence per finding."""
+"""From what the hosts said to what is wrong with them: pure, one sentence per finding."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 
-from pipespec.config.hosts import Box, Hosts
+from pipespec.config.hosts import Host, HostsFile
 from pipespec.survey.findings import Finding, Link, Offset, Seen
 from pipespec.survey.inventory import CONFIG, INDEX, PACKAGES, Fingerprint, Inventory
 from pipespec.survey.probe import Listening, Reach
 from pipespec.system.interfaces import Interface, holding
 
-# Beyond this, traces and logs of two boxes cannot be laid side by side.
+# Beyond this, traces and logs of two hosts cannot be laid side by side.
 CLOCK_LIMIT_S = 0.1
 # A link that gives less than this share of what its interfaces state has a fault or is in use;
 # a single burst from Python tells nothing about interfaces faster than `FASTEST_MBIT`.
@@ -39,72 +39,74 @@ CLOSED = {
     "silent": "port {port} does not answer, though {to} listens there; let all TCP ports from "
     "{who} through the firewalls, and check the cable.",
     "no route": "there is no route; put both on one network, or correct `address`.",
-    "taken": "{other} answers there; two boxes have this address, so correct `address` of one.",
+    "taken": "{other} answers there; two hosts have this address, so correct `address` of one.",
     "stranger": "port {port} is another program's; the address is another machine's or is "
     "forwarded, so correct `address`.",
 }
 
 
-def wanted(hosts: Hosts, box: Box) -> tuple[str, ...]:
-    """Which models the box must have: "target" for stages, "draft" where the head may be."""
-    holds_stages = box.members != (hosts.draft,)
-    may_be_head = hosts.draft is None or hosts.draft in box.members
+def wanted(hosts_file: HostsFile, host: Host) -> tuple[str, ...]:
+    """Which models the host must have: "target" for stages, "draft" where the head may be."""
+    holds_stages = host.workers != (hosts_file.draft,)
+    may_be_head = hosts_file.draft is None or hosts_file.draft in host.workers
     return ("target",) * holds_stages + ("draft",) * may_be_head
 
 
-def diagnose(hosts: Hosts, boxes: Mapping[str, Seen], links: Sequence[Link]) -> list[Finding]:
+def diagnose(
+    hosts_file: HostsFile, hosts: Mapping[str, Seen], links: Sequence[Link]
+) -> list[Finding]:
     """All findings, errors first."""
-    stocks = {name: seen.inventory for name, seen in boxes.items() if seen.inventory is not None}
+    stocks = {name: seen.inventory for name, seen in hosts.items() if seen.inventory is not None}
     found = [
-        *(Finding(True, (name,), seen.failure) for name, seen in boxes.items() if seen.failure),
-        *_addresses(hosts, boxes),
+        *(Finding(True, (name,), seen.failure) for name, seen in hosts.items() if seen.failure),
+        *_addresses(hosts_file, hosts),
         *_closed(links),
-        *_detours(hosts, boxes, links),
+        *_detours(hosts_file, hosts, links),
         *_versions(stocks),
-        *_models(hosts, stocks),
-        *_devices(hosts, stocks),
-        *_slow(boxes, links),
-        *_clocks({name: seen.clock for name, seen in boxes.items() if seen.clock is not None}),
+        *_models(hosts_file, stocks),
+        *_devices(hosts_file, stocks),
+        *_slow(hosts, links),
+        *_clocks({name: seen.clock for name, seen in hosts.items() if seen.clock is not None}),
     ]
     return sorted(found, key=lambda finding: not finding.error)
 
 
-def _addresses(hosts: Hosts, boxes: Mapping[str, Seen]) -> Iterator[Finding]:
-    for name, seen in boxes.items():
-        listening, box = seen.listening, hosts.box(name)
+def _addresses(hosts_file: HostsFile, hosts: Mapping[str, Seen]) -> Iterator[Finding]:
+    for name, seen in hosts.items():
+        listening, host = seen.listening, hosts_file.host(name)
         if listening is None:
             continue
         sentence = None
         if listening.problem == "unknown":
             sentence = (
-                f"{name} cannot resolve its own address {box.address!r}; write the number in "
+                f"{name} cannot resolve its own address {host.address!r}; write the number in "
                 "`address`, or add the name to its /etc/hosts."
             )
         elif listening.problem == "absent":
             held = [f"{a} on {i.name}" for i in listening.interfaces if i.up for a in i.addresses]
             sentence = (
-                f"No interface of {name} has its address {box.address}; set `address` to one that "
+                f"No interface of {name} has its address {host.address}; set `address` to one that "
                 f"it has ({_listed(held)})."
             )
         elif listening.problem == "no interface":
             usable = [i.name for i in listening.interfaces if i.up and i.addresses]
             sentence = (
-                f"{name} has no interface {box.interface!r} that is up and has an address; set "
+                f"{name} has no interface {host.interface!r} that is up and has an address; set "
                 f"`interface` to one that it has ({_listed(usable)})."
             )
-        elif len(boxes) > 1 and _only_here(box, listening):
+        elif len(hosts) > 1 and _only_here(host, listening):
             sentence = (
-                f"On {name} itself its address {box.address!r} means {listening.number}, where no "
-                "other box reaches it; write the number in `address`, or correct its /etc/hosts."
+                f"On {name} itself its address {host.address!r} means {listening.number}, where no "
+                "other host reaches it; write the number in `address`, or correct its /etc/hosts."
             )
         if sentence is not None:
             yield Finding(True, (name,), sentence)
 
 
-def _only_here(box: Box, listening: Listening) -> bool:
-    """Whether the box's address is a name that stands for the loopback there."""
+def _only_here(host: Host, listening: Listening) -> bool:
+    """Whether the host's address is a name that stands for the loopback there."""
     number = listening.number
-    return number is not None and number != box.address and ip_address(number).is_loopback
+    return number is not None and number != host.address and ip_address(number).is_loopback
 
 
 def _closed(links: Sequence[Link]) -> Iterator[Finding]:
@@ -123,11 +125,13 @@ def _closed(links: Sequence[Link]) -> Iterator[Finding]:
         yield Finding(True, (*sources, to), sentence)
 
 
-def _detours(hosts: Hosts, boxes: Mapping[str, Seen], links: Sequence[Link]) -> Iterator[Finding]:
+def _detours(
+    hosts_file: HostsFile, hosts: Mapping[str, Seen], links: Sequence[Link]
+) -> Iterator[Finding]:
     """Ways that leave through another interface than the one that should carry batches."""
     groups: dict[tuple[str, str], list[str]] = {}
     for link in links:
-        here, there = boxes[link.source].listening, boxes[link.to].listening
+        here, there = hosts[link.source].listening, hosts[link.to].listening
         used = link.reach.interface
         if here is None or there is None or used is None or here.carrier in (None, used):
             continue
@@ -135,9 +139,9 @@ def _detours(hosts: Hosts, boxes: Mapping[str, Seen], links: Sequence[Link]) -> 
             continue  # one machine
         groups.setdefault((link.source, used), []).append(link.to)
     for (source, used), targets in groups.items():
-        listening, box = boxes[source].listening, hosts.box(source)
+        listening, host = hosts[source].listening, hosts_file.host(source)
         assert listening is not None
-        named = box.interface is not None
+        named = host.interface is not None
         why = "the `interface` of its entry" if named else "which has its `address`"
         yield Finding(
             named,
@@ -170,21 +174,21 @@ def _versions(stocks: Mapping[str, Inventory]) -> Iterator[Finding]:
 
 
 def _by_version(stocks: Mapping[str, Inventory], package: str) -> dict[str, list[str]]:
-    boxes_of: dict[str, list[str]] = {}
+    hosts_of: dict[str, list[str]] = {}
     for name, stock in stocks.items():
         version = stock.versions[package]
         if version is not None:
-            # 2.9.0+cpu and 2.9.0+cu128 are one version, built for different boxes.
-            boxes_of.setdefault(version.partition("+")[0], []).append(name)
-    return boxes_of
+            # 2.9.0+cpu and 2.9.0+cu128 are one version, built for different hosts.
+            hosts_of.setdefault(version.partition("+")[0], []).append(name)
+    return hosts_of
 
 
-def _models(hosts: Hosts, stocks: Mapping[str, Inventory]) -> Iterator[Finding]:
+def _models(hosts_file: HostsFile, stocks: Mapping[str, Inventory]) -> Iterator[Finding]:
     for part in ("target", "draft"):
         found = {name: stock.models[part] for name, stock in stocks.items() if part in stock.models}
         usable = {name: model for name, model in found.items() if model.problem is None}
-        # Without a place for the draft in the file, one box that has it is enough.
-        needed = part == "target" or hosts.draft is not None or not usable
+        # Without a place for the draft in the file, one host that has it is enough.
+        needed = part == "target" or hosts_file.draft is not None or not usable
         for name in (name for name in found if name not in usable):
             yield Finding(needed, (name,), _lacking(part, name, found[name]))
         usual = Counter(map(_content, usable.values())).most_common(1)
@@ -217,13 +221,13 @@ def _lacking(part: str, name: str, model: Fingerprint) -> str:
     remedy = f"run `hf download {model.folder}` there" if hub else "copy it there"
     return (
         f"The {part} {model.folder} on {name} {model.problem}; {remedy}, or set `{part}` of the "
-        "box to where it lies."
+        "host to where it lies."
     )
 
 
-def _devices(hosts: Hosts, stocks: Mapping[str, Inventory]) -> Iterator[Finding]:
+def _devices(hosts_file: HostsFile, stocks: Mapping[str, Inventory]) -> Iterator[Finding]:
     for name, stock in stocks.items():
-        for device in hosts.box(name).devices:
+        for device in hosts_file.host(name).devices:
             if stock.cuda is None or device == "cpu":
                 continue
             index = int(device.partition(":")[2] or 0)
@@ -250,10 +254,10 @@ def _devices(hosts: Hosts, stocks: Mapping[str, Inventory]) -> Iterator[Finding]
                 )
 
 
-def _slow(boxes: Mapping[str, Seen], links: Sequence[Link]) -> Iterator[Finding]:
+def _slow(hosts: Mapping[str, Seen], links: Sequence[Link]) -> Iterator[Finding]:
     slow: dict[int, dict[tuple[str, str], float]] = {}
     for link in links:
-        here, there = _carrier(boxes[link.source]), _carrier(boxes[link.to])
+        here, there = _carrier(hosts[link.source]), _carrier(hosts[link.to])
         if link.measured is None or here is None or there is None:
             continue
         stated = min(here.mbit_per_s, there.mbit_per_s)

@@ -1,6 +1,6 @@
-"""`pipespec doctor`: asks every box of a hosts file, and every box about every other.
+"""`pipespec doctor`: asks every host of a hosts file, and every host about every other.
 
-A probe (`probe`) is started on each box over SSH. It says what the box has, listens for the other
+A probe (`probe`) is started on each host over SSH. It says what the host has, listens for the other
 probes and measures the way to them; `diagnosis` says what is wrong.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from pipespec.cluster import ssh
-from pipespec.config.hosts import Box, Hosts
+from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import ModelConfig
 from pipespec.errors import HostFailed
 from pipespec.survey.diagnosis import diagnose, wanted
@@ -43,9 +43,9 @@ MAX_STDERR_LINES = 20
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was learned of every box and every ordered pair of boxes, and what is wrong."""
+    """What was learned of every host and every ordered pair of hosts, and what is wrong."""
 
-    boxes: Mapping[str, Seen]
+    hosts: Mapping[str, Seen]
     links: Sequence[Link]
     findings: Sequence[Finding]
 
@@ -58,19 +58,19 @@ class Report:
         """The same as plain values."""
         return {
             "ok": self.ok,
-            "findings": [asdict(finding) for finding in self.findings],
-            "boxes": {name: asdict(seen) for name, seen in self.boxes.items()},
+            "findings": [finding.as_json() for finding in self.findings],
+            "boxes": {name: asdict(seen) for name, seen in self.hosts.items()},
             "links": [asdict(link) for link in self.links],
         }
 
 
-def examine(hosts: Hosts, model: ModelConfig) -> Report:
-    """Look at all boxes. One that fails is reported; the others are looked at all the same.
+def examine(hosts_file: HostsFile, model: ModelConfig) -> Report:
+    """Look at all hosts. One that fails is reported; the others are looked at all the same.
 
-    `model` says where the models lie on boxes that do not say so themselves.
+    `model` says where the models lie on hosts that do not say so themselves.
     """
-    names = [box.name for box in hosts.boxes]
-    with ThreadPoolExecutor(len(names)) as pool, _Ward(hosts, model) as ward:
+    names = [host.name for host in hosts_file.hosts]
+    with ThreadPoolExecutor(len(names)) as pool, _Ward(hosts_file, model) as ward:
 
         def together(step: Callable[..., None], items: Iterable[tuple[str, ...]]) -> None:
             for _ in pool.map(lambda names: ward.attempt(step, *names), items):
@@ -83,7 +83,7 @@ def examine(hosts: Hosts, model: ModelConfig) -> Report:
             together(ward.measure, pairs)
             together(ward.measure, [(b, a) for a, b in pairs])
         links = [link for pair, link in sorted(ward.links.items())]
-        return Report(ward.seen, links, diagnose(hosts, ward.seen, links))
+        return Report(ward.seen, links, diagnose(hosts_file, ward.seen, links))
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
@@ -99,15 +99,15 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 class _Ward:
-    """The boxes under examination: a channel to each, and what is known so far.
+    """The hosts under examination: a channel to each, and what is known so far.
 
-    Steps of different boxes may run at once, each in a thread of its own.
+    Steps of different hosts may run at once, each in a thread of its own.
     """
 
-    def __init__(self, hosts: Hosts, model: ModelConfig):
-        self.seen = {box.name: Seen() for box in hosts.boxes}
+    def __init__(self, hosts_file: HostsFile, model: ModelConfig):
+        self.seen = {host.name: Seen() for host in hosts_file.hosts}
         self.links: dict[tuple[str, str], Link] = {}
-        self._hosts = hosts
+        self._hosts = hosts_file
         self._models = {"target": model.target, "draft": model.draft}
         self._token = secrets.token_hex(TOKEN_BYTES)
         self._channels: dict[str, Channel] = {}
@@ -123,7 +123,7 @@ class _Ward:
             channel.close()
 
     def attempt(self, step: Callable[..., None], name: str, *others: str) -> None:
-        """Do a step of a box, unless it or another that it concerns has failed before."""
+        """Do a step of a host, unless it or another that it concerns has failed before."""
         if any(self.seen[each].failure is not None for each in (name, *others)):
             return
         try:
@@ -132,31 +132,31 @@ class _Ward:
             self.seen[name].failure = f"{str(error).rstrip('.')}."
 
     def admit(self, name: str) -> None:
-        """Start the probe; ask what the box has, and have it listen."""
-        box, seen = self._hosts.box(name), self.seen[name]
-        channel = self._channels[name] = Channel(box)
+        """Start the probe; ask what the host has, and have it listen."""
+        host, seen = self._hosts.host(name), self.seen[name]
+        channel = self._channels[name] = Channel(host)
         if channel.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
             raise HostFailed(
                 f"{name}: its pipespec is another version than this one; install the same there"
             )
-        own = {"target": box.target, "draft": box.draft}
-        folders = {part: own[part] or self._models[part] for part in wanted(self._hosts, box)}
+        own = {"target": host.target, "draft": host.draft}
+        folders = {part: own[part] or self._models[part] for part in wanted(self._hosts, host)}
         models = {part: folder for part, folder in folders.items() if folder is not None}
         seen.inventory = _inventory(
-            channel.ask("stock", STOCK_TIMEOUT_S, models=models, devices=box.devices)
+            channel.ask("stock", STOCK_TIMEOUT_S, models=models, devices=host.devices)
         )
         seen.listening = _listening(
             channel.ask(
                 "listen",
                 name=name,
                 token=self._token,
-                address=box.address,
-                interface=box.interface,
+                address=host.address,
+                interface=host.interface,
             )
         )
 
     def read_clock(self, name: str) -> None:
-        """How far the box's clock is ahead, as NTP does: the quickest of some readings."""
+        """How far the host's clock is ahead, as NTP does: the quickest of some readings."""
         readings = []
         for _ in range(NUM_CLOCK_READINGS):
             start = time.time()
@@ -166,7 +166,7 @@ class _Ward:
         self.seen[name].clock = min(readings, key=lambda reading: reading.margin_s)
 
     def knock(self, name: str) -> None:
-        """Which of the others the box reaches."""
+        """Which of the others the host reaches."""
         peers = {
             other: [asdict(place) for place in seen.listening.places]
             for other, seen in self.seen.items()
@@ -178,7 +178,7 @@ class _Ward:
             self.links[name, other] = Link(name, other, _reach(reach), None)
 
     def measure(self, name: str, other: str) -> None:
-        """Round trip and rate from one box to another, if it is reached."""
+        """Round trip and rate from one host to another, if it is reached."""
         link, listening = self.links.get((name, other)), self.seen[other].listening
         if link is None or listening is None or link.reach.problem is not None:
             return
@@ -193,13 +193,13 @@ class _Ward:
 
 
 class Channel:
-    """A probe on a box: questions go to its standard input, answers come from its output."""
+    """A probe on a host: questions go to its standard input, answers come from its output."""
 
-    def __init__(self, box: Box):
+    def __init__(self, host: Host):
         """Raises HostFailed if the probe cannot even be started."""
-        self._box = box
+        self._host = host
         pipe = subprocess.PIPE
-        self._process = ssh.popen(box, MODULE, stdin=pipe, stdout=pipe, stderr=pipe)
+        self._process = ssh.popen(host, MODULE, stdin=pipe, stdout=pipe, stderr=pipe)
         self._numbers = itertools.count(1)
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._said: deque[bytes] = deque(maxlen=MAX_STDERR_LINES)
@@ -221,8 +221,8 @@ class Channel:
         except queue.Empty:
             self._process.kill()
             raise HostFailed(
-                f"{self._box.name}: the probe did not answer within {timeout:g} s; check the load "
-                "of the box and the link to it"
+                f"{self._host.name}: the probe did not answer within {timeout:g} s; check the load "
+                "of the host and the link to it"
             ) from None
         except OSError:
             answer = None  # it has ended
@@ -266,7 +266,7 @@ class Channel:
     def _failure(self) -> HostFailed:
         self.hang_up()
         self.close()
-        return ssh.failure(self._box, MODULE, self._process.returncode, b"".join(self._said))
+        return ssh.failure(self._host, MODULE, self._process.returncode, b"".join(self._said))
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -1,8 +1,9 @@
-"""What `pipespec doctor` knows of the boxes and the links between them, and what it finds wrong."""
+"""What `pipespec doctor` knows of the hosts and the links between them, and what it finds wrong."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pipespec.survey.inventory import Inventory
 from pipespec.survey.probe import Listening, Measured, Reach
@@ -12,18 +13,22 @@ from pipespec.survey.probe import Listening, Measured, Reach
 class Finding:
     """Something that is not as it should be: a sentence with the remedy, and whom it concerns.
 
-    An *error* keeps the boxes from working together, or from giving the same text everywhere;
+    An *error* keeps the hosts from working together, or from giving the same text everywhere;
     anything else is worth knowing.
     """
 
     error: bool
-    boxes: tuple[str, ...]
+    hosts: tuple[str, ...]
     sentence: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values; `boxes` is the JSON's name of the hosts."""
+        return {"error": self.error, "boxes": self.hosts, "sentence": self.sentence}
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """How far a box's clock is ahead of ours, give or take half a round trip; seconds."""
+    """How far a host's clock is ahead of ours, give or take half a round trip; seconds."""
 
     offset_s: float
     margin_s: float
@@ -31,7 +36,7 @@ class Offset:
 
 @dataclass(slots=True)
 class Seen:
-    """What was learned of a box before `failure`, if there was one, ended that."""
+    """What was learned of a host before `failure`, if there was one, ended that."""
 
     inventory: Inventory | None = None
     listening: Listening | None = None
@@ -41,7 +46,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What was learned of the way from a box to another."""
+    """What was learned of the way from a host to another."""
 
     source: str
     to: str

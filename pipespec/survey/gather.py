@@ -1,4 +1,4 @@
-"""Measures the boxes of a hosts file: their devices, and the links between them."""
+"""Measures the hosts of a hosts file: their devices, and the links between them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 from pipespec.cluster import ssh
-from pipespec.config.hosts import Box, Hosts
+from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
 from pipespec.errors import HostFailed
-from pipespec.planning.placement import BoxFigures, Figures, LinkFigures, choose_dtype
+from pipespec.planning.placement import Figures, HostFigures, LinkFigures, choose_dtype
 from pipespec.survey import doctor
 from pipespec.survey.measure import Wish
 from pipespec.system.reading import Unreadable, parse_json, typed
@@ -24,41 +24,43 @@ LENGTH = 1024
 
 
 def gather(
-    hosts: Hosts, config: Config, on_box: Callable[[int, int], None] = lambda done, of: None
+    hosts_file: HostsFile,
+    config: Config,
+    on_host: Callable[[int, int], None] = lambda done, of: None,
 ) -> Figures:
     """Measure everything that `pipespec.planning.placement` wants.
 
     Args:
-        on_box: called with how many boxes have been measured, and of how many.
+        on_host: called with how many hosts have been measured, and of how many.
 
     Raises:
         ConfigError: a device that is no particular one.
-        HostFailed: a box or a link between two boxes that cannot be used.
+        HostFailed: a host or a link between two hosts that cannot be used.
     """
-    hosts.require_devices()
-    links = _links(hosts, config)
-    dtype, rows = choose_dtype(hosts, config), config.feed.max_rows
-    answers: dict[str, BoxFigures] = {}
+    hosts_file.require_devices()
+    links = _links(hosts_file, config)
+    dtype, rows = choose_dtype(hosts_file, config), config.feed.max_rows
+    answers: dict[str, HostFigures] = {}
 
-    def ask(box: Box) -> None:
-        wish = asdict(_wish(hosts, box, config, dtype))
-        told = ssh.run(box, MODULE, input=json.dumps(wish).encode(), timeout=TIMEOUT_S)
+    def ask(host: Host) -> None:
+        wish = asdict(_wish(hosts_file, host, config, dtype))
+        told = ssh.run(host, MODULE, input=json.dumps(wish).encode(), timeout=TIMEOUT_S)
         try:
-            answers[box.name] = typed("its answer", parse_json(told), BoxFigures)
+            answers[host.name] = typed("its answer", parse_json(told), HostFigures)
         except Unreadable as error:
             raise HostFailed(
-                f"{box.name}: its answer cannot be read ({error}); install the same pipespec there "
-                "as here."
+                f"{host.name}: its answer cannot be read ({error}); install the same pipespec "
+                "there as here."
             ) from error
-        on_box(len(answers), len(hosts.boxes))
+        on_host(len(answers), len(hosts_file.hosts))
 
-    # Boxes that are this machine would slow one another down.
-    for box in hosts.boxes:
-        if box.local:
-            ask(box)
-    with ThreadPoolExecutor(len(hosts.boxes)) as pool:
-        list(pool.map(ask, (box for box in hosts.boxes if not box.local)))
-    first = answers[hosts.boxes[0].name]
+    # Hosts that are this machine would slow one another down.
+    for host in hosts_file.hosts:
+        if host.local:
+            ask(host)
+    with ThreadPoolExecutor(len(hosts_file.hosts)) as pool:
+        list(pool.map(ask, (host for host in hosts_file.hosts if not host.local)))
+    first = answers[hosts_file.hosts[0].name]
     return Figures(
         rows=rows,
         length=LENGTH,
@@ -67,19 +69,19 @@ def gather(
         target=first["target"],
         draft=first["draft"],
         members={
-            member: found
-            for box in hosts.boxes
-            for member, found in zip(box.members, answers[box.name]["devices"], strict=True)
+            worker: found
+            for host in hosts_file.hosts
+            for worker, found in zip(host.workers, answers[host.name]["devices"], strict=True)
         },
         links=links,
     )
 
 
-def _links(hosts: Hosts, config: Config) -> list[LinkFigures]:
-    """Round trip and rate between boxes, once `pipespec doctor` finds nothing wrong with them."""
-    if len(hosts.boxes) == 1:
+def _links(hosts_file: HostsFile, config: Config) -> list[LinkFigures]:
+    """Round trip and rate between hosts, once `pipespec doctor` finds nothing wrong with them."""
+    if len(hosts_file.hosts) == 1:
         return []
-    report = doctor.examine(hosts, config.model)
+    report = doctor.examine(hosts_file, config.model)
     for finding in report.findings:
         if finding.error:
             raise HostFailed(finding.sentence)
@@ -95,23 +97,23 @@ def _links(hosts: Hosts, config: Config) -> list[LinkFigures]:
     ]
 
 
-def _wish(hosts: Hosts, box: Box, config: Config, dtype: str) -> Wish:
-    """What to measure on a box: what its members may become."""
+def _wish(hosts_file: HostsFile, host: Host, config: Config, dtype: str) -> Wish:
+    """What to measure on a host: what its workers may become."""
 
-    def roles(member: str) -> tuple[str, ...]:
-        if hosts.draft == member:
+    def roles(worker: str) -> tuple[str, ...]:
+        if hosts_file.draft == worker:
             return ("draft",)
-        can_draft = hosts.draft is None and member not in hosts.spare_members
+        can_draft = hosts_file.draft is None and worker not in hosts_file.spare_workers
         return ("stage", "draft") if can_draft else ("stage",)
 
     draft = None
     if config.source.needs_draft:
-        draft = box.draft or config.model.draft
+        draft = host.draft or config.model.draft
     return Wish(
-        target=box.target or config.model.target,
+        target=host.target or config.model.target,
         draft=draft,
-        devices=box.devices,
-        roles=tuple(map(roles, box.members)),
+        devices=host.devices,
+        roles=tuple(map(roles, host.workers)),
         rows=config.feed.max_rows,
         length=LENGTH,
         children=config.feed.children,

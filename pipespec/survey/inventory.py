@@ -1,4 +1,4 @@
-"""What a box has: versions, CUDA devices, and which model files, told by their hashes.
+"""What a host has: versions, CUDA devices, and which model files, told by their hashes.
 
 Nothing is downloaded and no weight is read, so an answer takes a fraction of a second; torch is
 imported only where a CUDA device is asked for.
@@ -41,7 +41,7 @@ SHORT = 8
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A checkpoint as it lies on a box.
+    """A checkpoint as it lies on a host.
 
     `problem` says in a clause why it cannot be used, or is None. `config` and `index` are SHA-256
     hashes of those files; `shards` is one of the names and sizes of the weight files. `index` is
@@ -57,7 +57,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a box has.
+    """What a host has.
 
     `versions` has python, pipespec, code (of pipespec: a hash), torch, transformers, torchao,
     bitsandbytes and driver (NVIDIA's); None stands for what is not there. `cuda` names the CUDA

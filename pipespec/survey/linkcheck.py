@@ -1,6 +1,6 @@
-"""One link between two boxes: is the port open, how long is the round trip, how fast does it go.
+"""One link between two hosts: is the port open, how long is the round trip, how fast does it go.
 
-A `Door` accepts connections that begin with the token and answers with its box's name. Then each
+A `Door` accepts connections that begin with the token and answers with its host's name. Then each
 byte is a wish: a ping is sent back, and a burst is counted for a while and its rate told.
 """
 
@@ -58,7 +58,7 @@ class NotReached(Exception):
 
 
 class Peer:
-    """A connection to the probe of the box `name`, let in by the token.
+    """A connection to the probe of the host `name`, let in by the token.
 
     Every method raises NotReached when the peer is gone.
     """
@@ -146,7 +146,7 @@ def _noticing() -> Iterator[None]:
 
 
 class Door:
-    """Listens for the probes of other boxes. What does not know the token is shut out."""
+    """Listens for the probes of other hosts. What does not know the token is shut out."""
 
     def __init__(self, name: str, token: str):
         self._name = name

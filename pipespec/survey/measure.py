@@ -1,7 +1,7 @@
-"""How fast the devices of this box compute a model, and their memory: run by `gather`.
+"""How fast the devices of this host compute a model, and their memory: run by `gather`.
 
 A JSON object comes in on standard input, another goes out on standard output: the fields of
-`Wish`, and what `measure` returns. `pipespec partition` runs it on every box over SSH.
+`Wish`, and what `measure` returns. `pipespec partition` runs it on every host over SSH.
 
 What was measured once is kept in `~/.cache/pipespec/measured` (or in XDG_CACHE_HOME), by model
 files, device, threads, rows, text length, dtype, quantisation and versions; free memory is looked
@@ -93,7 +93,7 @@ def measure(wish: Wish) -> dict[str, Any]:
         figures: dict[str, Any] = {"model": bench.device_name, "memory_bytes": memory}
         for role, info in (("stage", target), ("draft", draft)):
             if role in roles and info is not None:
-                # Equal devices of one box would only be measured alike.
+                # Equal devices of one host would only be measured alike.
                 key = f"{role} {bench.device_name}"
                 if key not in measured:
                     measured[key] = bench.cached(role, info)
@@ -276,7 +276,7 @@ class _Bench:
 
 
 def _free_bytes(device: str, num_cpu: int) -> int:
-    """What a member on the device may use; `num_cpu` members share the main memory."""
+    """What a worker on the device may use; `num_cpu` workers share the main memory."""
     if device == "cpu":
         import psutil
 
@@ -290,9 +290,9 @@ def _free_bytes(device: str, num_cpu: int) -> int:
     return int(torch.cuda.mem_get_info(index)[0])
 
 
-def _threads(num_members: int) -> int:
+def _threads(num_workers: int) -> int:
     """Threads of a rank on the CPU, as the launcher sets them."""
-    shared = max(1, len(os.sched_getaffinity(0)) // num_members)
+    shared = max(1, len(os.sched_getaffinity(0)) // num_workers)
     return int(os.environ.get("OMP_NUM_THREADS", shared))
 
 

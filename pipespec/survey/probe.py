@@ -1,4 +1,4 @@
-"""`python -m pipespec.survey.probe`: what `pipespec doctor` runs on a box, over SSH.
+"""`python -m pipespec.survey.probe`: what `pipespec doctor` runs on a host, over SSH.
 
 One JSON object per line: requests on standard input, answers on standard output.
 
@@ -9,7 +9,7 @@ One JSON object per line: requests on standard input, answers on standard output
     {"id": 5, "do": "reach", token, peers}                        one Reach per peer
     {"id": 6, "do": "measure", token, name, place}                Measured, or a Reach
 
-An answer is {"id", "value"}. The token opens the listener to the other boxes' probes and to
+An answer is {"id", "value"}. The token opens the listener to the other hosts' probes and to
 nobody else; it comes over SSH alone, and so does everything that a probe acts on.
 It ends with its standard input, and at the latest after `LIFETIME_S`: if the link is cut, its
 input never ends.
@@ -37,7 +37,7 @@ LIFETIME_S = 300
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where a box accepts the others, and its interfaces.
+    """Where a host accepts the others, and its interfaces.
 
     `number` is its address as a number. `places` are that and, if it is another, the address of
     the interface that carries its batches, which comes last. `carrier` is that interface's name.
@@ -59,7 +59,7 @@ class Reach:
 
     `interface` leads to the address that carries the peer's batches. `problem`: "refused",
     "silent", "no route", "stranger" (something else answers), or None; `place` is where it
-    occurred, `who` the box that answered in the peer's stead.
+    occurred, `who` the host that answered in the peer's stead.
     """
 
     interface: str | None
@@ -87,7 +87,7 @@ def clock() -> float:
 
 
 def stock(models: dict[str, str], devices: list[str]) -> Inventory:
-    """What this box has."""
+    """What this host has."""
     return take(models, devices)
 
 

@@ -112,15 +112,15 @@ def _in_file(file: str) -> Store:
     return store
 
 
-def choose_backend(devices: Sequence[str], boxes: Sequence[str] = ()) -> str:
+def choose_backend(devices: Sequence[str], hosts: Sequence[str] = ()) -> str:
     """What carries hidden states between stages: "nccl" or "gloo".
 
-    `devices` are the ranks' devices, the head's first, and `boxes` the machines that they are
+    `devices` are the ranks' devices, the head's first, and `hosts` the machines that they are
     in, if those differ. The head neither sends nor receives hidden states, so it may share its
     device or have none. NCCL refuses two ranks on a GPU.
     """
     stages = [torch.device(device) for device in devices[1:]]
-    places = boxes[1:] or [""] * len(stages)
+    places = hosts[1:] or [""] * len(stages)
     distinct = {(place, device.index) for place, device in zip(places, stages, strict=True)}
     on_cuda = all(device.type == "cuda" and device.index is not None for device in stages)
     return "nccl" if len(stages) > 1 and on_cuda and len(distinct) == len(stages) else "gloo"

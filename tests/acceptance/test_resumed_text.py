@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec.cluster import deployment
+from pipespec.cluster.deployment import Deployment
 from pipespec.config import choices
 from pipespec.controller.client import Controller
 from pipespec.controller.records import Accepted, Finished
@@ -87,7 +87,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.build("llama", tmp_path_factory.mktemp("tiny"))
 
 
-def resume(plan: deployment.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[int]:
+def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[int]:
     """Lets one epoch leave the requests as they are and another finish them; their ids."""
     first = Controller.new_epoch(redis.url, cluster.NAMESPACE)
     with Controller.connect(redis.url, namespace=cluster.NAMESPACE, epoch=first, rank=0) as earlier:
@@ -103,7 +103,7 @@ def resume(plan: deployment.Plan, redis: EmbeddedRedis, requests: Sequence[Asked
     second = Controller.new_epoch(redis.url, cluster.NAMESPACE)
     with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=second) as log:
         log.close_queue()
-        cluster.serve(plan, redis, second)
+        cluster.serve(deployment, redis, second)
     return numbers
 
 
@@ -124,8 +124,8 @@ def told(redis: EmbeddedRedis, number: int) -> Told:
     )
 
 
-def resumed(plan: deployment.Plan, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[Told]:
-    return [told(redis, number) for number in resume(plan, redis, requests)]
+def resumed(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[Told]:
+    return [told(redis, number) for number in resume(deployment, redis, requests)]
 
 
 # --- greedy -----------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def begun(expected: Sequence[Sequence[int]]) -> list[Asked]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_greedy_text_is_finished_as_hugging_face_would(tiny, redis, greedy, shape):
-    plan = cluster.make_plan(tiny, tiny, *SHAPES[shape])
-    assert resumed(plan, redis, begun(greedy)) == [
+    deployment = cluster.make_plan(tiny, tiny, *SHAPES[shape])
+    assert resumed(deployment, redis, begun(greedy)) == [
         Told(answer, (), "length") for answer in greedy for _ in BORDERS
     ]
 
@@ -162,8 +162,8 @@ def test_every_source_goes_on_from_the_border(tiny, redis, greedy, source, tmp_p
         texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, greedy, strict=True)]
         truth.write_text("".join(json.dumps(text) + "\n" for text in texts))
         overrides.append(f"source.truth={truth}")
-    plan = cluster.make_plan(tiny, tiny, *overrides)
-    assert resumed(plan, redis, begun(greedy)) == [
+    deployment = cluster.make_plan(tiny, tiny, *overrides)
+    assert resumed(deployment, redis, begun(greedy)) == [
         Told(answer, (), "length") for answer in greedy for _ in BORDERS
     ]
 
@@ -171,10 +171,10 @@ def test_every_source_goes_on_from_the_border(tiny, redis, greedy, source, tmp_p
 def test_a_full_context_ends_it_at_the_same_token(tiny, redis, greedy):
     room = 7
     context = len(PROMPTS[0]) + room
-    plan = cluster.make_plan(tiny, tiny, "cluster.stages=2", f"model.context={context}")
+    deployment = cluster.make_plan(tiny, tiny, "cluster.stages=2", f"model.context={context}")
     fields = {"prompt": PROMPTS[0], "max_new_tokens": NUM_TOKENS}
     answer = greedy[0][:room]
-    assert resumed(plan, redis, [Asked(fields, answer[:k]) for k in range(room + 1)]) == [
+    assert resumed(deployment, redis, [Asked(fields, answer[:k]) for k in range(room + 1)]) == [
         Told(answer, (), "length")
     ] * (room + 1)
 
@@ -183,9 +183,9 @@ def test_an_eos_ends_it_on_either_side_of_the_border(tiny, redis, greedy):
     answer = greedy[1]
     eos = next(token for i, token in enumerate(answer) if i >= 4 and token not in answer[:i])
     length = answer.index(eos) + 1
-    plan = cluster.make_plan(tiny, tiny, "cluster.stages=2")
+    deployment = cluster.make_plan(tiny, tiny, "cluster.stages=2")
     fields = {"prompt": PROMPTS[1], "max_new_tokens": NUM_TOKENS, "eos": (eos,)}
-    assert resumed(plan, redis, [Asked(fields, answer[:k]) for k in range(length + 1)]) == [
+    assert resumed(deployment, redis, [Asked(fields, answer[:k]) for k in range(length + 1)]) == [
         Told(answer[:length], (), "stop")
     ] * (length + 1)
 
@@ -196,19 +196,19 @@ def test_an_eos_ends_it_on_either_side_of_the_border(tiny, redis, greedy):
 @pytest.mark.parametrize("shape", ["lockstep", "free"])
 def test_the_same_draws_follow_the_border(tiny, redis, shape):
     """`test_sampled_text.py` has what an uninterrupted request draws."""
-    plan = cluster.make_plan(tiny, tiny, *SHAPES[shape])
+    deployment = cluster.make_plan(tiny, tiny, *SHAPES[shape])
     fields = [
         {"prompt": PROMPTS[i % len(PROMPTS)], "max_new_tokens": NUM_TOKENS, "sampling": asked}
         for i, asked in enumerate(SAMPLED)
     ]
-    whole = resumed(plan, redis, list(map(Asked, fields)))
+    whole = resumed(deployment, redis, list(map(Asked, fields)))
     assert len({told.tokens for told in whole}) == len(whole)
     requests = [
         Asked(asked, answer.tokens[:border], answer.logprobs[:border])
         for asked, answer in zip(fields, whole, strict=True)
         for border in BORDERS
     ]
-    answers = resumed(plan, redis, requests)
+    answers = resumed(deployment, redis, requests)
     expected = [answer for answer in whole for _ in BORDERS]
     assert [told.tokens for told in answers] == [told.tokens for told in expected]
     for found, wanted, asked in zip(answers, expected, requests, strict=True):
@@ -238,10 +238,10 @@ def test_a_stop_string_that_spans_the_border_is_seen(redis):
     assert stop == "ing was very angr"
     length = next(count for count, text in enumerate(texts) if stop in text)
     assert length == 8
-    plan = cluster.make_plan(folder / "target", folder / "draft", "cluster.stages=2")
+    deployment = cluster.make_plan(folder / "target", folder / "draft", "cluster.stages=2")
     fields = {"prompt": prompt, "max_new_tokens": 12, "stop": ("no such text", stop)}
     requests = [Asked(fields, answer[:border]) for border in range(length + 1)]
-    assert resumed(plan, redis, requests) == [
+    assert resumed(deployment, redis, requests) == [
         Told(tuple(answer[:length]), (), "stop") for _ in requests
     ]
 
@@ -251,12 +251,12 @@ def test_a_stop_string_that_spans_the_border_is_seen(redis):
 
 def test_every_rank_reports_and_the_head_tells_what_was_replayed(tiny, redis, greedy):
     """Also on requests of which nothing but the end was left to be told."""
-    plan = cluster.make_plan(tiny, tiny, "cluster.stages=2")
+    deployment = cluster.make_plan(tiny, tiny, "cluster.stages=2")
     fields = {"prompt": PROMPTS[0], "max_new_tokens": NUM_TOKENS}
     borders = (NUM_TOKENS, NUM_TOKENS, 3, NUM_TOKENS, 0, NUM_TOKENS)
-    numbers = resume(plan, redis, [Asked(fields, greedy[0][:border]) for border in borders])
+    numbers = resume(deployment, redis, [Asked(fields, greedy[0][:border]) for border in borders])
     with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=0) as log:
-        reports = [list(log.reports(n, plan.num_ranks, timeout=1).values()) for n in numbers]
+        reports = [list(log.reports(n, deployment.num_ranks, timeout=1).values()) for n in numbers]
     for border, (head, *stages) in zip(borders, reports, strict=True):
         assert head["replayed"] == border
         assert head["completion_tokens"] == len(head["token_ns"]) == NUM_TOKENS

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from pipespec.client.own import Running, running
-from pipespec.cluster import deployment
+from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 
 
@@ -35,9 +35,9 @@ class Clusters:
     def running(self, *settings: str) -> Running:
         """The cluster of these settings."""
         if settings not in self._running:
-            plan = deployment.plan(compose([*self._common, *settings]))
+            deployment = decide(compose([*self._common, *settings]))
             with ExitStack() as stack:
-                cluster = stack.enter_context(running(plan))
+                cluster = stack.enter_context(running(deployment))
                 self._running[settings] = cluster, stack.pop_all()
         return self._running[settings][0]
 

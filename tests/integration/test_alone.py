@@ -1,4 +1,4 @@
-"""A name that one agent of a box holds, and who may be signalled for it."""
+"""A name that one agent of a host holds, and who may be signalled for it."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_a_window_cuts_joins_and_leaves_out():
         Span("send", 15.01, 20, 1),  # ends behind the window
         Span("compute", 40, 1, 2),  # outside
     ]
-    assert timeline.boxes(spans, begin=5, end=20, visible=0.1) == [
+    assert timeline.hosts(spans, begin=5, end=20, visible=0.1) == [
         ("compute", 0, 5),
         ("wait", 5, 5),
         ("send", pytest.approx(10.01), pytest.approx(4.99)),

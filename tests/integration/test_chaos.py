@@ -17,8 +17,8 @@ KILL, CUT = Fault("kill", "1", 4, 0.0, 0), Fault("cut", "a-b", 4, 2.0, 0)
 
 
 def schedule(seed: int, count: int = 50) -> list[Fault]:
-    boxes = ("a", "b", "c")
-    return draw(seed, count, kinds=KINDS, ranks=5, boxes=boxes, tokens=96, num_questions=4)
+    hosts = ("a", "b", "c")
+    return draw(seed, count, kinds=KINDS, ranks=5, hosts=hosts, tokens=96, num_questions=4)
 
 
 def answer(*events: tuple[float, int, list[int], int]) -> dict:
@@ -82,9 +82,9 @@ def test_what_the_answer_did_not_need_is_counted_apart():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--kinds", "kill,cut"], "--kinds names 'cut', which needs several boxes; add --boxes 3."),
+        (["--kinds", "kill,cut"], "--kinds names 'cut', which needs several hosts; add --hosts 3."),
         (["--kinds", "flood"], "--kinds names 'flood', which is none of kill, hang, redis"),
-        (["--boxes", "9"], "--boxes is 9, but must be from 2 to 5, the number of ranks."),
+        (["--hosts", "9"], "--hosts is 9, but must be from 2 to 5, the number of ranks."),
         (["--faults", "0"], "--faults, --num-prompts and --stages must be 1 or more"),
     ],
 )
@@ -95,12 +95,12 @@ def test_options_that_cannot_be_are_refused(options, said, monkeypatch, capsys):
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_boxes_are_refused_where_there_can_be_none(monkeypatch, capsys):
+def test_hosts_are_refused_where_there_can_be_none(monkeypatch, capsys):
     monkeypatch.setattr(testbed, "missing", lambda: "a test bed needs root")
-    monkeypatch.setattr(sys, "argv", ["chaos", "--boxes", "3"])
+    monkeypatch.setattr(sys, "argv", ["chaos", "--hosts", "3"])
     with pytest.raises(SystemExit):
         chaos.parse()
-    assert "--boxes 3 cannot be had here: a test bed needs root." in capsys.readouterr().err
+    assert "--hosts 3 cannot be had here: a test bed needs root." in capsys.readouterr().err
 
 
 @pytest.mark.long

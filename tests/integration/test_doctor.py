@@ -1,4 +1,4 @@
-"""`pipespec doctor` on boxes that are processes of this machine, each at a loopback address."""
+"""`pipespec doctor` on hosts that are processes of this machine, each at a loopback address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools.rig import testbed
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "t" * 64
-BOXES = ("alpha", "beta", "gamma")
+HOSTS = ("alpha", "beta", "gamma")
 
 
 @pytest.fixture(autouse=True)
@@ -34,18 +34,18 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hosts_file(folder: Path, **entries: dict[str, Any]) -> str:
-    """Boxes on this machine: alpha, beta, gamma and whatever else is named.
+    """Hosts on this machine: alpha, beta, gamma and whatever else is named.
 
     `entries` are further settings of some of them, by name.
     """
-    names = dict.fromkeys([*BOXES, *entries])
-    hosts = [
+    names = dict.fromkeys([*HOSTS, *entries])
+    hosts_file = [
         {"name": name, "address": f"127.0.0.{index}", **entries.get(name, {})}
         for index, name in enumerate(names, 1)
     ]
     file = folder / "hosts.yaml"
     defaults = {"ssh": "local", "devices": ["cpu"]}
-    file.write_text(yaml.safe_dump({"defaults": defaults, "hosts": hosts}))
+    file.write_text(yaml.safe_dump({"defaults": defaults, "hosts": hosts_file}))
     return str(file)
 
 
@@ -67,7 +67,7 @@ def examined(
 
 
 def python(folder: Path, *lines: str) -> str:
-    """A program for the `python` of a box: a shell script."""
+    """A program for the `python` of a host: a shell script."""
     file = folder / f"python-{len(list(folder.iterdir()))}"
     file.write_text("\n".join(["#!/bin/sh", *lines, ""]))
     file.chmod(0o755)
@@ -77,19 +77,19 @@ def python(folder: Path, *lines: str) -> str:
 RUN_PYTHON = f'exec "{sys.executable}" "$@"'
 
 
-def test_three_boxes_in_good_health(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_three_hosts_in_good_health(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, _ = examined(capsys, hosts_file(tmp_path), code=0)
     assert report["findings"] == []
-    assert list(report["boxes"]) == list(BOXES)
-    for box in report["boxes"].values():
-        assert box["failure"] is None
-        assert box["inventory"]["versions"]["torch"]
-        assert box["inventory"]["models"].keys() == {"target", "draft"}
-        assert box["listening"]["carrier"] == "lo"
+    assert list(report["boxes"]) == list(HOSTS)
+    for host in report["boxes"].values():
+        assert host["failure"] is None
+        assert host["inventory"]["versions"]["torch"]
+        assert host["inventory"]["models"].keys() == {"target", "draft"}
+        assert host["listening"]["carrier"] == "lo"
         # One machine, one clock.
-        assert abs(box["clock"]["offset_s"]) <= box["clock"]["margin_s"]
+        assert abs(host["clock"]["offset_s"]) <= host["clock"]["margin_s"]
     pairs = [(link["source"], link["to"]) for link in report["links"]]
-    assert pairs == [(a, b) for a in BOXES for b in BOXES if a != b]
+    assert pairs == [(a, b) for a in HOSTS for b in HOSTS if a != b]
     for link in report["links"]:
         assert link["reach"]["interface"] == "lo"
         assert link["reach"]["problem"] is None
@@ -101,8 +101,8 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", hosts_file(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "Boxes" in out and "Links" in out
-    assert all(f"│ {name} " in out for name in BOXES)
+    assert "Hosts" in out and "Links" in out
+    assert all(f"│ {name} " in out for name in HOSTS)
 
 
 def test_a_model_that_differs_and_one_that_is_missing(
@@ -122,9 +122,11 @@ def test_the_models_may_be_given_as_settings(
     argv = [hosts_file(tmp_path), "model.target=/no/such/target", "model.draft=null"]
     report, lines = examined(capsys, *argv, code=1)
     assert [line.partition(" is missing")[0] for line in lines] == [
-        f"pipespec: The target /no/such/target on {name}" for name in BOXES
+        f"pipespec: The target /no/such/target on {name}" for name in HOSTS
     ]
-    assert all(box["inventory"]["models"].keys() == {"target"} for box in report["boxes"].values())
+    assert all(
+        host["inventory"]["models"].keys() == {"target"} for host in report["boxes"].values()
+    )
 
 
 def test_a_version_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +139,7 @@ def test_a_version_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "on alpha and beta and 1.2.3 on gamma; install one version on all." in line
 
 
-def test_an_unreachable_box_does_not_keep_the_others_from_being_looked_at(
+def test_an_unreachable_host_does_not_keep_the_others_from_being_looked_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if shutil.which("ssh") is None:
@@ -160,7 +162,7 @@ def test_probes_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[
     programs = {
         "bare": (["echo 'No module named pipespec' >&2", "exit 1"], "install pipespec there"),
         "broken": (["echo oops >&2", "exit 3"], "ended with exit code 3: oops"),
-        "empty": (["exit 127"], "set `python` of the box"),
+        "empty": (["exit 127"], "set `python` of the host"),
         "late": (["read line", "echo oops >&2", "exit 3"], "ended with exit code 3: oops"),
         "old": (["read line", 'echo \'{"id": 1, "value": 0}\'', "read line"], "another version"),
     }
@@ -169,10 +171,10 @@ def test_probes_that_do_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [line.split(": ")[1] for line in lines] == list(programs)
     for line, (_, part) in zip(lines, programs.values(), strict=True):
         assert part in line
-    assert {link["source"] for link in report["links"]} == set(BOXES)
+    assert {link["source"] for link in report["links"]} == set(HOSTS)
 
 
-def test_a_box_that_does_not_answer_is_given_up(
+def test_a_host_that_does_not_answer_is_given_up(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "HELLO_TIMEOUT_S", 2.0)
@@ -210,7 +212,7 @@ def test_an_address_that_leads_to_another_machine(
     assert open_pairs == {("alpha", "gamma"), ("gamma", "alpha")}
 
 
-def test_addresses_at_which_boxes_cannot_be_reached(
+def test_addresses_at_which_hosts_cannot_be_reached(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = hosts_file(
@@ -255,7 +257,7 @@ def test_mistakes_come_before_anything_starts(
 
 @pytest.fixture
 def place() -> Place:
-    """Where a probe of a box called beta listens."""
+    """Where a probe of a host called beta listens."""
     return Door("beta", TOKEN).open("127.0.0.1")
 
 
@@ -307,7 +309,7 @@ def test_batches_may_have_an_interface_of_their_own() -> None:
     assert len(probe.listen("beta", TOKEN, address, name).places) == 1
 
 
-def test_another_box_at_the_address_says_who_it_is(place: Place) -> None:
+def test_another_host_at_the_address_says_who_it_is(place: Place) -> None:
     with pytest.raises(NotReached) as refused:
         Peer(place, "alpha", TOKEN)
     assert (refused.value.problem, refused.value.who) == ("stranger", "beta")
@@ -347,23 +349,23 @@ def test_a_probe_ends_with_its_standard_input() -> None:
     assert json.loads(done.stdout) == {"id": 7, "value": probe.PROTOCOL}
 
 
-# --- boxes with addresses of their own --------------------------------------------------------
+# --- hosts with addresses of their own --------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[testbed.Testbed]:
     if (lacking := testbed.missing()) is not None:
         pytest.skip(lacking)
-    with testbed.Testbed(boxes=3, delay_ms=2.0, gbit=0.5) as made:
+    with testbed.Testbed(hosts=3, delay_ms=2.0, gbit=0.5) as made:
         yield made
 
 
 def bed_report(bed: testbed.Testbed) -> tuple[int, dict[str, Any]]:
-    """What the doctor says when it is run on the first box, through every box's sshd."""
+    """What the doctor says when it is run on the first host, through every host's sshd."""
     file = bed.hosts_file()
-    hosts = yaml.safe_load(file.read_text())
-    hosts["defaults"]["env"]["PYTHONPATH"] = str(ROOT)
-    file.write_text(yaml.safe_dump(hosts))
+    hosts_file = yaml.safe_load(file.read_text())
+    hosts_file["defaults"]["env"]["PYTHONPATH"] = str(ROOT)
+    file.write_text(yaml.safe_dump(hosts_file))
     done = bed.run("a", [sys.executable, "-m", "pipespec", "doctor", "--json", str(file)])
     return done.returncode, json.loads(done.stdout)
 
@@ -392,7 +394,7 @@ def test_a_cut_link_names_the_pair(bed: testbed.Testbed) -> None:
     assert measured == {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")}
 
 
-def test_a_box_whose_links_are_all_cut(bed: testbed.Testbed) -> None:
+def test_a_host_whose_links_are_all_cut(bed: testbed.Testbed) -> None:
     for other in ("a", "b"):
         bed.cut(other, "c")
     try:

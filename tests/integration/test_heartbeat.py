@@ -1,4 +1,4 @@
-"""A member's heartbeat in a real Redis: it tells of new epochs, and that the member lives."""
+"""A worker's heartbeat in a real Redis: it tells of new epochs, and that the worker lives."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import Pipe
 from pipespec.controller.keys import Keys
-from pipespec.controller.members import LEASE_S, Epoch, Membership, Suspicion
+from pipespec.controller.membership import LEASE_S, Epoch, Membership, Suspicion
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
 
 NAMESPACE = "heartbeat"
-MEMBER = "alpha/1"
+WORKER = "alpha/1"
 # For what comes; tests end as soon as it has.
 PATIENCE_S = 30.0
 
@@ -36,7 +36,7 @@ def begin(server: EmbeddedRedis, plan: str = "") -> int:
 
 
 def beating(server: EmbeddedRedis, patience_s: float = PATIENCE_S) -> Heartbeat:
-    return Heartbeat(server.url, NAMESPACE, MEMBER, patience_s=patience_s)
+    return Heartbeat(server.url, NAMESPACE, WORKER, patience_s=patience_s)
 
 
 def kill(server: EmbeddedRedis) -> None:
@@ -218,12 +218,12 @@ def test_an_error_of_the_block_comes_through(server: EmbeddedRedis) -> None:
 
 def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server: EmbeddedRedis) -> None:
     with Membership(server.url, NAMESPACE) as shared:
-        assert shared.alive([MEMBER]) == {}
+        assert shared.alive([WORKER]) == {}
         with beating(server):
-            until(lambda: shared.alive([MEMBER]))
-            assert shared.alive([MEMBER, "beta/0"]) == {MEMBER: os.getpid()}
+            until(lambda: shared.alive([WORKER]))
+            assert shared.alive([WORKER, "beta/0"]) == {WORKER: os.getpid()}
             pipe = Pipe(server.url)
-            lease = Keys(NAMESPACE).lease(MEMBER)
+            lease = Keys(NAMESPACE).lease(WORKER)
             left_ms = pipe.call("PTTL", lease)
             assert 0 < left_ms <= LEASE_S * 1000
             renewals = 0
@@ -233,17 +233,17 @@ def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server: EmbeddedRedi
                 renewals += left_ms > before
                 time.sleep(0.01)
             pipe.close()
-        until(lambda: not shared.alive([MEMBER]))
+        until(lambda: not shared.alive([WORKER]))
 
 
 # Suspicions -----------------------------------------------------------------------------------
 
 
-def test_a_suspicion_is_told_in_the_members_name(server: EmbeddedRedis) -> None:
+def test_a_suspicion_is_told_in_the_workers_name(server: EmbeddedRedis) -> None:
     with beating(server) as heartbeat:
         heartbeat.suspect(4, "The link to rank 2 broke.")
     with Membership(server.url, NAMESPACE) as shared:
-        assert shared.suspicions(PATIENCE_S) == [Suspicion(4, MEMBER, "The link to rank 2 broke.")]
+        assert shared.suspicions(PATIENCE_S) == [Suspicion(4, WORKER, "The link to rank 2 broke.")]
 
 
 def test_a_suspicion_that_nobody_can_hear_is_kept_to_oneself(server: EmbeddedRedis) -> None:
@@ -261,7 +261,7 @@ def test_a_suspicion_that_nobody_can_hear_is_kept_to_oneself(server: EmbeddedRed
 def test_a_redis_that_comes_back_is_reached_again(server: EmbeddedRedis) -> None:
     begin(server, "first")
     with beating(server) as heartbeat, Membership(server.url, NAMESPACE) as before:
-        until(lambda: before.alive([MEMBER]))
+        until(lambda: before.alive([WORKER]))
         heartbeat.next(0)
         for number, end in ((2, kill), (3, lambda server: None)):
             with waiting_for(heartbeat, number - 1) as found:
@@ -271,8 +271,8 @@ def test_a_redis_that_comes_back_is_reached_again(server: EmbeddedRedis) -> None
                 begin(server, f"plan {number}")
             assert found == [Epoch(number, f"plan {number}")]
         with Membership(server.url, NAMESPACE) as shared:
-            shared._pipe.call("DEL", Keys(NAMESPACE).lease(MEMBER))
-            until(lambda: shared.alive([MEMBER]))
+            shared._pipe.call("DEL", Keys(NAMESPACE).lease(WORKER))
+            until(lambda: shared.alive([WORKER]))
 
 
 def test_a_redis_that_stays_away_too_long_is_given_up(server: EmbeddedRedis) -> None:
@@ -314,7 +314,7 @@ def test_a_redis_that_was_never_there_is_given_up() -> None:
     with EmbeddedRedis() as server:
         url = server.url
     with (
-        Heartbeat(url, NAMESPACE, MEMBER, patience_s=0) as heartbeat,
+        Heartbeat(url, NAMESPACE, WORKER, patience_s=0) as heartbeat,
         pytest.raises(Unreachable, match="refused the connection"),
     ):
         heartbeat.next(0)

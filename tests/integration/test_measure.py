@@ -1,4 +1,4 @@
-"""Measuring the devices of a box in a process of its own, and planning from what was measured."""
+"""Measuring the devices of a host in a process of its own, and planning from what was measured."""
 
 import io
 import json
@@ -72,11 +72,11 @@ def hosts_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def figures(hosts_file):
-    """Both boxes, measured."""
+    """Both hosts, measured."""
     return gather(load_hosts(hosts_file), compose(["cluster.stages=3", *SETTINGS]))
 
 
-def test_a_box_says_times_sizes_and_memory():
+def test_a_host_says_times_sizes_and_memory():
     done = measured(WISH)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -132,7 +132,7 @@ def test_figures_become_a_placement_of_all_layers(figures, hosts_file):
     asked = problem(load_hosts(hosts_file), figures, config)
     placement = plan_slices(asked)
     assert sum(map(len, placement.layers)) == NUM_LAYERS
-    assert sorted(placement.members_by_rank) == ["alpha/0", "alpha/1", "beta/0", "beta/1"]
+    assert sorted(placement.workers_by_rank) == ["alpha/0", "alpha/1", "beta/0", "beta/1"]
     assert {(link["source"], link["to"]) for link in figures.links} == {
         ("alpha", "beta"),
         ("beta", "alpha"),
@@ -150,7 +150,7 @@ def test_figures_of_other_weights_are_refused(figures, hosts_file):
         problem(load_hosts(hosts_file), figures, config)
 
 
-def test_memory_gib_bounds_a_member(figures, hosts_file, tmp_path):
+def test_memory_gib_bounds_a_worker(figures, hosts_file, tmp_path):
     file = tmp_path / "small.yaml"
     file.write_text(hosts_file.read_text().replace("devices", "memory_gib: 0.1, devices"))
     asked = problem(load_hosts(file), figures, compose(["cluster.stages=3", *SETTINGS]))

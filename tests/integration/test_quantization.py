@@ -25,7 +25,7 @@ from transformers import (
 
 from pipespec.cluster import session
 from pipespec.cluster.build import load_model as build_rank
-from pipespec.cluster.member import on_this_box
+from pipespec.cluster.worker import on_this_host
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.engine.attention.plan import causal_plan
 from pipespec.engine.checkpoint import inspect
@@ -287,7 +287,7 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(quantised, tmp_path
 
 @pytest.mark.parametrize("package", METHODS)
 def test_a_missing_package_is_named_where_weights_load(quantised, monkeypatch, package):
-    """A box that only asks needs none, so the plan itself can be made."""
+    """A host that only asks needs none, so the plan itself can be made."""
     quantization = next(n for n, how in QUANTIZATIONS.items() if how.package == package)
     before = quantised(quantization)
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
@@ -313,8 +313,8 @@ def test_an_old_config_without_a_method_is_read(quantised, tmp_path):
     assert greedy(slices, PROMPT, 4) == expected
 
 
-def test_a_box_with_another_target_is_refused(quantised):
+def test_a_host_with_another_target_is_refused(quantised):
     plan = cluster.make_plan(DEMO / "target", DEMO / "draft")
-    box = replace(plan.boxes[0], target=str(quantised("nf4")))
+    host = replace(plan.hosts[0], target=str(quantised("nf4")))
     with pytest.raises(ConfigError, match=r"16 layers of 128, bitsandbytes in bfloat16, not llama"):
-        on_this_box(plan, box)
+        on_this_host(plan, host)

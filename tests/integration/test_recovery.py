@@ -1,4 +1,4 @@
-"""Members are killed, stopped and cut from their Redis in mid-sentence; the text stays the same.
+"""Workers are killed, stopped and cut from their Redis in mid-sentence; the text stays the same.
 
 Most tests strike one cluster, one after another: each leaves it whole, or its text was not.
 """
@@ -16,7 +16,7 @@ import pytest
 
 from pipespec.client.own import Running
 from pipespec.config.compose import compose
-from pipespec.controller.members import Membership
+from pipespec.controller.membership import Membership
 from pipespec.controller.records import Accepted
 from pipespec.core import Sampling
 from pipespec.errors import RankFailed, Unreachable
@@ -30,7 +30,7 @@ EARLY, LATE = 4, 20
 PATIENCE_S = 60.0
 GREEDY = compose(["verify=greedy"]).verify.sampling(0)
 SAMPLED = compose(["verify=sample", "verify.seed=11", "verify.temperature=0.9"]).verify.sampling(0)
-# No member stays away for so long, and no Redis.
+# No worker stays away for so long, and no Redis.
 PATIENT = ("cluster.patience_s=600",)
 FREE = ("cluster.sync=free",)
 
@@ -70,12 +70,12 @@ def ask(
 
 
 def pid_of(running: Running, rank: int) -> int:
-    """The process of a rank's member, once it lives: an earlier test may have ended another."""
-    member = running.cluster.plan.members[rank]
+    """The process of a rank's worker, once it lives: an earlier test may have ended another."""
+    worker = running.cluster.plan.workers[rank]
     end = time.monotonic() + PATIENCE_S
     with Membership(running.cluster.url, running.cluster.namespace) as shared:
-        while not alive(pid := shared.alive([member]).get(member, 0)):
-            assert time.monotonic() < end, f"{member} did not come back"
+        while not alive(pid := shared.alive([worker]).get(worker, 0)):
+            assert time.monotonic() < end, f"{worker} did not come back"
             time.sleep(0.05)
     return pid
 
@@ -147,7 +147,7 @@ def test_a_rank_killed_between_requests_is_back_for_the_next(struck, greedy):
     assert ask(struck) == greedy
 
 
-def test_a_spare_takes_the_place_of_a_member_that_stays_away(clusters, greedy):
+def test_a_spare_takes_the_place_of_a_worker_that_stays_away(clusters, greedy):
     """Its supervisor is stopped with it, so nobody starts it again."""
     with clusters.last("cluster.spares=1", "cluster.patience_s=1") as running:
         pid = pid_of(running, 2)
@@ -159,7 +159,7 @@ def test_a_spare_takes_the_place_of_a_member_that_stays_away(clusters, greedy):
 
         try:
             assert ask(running, at=EARLY, fault=fault) == greedy
-            assert f"local/{STAGES + 1}" in running.cluster._recovery.assignment.members
+            assert f"local/{STAGES + 1}" in running.cluster._recovery.assignment.workers
         finally:
             os.kill(supervisor, signal.SIGCONT)
 

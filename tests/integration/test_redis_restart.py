@@ -453,7 +453,7 @@ def test_who_listens_over_a_link_that_is_cut_learns_of_it(kind: str) -> None:
     if reason := testbed.missing():
         pytest.skip(reason)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with Testbed(boxes=2) as bed:
+    with Testbed(hosts=2) as bed:
         serve = [sys.executable, "-c", SERVE, bed.address("a")]
         listen = [sys.executable, "-c", LISTEN, kind]
         with bed.popen("a", serve, **pipes) as redis, bed.popen("b", listen, **pipes) as listener:

@@ -1,4 +1,4 @@
-"""Modules started on boxes through a real sshd, and what is said when that fails."""
+"""Modules started on hosts through a real sshd, and what is said when that fails."""
 
 import dataclasses
 import json
@@ -9,75 +9,75 @@ import sys
 import pytest
 
 from pipespec.cluster import ssh
-from pipespec.config.hosts import Box, load_hosts
+from pipespec.config.hosts import Host, load_hosts
 from tools.rig.testbed import Testbed, missing
 
 if (lacking := missing()) is not None:
     pytest.skip(lacking, allow_module_level=True)
 
-# Runs in box a: one call of `ssh.run` or `ssh.popen` as standard input describes it.
+# Runs in host a: one call of `ssh.run` or `ssh.popen` as standard input describes it.
 CALLER = """
 import json, subprocess, sys, time
 from pipespec import errors
 from pipespec.cluster import ssh
 from pipespec.config import hosts
 call = json.load(sys.stdin)
-box = hosts.Box(**call["box"])
+host = hosts.Host(**call["host"])
 start = time.monotonic()
 try:
-    answer = ssh.run(box, *call["words"], input=call["input"].encode(), timeout=30).decode()
+    answer = ssh.run(host, *call["words"], input=call["input"].encode(), timeout=30).decode()
 except errors.HostFailed as failed:
     answer = f"HostFailed: {failed}"
 print(json.dumps([answer, time.monotonic() - start]))
 """
 
-# Runs in box a: a program that waits on another box. Says when it runs, and how it ended.
+# Runs in host a: a program that waits on another host. Says when it runs, and how it ended.
 WAITER = """
 import json, subprocess, sys, time
 from pipespec.cluster import ssh
 from pipespec.config import hosts
-box = hosts.Box(**json.loads(sys.stdin.readline()))
+host = hosts.Host(**json.loads(sys.stdin.readline()))
 pipe = subprocess.PIPE
 words = "timeit", "-n1", "-r1", "print('runs', flush=True); input()"
-with ssh.popen(box, *words, stdin=pipe, stdout=pipe, stderr=pipe) as far:
+with ssh.popen(host, *words, stdin=pipe, stdout=pipe, stderr=pipe) as far:
     print(far.stdout.readline().decode(), end="", flush=True)
     sys.stdin.readline()
     start = time.monotonic()
     said = far.stderr.read()
-    message = str(ssh.failure(box, "timeit", far.wait(), said))
+    message = str(ssh.failure(host, "timeit", far.wait(), said))
     print(json.dumps([message, time.monotonic() - start]))
 """
 
 
 @pytest.fixture(scope="module")
 def bed():
-    with Testbed(boxes=3) as bed:
+    with Testbed(hosts=3) as bed:
         yield bed
 
 
 @pytest.fixture(scope="module")
-def beta(bed) -> Box:
-    return load_hosts(bed.hosts_file()).box("b")
+def beta(bed) -> Host:
+    return load_hosts(bed.hosts_file()).host("b")
 
 
-def described(box: Box) -> dict:
-    return dataclasses.asdict(box)
+def described(host: Host) -> dict:
+    return dataclasses.asdict(host)
 
 
-def called(bed: Testbed, box: Box, *words: str, given: str = "") -> tuple[str, float]:
-    """What `ssh.run` in box a returned or raised, and how many seconds it took."""
-    call = {"box": described(box), "words": words, "input": given}
+def called(bed: Testbed, host: Host, *words: str, given: str = "") -> tuple[str, float]:
+    """What `ssh.run` in host a returned or raised, and how many seconds it took."""
+    call = {"host": described(host), "words": words, "input": given}
     done = bed.run("a", [sys.executable, "-c", CALLER], given=json.dumps(call))
     assert done.returncode == 0, done.stderr
     answer, seconds = json.loads(done.stdout)
     return answer, seconds
 
 
-def test_a_module_runs_on_the_box_with_its_input_and_environment(bed, beta):
-    box = dataclasses.replace(beta, env={"HF_HOME": 'it\'s "here" $HOME'})
+def test_a_module_runs_on_the_host_with_its_input_and_environment(bed, beta):
+    host = dataclasses.replace(beta, env={"HF_HOME": 'it\'s "here" $HOME'})
     program = "import os, sys; print(os.environ['HF_HOME'], os.environ['SSH_CONNECTION'], input())"
 
-    answer, _ = called(bed, box, "timeit", "-n", "1", "-r", "1", program, given="hello, world\n")
+    answer, _ = called(bed, host, "timeit", "-n", "1", "-r", "1", program, given="hello, world\n")
 
     connection = f"{bed.address('a')} "
     assert answer.startswith(f'it\'s "here" $HOME {connection}')
@@ -87,9 +87,9 @@ def test_a_module_runs_on_the_box_with_its_input_and_environment(bed, beta):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"port": 2222}, "Connection refused; start sshd there, or set `port` of the box"),
+        ({"port": 2222}, "Connection refused; start sshd there, or set `port` of the host"),
         ({"user": "nobody"}, "Permission denied (publickey); let this user's key in with"),
-        ({"address": "no.such.host.invalid"}, "correct `address` or `ssh` of the box"),
+        ({"address": "no.such.host.invalid"}, "correct `address` or `ssh` of the host"),
         ({"python": "/no/python"}, "/no/python"),
     ],
     ids=["port", "user", "address", "python"],
@@ -100,7 +100,7 @@ def test_what_is_wrong_is_said_with_a_remedy(bed, beta, changes, sentence):
     assert answer.startswith("HostFailed: b: ") and sentence in answer
 
 
-def test_a_key_of_the_box_that_is_not_known_is_refused(bed, beta):
+def test_a_key_of_the_host_that_is_not_known_is_refused(bed, beta):
     known = bed.folder / "known_hosts"
     kept = known.read_text()
     try:
@@ -112,14 +112,14 @@ def test_a_key_of_the_box_that_is_not_known_is_refused(bed, beta):
     assert "Host key verification failed; connect once by hand with `ssh root@10.77.0.2`" in answer
 
 
-def test_a_box_behind_a_cut_link_is_given_up(bed, beta):
+def test_a_host_behind_a_cut_link_is_given_up(bed, beta):
     bed.cut("a", "b")
     try:
         answer, seconds = called(bed, beta, "json.tool", given="{}")
     finally:
         bed.mend("a", "b")
 
-    assert answer.startswith("HostFailed: b: ") and "timed out; check that the box is up" in answer
+    assert answer.startswith("HostFailed: b: ") and "timed out; check that the host is up" in answer
     assert seconds < ssh.CONNECT_TIMEOUT + 5
 
 
@@ -137,7 +137,7 @@ def test_a_link_that_is_cut_under_a_program_is_noticed(bed, beta):
             waiter.kill()
             bed.mend("a", "b")
 
-    assert said.startswith("b: Timeout, server 10.77.0.2 not responding; check the box")
+    assert said.startswith("b: Timeout, server 10.77.0.2 not responding; check the host")
     assert seconds < ssh.NOTICED_AFTER + 3
 
 

@@ -23,7 +23,7 @@ if (lacking := missing()) is not None:
 
 @pytest.fixture(scope="module")
 def bed():
-    with Testbed(boxes=3, delay_ms=DELAY_MS, gbit=GBIT) as bed:
+    with Testbed(hosts=3, delay_ms=DELAY_MS, gbit=GBIT) as bed:
         yield bed
 
 
@@ -40,7 +40,7 @@ def test_a_packet_takes_the_delay_each_way(bed):
     assert 2 * DELAY_MS <= rtt < 4 * DELAY_MS
 
 
-def test_no_box_sends_faster_than_its_rate(bed):
+def test_no_host_sends_faster_than_its_rate(bed):
     measured = bed.measured_gbit("a", "b", megabytes=8)
 
     assert GBIT / 4 < measured < GBIT * 1.05
@@ -77,7 +77,7 @@ def test_a_connection_outlives_a_cut_that_is_mended(bed):
             assert server.recv(100) == b"in the dark"
 
 
-def test_a_box_has_only_its_own_address(bed):
+def test_a_host_has_only_its_own_address(bed):
     with bed.socket("b") as own:
         own.bind((bed.address("b"), 0))
     with bed.socket("b") as foreign, pytest.raises(OSError, match="assign"):
@@ -87,18 +87,18 @@ def test_a_box_has_only_its_own_address(bed):
 
 
 def test_the_hosts_file_is_what_was_asked_for(bed):
-    hosts = load_hosts(bed.hosts_file({"a": 2, "c": 1}, file="two.yaml", draft="c/0"))
+    hosts_file = load_hosts(bed.hosts_file({"a": 2, "c": 1}, file="two.yaml", draft="c/0"))
 
-    assert [box.name for box in hosts.boxes] == ["a", "c"]
-    assert hosts.members == ("a/0", "a/1", "c/0")
-    assert hosts.draft == "c/0"
-    assert hosts.box("c").address == bed.address("c")
+    assert [host.name for host in hosts_file.hosts] == ["a", "c"]
+    assert hosts_file.workers == ("a/0", "a/1", "c/0")
+    assert hosts_file.draft == "c/0"
+    assert hosts_file.host("c").address == bed.address("c")
 
 
 def test_a_failed_start_leaves_nothing_behind(monkeypatch):
     before = namespaces()
     monkeypatch.setattr("tools.rig.sshd.START", "echo no sshd >&2; exit 1")
-    bed = Testbed(boxes=2)
+    bed = Testbed(hosts=2)
 
     with pytest.raises(RuntimeError, match=r"did not start: no sshd"):
         bed.__enter__()
@@ -112,7 +112,7 @@ def test_an_exception_leaves_nothing_behind():
         pass
 
     before = namespaces()
-    with contextlib.suppress(Broken), Testbed(boxes=2) as bed:
+    with contextlib.suppress(Broken), Testbed(hosts=2) as bed:
         waiting = bed.popen("b", ["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         waiting.stdin.write(b"\n")
         assert waiting.stdout.read(1) == b"\n"
@@ -130,7 +130,7 @@ def test_an_exception_leaves_nothing_behind():
 def test_a_bed_whose_owner_was_killed_removes_itself():
     program = (
         "import signal; from tools.rig.testbed import Testbed\n"
-        "with Testbed(boxes=2) as bed:\n"
+        "with Testbed(hosts=2) as bed:\n"
         "    print(bed.folder, bed.relay_pid, flush=True)\n"
         "    signal.pause()\n"
     )

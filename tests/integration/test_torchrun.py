@@ -1,4 +1,4 @@
-"""A box whose members somebody starts by hand, with launch/torchrun.sh."""
+"""A host whose workers somebody starts by hand, with launch/torchrun.sh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
 from pipespec.client import registry
-from pipespec.controller.members import Membership
+from pipespec.controller.membership import Membership
 from pipespec.system.interfaces import LOOPBACK
 from pipespec.system.resources import resource_dir
 from tests.helpers.listening import assert_private, family, watched
@@ -90,15 +90,15 @@ def answer(capfd: pytest.CaptureFixture[str], name: str) -> list[int]:
     return json.loads(capfd.readouterr().out)["token_ids"]
 
 
-def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment, capfd):
-    hosts = environment / "hosts.yaml"
-    hosts.write_text(HOSTS)
+def test_a_host_joins_by_hand_and_is_started_again_by_torchrun(environment, capfd):
+    hosts_file = environment / "hosts.yaml"
+    hosts_file.write_text(HOSTS)
     invitation = registry.folder() / "hand.invitation"
     log = environment / "log"
-    with running(pipespec("up", f"cluster={hosts}"), log) as up:
+    with running(pipespec("up", f"cluster={hosts_file}"), log) as up:
         until(lambda: invitation.exists() and invitation.stat().st_size)
         assert invitation.stat().st_mode & 0o077 == 0
-        script = [str(ROOT / "launch" / "torchrun.sh"), str(hosts), "there", str(invitation)]
+        script = [str(ROOT / "launch" / "torchrun.sh"), str(hosts_file), "there", str(invitation)]
         with running(script, log) as there:
             with watched(lambda: [*family(up.pid), *family(there.pid)]) as seen:
                 until(lambda: (entry := registry.held("hand")) is not None and entry.cluster)
@@ -118,9 +118,9 @@ def test_a_box_joins_by_hand_and_is_started_again_by_torchrun(environment, capfd
     assert not [name for name in left if name.startswith(("pipespec", "torchelastic"))]
 
 
-def test_an_unknown_box_and_a_file_that_is_no_invitation_are_refused(environment):
-    hosts = environment / "hosts.yaml"
-    hosts.write_text(HOSTS)
+def test_an_unknown_host_and_a_file_that_is_no_invitation_are_refused(environment):
+    hosts_file = environment / "hosts.yaml"
+    hosts_file.write_text(HOSTS)
     other = environment / "other.json"
     other.write_text('{"password": "s3cret"}')
 
@@ -133,20 +133,20 @@ def test_an_unknown_box_and_a_file_that_is_no_invitation_are_refused(environment
         assert run.returncode == 2
         return run.stderr
 
-    assert "has no box 'elsewhere'; it has here, there" in complaint(
-        str(hosts), "elsewhere", str(other)
+    assert "has no host 'elsewhere'; it has here, there" in complaint(
+        str(hosts_file), "elsewhere", str(other)
     )
-    said = complaint(str(hosts), "there", str(other))
+    said = complaint(str(hosts_file), "there", str(other))
     assert "is no invitation" in said
     assert "s3cret" not in said
 
 
-def test_launch_shows_what_the_members_say_until_ctrl_c(environment, capfd):
-    hosts = environment / "hosts.yaml"
-    hosts.write_text(HOSTS.replace(THERE, "address: 127.0.0.2, ssh: local, devices: [cpu]"))
+def test_launch_shows_what_the_workers_say_until_ctrl_c(environment, capfd):
+    hosts_file = environment / "hosts.yaml"
+    hosts_file.write_text(HOSTS.replace(THERE, "address: 127.0.0.2, ssh: local, devices: [cpu]"))
     log = environment / "log"
     with (
-        running(pipespec("launch", str(hosts)), log) as launched,
+        running(pipespec("launch", str(hosts_file)), log) as launched,
         watched(lambda: family(launched.pid)) as seen,
     ):
         until(lambda: (entry := registry.held("hand")) is not None and entry.cluster)

@@ -28,7 +28,7 @@ from pipespec.client.generate import Result
 from pipespec.client.registry import RunningCluster
 from pipespec.client.settings import RequestSettings
 from pipespec.controller.connection import Pipe
-from pipespec.controller.members import Membership
+from pipespec.controller.membership import Membership
 from pipespec.controller.records import Finished
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
@@ -484,7 +484,7 @@ def test_a_killed_cluster_fails_its_request_and_frees_its_name_and_ctrl_c_ends_t
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=ENDING_S)
     assert (process.returncode, out) == (0, "")
-    # What the members said, each with its name.
+    # What the workers said, each with its name.
     assert all(line.startswith("local/") for line in err.splitlines())
     assert up.processes() == []
     assert up.files() == []

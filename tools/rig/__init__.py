@@ -1,1 +1,1 @@
-"""Whole clusters for tests and benchmarks: in threads, in a process that is asked, over boxes."""
+"""Whole clusters for tests and benchmarks: in threads, in a process that is asked, over hosts."""

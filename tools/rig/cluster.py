@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipespec.cluster import build, deployment
+from pipespec.cluster import build
+from pipespec.cluster.deployment import ControllerAddress, Deployment, decide
 from pipespec.config.compose import compose
 from pipespec.controller.client import Controller
 from pipespec.controller.records import Accepted
@@ -22,8 +23,8 @@ from pipespec.transport.threads import thread_transports
 NAMESPACE = "test"
 
 
-def make_plan(target: Path, draft: Path, *overrides: str) -> deployment.Plan:
-    return deployment.plan(
+def make_plan(target: Path, draft: Path, *overrides: str) -> Deployment:
+    return decide(
         compose(
             [
                 f"model.target={target}",
@@ -35,26 +36,26 @@ def make_plan(target: Path, draft: Path, *overrides: str) -> deployment.Plan:
     )
 
 
-def serve(plan: deployment.Plan, server: EmbeddedRedis, epoch: int) -> None:
+def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
     """Runs all ranks of an epoch; returns when its queue is closed and empty.
 
     Raises what the first rank that failed raised.
     """
-    where = deployment.ControllerAddress(server.url, NAMESPACE, epoch)
+    where = ControllerAddress(server.url, NAMESPACE, epoch)
     errors: list[BaseException] = []
-    links = thread_transports(plan.num_ranks)
+    links = thread_transports(deployment.num_ranks)
 
     def rank(number: int) -> None:
         try:
             torch.set_num_threads(1)
-            model = build.load_model(plan, number)
-            build.serve(plan, where, number, model, lambda: links[number])
+            model = build.load_model(deployment, number)
+            build.serve(deployment, where, number, model, lambda: links[number])
         except Exception as error:  # noqa: BLE001 - raised again below
             errors.append(error)
             # Wakes every rank that waits for a verdict.
             Controller.new_epoch(server.url, NAMESPACE)
 
-    threads = [threading.Thread(target=rank, args=(i,)) for i in range(plan.num_ranks)]
+    threads = [threading.Thread(target=rank, args=(i,)) for i in range(deployment.num_ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -64,19 +65,19 @@ def serve(plan: deployment.Plan, server: EmbeddedRedis, epoch: int) -> None:
 
 
 def decode(
-    plan: deployment.Plan, server: EmbeddedRedis, requests: Sequence[dict[str, Any]]
+    deployment: Deployment, server: EmbeddedRedis, requests: Sequence[dict[str, Any]]
 ) -> list[tuple[list[int], str, dict[str, Any]]]:
     """Token ids, finish reason and statistics of each request, decoded one after another."""
     epoch = Controller.new_epoch(server.url, NAMESPACE)
     with RequestLog(server.url, namespace=NAMESPACE, epoch=epoch) as log:
         numbers = [log.enqueue(**asked) for asked in requests]
         log.close_queue()
-        serve(plan, server, epoch)
+        serve(deployment, server, epoch)
         out = []
         for number in numbers:
             *accepted, finished = log.stream(number)
             tokens = [t for event in accepted if isinstance(event, Accepted) for t in event.tokens]
-            reports = log.reports(number, plan.num_ranks, timeout=10)
+            reports = log.reports(number, deployment.num_ranks, timeout=10)
             out.append((tokens, finished.reason, summarise(0, list(reports.values()))))
         return out
 

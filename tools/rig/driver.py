@@ -6,8 +6,8 @@ Each line in is a JSON object: {"settings": [...], "prompt": text} decodes the p
 `decode.*` and `verify.*` settings; with "at" it pauses when so many tokens have come, until the
 next line. {"settle": epoch} waits until all ranks are in that epoch or a later one.
 
-Each line out is one: {"ready": members}, {"log": member, "line": ...}, {"settled": epoch, "ranks":
-members}, {"at": tokens, "epoch": number, "ranks": members, "pids": by member, "redis": pid} or
+Each line out is one: {"ready": workers}, {"log": worker, "line": ...}, {"settled": epoch, "ranks":
+workers}, {"at": tokens, "epoch": number, "ranks": workers, "pids": by worker, "redis": pid} or
 {"tokens": [...], "events": [[seconds, base, tokens, epoch], ...], "gap_s": the longest wait
 between two events, "faults": [...]}. Seconds are those of the machine's monotonic clock; a base
 is a place in the answer. The end of standard input ends the cluster.
@@ -24,10 +24,10 @@ from typing import Any
 
 from pipespec.client.client import Client
 from pipespec.client.own import running
-from pipespec.cluster import deployment
+from pipespec.cluster.deployment import decide
 from pipespec.cluster.session import ClusterSession
 from pipespec.config.compose import compose
-from pipespec.controller.members import Membership
+from pipespec.controller.membership import Membership
 from pipespec.controller.records import Accepted
 from pipespec.errors import RankFailed, Unreachable
 
@@ -43,24 +43,24 @@ def tell(message: dict[str, Any]) -> None:
 
 
 def pids(cluster: ClusterSession) -> dict[str, int]:
-    members = [*cluster.plan.members, *cluster.plan.spares]
+    workers = [*cluster.deployment.workers, *cluster.deployment.spares]
     with Membership(cluster.url, cluster.namespace) as shared:
-        return shared.alive(members)
+        return shared.alive(workers)
 
 
 def ranks(cluster: ClusterSession) -> tuple[str, ...]:
-    """The members that hold the ranks now."""
-    return cluster._recovery.assignment.members
+    """The workers that hold the ranks now."""
+    return cluster._recovery.assignment.workers
 
 
 def settle(cluster: ClusterSession, epoch: int) -> dict[str, Any]:
     while cluster.poll():
         with suppress(Unreachable), Membership(cluster.url, cluster.namespace) as shared:
-            members, now = ranks(cluster), cluster.epoch
-            joined = shared.await_attached(now, len(members), LOOK_S)
-            whole = joined == len(members) == len(shared.alive(members))
+            workers, now = ranks(cluster), cluster.epoch
+            joined = shared.await_attached(now, len(workers), LOOK_S)
+            whole = joined == len(workers) == len(shared.alive(workers))
             if whole and now == cluster.epoch >= epoch:
-                return {"settled": now, "ranks": members}
+                return {"settled": now, "ranks": workers}
         time.sleep(LOOK_S)
     raise RankFailed("The ranks ended.")
 
@@ -96,10 +96,10 @@ def answer(cluster: ClusterSession, client: Client, asked: dict[str, Any]) -> di
 
 
 def main() -> None:
-    plan = deployment.plan(compose(sys.argv[1:]))
+    deployment = decide(compose(sys.argv[1:]))
     on_log = lambda m, line: tell({"log": m, "line": line})  # noqa: E731
-    with running(plan, on_log=on_log) as (cluster, client):
-        tell({"ready": cluster.plan.members})
+    with running(deployment, on_log=on_log) as (cluster, client):
+        tell({"ready": cluster.deployment.workers})
         for line in sys.stdin:
             asked = json.loads(line)
             if "settle" in asked:

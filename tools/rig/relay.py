@@ -2,7 +2,7 @@
 
     python tools/rig/relay.py '{"namespaces": [...], "delay_ms": 0.1, "folder": "..."}'
 
-Every namespace gets a TUN device `net0`; the box at index i has the address 10.77.0.(i+1).
+Every namespace gets a TUN device `net0`; the host at index i has the address 10.77.0.(i+1).
 A packet from one to another is handed on `delay_ms` later, unless the link between the two is
 cut when it arrives: then it is lost without a word, as with a cable that was pulled.
 

@@ -1,4 +1,4 @@
-"""A real sshd for every box of the test bed, with keys of its own."""
+"""A real sshd for every host of the test bed, with keys of its own."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ START = f"mount -t tmpfs tmpfs /run && mkdir -m 755 /run/sshd && exec {SSHD} -D 
 
 
 def make_keys(folder: Path, addresses: Sequence[str]) -> None:
-    """Writes a key of the boxes, a key of the user, and a configuration that knows both."""
+    """Writes a key of the hosts, a key of the user, and a configuration that knows both."""
     for name in ("host_key", "key"):
         keygen = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name)
         call(*keygen, "-f", str(folder / name))
@@ -34,7 +34,7 @@ def make_keys(folder: Path, addresses: Sequence[str]) -> None:
 def start(
     popen: Callable[..., subprocess.Popen[Any]], folder: Path, address: str
 ) -> subprocess.Popen[str]:
-    """Starts an sshd with `popen`, which runs it inside a box; returns when it listens."""
+    """Starts an sshd with `popen`, which runs it inside a host; returns when it listens."""
     config = folder / f"sshd_config_{address}"
     config.write_text(
         f"ListenAddress {address}:22\n"

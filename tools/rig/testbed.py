@@ -1,15 +1,15 @@
-"""Boxes for tests: network namespaces with an sshd each, joined by links that can be cut.
+"""Hosts for tests: network namespaces with an sshd each, joined by links that can be cut.
 
-    with Testbed(boxes=3, delay_ms=0.1, gbit=10) as bed:
+    with Testbed(hosts=3, delay_ms=0.1, gbit=10) as bed:
         hosts = bed.hosts_file(devices=2)
         done = bed.run("a", [sys.executable, "-m", "pipespec", "launch", str(hosts)])
         bed.cut("a", "b")
 
-Every box ("a", "b", ...) has an address of its own and shares the file system. It reaches the
+Every host ("a", "b", ...) has an address of its own and shares the file system. It reaches the
 others only through its device `net0`, whose rate `tc`'s token bucket shapes, and a relay
 (tools/rig/relay.py), which adds the delay: kernels without netem have no other way. Needs root,
 and nothing outside the namespaces changes; `missing()` says what stands in the way. All that
-ran in a box ends with the bed.
+ran in a host ends with the bed.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ def missing() -> str | None:
 
 
 class Testbed:
-    """`boxes` boxes; a packet takes `delay_ms` each way; a box sends at most `gbit` Gbit/s."""
+    """`hosts` hosts; a packet takes `delay_ms` each way; a host sends at most `gbit` Gbit/s."""
 
     __test__ = False  # not a class of tests
 
-    def __init__(self, boxes: int = 3, delay_ms: float = 0.1, gbit: float = 10.0):
-        self.boxes = tuple(string.ascii_lowercase[:boxes])
+    def __init__(self, hosts: int = 3, delay_ms: float = 0.1, gbit: float = 10.0):
+        self.hosts = tuple(string.ascii_lowercase[:hosts])
         self.delay_ms = delay_ms
         self.gbit = gbit
         self.folder = Path(tempfile.mkdtemp(prefix="pipespec-testbed-"))
         bed = f"pipespec-{os.getpid()}-{next(_serial)}"
-        self.namespaces = {box: f"{bed}-{box}" for box in self.boxes}
+        self.namespaces = {host: f"{bed}-{host}" for host in self.hosts}
         self._relay: subprocess.Popen[str] | None = None
         self._sshds: list[subprocess.Popen[str]] = []
         self._asking = threading.Lock()
@@ -85,9 +85,9 @@ class Testbed:
     def __enter__(self) -> Testbed:
         try:
             self._make_links()
-            sshd.make_keys(self.folder, [self.address(box) for box in self.boxes])
-            with ThreadPoolExecutor(len(self.boxes)) as threads:
-                list(threads.map(self._start_sshd, self.boxes))
+            sshd.make_keys(self.folder, [self.address(host) for host in self.hosts])
+            with ThreadPoolExecutor(len(self.hosts)) as threads:
+                list(threads.map(self._start_sshd, self.hosts))
         except BaseException:
             self.close()
             raise
@@ -97,7 +97,7 @@ class Testbed:
         self.close()
 
     def close(self) -> None:
-        """Ends everything that runs in the boxes and removes them; may be called twice."""
+        """Ends everything that runs in the hosts and removes them; may be called twice."""
         if self._relay is not None:
             self._relay.communicate()  # the end of its standard input
         relay.remove(list(self.namespaces.values()))
@@ -113,19 +113,19 @@ class Testbed:
         assert self._relay is not None, "the bed is not open"
         return self._relay.pid
 
-    def address(self, box: str) -> str:
-        return f"10.77.0.{self.boxes.index(box) + 1}"
+    def address(self, host: str) -> str:
+        return f"10.77.0.{self.hosts.index(host) + 1}"
 
     def cut(self, a: str, b: str) -> None:
-        """Packets between the two boxes are lost from now on, those under way included."""
+        """Packets between the two hosts are lost from now on, those under way included."""
         self._ask("cut", a, b)
 
     def mend(self, a: str, b: str) -> None:
-        """The link between the two boxes carries packets again."""
+        """The link between the two hosts carries packets again."""
         self._ask("mend", a, b)
 
-    def popen(self, box: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Starts a program inside the box; the options are those of `subprocess.Popen`.
+    def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Starts a program inside the host; the options are those of `subprocess.Popen`.
 
         The process id is the program's own. `pipespec.cluster.ssh` finds the bed's keys in it.
         """
@@ -133,18 +133,18 @@ class Testbed:
             **options.pop("env", os.environ),
             CONFIG_VARIABLE: str(self.folder / sshd.CLIENT_CONFIG),
         }
-        line = ["ip", "netns", "exec", self.namespaces[box], *argv]
+        line = ["ip", "netns", "exec", self.namespaces[host], *argv]
         return subprocess.Popen(line, env=env, **options)
 
     def run(
-        self, box: str, argv: Sequence[str], given: str = "", timeout: float = 60
+        self, host: str, argv: Sequence[str], given: str = "", timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a program inside the box to its end and keeps its output.
+        """Runs a program inside the host to its end and keeps its output.
 
         `given` is its standard input. Raises TimeoutExpired after `timeout` seconds.
         """
         pipe = subprocess.PIPE
-        with self.popen(box, argv, stdout=pipe, stderr=pipe, stdin=pipe, text=True) as process:
+        with self.popen(host, argv, stdout=pipe, stderr=pipe, stdin=pipe, text=True) as process:
             try:
                 out, err = process.communicate(given, timeout)
             except BaseException:
@@ -152,25 +152,25 @@ class Testbed:
                 raise
         return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
 
-    def processes(self, box: str) -> list[int]:
-        """The ids of the processes that run in the box, its sshd among them."""
-        return relay.processes(self.namespaces[box])
+    def processes(self, host: str) -> list[int]:
+        """The ids of the processes that run in the host, its sshd among them."""
+        return relay.processes(self.namespaces[host])
 
-    def socket(self, box: str, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
-        """An unconnected IPv4 socket of this process that lives inside the box."""
+    def socket(self, host: str, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
+        """An unconnected IPv4 socket of this process that lives inside the host."""
         return relay.inside(
-            self.namespaces[box], lambda: socket.socket(socket.AF_INET, kind, protocol)
+            self.namespaces[host], lambda: socket.socket(socket.AF_INET, kind, protocol)
         )
 
     def hosts_file(
         self, devices: int | Mapping[str, int] = 1, file: str = "hosts.yaml", **settings: Any
     ) -> Path:
-        """Writes a hosts file: so many `cpu` devices for every box, or for each.
+        """Writes a hosts file: so many `cpu` devices for every host, or for each.
 
         `settings` are its other entries, such as `draft`, `order`, `split` and `spares`.
         """
-        counts = dict.fromkeys(self.boxes, devices) if isinstance(devices, int) else devices
-        hosts = {
+        counts = dict.fromkeys(self.hosts, devices) if isinstance(devices, int) else devices
+        hosts_file = {
             "defaults": {
                 "user": "root",
                 "python": sys.executable,
@@ -183,21 +183,21 @@ class Testbed:
             },
             "hosts": [
                 {
-                    "name": box,
-                    "address": self.address(box),
+                    "name": host,
+                    "address": self.address(host),
                     "interface": relay.DEVICE,
                     "devices": ["cpu"] * count,
                 }
-                for box, count in counts.items()
+                for host, count in counts.items()
             ],
             **settings,
         }
         path = self.folder / file
-        path.write_text(yaml.safe_dump(hosts, sort_keys=False))
+        path.write_text(yaml.safe_dump(hosts_file, sort_keys=False))
         return path
 
     def measured_rtt_ms(self, a: str, b: str, times: int = 21) -> float:
-        """The bare round trip between two boxes: median over some pings, in milliseconds.
+        """The bare round trip between two hosts: median over some pings, in milliseconds.
 
         Raises TimeoutError if one is not answered within a second.
         """
@@ -244,10 +244,10 @@ class Testbed:
         )
         self._answer("ready")
         rate = f"{round(self.gbit * 1e3)}mbit"
-        for box, namespace in self.namespaces.items():
+        for host, namespace in self.namespaces.items():
             inside = ("ip", "-n", namespace)
             sshd.call(*inside, "link", "set", "lo", "up")
-            sshd.call(*inside, "addr", "add", f"{self.address(box)}/24", "dev", relay.DEVICE)
+            sshd.call(*inside, "addr", "add", f"{self.address(host)}/24", "dev", relay.DEVICE)
             sshd.call(*inside, "link", "set", relay.DEVICE, "txqueuelen", "10000", "up")
             bucket = ("tbf", "rate", rate, "burst", str(BURST), "limit", str(QUEUE))
             shape = ("tc", "-n", namespace, "qdisc", "add", "dev", relay.DEVICE, "root")
@@ -255,7 +255,7 @@ class Testbed:
 
     def _ask(self, verb: str, a: str, b: str) -> None:
         assert self._relay is not None and self._relay.stdin is not None, "the bed is not open"
-        link = [self.boxes.index(a), self.boxes.index(b)]
+        link = [self.hosts.index(a), self.hosts.index(b)]
         with self._asking:
             self._relay.stdin.write(json.dumps({verb: link}) + "\n")
             self._relay.stdin.flush()
@@ -267,9 +267,9 @@ class Testbed:
         if answer != expected:
             raise RuntimeError(f"the relay of the test bed ended; it said {answer!r}")
 
-    def _start_sshd(self, box: str) -> None:
+    def _start_sshd(self, host: str) -> None:
         self._sshds.append(
-            sshd.start(functools.partial(self.popen, box), self.folder, self.address(box))
+            sshd.start(functools.partial(self.popen, host), self.folder, self.address(host))
         )
 
 

@@ -16,7 +16,7 @@ from pipespec.head.source.protocol import Candidates, Context, TokenSource
 from pipespec.head.tree import Tree
 from pipespec.limits import check_whole
 
-MEMBERS = ("draft_model", "ngram")
+WORKERS = ("draft_model", "ngram")
 # Stated probabilities of (1/2, 1], (1/4, 1/2], ... are calibrated apart; the last bucket is open.
 NUM_BUCKETS = 12
 # A source is believed as if so many hits had come exactly as often as it stated.
@@ -42,9 +42,9 @@ class Hybrid:
         if not self.sources or len(set(self.sources)) < len(self.sources):
             raise ConfigError("source.sources must name one or more sources, each once.")
         for name in self.sources:
-            if name not in MEMBERS:
+            if name not in WORKERS:
                 raise ConfigError(
-                    f"source.sources holds {name!r}, but a hybrid is made of {', '.join(MEMBERS)}."
+                    f"source.sources holds {name!r}, but a hybrid is made of {', '.join(WORKERS)}."
                 )
 
     @property
@@ -57,8 +57,8 @@ class Hybrid:
 
     def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
         made = {"draft_model": draft, "ngram": NGramSource(self.longest)}
-        members = {name: made[name] for name in self.sources}
-        return HybridSource({name: s for name, s in members.items() if s is not None})
+        workers = {name: made[name] for name in self.sources}
+        return HybridSource({name: s for name, s in workers.items() if s is not None})
 
 
 class Calibration:
@@ -102,26 +102,26 @@ class HybridSource:
     Nothing is proposed until all sources are ready, so that none falls behind the tree.
     """
 
-    def __init__(self, members: Mapping[str, TokenSource]):
-        self.members = members
-        self.calibrations = {name: Calibration() for name in members}
+    def __init__(self, workers: Mapping[str, TokenSource]):
+        self.workers = workers
+        self.calibrations = {name: Calibration() for name in workers}
         self._context: dict[int, Context] = {}
         self._proposed: dict[int, dict[int, Proposals]] = {}
 
     def begin(self, context: Context) -> None:
         self._context[context.request] = context
         self._proposed[context.request] = {}
-        for member in self.members.values():
-            member.begin(context)
+        for worker in self.workers.values():
+            worker.begin(context)
 
     def end(self, request: int) -> None:
         del self._context[request], self._proposed[request]
-        for member in self.members.values():
-            member.end(request)
+        for worker in self.workers.values():
+            worker.end(request)
 
     def accept(self, verdict: Verdict) -> None:
-        for member in self.members.values():
-            member.accept(verdict)
+        for worker in self.workers.values():
+            worker.accept(verdict)
         context, proposed = self._context[verdict.request], self._proposed[verdict.request]
         for position in range(verdict.base, len(context.tokens)):
             proposals = proposed.pop(context.nodes[position - 1], {})
@@ -135,8 +135,8 @@ class HybridSource:
         self, context: Context, tree: Tree, nodes: np.ndarray, children: int
     ) -> Candidates | None:
         answers = {}
-        for name, member in self.members.items():
-            candidates = member.expand(context, tree, nodes, children)
+        for name, worker in self.workers.items():
+            candidates = worker.expand(context, tree, nodes, children)
             if candidates is None:
                 return None
             answers[name] = candidates

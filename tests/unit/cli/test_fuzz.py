@@ -195,7 +195,7 @@ def test_any_plan(options: list[tuple[str, str]], profile: bytes) -> None:
 
 # --- files ------------------------------------------------------------------------------------
 
-BOX = {
+HOST = {
     "name": "a",
     "address": "127.0.0.1",
     "ssh": "local",
@@ -213,7 +213,7 @@ BOX = {
 HOSTS = {
     "name": "lab",
     "defaults": {"user": "me"},
-    "hosts": [BOX],
+    "hosts": [HOST],
     "draft": "a/0",
     "order": ["a"],
     "split": [1],
@@ -264,13 +264,13 @@ FIGURES = {
 @given(like({"figures": FIGURES}))
 def test_any_figures(config: Config, text: bytes) -> None:
     with place() as folder:
-        (folder / "hosts.yaml").write_text(json.dumps({"hosts": [BOX]}))
+        (folder / "hosts.yaml").write_text(json.dumps({"hosts": [HOST]}))
         (folder / "figures").write_bytes(text)
-        hosts = load_hosts("hosts.yaml")
+        hosts_file = load_hosts("hosts.yaml")
 
         def run() -> int:
             figures = Figures.read("figures")
-            placement = plan_slices(problem(hosts, figures, config))
+            placement = plan_slices(problem(hosts_file, figures, config))
             return (
                 len([partition.rows(placement, figures), partition.table(placement, figures)]) - 2
             )

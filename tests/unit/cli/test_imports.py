@@ -33,6 +33,6 @@ def test_a_command_is_quick_to_answer(
 
 
 def test_doctor_leaves_looking_at_torch_to_its_probes(tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts.yaml"
-    hosts.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
-    assert slow_imports("doctor", str(hosts), code=0) == []
+    hosts_file = tmp_path / "hosts.yaml"
+    hosts_file.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
+    assert slow_imports("doctor", str(hosts_file), code=0) == []

@@ -65,9 +65,9 @@ def test_the_cluster_of_a_host_of_any_name(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.count(NASTY) == 2
 
 
-def test_boxes_and_links_of_any_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_and_links_of_any_name(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report({NASTY: Seen()}, [Link("a", "b", Reach(NASTY, NASTY), None)], [])
-    show(doctor.boxes_table(report), doctor.links_table(report))
+    show(doctor.hosts_table(report), doctor.links_table(report))
     assert capsys.readouterr().out.count(NASTY) == 3
 
 
@@ -94,10 +94,10 @@ def test_a_partition_of_devices_of_any_name(
         "members": {"a/0": device, "a/1": device},
         "links": [],
     }
-    file, hosts = tmp_path / "figures.json", tmp_path / "[bold]two.yaml"
-    hosts.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
+    file, hosts_file = tmp_path / "figures.json", tmp_path / "[bold]two.yaml"
+    hosts_file.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
     file.write_text(json.dumps({"figures": figures}))
-    assert main(["partition", "--measured", str(file), str(hosts), "feed.width=8"]) == 0
+    assert main(["partition", "--measured", str(file), str(hosts_file), "feed.width=8"]) == 0
     out = capsys.readouterr().out
     assert NASTY in out
-    assert str(hosts) in out
+    assert str(hosts_file) in out

@@ -10,7 +10,7 @@ import pytest
 from pipespec.client import answers
 from pipespec.client.figures import BenchResult, RequestResult
 from pipespec.client.served import ServedModel
-from pipespec.cluster import deployment
+from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.core import Sampling
 
@@ -129,7 +129,7 @@ def reports() -> list[dict[str, Any]]:
 
 
 def served(*settings: str) -> ServedModel:
-    return ServedModel.of(deployment.plan(compose(settings)))
+    return ServedModel.of(decide(compose(settings)))
 
 
 def test_times_are_divided_by_the_scale_of_what_is_emulated_and_shares_are_not() -> None:

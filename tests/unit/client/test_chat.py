@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipespec.client.served import ServedModel
-from pipespec.cluster import deployment
+from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.errors import ModelError
 from pipespec.system.resources import resource_dir
@@ -27,7 +27,7 @@ def encoded(target: Path, template: str, prompt: str = "Hello") -> str:
     settings["chat_template"] = template
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
     config = compose([f"model.target={target}", "source=ngram", "decode.chat=true"])
-    served = ServedModel.of(deployment.plan(config))
+    served = ServedModel.of(decide(config))
     return served.tokenizer.decode(served.encode(prompt, chat=True))
 
 

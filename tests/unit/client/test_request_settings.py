@@ -75,7 +75,7 @@ def test_settings_come_by_the_line_or_as_a_list() -> None:
 
 
 def test_a_cluster_that_nobody_named_is_called_as_its_host_file(tmp_path) -> None:
-    hosts = tmp_path / "attic.yaml"
-    hosts.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
-    assert default_name(["feed=level", f"cluster={hosts}"]) == "attic"
+    hosts_file = tmp_path / "attic.yaml"
+    hosts_file.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
+    assert default_name(["feed=level", f"cluster={hosts_file}"]) == "attic"
     assert default_name(["cluster.stages=2", "cluster=local"]) == "default"

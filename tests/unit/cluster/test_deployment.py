@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.cluster import deployment
+from pipespec.cluster.deployment import Deployment, decide, require_backend
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.system.resources import resource_dir
@@ -15,44 +15,44 @@ from pipespec.system.resources import resource_dir
 DEMO = resource_dir("demo")
 
 
-def planned(*settings: str) -> deployment.Plan:
-    return deployment.plan(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
+def planned(*settings: str) -> Deployment:
+    return decide(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
 
 
 # --- NCCL -------------------------------------------------------------------------------------
 
 
-def on(*devices: str, backend: str = "nccl") -> deployment.Plan:
+def on(*devices: str, backend: str = "nccl") -> Deployment:
     return replace(planned(f"transport.backend={backend}"), devices=devices)
 
 
 @pytest.mark.parametrize("stages", [("cpu", "cpu"), ("cuda:0", "cpu"), ("cuda:0", "cuda:0")])
 def test_nccl_without_a_device_for_every_stage_is_refused(stages: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match=f"are on {', '.join(stages)}; use auto or gloo"):
-        deployment.require_backend(on("cpu", *stages))
-    deployment.require_backend(on("cpu", *stages, backend="gloo"))
-    deployment.require_backend(on("cpu", *stages, backend="auto"))
+        require_backend(on("cpu", *stages))
+    require_backend(on("cpu", *stages, backend="gloo"))
+    require_backend(on("cpu", *stages, backend="auto"))
 
 
 def test_nccl_with_a_device_for_every_stage_is_not() -> None:
-    deployment.require_backend(on("cpu", "cuda:0", "cuda:1"))
-    deployment.require_backend(on("cuda:0", "cuda:0", "cuda:1"))
+    require_backend(on("cpu", "cuda:0", "cuda:1"))
+    require_backend(on("cuda:0", "cuda:0", "cuda:1"))
 
 
-def test_the_same_index_on_two_boxes_is_two_devices() -> None:
-    plan = on("cpu", "cuda", "cuda")
-    members = ("a/0", "a/1", "b/0")
-    apart = replace(plan, placement=replace(plan.placement, members_by_rank=members))
-    deployment.require_backend(apart)
+def test_the_same_index_on_two_hosts_is_two_devices() -> None:
+    deployment = on("cpu", "cuda", "cuda")
+    workers = ("a/0", "a/1", "b/0")
+    apart = replace(deployment, placement=replace(deployment.placement, workers_by_rank=workers))
+    require_backend(apart)
     with pytest.raises(ConfigError, match="use auto or gloo"):
-        deployment.require_backend(plan)
+        require_backend(deployment)
 
 
-def test_a_box_without_devices_is_told_to_name_them(tmp_path: Path) -> None:
+def test_a_host_without_devices_is_told_to_name_them(tmp_path: Path) -> None:
     file = tmp_path / "hosts.yaml"
     file.write_text("hosts: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}]\n")
-    with pytest.raises(ConfigError, match="Box a has the device auto; name its devices"):
-        deployment.plan(compose([f"cluster={file}"]))
+    with pytest.raises(ConfigError, match="Host a has the device auto; name its devices"):
+        decide(compose([f"cluster={file}"]))
 
 
 # --- feed -------------------------------------------------------------------------------------

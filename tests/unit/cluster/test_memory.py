@@ -1,4 +1,4 @@
-"""What a plan asks of memory, beside what a loaded model takes."""
+"""What a deployment asks of memory, beside what a loaded model takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.cluster import build, deployment
+from pipespec.cluster import build
+from pipespec.cluster.deployment import Deployment, decide
 from pipespec.cluster.memory import (
     SLOT_BYTES,
     UNLIMITED,
@@ -28,22 +29,24 @@ from pipespec.planning.placement import num_slots
 POOL = ("model.context", "feed.width", "feed.capacity", "decode.prefill_chunk")
 
 
-def planned(*settings: str) -> deployment.Plan:
-    return deployment.plan(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
+def planned(*settings: str) -> Deployment:
+    return decide(compose(["cluster.stages=2", "cluster.devices=[cpu]", *settings]))
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) -> None:
-    plan = planned(f"model.dtype={dtype}", "model.context=64", "feed.width=2", "feed.children=2")
-    model = build.load_model(plan, rank)
+    deployment = planned(
+        f"model.dtype={dtype}", "model.context=64", "feed.width=2", "feed.children=2"
+    )
+    model = build.load_model(deployment, rank)
     assert model is not None
-    wanted = needs(plan, rank)
-    info = plan.target if rank else plan.draft
+    wanted = needs(deployment, rank)
+    info = deployment.target if rank else deployment.draft
     assert info is not None
     copied = info.loaded(dtype, None) != info.stored
     assert wanted[WEIGHTS] == (model.num_weight_bytes if copied else 0)
-    slots = num_slots(plan.config, context=64, num_ranks=3, head=rank == 0)
+    slots = num_slots(deployment.config, context=64, num_ranks=3, head=rank == 0)
     pool = model.num_kv_bytes + slots * SLOT_BYTES
     beside = wanted.total() - wanted[WEIGHTS] - pool
     assert 0 <= beside < pool  # a batch and a tree of a few nodes
@@ -64,13 +67,13 @@ def test_a_source_without_a_draft_needs_none_on_the_head() -> None:
     ],
 )
 def test_too_much_is_refused_with_what_asks_for_most(settings: list[str], setting: str) -> None:
-    plan = planned(*settings)
-    ranks = local_ranks(plan)
-    wanted = sum(needs(plan, rank).total() for rank in ranks)
+    deployment = planned(*settings)
+    ranks = local_ranks(deployment)
+    wanted = sum(needs(deployment, rank).total() for rank in ranks)
     assert ranks == [0, 1, 2]
-    require_memory(plan, ranks, lambda device: wanted)
+    require_memory(deployment, ranks, lambda device: wanted)
     with pytest.raises(ConfigError, match=rf"GiB on cpu, .* for {setting}, .* lower {setting}"):
-        require_memory(plan, ranks, lambda device: wanted - 1)
+        require_memory(deployment, ranks, lambda device: wanted - 1)
 
 
 def test_weights_that_do_not_fit_ask_for_fewer_bits() -> None:
@@ -79,26 +82,26 @@ def test_weights_that_do_not_fit_ask_for_fewer_bits() -> None:
 
 
 def test_no_machine_has_what_no_machine_has() -> None:
-    plan = replace(planned(), context=10**12)
+    deployment = replace(planned(), context=10**12)
     with pytest.raises(ConfigError, match=r"model\.context"):
-        require_memory(plan, [1])
+        require_memory(deployment, [1])
     assert 0 < free_bytes("cpu") < 10**15
 
 
-def test_ranks_of_other_boxes_are_not_counted_here() -> None:
-    plan = planned()
+def test_ranks_of_other_hosts_are_not_counted_here() -> None:
+    deployment = planned()
     far = replace(this_machine(["cpu"] * 3), name="local", ssh=None)
-    assert local_ranks(replace(plan, boxes=(far,))) == []
+    assert local_ranks(replace(deployment, hosts=(far,))) == []
 
 
 @pytest.mark.parametrize(("stages", "least"), [(1, 43), (4, 55), (8, 71)])
 def test_too_few_open_files_are_told_with_what_is_needed(stages: int, least: int) -> None:
     """With one less than `least`, runs of so many stages were seen to fail."""
-    plan = planned(f"cluster.stages={stages}")
-    require_files(plan, least)
-    require_files(plan, resource.RLIM_INFINITY)
+    deployment = planned(f"cluster.stages={stages}")
+    require_files(deployment, least)
+    require_files(deployment, resource.RLIM_INFINITY)
     with pytest.raises(ConfigError, match=rf"may open {least - 1} files, but {least} .*ulimit -n"):
-        require_files(plan, least - 1)
+        require_files(deployment, least - 1)
     elsewhere = planned(f"cluster.stages={stages}", "controller.url=redis://host")
     require_files(elsewhere, least - 5)
     with pytest.raises(ConfigError, match="ulimit -n"):

@@ -20,10 +20,10 @@ layers = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda at: rang
     ("member", "rank"),
     [("beta/1", 0), ("alpha/0", 1), ("beta/0", 2), ("alpha/1", None), ("", None)],
 )
-def test_the_place_of_a_member_is_its_rank_and_a_spare_has_none(
-    member: str, rank: int | None
+def test_the_place_of_a_worker_is_its_rank_and_a_spare_has_none(
+    worker: str, rank: int | None
 ) -> None:
-    assert ROSTER.rank_of(member) == rank
+    assert ROSTER.rank_of(worker) == rank
 
 
 def test_it_travels_as_plain_json() -> None:
@@ -35,15 +35,15 @@ def test_it_travels_as_plain_json() -> None:
 
 
 @given(
-    members=st.lists(names, unique=True, min_size=1).map(tuple),
+    workers=st.lists(names, unique=True, min_size=1).map(tuple),
     layers=st.lists(layers).map(tuple),
     address=names,
 )
 def test_what_is_decoded_is_what_was_encoded(
-    members: tuple[str, ...], layers: tuple[range, ...], address: str
+    workers: tuple[str, ...], layers: tuple[range, ...], address: str
 ) -> None:
-    assignment = RankAssignment(members, layers, address)
+    assignment = RankAssignment(workers, layers, address)
     decoded = RankAssignment.decode(assignment.encode())
     assert decoded == assignment
     assert hash(decoded) == hash(assignment)  # tuples and ranges again, not lists
-    assert [decoded.rank_of(member) for member in members] == list(range(len(members)))
+    assert [decoded.rank_of(worker) for worker in workers] == list(range(len(workers)))

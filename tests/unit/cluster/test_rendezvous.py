@@ -18,7 +18,7 @@ def parameters(nodes: int = 1) -> RendezvousParameters:
     return RendezvousParameters(rendezvous.BACKEND, "", "run", nodes, nodes)
 
 
-def test_one_node_meets_nobody_each_time_it_starts_its_members():
+def test_one_node_meets_nobody_each_time_it_starts_its_workers():
     rendezvous.register()
     handler = rendezvous_handler_registry.create_handler(parameters())
     for _ in range(2):
@@ -35,7 +35,7 @@ def test_one_node_meets_nobody_each_time_it_starts_its_members():
 
 
 def test_several_nodes_are_refused():
-    with pytest.raises(ValueError, match="--nnodes asks for 3; start torchrun once per box"):
+    with pytest.raises(ValueError, match="--nnodes asks for 3; start torchrun once per host"):
         rendezvous.create(parameters(3))
 
 

@@ -1,4 +1,4 @@
-"""What is run to start a module on a box, and what a user is told when it fails."""
+"""What is run to start a module on a host, and what a user is told when it fails."""
 
 import dataclasses
 import json
@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from pipespec.cluster import ssh
-from pipespec.config.hosts import Box
+from pipespec.config.hosts import Host
 from pipespec.errors import HostFailed
 
-BOX = Box(
+HOST = Host(
     name="beta",
     address="10.0.0.2",
     ssh=None,
@@ -27,12 +27,12 @@ BOX = Box(
     draft=None,
     memory_gib=None,
 )
-LOCAL = dataclasses.replace(BOX, ssh="local")
+LOCAL = dataclasses.replace(HOST, ssh="local")
 NASTY = ("two words", "it's", '"$HOME"', "$(id)", "`id`", "a;b&c|d>e", "*", "\\", "", "naïve", "#x")
 
 
-def box(**changes: object) -> Box:
-    return dataclasses.replace(BOX, **changes)
+def host(**changes: object) -> Host:
+    return dataclasses.replace(HOST, **changes)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def told(line: str, **options: object) -> tuple[list[str], dict[str, str]]:
 
 def test_arguments_and_environment_pass_through_the_remote_shell_unchanged(telling):
     env = {f"KEY_{index}": text for index, text in enumerate(NASTY)}
-    remote = box(python=str(telling), env=env)
+    remote = host(python=str(telling), env=env)
 
     arguments, environment = told(ssh.remote_line(remote, ["some.module", *NASTY]))
 
@@ -61,8 +61,8 @@ def test_arguments_and_environment_pass_through_the_remote_shell_unchanged(telli
     assert env.items() <= environment.items()
 
 
-def test_a_leading_tilde_is_the_home_folder_on_the_box(telling):
-    remote = box(python=f"~/{telling.name}", env={"HF_HOME": "~/data of mine", "OTHER": "a~/b"})
+def test_a_leading_tilde_is_the_home_folder_on_the_host(telling):
+    remote = host(python=f"~/{telling.name}", env={"HF_HOME": "~/data of mine", "OTHER": "a~/b"})
     home = str(telling.parent)
 
     _, environment = told(
@@ -81,7 +81,7 @@ def config(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(ssh.CONFIG_VARIABLE, str(path))
 
 
-def understood(remote: Box) -> dict[str, str]:
+def understood(remote: Host) -> dict[str, str]:
     """What OpenSSH's client understands of our command line; it does not connect."""
     if shutil.which("ssh") is None:
         pytest.skip("needs OpenSSH's client")
@@ -92,18 +92,18 @@ def understood(remote: Box) -> dict[str, str]:
 
 @pytest.mark.usefixtures("config")
 def test_a_host_of_the_users_configuration_keeps_its_address_and_port():
-    options = understood(box(ssh="lab"))
+    options = understood(host(ssh="lab"))
 
     assert (options["hostname"], options["port"]) == ("192.0.2.7", "2022")
     assert options["clearallforwardings"] == "yes"
 
 
 @pytest.mark.usefixtures("config")
-def test_what_the_box_says_goes_before_the_users_configuration(tmp_path):
+def test_what_the_host_says_goes_before_the_users_configuration(tmp_path):
     key = tmp_path / "key"
     key.touch()
 
-    options = understood(box(ssh="lab", user="me", port=2200, identity=str(key)))
+    options = understood(host(ssh="lab", user="me", port=2200, identity=str(key)))
 
     assert (options["user"], options["port"]) == ("me", "2200")
     assert (options["identityfile"], options["identitiesonly"]) == (str(key), "yes")
@@ -111,21 +111,21 @@ def test_what_the_box_says_goes_before_the_users_configuration(tmp_path):
 
 @pytest.mark.usefixtures("config")
 def test_ssh_asks_nobody_and_notices_a_dead_link():
-    options = understood(BOX)
+    options = understood(HOST)
 
-    assert options["hostname"] == BOX.address
+    assert options["hostname"] == HOST.address
     assert options["batchmode"] == "yes"
     assert options["serveraliveinterval"] == "1"
     assert options["serveralivecountmax"] == "3"
     assert options["requesttty"] == "false"
 
 
-def test_a_local_box_runs_without_ssh():
+def test_a_local_host_runs_without_ssh():
     assert ssh.run(LOCAL, "json.tool", "--compact", input=b'{"a": 1}', timeout=30) == b'{"a":1}\n'
 
 
-def test_a_local_box_has_its_environment(telling):
-    local = box(ssh="local", python=str(telling), env={"HF_HOME": "/data of mine"})
+def test_a_local_host_has_its_environment(telling):
+    local = host(ssh="local", python=str(telling), env={"HF_HOME": "/data of mine"})
 
     arguments, environment = json.loads(ssh.run(local, "some.module", "it's", timeout=30))
 
@@ -144,11 +144,11 @@ def test_popen_ends_with_its_standard_input():
     ("local", "module", "sentence"),
     [
         (LOCAL, "no_such_module", "No module named no_such_module; install pipespec there"),
-        (box(ssh="local", python="/no/python"), "timeit", "there is no /no/python here"),
-        (box(ssh="local", python="/no/python", env={"A": "b"}), "timeit", "set `python`"),
+        (host(ssh="local", python="/no/python"), "timeit", "there is no /no/python here"),
+        (host(ssh="local", python="/no/python", env={"A": "b"}), "timeit", "set `python`"),
     ],
 )
-def test_a_local_box_that_cannot_run_the_module(local, module, sentence):
+def test_a_local_host_that_cannot_run_the_module(local, module, sentence):
     with pytest.raises(HostFailed) as failed:
         ssh.run(local, module, timeout=30)
 
@@ -167,7 +167,7 @@ def test_a_program_that_does_not_end_is_given_up(telling):
     telling.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
 
     with pytest.raises(HostFailed, match=r"beta: some\.module did not answer within 0\.2 s"):
-        ssh.run(box(ssh="local", python=str(telling)), "some.module", timeout=0.2)
+        ssh.run(host(ssh="local", python=str(telling)), "some.module", timeout=0.2)
 
 
 @pytest.mark.parametrize(
@@ -176,23 +176,26 @@ def test_a_program_that_does_not_end_is_given_up(telling):
         ("me@10.0.0.2: Permission denied (publickey).", "`ssh-copy-id me@10.0.0.2`"),
         ("Host key verification failed.", "`ssh me@10.0.0.2` to accept its key"),
         ("ssh: connect to host 10.0.0.2 port 22: Connection refused", "start sshd there"),
-        ("ssh: connect to host 10.0.0.2 port 22: Connection timed out", "check that the box is up"),
+        (
+            "ssh: connect to host 10.0.0.2 port 22: Connection timed out",
+            "check that the host is up",
+        ),
         ("ssh: connect to host 10.0.0.2 port 22: No route to host", "on this network"),
         ("ssh: Could not resolve hostname beta: Name or service not known", "correct `address`"),
-        ("Timeout, server 10.0.0.2 not responding.", "check the box and the link to it"),
+        ("Timeout, server 10.0.0.2 not responding.", "check the host and the link to it"),
         ("kex_exchange_identification: read: reset by peer", "by hand"),
     ],
 )
 def test_what_ssh_says_comes_with_a_remedy(said, remedy):
     stderr = f"Welcome to beta\n{said}\r\n\n".encode()
 
-    message = str(ssh.failure(box(user="me"), "some.module", 255, stderr))
+    message = str(ssh.failure(host(user="me"), "some.module", 255, stderr))
 
     assert message.startswith("beta: ") and message.count("\n") == 0
     assert said.rstrip(".") in message and remedy in message
 
 
 def test_ssh_that_says_nothing_is_said_to_say_nothing():
-    message = str(ssh.failure(BOX, "some.module", 255, b""))
+    message = str(ssh.failure(HOST, "some.module", 255, b""))
 
     assert message == "beta: ssh ended without a word; try `ssh 10.0.0.2` by hand"

@@ -52,21 +52,25 @@ def refused(folder, text):
 
 
 def test_a_full_file_is_read(tmp_path):
-    hosts = load(tmp_path, FULL)
-    alpha, other = hosts.boxes
-    assert hosts.name == "lab"
+    hosts_file = load(tmp_path, FULL)
+    alpha, other = hosts_file.hosts
+    assert hosts_file.name == "lab"
     assert (alpha.ssh, alpha.user, alpha.port, alpha.python) == ("alpha.lan", "me", 22, "python3")
     assert (alpha.identity, alpha.interface) == ("~/.ssh/key", "eth0")
     assert (alpha.target, alpha.draft, alpha.memory_gib) == ("/models/llama", "/models/small", 22.0)
     assert alpha.devices == ("cuda:0", "cuda:1")
-    assert alpha.members == ("alpha/0", "alpha/1")
-    assert (hosts.order, hosts.split, hosts.spares) == (("10.0.0.2", "alpha"), (12, 20), 1)
-    assert hosts.box_of("10.0.0.2/1") is other
-    assert hosts.device_of("alpha/1") == "cuda:1"
+    assert alpha.workers == ("alpha/0", "alpha/1")
+    assert (hosts_file.order, hosts_file.split, hosts_file.spares) == (
+        ("10.0.0.2", "alpha"),
+        (12, 20),
+        1,
+    )
+    assert hosts_file.host_of("10.0.0.2/1") is other
+    assert hosts_file.device_of("alpha/1") == "cuda:1"
 
 
-def test_defaults_fill_what_a_box_leaves_out(tmp_path):
-    alpha, other = load(tmp_path, FULL).boxes
+def test_defaults_fill_what_a_host_leaves_out(tmp_path):
+    alpha, other = load(tmp_path, FULL).hosts
     assert alpha.env == {"HF_HOME": "/data", "A": "two"}
     assert other.env == {"HF_HOME": "/data", "A": "1"}
     assert (other.user, other.port, other.python) == ("ubuntu", 2222, "/opt/bin/python")
@@ -74,22 +78,29 @@ def test_defaults_fill_what_a_box_leaves_out(tmp_path):
 
 
 def test_two_lines_are_a_hosts_file(tmp_path):
-    hosts = load(tmp_path, "hosts:\n  - {address: 10.0.0.1, ssh: local, devices: [cpu, cpu]}\n")
-    (box,) = hosts.boxes
-    assert hosts.name == "lab-2"
-    assert box.local
-    assert (box.user, box.port, box.python, box.env) == (None, 22, "python3", {})
-    assert (hosts.draft, hosts.order, hosts.split, hosts.spares) == (None, None, None, 0)
-    assert hosts.num_stages == 1
+    hosts_file = load(
+        tmp_path, "hosts:\n  - {address: 10.0.0.1, ssh: local, devices: [cpu, cpu]}\n"
+    )
+    (host,) = hosts_file.hosts
+    assert hosts_file.name == "lab-2"
+    assert host.local
+    assert (host.user, host.port, host.python, host.env) == (None, 22, "python3", {})
+    assert (hosts_file.draft, hosts_file.order, hosts_file.split, hosts_file.spares) == (
+        None,
+        None,
+        None,
+        0,
+    )
+    assert hosts_file.num_stages == 1
 
 
-def test_the_last_members_along_the_order_are_spares_but_never_the_head(tmp_path):
-    hosts = load(tmp_path, FULL)
-    assert hosts.members == ("10.0.0.2/0", "10.0.0.2/1", "alpha/0", "alpha/1")
-    assert hosts.spare_members == ("alpha/1",)
-    assert hosts.num_stages == 2
+def test_the_last_workers_along_the_order_are_spares_but_never_the_head(tmp_path):
+    hosts_file = load(tmp_path, FULL)
+    assert hosts_file.workers == ("10.0.0.2/0", "10.0.0.2/1", "alpha/0", "alpha/1")
+    assert hosts_file.spare_workers == ("alpha/1",)
+    assert hosts_file.num_stages == 2
     head_last = load(tmp_path, FULL.replace("10.0.0.2/1", "alpha/1"))
-    assert head_last.spare_members == ("alpha/0",)
+    assert head_last.spare_workers == ("alpha/0",)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda file: file.stem)
@@ -118,7 +129,7 @@ def test_there_are_examples():
         ("hosts: [{address: a, devices: [cuda, cuda:0]}]", "'cuda:0' twice"),
         ("hosts: [{address: a, devices: [auto, cpu]}]", "'auto' beside others"),
         ("hosts: [{address: a, devices: []}]", "a list of at least one"),
-        ("hosts: [{address: a, devices: [cpu]}]", "its devices make 1 member"),
+        ("hosts: [{address: a, devices: [cpu]}]", "its devices make 1 worker"),
         ("hosts: [{address: a, port: '22'}]", "hosts[0].port is '22', but must be a whole"),
         ("hosts: [{address: a, port: 70000}]", "from 1 to 65535"),
         ("hosts: [{address: a, memory_gib: 0}]", "a number above 0 and at most 1000000000 (GiB)"),
@@ -144,8 +155,8 @@ TWO = (
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("draft: alfa/0", "draft is 'alfa/0', which is no member; did you mean alpha/0?"),
-        ("draft: alpha", "which is no member"),
+        ("draft: alfa/0", "draft is 'alfa/0', which is no worker; did you mean alpha/0?"),
+        ("draft: alpha", "which is no worker"),
         ("order: [alpha, gamma]", "order holds 'gamma', which is no host; choose from alpha, beta"),
         ("order: [alpha]", "but must name each of alpha, beta once"),
         ("order: [alpha, beta, beta]", "but must name each of alpha, beta once"),
@@ -157,7 +168,7 @@ TWO = (
         ("name: 'a b'", "name is 'a b'"),
     ],
 )
-def test_what_does_not_fit_the_boxes_is_named(tmp_path, line, said):
+def test_what_does_not_fit_the_hosts_is_named(tmp_path, line, said):
     assert said in refused(tmp_path, f"{TWO}{line}\n")
 
 
@@ -173,8 +184,8 @@ def test_a_variable_that_may_be_a_secret_is_not_repeated(tmp_path):
 
 
 def test_dollar_signs_are_left_alone(tmp_path):
-    hosts = load(tmp_path, TWO.replace("address: b", "address: b, env: {A: '${HOME}'}"))
-    assert hosts.box("beta").env == {"A": "${HOME}"}
+    hosts_file = load(tmp_path, TWO.replace("address: b", "address: b, env: {A: '${HOME}'}"))
+    assert hosts_file.host("beta").env == {"A": "${HOME}"}
 
 
 def test_a_file_that_is_missing_is_named(tmp_path):
@@ -201,13 +212,13 @@ def test_the_full_file_is_plain_yaml():
 )
 def test_one_machine_listed_twice_is_named(first, second, refused, tmp_path):
     file = tmp_path / "hosts.yaml"
-    boxes = "".join(
+    hosts = "".join(
         f"  - {{name: {name}, address: 10.0.0.1, {more}}}\n".replace(", }", "}")
         for name, more in (("alpha", first), ("beta", second))
     )
-    file.write_text("hosts:\n" + boxes)
+    file.write_text("hosts:\n" + hosts)
     if not refused:
-        assert len(load_hosts(file).boxes) == 2
+        assert len(load_hosts(file).hosts) == 2
         return
     with pytest.raises(ConfigError, match=r"'alpha' and 'beta' are one machine .*'10\.0\.0\.1'"):
         load_hosts(file)

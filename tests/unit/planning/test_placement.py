@@ -1,10 +1,10 @@
-"""Who does what on the boxes of a hosts file before anything has been measured."""
+"""Who does what on the hosts of a hosts file before anything has been measured."""
 
 from dataclasses import replace
 
 import pytest
 
-from pipespec.cluster.deployment import plan
+from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.engine.checkpoint import inspect
@@ -38,44 +38,44 @@ def target():
     return inspect(DEMO / "target")
 
 
-def asked(hosts, target, *settings, **changes):
-    config = compose([f"cluster.stages={hosts.num_stages}", *settings])
+def asked(hosts_file, target, *settings, **changes):
+    config = compose([f"cluster.stages={hosts_file.num_stages}", *settings])
     info = replace(target, **changes)
-    return unmeasured(hosts, config, info, inspect(DEMO / "draft"), context=256)
+    return unmeasured(hosts_file, config, info, inspect(DEMO / "draft"), context=256)
 
 
-def test_without_limits_slices_are_even_and_boxes_as_listed(hosts_file, target):
-    hosts = load_hosts(hosts_file(THREE))
-    placement = plan_slices(asked(hosts, target))
-    assert placement.members_by_rank == hosts.members
+def test_without_limits_slices_are_even_and_hosts_as_listed(hosts_file, target):
+    hosts_file = load_hosts(hosts_file(THREE))
+    placement = plan_slices(asked(hosts_file, target))
+    assert placement.workers_by_rank == hosts_file.workers
     assert placement.layers == tuple(split_evenly(16, 3))
 
 
 def test_order_draft_split_and_spares_of_the_file_hold(hosts_file, target):
-    hosts = load_hosts(
+    hosts_file = load_hosts(
         hosts_file(f"{THREE}order: [gamma, beta, alpha]\ndraft: beta/0\nspares: 1\nsplit: [5, 11]")
     )
-    placement = plan_slices(asked(hosts, target))
-    assert placement.members_by_rank == ("beta/0", "gamma/0", "alpha/0")
+    placement = plan_slices(asked(hosts_file, target))
+    assert placement.workers_by_rank == ("beta/0", "gamma/0", "alpha/0")
     assert [len(piece) for piece in placement.layers] == [5, 11]
     assert placement.spares == ("alpha/1",)
 
 
 def test_a_small_device_gets_fewer_layers(hosts_file, target):
-    hosts = load_hosts(hosts_file(THREE.replace("name: beta", "name: beta, memory_gib: 1.1")))
+    hosts_file = load_hosts(hosts_file(THREE.replace("name: beta", "name: beta, memory_gib: 1.1")))
     # Layers of 200 MiB in bfloat16 take twice as much in float32.
     heavy = {"stored": replace(target.stored, layers=(200 * 2**20,) * 16)}
-    placement = plan_slices(asked(hosts, target, **heavy))
-    sizes = dict(zip(placement.members_by_rank[1:], map(len, placement.layers), strict=True))
+    placement = plan_slices(asked(hosts_file, target, **heavy))
+    sizes = dict(zip(placement.workers_by_rank[1:], map(len, placement.layers), strict=True))
     assert sizes["beta/0"] == 1
     assert sum(sizes.values()) == 16
     assert placement.bytes_by_rank[2] <= 1.1 * GIB
 
 
 def test_weights_and_kv_are_counted_in_the_type_of_the_run(hosts_file, target):
-    hosts = load_hosts(hosts_file(THREE))
-    wide = asked(hosts, target, "model.dtype=float32").needs
-    narrow = asked(hosts, target, "model.dtype=bfloat16").needs
+    hosts_file = load_hosts(hosts_file(THREE))
+    wide = asked(hosts_file, target, "model.dtype=float32").needs
+    narrow = asked(hosts_file, target, "model.dtype=bfloat16").needs
     assert narrow.layer_bytes == target.stored.layers
     assert wide.layer_bytes[0] == 2 * narrow.layer_bytes[0]
     assert wide.kv_layer_bytes == 2 * narrow.kv_layer_bytes
@@ -95,13 +95,13 @@ def test_bfloat16_is_chosen_where_every_stage_has_a_gpu(hosts_file):
 def test_too_little_memory_is_told_before_anything_starts(hosts_file):
     small = hosts_file(THREE.replace("devices", "memory_gib: 0.2, devices"))
     with pytest.raises(ConfigError, match=r"draft needs .* alpha/0 has 0\.2: .* GiB are missing"):
-        plan(compose([f"cluster={small}"]))
+        decide(compose([f"cluster={small}"]))
 
 
-def test_a_plan_follows_the_memory_of_the_boxes(hosts_file):
+def test_a_plan_follows_the_memory_of_the_hosts(hosts_file):
     # Beside what every rank takes there is room for the embedding and a few layers only.
     tight = hosts_file(THREE.replace("name: beta", "name: beta, memory_gib: 0.505"))
-    made = plan(compose([f"cluster={tight}"]))
+    made = decide(compose([f"cluster={tight}"]))
     sizes = [len(piece) for piece in made.layers]
     assert sum(sizes) == 16
     assert sizes[1] < min(sizes[0], sizes[2])

@@ -1,4 +1,4 @@
-"""What `pipespec doctor` concludes from what the boxes said: who is named, and how badly."""
+"""What `pipespec doctor` concludes from what the hosts said: who is named, and how badly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipespec.config.hosts import Hosts, load_hosts
+from pipespec.config.hosts import HostsFile, load_hosts
 from pipespec.survey.diagnosis import diagnose, wanted
 from pipespec.survey.doctor import rounds
 from pipespec.survey.findings import Finding, Link, Offset, Seen
@@ -38,11 +38,13 @@ def address(name: str) -> str:
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Hosts:
+def hosts_file(tmp_path: Path) -> HostsFile:
     return make_hosts(tmp_path)
 
 
-def make_hosts(folder: Path, *, of_alpha: dict[str, Any] | None = None, **settings: Any) -> Hosts:
+def make_hosts(
+    folder: Path, *, of_alpha: dict[str, Any] | None = None, **settings: Any
+) -> HostsFile:
     entries = [{"name": name, "address": address(name), "devices": ["cuda:0"]} for name in NAMES]
     entries[0] |= of_alpha or {}
     file = folder / "hosts.yaml"
@@ -51,7 +53,7 @@ def make_hosts(folder: Path, *, of_alpha: dict[str, Any] | None = None, **settin
 
 
 def healthy() -> dict[str, Seen]:
-    """Three boxes that have the same and listen on eth0."""
+    """Three hosts that have the same and listen on eth0."""
     return {
         name: Seen(
             Inventory(dict(VERSIONS), ["L40"], None, {"target": MODEL, "draft": MODEL}),
@@ -92,22 +94,22 @@ def only(found: Sequence[Finding]) -> Finding:
     return found[0]
 
 
-def test_nothing_is_found_where_nothing_is_wrong(hosts: Hosts) -> None:
-    assert diagnose(hosts, healthy(), ALL_LINKS) == []
+def test_nothing_is_found_where_nothing_is_wrong(hosts_file: HostsFile) -> None:
+    assert diagnose(hosts_file, healthy(), ALL_LINKS) == []
 
 
-def test_a_box_that_failed_is_an_error_of_its_own(hosts: Hosts) -> None:
-    boxes = {**healthy(), "beta": Seen(failure="beta: Connection refused; start sshd there.")}
+def test_a_host_that_failed_is_an_error_of_its_own(hosts_file: HostsFile) -> None:
+    hosts = {**healthy(), "beta": Seen(failure="beta: Connection refused; start sshd there.")}
     links = [each for each in ALL_LINKS if "beta" not in (each.source, each.to)]
-    found = only(diagnose(hosts, boxes, links))
+    found = only(diagnose(hosts_file, hosts, links))
     assert found == Finding(True, ("beta",), "beta: Connection refused; start sshd there.")
 
 
-def test_errors_come_before_warnings(hosts: Hosts) -> None:
-    boxes = healthy()
-    boxes["alpha"].clock = Offset(5.0, 0.0)
-    boxes["gamma"].failure = "gamma: gone."
-    assert [finding.error for finding in diagnose(hosts, boxes, ALL_LINKS)] == [True, False]
+def test_errors_come_before_warnings(hosts_file: HostsFile) -> None:
+    hosts = healthy()
+    hosts["alpha"].clock = Offset(5.0, 0.0)
+    hosts["gamma"].failure = "gamma: gone."
+    assert [finding.error for finding in diagnose(hosts_file, hosts, ALL_LINKS)] == [True, False]
 
 
 # --- links ------------------------------------------------------------------------------------
@@ -120,47 +122,47 @@ def test_errors_come_before_warnings(hosts: Hosts) -> None:
         ("silent", None, ["port 4000 does not answer", "firewalls"]),
         ("no route", None, ["no route", "one network"]),
         ("stranger", None, ["another program's", "correct `address`"]),
-        ("stranger", "gamma", ["gamma answers there", "two boxes have this address"]),
+        ("stranger", "gamma", ["gamma answers there", "two hosts have this address"]),
     ],
 )
 def test_a_closed_way_names_the_pair_and_the_remedy(
-    problem: str, who: str | None, parts: list[str], hosts: Hosts
+    problem: str, who: str | None, parts: list[str], hosts_file: HostsFile
 ) -> None:
     closed = link("alpha", "beta", problem=problem, who=who)
-    found = only(diagnose(hosts, healthy(), with_links(closed)))
-    assert (found.error, found.boxes) == (True, ("alpha", "beta"))
+    found = only(diagnose(hosts_file, healthy(), with_links(closed)))
+    assert (found.error, found.hosts) == (True, ("alpha", "beta"))
     assert found.sentence.startswith("alpha cannot reach beta at 10.0.0.2: ")
     assert all(part in found.sentence for part in parts)
 
 
-def test_a_box_that_nobody_reaches_is_one_finding(hosts: Hosts) -> None:
+def test_a_host_that_nobody_reaches_is_one_finding(hosts_file: HostsFile) -> None:
     closed = [link(source, "beta", problem="silent") for source in ("alpha", "gamma")]
-    found = only(diagnose(hosts, healthy(), with_links(*closed)))
+    found = only(diagnose(hosts_file, healthy(), with_links(*closed)))
     assert found.sentence.startswith("alpha and gamma cannot reach beta")
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_batches_that_leave_through_another_interface(named: bool, tmp_path: Path) -> None:
-    hosts = make_hosts(tmp_path, of_alpha={"interface": "eth0"} if named else {})
+    hosts_file = make_hosts(tmp_path, of_alpha={"interface": "eth0"} if named else {})
     astray = [link("alpha", to, interface="eth1") for to in ("beta", "gamma")]
-    found = only(diagnose(hosts, healthy(), with_links(*astray)))
+    found = only(diagnose(hosts_file, healthy(), with_links(*astray)))
     assert found.error is named
     assert "alpha reaches beta and gamma through eth1 and not through eth0" in found.sentence
 
 
-def test_two_boxes_on_one_machine_may_use_any_interface(hosts: Hosts) -> None:
-    boxes = healthy()
-    seen = boxes["alpha"].listening
+def test_two_hosts_on_one_machine_may_use_any_interface(hosts_file: HostsFile) -> None:
+    hosts = healthy()
+    seen = hosts["alpha"].listening
     assert seen is not None
     shared = replace(seen.interfaces[2], addresses=(address("beta"),))
-    boxes["alpha"].listening = replace(seen, interfaces=(*seen.interfaces[:2], shared))
-    assert diagnose(hosts, boxes, with_links(link("alpha", "beta", interface="eth1"))) == []
+    hosts["alpha"].listening = replace(seen, interfaces=(*seen.interfaces[:2], shared))
+    assert diagnose(hosts_file, hosts, with_links(link("alpha", "beta", interface="eth1"))) == []
 
 
-def test_links_slower_than_their_interfaces(hosts: Hosts) -> None:
+def test_links_slower_than_their_interfaces(hosts_file: HostsFile) -> None:
     slow = [replace(link("alpha", to), measured=Measured(0.2, 0.94)) for to in ("beta", "gamma")]
-    found = only(diagnose(hosts, healthy(), with_links(*slow)))
-    assert (found.error, found.boxes) == (False, ("alpha", "beta", "gamma"))
+    found = only(diagnose(hosts_file, healthy(), with_links(*slow)))
+    assert (found.error, found.hosts) == (False, ("alpha", "beta", "gamma"))
     assert "alpha to beta carries 0.94 and alpha to gamma carries 0.94 Gbit/s" in found.sentence
     assert "state 10;" in found.sentence
 
@@ -177,26 +179,26 @@ def test_links_slower_than_their_interfaces(hosts: Hosts) -> None:
         ({"number": "127.0.1.1"}, "On alpha itself"),
     ],
 )
-def test_a_box_that_cannot_listen_at_its_address(
-    changes: dict[str, Any], part: str, hosts: Hosts
+def test_a_host_that_cannot_listen_at_its_address(
+    changes: dict[str, Any], part: str, hosts_file: HostsFile
 ) -> None:
-    boxes = healthy()
-    boxes["alpha"].listening = replace(listening("alpha"), carrier=None, **changes)
+    hosts = healthy()
+    hosts["alpha"].listening = replace(listening("alpha"), carrier=None, **changes)
     links = [each for each in ALL_LINKS if each.to != "alpha"]
-    found = only(diagnose(hosts, boxes, links))
-    assert (found.error, found.boxes) == (True, ("alpha",))
+    found = only(diagnose(hosts_file, hosts, links))
+    assert (found.error, found.hosts) == (True, ("alpha",))
     assert part in found.sentence
 
 
-# --- what the boxes have ----------------------------------------------------------------------
+# --- what the hosts have ----------------------------------------------------------------------
 
 
 def with_inventory(name: str, **changes: Any) -> dict[str, Seen]:
-    boxes = healthy()
-    before = boxes[name].inventory
+    hosts = healthy()
+    before = hosts[name].inventory
     assert before is not None
-    boxes[name].inventory = replace(before, **changes)
-    return boxes
+    hosts[name].inventory = replace(before, **changes)
+    return hosts
 
 
 @pytest.mark.parametrize(
@@ -211,30 +213,32 @@ def with_inventory(name: str, **changes: Any) -> dict[str, Seen]:
         ("driver", "550.10", False),
     ],
 )
-def test_versions_that_differ(package: str, version: str, error: bool, hosts: Hosts) -> None:
-    boxes = with_inventory("gamma", versions={**VERSIONS, package: version})
-    found = only(diagnose(hosts, boxes, ALL_LINKS))
+def test_versions_that_differ(
+    package: str, version: str, error: bool, hosts_file: HostsFile
+) -> None:
+    hosts = with_inventory("gamma", versions={**VERSIONS, package: version})
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
     assert found.error is error
     usual = str(VERSIONS[package]).partition("+")[0]
     assert f"{usual} on alpha and beta and {version.partition('+')[0]} on gamma" in found.sentence
 
 
-def test_another_pipespec_is_not_also_another_code(hosts: Hosts) -> None:
+def test_another_pipespec_is_not_also_another_code(hosts_file: HostsFile) -> None:
     versions = {**VERSIONS, "pipespec": "0.2.0", "code": "a5a5a5a5"}
-    assert only(diagnose(hosts, with_inventory("gamma", versions=versions), ALL_LINKS))
+    assert only(diagnose(hosts_file, with_inventory("gamma", versions=versions), ALL_LINKS))
 
 
 @pytest.mark.parametrize(("package", "version"), [("torch", "2.9.0+cpu"), ("driver", None)])
-def test_a_cpu_box_beside_gpu_boxes_is_no_difference(
-    package: str, version: str | None, hosts: Hosts
+def test_a_cpu_host_beside_gpu_hosts_is_no_difference(
+    package: str, version: str | None, hosts_file: HostsFile
 ) -> None:
-    boxes = with_inventory("gamma", versions={**VERSIONS, package: version})
-    assert diagnose(hosts, boxes, ALL_LINKS) == []
+    hosts = with_inventory("gamma", versions={**VERSIONS, package: version})
+    assert diagnose(hosts_file, hosts, ALL_LINKS) == []
 
 
-def test_a_package_that_is_not_there(hosts: Hosts) -> None:
-    boxes = with_inventory("gamma", versions={**VERSIONS, "transformers": None})
-    found = only(diagnose(hosts, boxes, ALL_LINKS))
+def test_a_package_that_is_not_there(hosts_file: HostsFile) -> None:
+    hosts = with_inventory("gamma", versions={**VERSIONS, "transformers": None})
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
     assert found.error
     assert "transformers is not installed on gamma" in found.sentence
 
@@ -251,52 +255,58 @@ def with_model(name: str, part: str, model: Fingerprint) -> dict[str, Seen]:
         ({"shards": "s1"}, "the sizes of its weight files differ"),
     ],
 )
-def test_a_target_unlike_the_others(changes: dict[str, Any], part: str, hosts: Hosts) -> None:
-    boxes = with_model("alpha", "target", replace(MODEL, **changes))
-    found = only(diagnose(hosts, boxes, ALL_LINKS))
+def test_a_target_unlike_the_others(
+    changes: dict[str, Any], part: str, hosts_file: HostsFile
+) -> None:
+    hosts = with_model("alpha", "target", replace(MODEL, **changes))
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
     assert found.error
     assert "on alpha is another than on beta and gamma: " in found.sentence
     assert part in found.sentence
 
 
-def test_a_missing_target_says_where_and_how_to_get_it(hosts: Hosts) -> None:
-    boxes = with_model("beta", "target", Fingerprint("meta/m", "is missing"))
-    found = only(diagnose(hosts, boxes, ALL_LINKS))
-    assert (found.error, found.boxes) == (True, ("beta",))
+def test_a_missing_target_says_where_and_how_to_get_it(hosts_file: HostsFile) -> None:
+    hosts = with_model("beta", "target", Fingerprint("meta/m", "is missing"))
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
+    assert (found.error, found.hosts) == (True, ("beta",))
     assert "meta/m on beta is missing; run `hf download meta/m` there" in found.sentence
-    boxes = with_model("beta", "target", Fingerprint("/m", "holds no config.json"))
+    hosts = with_model("beta", "target", Fingerprint("/m", "holds no config.json"))
     assert (
         "/m on beta holds no config.json; copy it"
-        in only(diagnose(hosts, boxes, ALL_LINKS)).sentence
+        in only(diagnose(hosts_file, hosts, ALL_LINKS)).sentence
     )
 
 
 def test_the_draft_is_needed_where_the_head_is(tmp_path: Path) -> None:
     gone = Fingerprint("/d", "is missing")
     anywhere, on_beta = make_hosts(tmp_path), make_hosts(tmp_path, draft="beta/0")
-    assert [wanted(anywhere, box) for box in anywhere.boxes] == [("target", "draft")] * 3
-    assert [wanted(on_beta, box) for box in on_beta.boxes] == [("target",), ("draft",), ("target",)]
-    boxes = with_model("beta", "draft", gone)
-    assert only(diagnose(anywhere, boxes, ALL_LINKS)).error is False
-    assert only(diagnose(on_beta, boxes, ALL_LINKS)).error is True
-    for seen in boxes.values():
+    assert [wanted(anywhere, host) for host in anywhere.hosts] == [("target", "draft")] * 3
+    assert [wanted(on_beta, host) for host in on_beta.hosts] == [
+        ("target",),
+        ("draft",),
+        ("target",),
+    ]
+    hosts = with_model("beta", "draft", gone)
+    assert only(diagnose(anywhere, hosts, ALL_LINKS)).error is False
+    assert only(diagnose(on_beta, hosts, ALL_LINKS)).error is True
+    for seen in hosts.values():
         assert seen.inventory is not None
         seen.inventory.models["draft"] = gone
-    assert [each.error for each in diagnose(anywhere, boxes, ALL_LINKS)] == [True] * 3
+    assert [each.error for each in diagnose(anywhere, hosts, ALL_LINKS)] == [True] * 3
 
 
 def test_a_device_that_torch_does_not_have(tmp_path: Path) -> None:
-    hosts = make_hosts(tmp_path, of_alpha={"devices": ["cuda:0", "cuda:2"]})
-    found = only(diagnose(hosts, with_inventory("alpha", cuda=["L40", "L40"]), ALL_LINKS))
+    hosts_file = make_hosts(tmp_path, of_alpha={"devices": ["cuda:0", "cuda:2"]})
+    found = only(diagnose(hosts_file, with_inventory("alpha", cuda=["L40", "L40"]), ALL_LINKS))
     assert found.error
     assert "the device cuda:2, but its CUDA devices end with cuda:1" in found.sentence
 
 
 @pytest.mark.parametrize(("device", "error"), [("cuda", True), ("auto", False)])
 def test_a_torch_without_cuda(device: str, error: bool, tmp_path: Path) -> None:
-    hosts = make_hosts(tmp_path, of_alpha={"devices": [device]})
-    boxes = with_inventory("alpha", cuda=[], cuda_problem="torch 2.9.0+cpu is built without CUDA")
-    found = only(diagnose(hosts, boxes, ALL_LINKS))
+    hosts_file = make_hosts(tmp_path, of_alpha={"devices": [device]})
+    hosts = with_inventory("alpha", cuda=[], cuda_problem="torch 2.9.0+cpu is built without CUDA")
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
     assert found.error is error
     assert "but torch 2.9.0+cpu is built without CUDA" in found.sentence
 
@@ -304,27 +314,27 @@ def test_a_torch_without_cuda(device: str, error: bool, tmp_path: Path) -> None:
 # --- clocks -----------------------------------------------------------------------------------
 
 
-def test_the_clock_that_is_off_is_named_beside_the_one_in_the_middle(hosts: Hosts) -> None:
+def test_the_clock_that_is_off_is_named_beside_the_one_in_the_middle(hosts_file: HostsFile) -> None:
     for ahead, word in ((3.0, "ahead of"), (-3.0, "behind")):
-        boxes = healthy()
-        boxes["gamma"].clock = Offset(ahead, 0.001)
-        found = only(diagnose(hosts, boxes, ALL_LINKS))
+        hosts = healthy()
+        hosts["gamma"].clock = Offset(ahead, 0.001)
+        found = only(diagnose(hosts_file, hosts, ALL_LINKS))
         assert found.error is False
-        assert found.boxes[0] == "gamma"
+        assert found.hosts[0] == "gamma"
         assert f"The clock of gamma is 3 s {word}" in found.sentence
 
 
-def test_a_reading_too_slow_to_tell_is_no_finding(hosts: Hosts) -> None:
-    boxes = healthy()
-    boxes["gamma"].clock = Offset(3.0, 3.0)
-    assert diagnose(hosts, boxes, ALL_LINKS) == []
+def test_a_reading_too_slow_to_tell_is_no_finding(hosts_file: HostsFile) -> None:
+    hosts = healthy()
+    hosts["gamma"].clock = Offset(3.0, 3.0)
+    assert diagnose(hosts_file, hosts, ALL_LINKS) == []
 
 
 # --- the order of measurement -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", range(1, 9))
-def test_rounds_hold_every_pair_once_and_no_box_twice(count: int) -> None:
+def test_rounds_hold_every_pair_once_and_no_host_twice(count: int) -> None:
     names = [str(number) for number in range(count)]
     every = [frozenset(pair) for pairs in rounds(names) for pair in pairs]
     assert len(every) == len(set(every)) == count * (count - 1) // 2

@@ -1,4 +1,4 @@
-"""What a box says that it has: model files told apart, versions, CUDA devices."""
+"""What a host says that it has: model files told apart, versions, CUDA devices."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_hub_id_is_found_in_the_cache(
     assert content(fingerprint("someone/tiny")) == content(fingerprint(str(single)))
 
 
-def test_a_box_of_cpus_is_not_asked_for_cuda(single: Path) -> None:
+def test_a_host_of_cpus_is_not_asked_for_cuda(single: Path) -> None:
     found = take({"target": str(single)}, ["cpu", "cpu"])
     assert (found.cuda, found.cuda_problem) == (None, None)
     assert found.models == {"target": fingerprint(str(single))}

@@ -180,11 +180,11 @@ def test_a_reader_that_leaves_a_table_ends_it_quietly() -> None:
 
 
 def test_joining_says_it_alike(tmp_path: Path) -> None:
-    hosts, invitation = tmp_path / "two.yaml", tmp_path / "two.invitation"
-    hosts.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: none, devices: [cpu, cpu]}]")
+    hosts_file, invitation = tmp_path / "two.yaml", tmp_path / "two.invitation"
+    hosts_file.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: none, devices: [cpu, cpu]}]")
     invitation.write_text('{"url": ["secret"], "namespace": "", "secret": "", "overrides": []}')
     join = shlex.join(
-        [sys.executable, "-m", "pipespec.cluster.join", str(hosts), "a", str(invitation)]
+        [sys.executable, "-m", "pipespec.cluster.join", str(hosts_file), "a", str(invitation)]
     )
     answer = shell(join, LOCAL_RANK="0")
     assert answer.returncode == 2

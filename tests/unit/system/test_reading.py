@@ -95,12 +95,12 @@ def test_json_that_cannot_be(text: str, why: str) -> None:
 def test_files_on_the_command_line(
     kind: str, text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, hosts = tmp_path / "given.json", tmp_path / "two.yaml"
+    file, hosts_file = tmp_path / "given.json", tmp_path / "two.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))
-    hosts.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
+    hosts_file.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
     argv = {
         "profile": ["plan", "--profile", str(file)],
-        "figures": ["partition", "--measured", str(file), str(hosts)],
+        "figures": ["partition", "--measured", str(file), str(hosts_file)],
     }[kind]
     assert why in refused(capsys, *argv)
 
@@ -164,9 +164,9 @@ def test_figures_of_wrong_types(
         "members": {"a/0": device, "a/1": device},
         "links": [],
     }
-    file, hosts = tmp_path / "figures.json", tmp_path / "two.yaml"
-    hosts.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
-    argv = ["partition", "--measured", str(file), str(hosts), "feed.width=8"]
+    file, hosts_file = tmp_path / "figures.json", tmp_path / "two.yaml"
+    hosts_file.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]")
+    argv = ["partition", "--measured", str(file), str(hosts_file), "feed.width=8"]
     file.write_text(json.dumps({"figures": figures}))
     assert main(argv) == 0
     capsys.readouterr()

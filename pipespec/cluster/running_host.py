@@ -1,4 +1,4 @@
-"""The agent of one box, as its launcher sees it: started, told what to do, heard, ended."""
+"""The agent of one host, as its launcher sees it: started, told what to do, heard, ended."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ from pipespec.cluster.agent import SIGN_OF_LIFE_S, Setup, make_directory
 from pipespec.cluster.agent_lock import PATIENCE_S
 from pipespec.cluster.supervisor import Job, how_it_ended
 from pipespec.cluster.torchrun import last_line
-from pipespec.config.hosts import Box
+from pipespec.config.hosts import Host
 
 AGENT = "pipespec.cluster.agent"
-# Seconds between two tries to start the agent of a box that was lost.
+# Seconds between two tries to start the agent of a host that was lost.
 _RETRY_S = 1.0
-# Seconds for which the connection to a box may be silent: a link that comes back in time finds
-# the members and their weights alive.
+# Seconds for which the connection to a host may be silent: a link that comes back in time finds
+# the workers and their weights alive.
 _CUT_S = 25
 # Seconds after which a silent agent is taken for cut off, and for which one must have been heard
-# again before its members count as hanging rather than as not yet back.
+# again before its workers count as hanging rather than as not yet back.
 _SILENT_S, _BACK_S = 2.0, 5.0
 
 
 @dataclass(frozen=True)
 class Death:
-    """A member was ended by a signal, and replaced.
+    """A worker was ended by a signal, and replaced.
 
-    `how` names the signal; `pid` is None where a whole box was lost.
+    `how` names the signal; `pid` is None where a whole host was lost.
     """
 
-    member: str
+    worker: str
     how: str
     pid: int | None
 
 
-class RunningBox:
-    """The agent of one box, and what it tells."""
+class RunningHost:
+    """The agent of one host, and what it tells."""
 
     def __init__(
         self,
-        box: Box,
+        host: Host,
         modules: tuple[str, ...],
         lock: str | None,
         deaths: queue.SimpleQueue[Death],
     ) -> None:
-        self.box = box
-        # What the members returned (on this machine), or the sentence that says what failed.
+        self.host = host
+        # What the workers returned (on this machine), or the sentence that says what failed.
         self.outcome: list[Any] | str = "the ranks were stopped before their work was done."
         self._job: Job | None = None
         self._modules, self._lock = modules, lock
@@ -69,31 +69,31 @@ class RunningBox:
         self._on_log: Callable[[str, str], None] | None = None
         self._stopped = False
         self._changing = threading.RLock()  # two threads start and stop it
-        self._reached = False  # whether an agent of the box ever said a word
+        self._reached = False  # whether an agent of the host ever said a word
         self._start()
 
     def _start(self) -> None:
         self._told: dict[str, Any] | None = None  # the agent's last word
         self._began = self._heard = time.monotonic()
         self._back = -math.inf  # when it was heard again after a silence
-        # Other boxes make one of their own.
-        self._directory = make_directory() if self.box.local else None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the box
+        # Other hosts make one of their own.
+        self._directory = make_directory() if self.host.local else None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the host
         setup = Setup(
             directory=None if self._directory is None else str(self._directory),
             preload=self._modules,
-            num_members=len(self.box.devices),
-            address=self.box.address,
-            interface=self.box.interface,
+            num_workers=len(self.host.devices),
+            address=self.host.address,
+            interface=self.host.interface,
             lock=self._lock,
-            remote=not self.box.local,
+            remote=not self.host.local,
         )
         options: dict[str, Any] = {"start_new_session": True}
-        if self.box.local:
+        if self.host.local:
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             options["env"] = {**os.environ, "PYTHONPATH": path}
         self._agent = ssh.popen(
-            self.box,
+            self.host,
             AGENT,
             alive_count=_CUT_S,
             stdin=subprocess.PIPE,
@@ -107,12 +107,12 @@ class RunningBox:
         self._send(setup)
 
     def run(self, job: Job, on_log: Callable[[str, str], None] | None) -> None:
-        """Tell the agent what its members are to do."""
+        """Tell the agent what its workers are to do."""
         self._on_log = on_log
         with self._changing:
             self._job = job
             self._send(job)
-            if not self.box.local:
+            if not self.host.local:
                 agent = self._agent
                 threading.Thread(target=self._sign_of_life, args=(agent,), daemon=True).start()
 
@@ -135,7 +135,7 @@ class RunningBox:
 
     @property
     def running(self) -> bool:
-        """Whether anything of the box still runs; a lost one that will be mended counts."""
+        """Whether anything of the host still runs; a lost one that will be mended counts."""
         if self._stopped:
             return False
         return self._here or (self._restarts and self._lost)
@@ -155,11 +155,11 @@ class RunningBox:
 
     @property
     def failed(self) -> bool:
-        """Whether the box ended before its work did."""
+        """Whether the host ended before its work did."""
         return not self.running and not (self._told and "ended" in self._told)
 
     def join(self, timeout: float) -> None:
-        """Wait for the end of the box, up to `timeout` seconds."""
+        """Wait for the end of the host, up to `timeout` seconds."""
         self._ended.join(timeout)
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -171,28 +171,28 @@ class RunningBox:
             stdin.flush()
 
     def kill(self, number: int, since: float) -> bool:
-        """End a member that has hung since then, unless the box is, or was just, cut off."""
+        """End a worker that has hung since then, unless the host is, or was just, cut off."""
         back = time.monotonic() - self._back > _BACK_S
-        if self.box.local or (self._heard > since and back):
+        if self.host.local or (self._heard > since and back):
             self.tell({"kill": number})
             return True
         return False
 
     def mend(self) -> None:
-        """Start the agent of a lost box again; one that still runs there ends first."""
+        """Start the agent of a lost host again; one that still runs there ends first."""
         with self._changing:
             if self._stopped or not self._lost or time.monotonic() - self._began < _RETRY_S:
                 return
             self._end_processes()
             self._remove_files()
-            for member in self.box.members:
-                self._deaths.put(Death(member, "its box was lost", None))
+            for worker in self.host.workers:
+                self._deaths.put(Death(worker, "its host was lost", None))
             self._start()
-            assert self._job is not None, "a box is mended while it runs"
+            assert self._job is not None, "a host is mended while it runs"
             self.run(self._job, self._on_log)
 
     def settle(self) -> None:
-        """Read the outcome of a box that has ended, and end what it left."""
+        """Read the outcome of a host that has ended, and end what it left."""
         if not self._stopped:
             self._end_processes()
             self.outcome = self._read_outcome()
@@ -204,7 +204,7 @@ class RunningBox:
             self._agent.stdin.close()
 
     def stop(self) -> None:
-        """End every member and helper and remove their files; harmless when called again."""
+        """End every worker and helper and remove their files; harmless when called again."""
         with self._changing:
             if not self._stopped:
                 self._stopped = True
@@ -221,11 +221,11 @@ class RunningBox:
                 self._back = now
             self._heard = now
             if "died" in message:
-                member = self.box.members[message["died"]]
-                self._deaths.put(Death(member, message["how"], message["pid"]))
+                worker = self.host.workers[message["died"]]
+                self._deaths.put(Death(worker, message["how"], message["pid"]))
             elif "log" in message:
                 if self._on_log is not None:
-                    self._on_log(self.box.members[message["log"]], message["line"])
+                    self._on_log(self.host.workers[message["log"]], message["line"])
             elif message and "lost" not in message:
                 self._told = message
 
@@ -236,7 +236,7 @@ class RunningBox:
 
     def _end_processes(self) -> None:
         assert self._agent.stdout is not None
-        if self._job is None and self.box.local:
+        if self._job is None and self.host.local:
             self._signal_group(signal.SIGKILL)  # nothing has begun; it would import to the end
         self.hang_up()
         try:
@@ -272,9 +272,9 @@ class RunningBox:
             return list(pickle.loads((self._directory / "results").read_bytes()))
         self._log.seek(0)
         said = self._log.read()
-        if not self.box.local:
+        if not self.host.local:
             return str(
-                ssh.failure(self.box, "pipespec.cluster.agent", self._agent.returncode, said)
+                ssh.failure(self.host, "pipespec.cluster.agent", self._agent.returncode, said)
             )
         ended = how_it_ended(self._agent.returncode)
         host = socket.gethostname()

@@ -1,6 +1,6 @@
-"""Three boxes joined by links that can be cut, the real launcher between them.
+"""Three hosts joined by links that can be cut, the real launcher between them.
 
-The namespaces share this machine's file system and processes, so a member is killed by its pid.
+The namespaces share this machine's file system and processes, so a worker is killed by its pid.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ ROOT = Path(__file__).parents[2]
 TOKENS = 48
 AT = 8
 PATIENCE = 120
-# Eight stages over three boxes, the draft on the first.
+# Eight stages over three hosts, the draft on the first.
 DEVICES = {"a": 4, "b": 3, "c": 2}
 GREEDY = [f"decode.max_new_tokens={TOKENS}", "verify=greedy"]
 SAMPLED = [f"decode.max_new_tokens={TOKENS}", "verify=sample", "verify.seed=5"]
 
 
 class Driver:
-    """A cluster over the boxes, started from box a."""
+    """A cluster over the hosts, started from host a."""
 
     def __init__(self, bed: Testbed):
         self.bed = bed
-        hosts = bed.hosts_file(devices=DEVICES, draft="a/0")
+        hosts_file = bed.hosts_file(devices=DEVICES, draft="a/0")
         self.process = bed.popen(
             "a",
             [
                 sys.executable,
                 "-m",
                 "tools.rig.driver",
-                f"cluster={hosts}",
+                f"cluster={hosts_file}",
                 "decode.ignore_eos=true",
                 "model.context=256",
                 "cluster.stall_s=5",
@@ -60,7 +60,7 @@ class Driver:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.members = self.hear("ready")["ready"]
+        self.workers = self.hear("ready")["ready"]
 
     def hear(self, what: str) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -94,7 +94,7 @@ class Driver:
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[Testbed]:
-    with Testbed(boxes=3, delay_ms=0.1, gbit=10) as bed:
+    with Testbed(hosts=3, delay_ms=0.1, gbit=10) as bed:
         yield bed
 
 
@@ -104,13 +104,13 @@ def cluster(bed) -> Iterator[Driver]:
     yield driver
     assert driver.end() == 0
     # What a killed agent left ends by itself.
-    until(lambda: not any(leftovers(bed, box) for box in bed.boxes))
+    until(lambda: not any(leftovers(bed, host) for host in bed.hosts))
 
 
-def leftovers(bed: Testbed, box: str, *others: bytes) -> list[int]:
-    """Processes in a box that are not its sshd's: Python's, or those of the others' names."""
+def leftovers(bed: Testbed, host: str, *others: bytes) -> list[int]:
+    """Processes in a host that are not its sshd's: Python's, or those of the others' names."""
     found = []
-    for pid in bed.processes(box):
+    for pid in bed.processes(host):
         with suppress(FileNotFoundError):
             line = Path(f"/proc/{pid}/cmdline").read_bytes()
             if any(name in line for name in (b"python", *others)):
@@ -130,24 +130,24 @@ def texts(cluster) -> dict[str, list[int]]:
     return {"greedy": cluster.ask(GREEDY), "sampled": cluster.ask(SAMPLED)}
 
 
-def test_eight_stages_over_three_boxes_say_what_hugging_face_says(texts):
-    from pipespec.cluster import deployment
+def test_eight_stages_over_three_hosts_say_what_hugging_face_says(texts):
+    from pipespec.cluster.deployment import decide
     from pipespec.config.compose import compose
 
-    plan = deployment.plan(compose(["cluster.devices=[cpu]"]))
-    prompt = ServedModel.of(plan).encode(PROMPT)
-    assert texts["greedy"] == reference(Path(plan.target.path), [prompt], TOKENS)[0]
+    deployment = decide(compose(["cluster.devices=[cpu]"]))
+    prompt = ServedModel.of(deployment).encode(PROMPT)
+    assert texts["greedy"] == reference(Path(deployment.target.path), [prompt], TOKENS)[0]
 
 
 def test_strangers_on_the_network_get_nowhere(cluster, texts, tmp_path):
-    """Boxes listen at their own addresses alone, and tell a stranger nothing; the text stays."""
+    """Hosts listen at their own addresses alone, and tell a stranger nothing; the text stays."""
     bed = cluster.bed
 
     def ours() -> set[Listening]:
-        return listening(pid for box in bed.boxes for pid in leftovers(bed, box, b"redis-server"))
+        return listening(pid for host in bed.hosts for pid in leftovers(bed, host, b"redis-server"))
 
     seen = ours()
-    assert_private(seen, {LOOPBACK, *map(bed.address, bed.boxes)})
+    assert_private(seen, {LOOPBACK, *map(bed.address, bed.hosts)})
     reachable = {each for each in seen if each.kind == "tcp" and each.address != LOOPBACK}
     ruined = tmp_path / "ruined"
     told = visit(reachable, ruined, lambda argv: bed.run("c", argv, timeout=PATIENCE))
@@ -162,9 +162,9 @@ def test_strangers_on_the_network_get_nowhere(cluster, texts, tmp_path):
 
 def test_each_rank_is_killed_in_turn(cluster, texts, long):
     """The head, a stage in the middle and the last; with --long all nine."""
-    for member in cluster.members if long else cluster.members[::4]:
+    for worker in cluster.workers if long else cluster.workers[::4]:
         found = cluster.ask(SAMPLED, AT)
-        os.kill(found["pids"][member], signal.SIGKILL)
+        os.kill(found["pids"][worker], signal.SIGKILL)
         assert cluster.go_on() == texts["sampled"]
 
 
@@ -191,7 +191,7 @@ def test_a_link_is_cut_until_an_epoch_has_ended(cluster, texts, link):
     assert cluster.hear("tokens")["tokens"] == texts["sampled"]
 
 
-def test_a_box_is_lost_and_comes_back(cluster, texts):
+def test_a_host_is_lost_and_comes_back(cluster, texts):
     found = cluster.ask(SAMPLED, AT)
     agent = os.getsid(found["pids"]["b/0"])
     os.kill(agent, signal.SIGKILL)

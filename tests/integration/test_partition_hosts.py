@@ -1,4 +1,4 @@
-"""`pipespec partition` over SSH: every box measures itself, and the links enter the plan."""
+"""`pipespec partition` over SSH: every host measures itself, and the links enter the plan."""
 
 import json
 import sys
@@ -17,17 +17,17 @@ if (lacking := missing()) is not None:
 
 @pytest.fixture(scope="module")
 def bed():
-    with Testbed(boxes=2, delay_ms=DELAY_MS, gbit=1.0) as bed:
+    with Testbed(hosts=2, delay_ms=DELAY_MS, gbit=1.0) as bed:
         yield bed
 
 
 @pytest.fixture(scope="module")
 def hosts_file(bed):
-    """Two members on the first box and one on the second; figures are kept in the bed's folder."""
+    """Two workers on the first host and one on the second; figures are kept in the bed's folder."""
     file = bed.hosts_file(devices={"a": 2, "b": 1})
-    hosts = yaml.safe_load(file.read_text())
-    hosts["defaults"]["env"]["XDG_CACHE_HOME"] = str(bed.folder / "cache")
-    file.write_text(yaml.safe_dump(hosts))
+    hosts_file = yaml.safe_load(file.read_text())
+    hosts_file["defaults"]["env"]["XDG_CACHE_HOME"] = str(bed.folder / "cache")
+    file.write_text(yaml.safe_dump(hosts_file))
     return file
 
 
@@ -37,7 +37,7 @@ def partition(bed, *arguments):
 
 
 @pytest.mark.long
-def test_boxes_measure_themselves_and_links_count(bed, hosts_file):
+def test_hosts_measure_themselves_and_links_count(bed, hosts_file):
     done = partition(bed, "--json", hosts_file, "feed.width=8")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -47,14 +47,14 @@ def test_boxes_measure_themselves_and_links_count(bed, hosts_file):
         assert 2 * DELAY_MS <= link["rtt_ms"] < 6 * DELAY_MS
         assert 0 < link["gbit_s"] < 1.05
     assert sum(answer["hosts"]["split"]) == NUM_LAYERS
-    # Three ranks on two boxes cross the link there and back.
+    # Three ranks on two hosts cross the link there and back.
     links = [row["link_ms"] for row in answer["ranks"]]
     assert sum(ms >= DELAY_MS for ms in links) == 2
     assert len(list((bed.folder / "cache").rglob("*.json"))) == 2  # a stage and a draft
 
 
 @pytest.mark.long
-def test_a_box_that_is_cut_off_is_named(bed, hosts_file):
+def test_a_host_that_is_cut_off_is_named(bed, hosts_file):
     bed.cut("a", "b")
     try:
         done = partition(bed, hosts_file)

@@ -1,4 +1,4 @@
-"""What the members of a cluster share in a real Redis: epochs, complaints, who is there."""
+"""What the workers of a cluster share in a real Redis: epochs, complaints, who is there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Recovery
-from pipespec.cluster.running_box import Death
+from pipespec.cluster.running_host import Death
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, compute, prune, step_graph, transfer
-from pipespec.controller.members import Epoch, Membership, Suspicion
+from pipespec.controller.membership import Epoch, Membership, Suspicion
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import StaleEpoch, Unreachable
 
@@ -41,13 +41,13 @@ class Life:
     """A namespace, and whoever connects to it."""
 
     def __init__(self, url: str, stack: ExitStack):
-        self.url, self.namespace = url, f"members-{next(names)}"
+        self.url, self.namespace = url, f"workers-{next(names)}"
         self._stack = stack
 
     def begin(self, plan: str = "") -> int:
         return Controller.new_epoch(self.url, self.namespace, plan)
 
-    def member(self) -> Membership:
+    def worker(self) -> Membership:
         return self._stack.enter_context(Membership(self.url, self.namespace))
 
     def rank(self, epoch: int, rank: int) -> Controller:
@@ -76,7 +76,7 @@ def during(wait: Callable[[], T], act: Callable[[], object]) -> T:
 
 
 def test_the_newest_epoch_is_told_with_its_plan(life: Life) -> None:
-    shared = life.member()
+    shared = life.worker()
     assert shared.epoch(0, SHORT_S) is None
     assert [life.begin(plan) for plan in ("first", "second", "drei → 3")] == [1, 2, 3]
     for known in range(3):
@@ -88,7 +88,7 @@ def test_the_newest_epoch_is_told_with_its_plan(life: Life) -> None:
 
 def test_who_waits_for_an_epoch_is_woken(life: Life) -> None:
     life.begin("first")
-    shared = life.member()
+    shared = life.worker()
     start = time.monotonic()
     found = during(lambda: shared.epoch(1, PATIENCE_S), lambda: life.begin("second"))
     assert found == Epoch(2, "second")
@@ -99,7 +99,7 @@ def test_who_waits_for_an_epoch_is_woken(life: Life) -> None:
 
 
 def test_each_suspicion_is_told_once_in_order(life: Life) -> None:
-    teller, shared = life.member(), life.member()
+    teller, shared = life.worker(), life.worker()
     assert shared.suspicions(SHORT_S) == []
     teller.suspect(1, "alpha/0", "The link to rank 2 broke.")
     teller.suspect(1, "beta/0", "späť\nno answer")
@@ -112,11 +112,11 @@ def test_each_suspicion_is_told_once_in_order(life: Life) -> None:
     teller.suspect(2, "alpha/0", "again")
     assert shared.suspicions(PATIENCE_S) == [Suspicion(2, "alpha/0", "again")]
     # Who comes later hears everything.
-    assert life.member().suspicions(PATIENCE_S) == [*told, Suspicion(2, "alpha/0", "again")]
+    assert life.worker().suspicions(PATIENCE_S) == [*told, Suspicion(2, "alpha/0", "again")]
 
 
 def test_who_waits_for_a_suspicion_is_woken(life: Life) -> None:
-    teller, shared = life.member(), life.member()
+    teller, shared = life.worker(), life.worker()
     found = during(
         lambda: shared.suspicions(PATIENCE_S), lambda: teller.suspect(3, "alpha/0", "silence")
     )
@@ -126,14 +126,14 @@ def test_who_waits_for_a_suspicion_is_woken(life: Life) -> None:
 # Leases ---------------------------------------------------------------------------------------
 
 
-def test_only_members_that_said_so_are_alive(life: Life) -> None:
-    shared = life.member()
+def test_only_workers_that_said_so_are_alive(life: Life) -> None:
+    shared = life.worker()
     everybody = ["alpha/0", "alpha/1", "beta/0"]
     assert shared.alive(everybody) == {}
     shared.renew("alpha/1", 41)
     shared.renew("beta/0", 42)
     shared.renew("beta/0", 43)  # started again
-    assert life.member().alive(everybody) == {"alpha/1": 41, "beta/0": 43}
+    assert life.worker().alive(everybody) == {"alpha/1": 41, "beta/0": 43}
     assert shared.alive(["alpha/0", "alpha/1"]) == {"alpha/1": 41}
 
 
@@ -141,7 +141,7 @@ def test_only_members_that_said_so_are_alive(life: Life) -> None:
 
 
 def test_ranks_attach_to_one_epoch(life: Life) -> None:
-    shared, epoch = life.member(), life.begin()
+    shared, epoch = life.worker(), life.begin()
     assert shared.attached(epoch) == {}
     assert shared.await_attached(epoch, 2, SHORT_S) == 0
     for rank in (2, 0, 2):
@@ -160,7 +160,7 @@ def test_ranks_attach_to_one_epoch(life: Life) -> None:
 
 
 def test_progress_is_the_length_of_every_admitted_sequence(life: Life) -> None:
-    shared, epoch = life.member(), life.begin()
+    shared, epoch = life.worker(), life.begin()
     assert shared.progress() == ()
     assert shared.idle()
     head = life.rank(epoch, 0)
@@ -186,7 +186,7 @@ def test_progress_is_the_length_of_every_admitted_sequence(life: Life) -> None:
 
 
 def test_the_oldest_step_rises_with_each_that_all_ranks_complete(life: Life) -> None:
-    shared, epoch = life.member(), life.begin()
+    shared, epoch = life.worker(), life.begin()
     assert shared.oldest_step(epoch) == 0
     head, stage = life.rank(epoch, 0), life.rank(epoch, 1)
 
@@ -209,15 +209,15 @@ def test_the_oldest_step_rises_with_each_that_all_ranks_complete(life: Life) -> 
 
 
 def test_a_meeting_that_nobody_calls_is_given_up(life: Life) -> None:
-    shared, epoch = life.member(), life.begin()
+    shared, epoch = life.worker(), life.begin()
     start = time.monotonic()
     assert shared.meeting(epoch, SHORT_S) is None
     assert SHORT_S <= time.monotonic() - start < PATIENCE_S
 
 
 def test_a_meeting_is_that_of_its_epoch(life: Life) -> None:
-    shared, epoch = life.member(), life.begin()
-    head = life.member()
+    shared, epoch = life.worker(), life.begin()
+    head = life.worker()
     place = "[fd00::1]:4242"
     found = during(lambda: shared.meeting(epoch, PATIENCE_S), lambda: head.invite(epoch, place))
     assert found == place
@@ -249,12 +249,12 @@ def test_a_redis_that_is_gone_is_told_by_every_call(ask: Callable[[Membership], 
 
 
 class Processes:
-    """Members that somebody else starts and ends."""
+    """Workers that somebody else starts and ends."""
 
     def __init__(self) -> None:
         self.deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
 
-    def kill(self, member: str, since: float) -> bool:
+    def kill(self, worker: str, since: float) -> bool:
         return False
 
     def mend(self) -> None:
@@ -262,14 +262,14 @@ class Processes:
 
 
 def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life) -> None:
-    """It can come late; the epoch would end for a member that is there and well."""
+    """It can come late; the epoch would end for a worker that is there and well."""
     assignment = RankAssignment(("m/0", "m/1"), (range(4),), "127.0.0.1")
     processes = Processes()
     with Recovery(
         life.url,
         life.namespace,
         assignment,
-        members=assignment.members,
+        workers=assignment.workers,
         replan=lambda _: assignment,
     ) as recovery:
         recovery.watch(processes)

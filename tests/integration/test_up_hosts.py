@@ -1,4 +1,4 @@
-"""A cluster that stays up over three boxes, asked from a box that is not its head."""
+"""A cluster that stays up over three hosts, asked from a host that is not its head."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 PIPESPEC = [sys.executable, "-m", "pipespec"]
 PROMPT = "Once upon a time there was a king who"
 NUM_TOKENS = 12
-PATIENCE_S = 150  # a loaded machine takes its time to import torch on three boxes
+PATIENCE_S = 150  # a loaded machine takes its time to import torch on three hosts
 
 
 @pytest.fixture
 def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Testbed]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "a"))
-    with Testbed(boxes=3) as bed:
+    with Testbed(hosts=3) as bed:
         yield bed
 
 
-def run(bed: Testbed, box: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return bed.run(box, [*PIPESPEC, *arguments], timeout=PATIENCE_S)
+def run(bed: Testbed, host: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return bed.run(host, [*PIPESPEC, *arguments], timeout=PATIENCE_S)
 
 
-def test_a_copied_card_is_enough_to_ask_from_another_box(
+def test_a_copied_card_is_enough_to_ask_from_another_host(
     bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = resource_dir("demo") / "target"
     prompt = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
     (expected,) = cluster.reference(folder, [prompt], NUM_TOKENS)
-    hosts = bed.hosts_file(1, "attic.yaml")
-    started = run(bed, "a", "up", "--detach", f"cluster={hosts}", "model.context=128")
+    hosts_file = bed.hosts_file(1, "attic.yaml")
+    started = run(bed, "a", "up", "--detach", f"cluster={hosts_file}", "model.context=128")
     assert (started.returncode, started.stderr) == (0, "")
     assert started.stdout.startswith("The cluster 'attic' is ready: 3 ranks")
 
@@ -53,8 +53,8 @@ def test_a_copied_card_is_enough_to_ask_from_another_box(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "b"))
     registry.folder().mkdir(mode=0o700, parents=True)
     told = json.loads((here / "attic.json").read_text())
-    # To box b, box a's processes are those of another machine.
-    told["owner"]["machine"] = "box a"
+    # To host b, host a's processes are those of another machine.
+    told["owner"]["machine"] = "host a"
     (registry.folder() / "attic.json").write_text(json.dumps(told))
     ask = ["generate", "--on", "attic", "--json", "--prompt", PROMPT]
     answer = run(bed, "b", *ask, f"decode.max_new_tokens={NUM_TOKENS}")
@@ -75,13 +75,13 @@ def test_a_copied_card_is_enough_to_ask_from_another_box(
     assert gone.returncode == 1
     assert "no answer" in gone.stdout
     assert told["url"].partition("@")[0] not in gone.stdout
-    assert [box for box in ("b", "c") if ranks(bed, box)] == []
+    assert [host for host in ("b", "c") if ranks(bed, host)] == []
 
 
-def ranks(bed: Testbed, box: str) -> list[int]:
-    """The processes of a box that run Python: all but its sshd."""
+def ranks(bed: Testbed, host: str) -> list[int]:
+    """The processes of a host that run Python: all but its sshd."""
     return [
         pid
-        for pid in bed.processes(box)
+        for pid in bed.processes(host)
         if os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
     ]

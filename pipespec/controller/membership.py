@@ -1,9 +1,9 @@
 """Who is alive and which epoch it is: what holds a cluster together between its epochs.
 
-Every member of a cluster (a process that can hold a rank) keeps a *lease*, a key that runs out
+Every worker of a cluster (a process that can hold a rank) keeps a *lease*, a key that runs out
 unless it is renewed. What goes wrong is told in a stream of *suspicions*. Whoever started the
-cluster (`pipespec.cluster.recovery`) watches both and begins the next epoch, whose *plan* says who
-holds which rank; the stream of plans wakes those who wait for it.
+cluster (`pipespec.cluster.recovery`) watches both and begins the next epoch, whose *assignment*
+says who holds which rank; the stream of assignments wakes those who wait for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Self
 from pipespec.controller.connection import ANSWER_TIMEOUT_S, Pipe
 from pipespec.controller.keys import Keys
 
-# How long a member that says nothing counts as alive.
+# How long a worker that says nothing counts as alive.
 LEASE_S = 2.0
 # Suspicions that are kept.
 KEEP_SUSPICIONS = 1000
@@ -26,23 +26,23 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Epoch:
-    """One life of the cluster: its number, and its plan as text."""
+    """One life of the cluster: its number, and its assignment as text."""
 
     number: int
-    plan: str
+    assignment: str
 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """What a member has to complain of in an epoch."""
+    """What a worker has to complain of in an epoch."""
 
     epoch: int
-    member: str
+    worker: str
     reason: str
 
 
 class Membership:
-    """A connection to what the members of a namespace share. Not for several threads.
+    """A connection to what the workers of a namespace share. Not for several threads.
 
     Raises Unreachable whenever Redis is gone.
     """
@@ -62,26 +62,26 @@ class Membership:
     def close(self) -> None:
         self._pipe.close()
 
-    def renew(self, member: str, pid: int) -> None:
-        """Say that a member is alive, for LEASE_S seconds from now."""
-        self._pipe.call("SET", self._keys.lease(member), pid, "PX", round(LEASE_S * 1000))
+    def renew(self, worker: str, pid: int) -> None:
+        """Say that a worker is alive, for LEASE_S seconds from now."""
+        self._pipe.call("SET", self._keys.lease(worker), pid, "PX", round(LEASE_S * 1000))
 
-    def alive(self, members: Sequence[str]) -> dict[str, int]:
-        """Those of the members whose leases have not run out, and their process ids."""
-        held = self._pipe.call("MGET", *map(self._keys.lease, members))
-        return {member: int(pid) for member, pid in zip(members, held, strict=True) if pid}
+    def alive(self, workers: Sequence[str]) -> dict[str, int]:
+        """Those of the workers whose leases have not run out, and their process ids."""
+        held = self._pipe.call("MGET", *map(self._keys.lease, workers))
+        return {worker: int(pid) for worker, pid in zip(workers, held, strict=True) if pid}
 
     def epoch(self, after: int, timeout: float) -> Epoch | None:
         """The newest epoch later than `after`; None if none begins within `timeout` seconds."""
-        entry = self._read(self._keys.plans, f"{after}-0", timeout)
+        entry = self._read(self._keys.assignments, f"{after}-0", timeout)
         if not entry:
             return None
         number, fields = entry[-1]
         return Epoch(int(number.split(b"-")[0]), fields[1].decode())
 
-    def suspect(self, epoch: int, member: str, reason: str) -> None:
+    def suspect(self, epoch: int, worker: str, reason: str) -> None:
         """Say that something is wrong with an epoch."""
-        fields = ("epoch", epoch, "member", member, "reason", reason)
+        fields = ("epoch", epoch, "member", worker, "reason", reason)
         keep = ("MAXLEN", "~", KEEP_SUSPICIONS)
         self._pipe.call("XADD", self._keys.suspicions, *keep, "*", *fields)
 

@@ -1,4 +1,4 @@
-"""A member's life: it holds a rank in one epoch after another, and keeps its weights meanwhile."""
+"""A worker's life: it holds a rank in one epoch after another, and keeps its weights meanwhile."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
-from pipespec.cluster import build, deployment
+from pipespec.cluster import build
+from pipespec.cluster.deployment import ControllerAddress, Deployment
 from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.cluster.memory import require_memory
 from pipespec.cluster.rank_assignment import RankAssignment
-from pipespec.cluster.supervisor import MEMBER
-from pipespec.config.hosts import Box
-from pipespec.controller.members import Membership
+from pipespec.cluster.supervisor import WORKER
+from pipespec.config.hosts import Host
+from pipespec.controller.membership import Membership
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
@@ -33,83 +34,86 @@ from pipespec.transport.distributed import (
 
 # Seconds between two looks at whether all ranks are there.
 LOOK_S = 0.5
-# How much longer a member waits for Redis than for whoever watches it: a box that is cut off is
-# replaced before its members end.
+# How much longer a worker waits for Redis than for whoever watches it: a host that is cut off is
+# replaced before its workers end.
 LONGER_S = 15.0
 
 log = logging.getLogger(__name__)
 
 
-def run_member(
-    plan: deployment.Plan, where: deployment.ControllerAddress, boxes: Mapping[str, Box]
-) -> None:
-    """The entrypoint of every member; `boxes` are its own and the others', by member.
+def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[str, Host]) -> None:
+    """The entrypoint of every worker; `hosts` are its own and the others', by worker.
 
     Returns when the head says stop, or the cluster is over. Raises Unreachable when Redis is
-    gone for good, and whatever is wrong with this member rather than with its neighbours.
+    gone for good, and whatever is wrong with this worker rather than with its neighbours.
     """
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
-    member = os.environ[MEMBER]
-    here = on_this_box(plan, boxes[member])
+    worker = os.environ[WORKER]
+    here = on_this_host(deployment, hosts[worker])
     weights = Weights()
     number = 0
     with Heartbeat(
-        where.url, where.namespace, member, patience_s=plan.config.cluster.patience_s + LONGER_S
+        where.url,
+        where.namespace,
+        worker,
+        patience_s=deployment.config.cluster.patience_s + LONGER_S,
     ) as heartbeat:
         while True:
             epoch = heartbeat.next(number)
             number = epoch.number
-            if not epoch.plan:
+            if not epoch.assignment:
                 return
-            assignment = RankAssignment.decode(epoch.plan)
-            rank = assignment.rank_of(member)
+            assignment = RankAssignment.decode(epoch.assignment)
+            rank = assignment.rank_of(worker)
             if rank is None:
                 log.info("epoch %d: spare", number)
                 continue
-            devices = tuple(map(plan.device_of, assignment.members))
+            devices = tuple(map(deployment.device_of, assignment.workers))
             mine = replace(here, layers=assignment.layers, devices=devices)
             model = None
             try:
                 epoch_where = replace(where, epoch=number)
-                if not (weights.loaded or boxes[member].local):  # whoever started these has asked
+                if not (weights.loaded or hosts[worker].local):  # whoever started these has asked
                     require_memory(mine, [rank])
                 model = weights.of(mine, rank)
                 log.info("epoch %d: rank %d of %d", number, rank, mine.num_ranks)
-                serve(mine, epoch_where, rank, model, assignment, boxes, heartbeat)
+                serve(mine, epoch_where, rank, model, assignment, hosts, heartbeat)
                 return
             except (RankFailed, StaleEpoch, Unreachable) as error:
                 log.info("epoch %d ended: %s", number, error)
                 heartbeat.suspect(number, str(error))
 
 
-def on_this_box(plan: deployment.Plan, box: Box) -> deployment.Plan:
-    """The plan with the checkpoints as they lie on this box. Raises ConfigError."""
+def on_this_host(deployment: Deployment, host: Host) -> Deployment:
+    """The deployment with the checkpoints as they lie on this host. Raises ConfigError."""
 
     def here(path: Path, given: str | None, kind: str) -> Path:
         found = Path(given).expanduser() if given else path
         if not found.is_dir():
             raise ConfigError(
-                f"Box {box.name} has no folder {found}; put the {kind} model there, or name its "
-                f"folder as {kind} of that box in the hosts file."
+                f"Host {host.name} has no folder {found}; put the {kind} model there, or name its "
+                f"folder as {kind} of that host in the hosts file."
             )
         return found
 
-    folder = here(Path(plan.target.path), box.target, "target")
-    if str(folder) != str(plan.target.path):
+    folder = here(Path(deployment.target.path), host.target, "target")
+    if str(folder) != str(deployment.target.path):
         target = inspect(str(folder))
-        if target.kind != plan.target.kind:
+        if target.kind != deployment.target.kind:
             raise ConfigError(
-                f"Box {box.name} has another target in {folder} than the other boxes "
-                f"({target.kind}, not {plan.target.kind}); put the same there."
+                f"Host {host.name} has another target in {folder} than the other hosts "
+                f"({target.kind}, not {deployment.target.kind}); put the same there."
             )
-        plan = replace(plan, target=target)
-    if plan.draft is not None and box.draft is not None:
-        plan = replace(plan, draft=inspect(str(here(Path(plan.draft.path), box.draft, "draft"))))
-    return plan
+        deployment = replace(deployment, target=target)
+    if deployment.draft is not None and host.draft is not None:
+        deployment = replace(
+            deployment, draft=inspect(str(here(Path(deployment.draft.path), host.draft, "draft")))
+        )
+    return deployment
 
 
 class Weights:
-    """The part of a model that this member holds, kept from one epoch to the next."""
+    """The part of a model that this worker holds, kept from one epoch to the next."""
 
     def __init__(self) -> None:
         self._what: tuple[object, ...] | None = None
@@ -120,46 +124,46 @@ class Weights:
         """Whether anything was ever loaded: the device may then keep what is free."""
         return self._what is not None
 
-    def of(self, plan: deployment.Plan, rank: int) -> ModelSlice | None:
+    def of(self, deployment: Deployment, rank: int) -> ModelSlice | None:
         """What a rank needs; loaded unless it is here already."""
-        layers = plan.layers[rank - 1] if rank else None
-        what = (rank > 0, layers, plan.devices[rank], plan.num_ranks, plan.dtype)
+        layers = deployment.layers[rank - 1] if rank else None
+        what = (rank > 0, layers, deployment.devices[rank], deployment.num_ranks, deployment.dtype)
         if what != self._what:
             # Freed first: the device may not hold both.
             self._model = None
-            self._model = build.load_model(plan, rank)
+            self._model = build.load_model(deployment, rank)
             self._what = what
         return self._model
 
 
 def serve(
-    plan: deployment.Plan,
-    where: deployment.ControllerAddress,
+    deployment: Deployment,
+    where: ControllerAddress,
     rank: int,
     model: ModelSlice | None,
     assignment: RankAssignment,
-    boxes: Mapping[str, Box],
+    hosts: Mapping[str, Host],
     heartbeat: Heartbeat,
 ) -> None:
     """Hold a rank for one epoch."""
 
     def connect() -> DistributedTransport:
         with Membership(where.url, where.namespace) as shared:
-            while len(shared.attached(where.epoch)) < plan.num_ranks:
+            while len(shared.attached(where.epoch)) < deployment.num_ranks:
                 heartbeat.check(where.epoch)
-                shared.await_attached(where.epoch, plan.num_ranks, LOOK_S)
+                shared.await_attached(where.epoch, deployment.num_ranks, LOOK_S)
             meeting = meet(shared)
         try:
             return DistributedTransport.connect(
-                plan.devices,
+                deployment.devices,
                 meeting=meeting,
                 rank=rank,
                 backend=backend,
                 epoch=where.epoch,
                 secret=where.secret,
-                max_rows=plan.max_rows,
-                hidden_size=plan.target.hidden_size,
-                dtype=getattr(torch, plan.dtype),
+                max_rows=deployment.max_rows,
+                hidden_size=deployment.target.hidden_size,
+                dtype=getattr(torch, deployment.dtype),
             )
         except BaseException:
             meeting.close()
@@ -168,9 +172,9 @@ def serve(
     def meet(shared: Membership) -> Meeting:
         if rank == 0:
             # Nothing listens for ranks that share a machine.
-            alone = len({boxes[member].name for member in assignment.members}) == 1
+            alone = len({hosts[worker].name for worker in assignment.workers}) == 1
             address = None if alone else assignment.address
-            meeting = host_meeting(address, plan.config.transport.port)
+            meeting = host_meeting(address, deployment.config.transport.port)
             shared.invite(where.epoch, meeting.place)
             return meeting
         began = time.monotonic()
@@ -180,11 +184,11 @@ def serve(
                 raise RankFailed(f"The head did not say within {MEET_S:g} s where to meet.")
         return join_meeting(place)
 
-    backend = plan.config.transport.backend
+    backend = deployment.config.transport.backend
     if backend == "auto":
         backend = choose_backend(
-            plan.devices, [boxes[member].name for member in assignment.members]
+            deployment.devices, [hosts[worker].name for worker in assignment.workers]
         )
     build.serve(
-        plan, where, rank, model, connect, lambda alarm: heartbeat.guard(where.epoch, alarm)
+        deployment, where, rank, model, connect, lambda alarm: heartbeat.guard(where.epoch, alarm)
     )
