@@ -123,10 +123,9 @@ def measured(
 ) -> tuple[BenchResult, tuple[str, ...]]:
     """Decode a data set on the running cluster of that name, or on one of its own; the settings
     that the running one was started with."""
-    from pipespec.client.bench import bench, bench_on
-
     if on is not None:
         from pipespec.client import registry
+        from pipespec.client.bench import bench_on
         from pipespec.client.client import attach
         from pipespec.client.settings import RequestSettings
 
@@ -146,6 +145,9 @@ def measured(
     from pipespec.config.compose import compose
 
     config = compose(settings)
+
+    from pipespec.client.bench import bench
+
     with progress("loading", "decoding") as (on_loaded, on_done):
         result = bench(
             config,

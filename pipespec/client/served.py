@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipespec.cluster.deployment import Deployment
-from pipespec.config.schema import Config
 from pipespec.engine import tokenizer
 from pipespec.engine.tokenizer import LONGEST_REASON, BackendTokenizer, Tokenizer
 from pipespec.engine.vocabulary import compare_vocabularies
 from pipespec.errors import ModelError, PromptError
 from pipespec.system.reading import is_whole
+
+if TYPE_CHECKING:  # `pipespec status` can do without
+    from pipespec.cluster.deployment import Deployment
+    from pipespec.config.schema import Config
 
 
 @dataclass(frozen=True)

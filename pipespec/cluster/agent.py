@@ -110,9 +110,8 @@ def _main(stdin: BinaryIO) -> NoReturn:
         import_module(ELASTIC)
         try:
             job: Job = pickle.load(stdin)
-        except EOFError:  # the launcher has found something wrong
-            _tidy()
-            os._exit(1)
+        except EOFError:  # the launcher has found something wrong, or is gone
+            _leave_nothing(directory)
         # Until the elastic launcher installs its own handler.
         signal.signal(signal.SIGTERM, lambda *_: _leave_nothing(directory))
         listener = _Listener(stdin, directory, patient=not setup.remote)

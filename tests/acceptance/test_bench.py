@@ -114,7 +114,7 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def no_rank(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(pipespec.cluster.session, "Cluster", no_rank)
+    monkeypatch.setattr(pipespec.cluster.session.Cluster, "run", no_rank)
 
     def run(*arguments: str) -> str:
         code = main(["bench", *arguments])

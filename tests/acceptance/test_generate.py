@@ -228,7 +228,7 @@ def refuse(capsys, monkeypatch):
     def no_rank(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(pipespec.cluster.session, "Cluster", no_rank)
+    monkeypatch.setattr(pipespec.cluster.session.Cluster, "run", no_rank)
 
     def run(*arguments: str, prompt: str = PROMPT) -> str:
         capsys.readouterr()  # what building a model has printed

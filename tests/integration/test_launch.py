@@ -227,7 +227,8 @@ def test_a_signal_to_the_launching_process_ends_everything(number, meeting, plac
         from pipespec.config.hosts import this_machine
         where = {(2, str(meeting), place)!r}
         run = "{__name__}:{wait_for_batches.__name__}"
-        with Cluster([this_machine(["cpu"] * 2)], run, where, preload=()) as cluster:
+        with Cluster([this_machine(["cpu"] * 2)], ()) as cluster:
+            cluster.run(run, where)
             cluster.wait()
     """
     user = subprocess.Popen(
