@@ -27,7 +27,7 @@ class RankAssignment:
     def encode(self) -> str:
         return json.dumps(
             {
-                "members": self.workers,
+                "workers": self.workers,
                 "layers": [[part.start, part.stop] for part in self.layers],
                 "address": self.address,
             }
@@ -38,4 +38,4 @@ class RankAssignment:
         """The inverse of `encode`."""
         found = json.loads(text)
         layers = tuple(range(start, stop) for start, stop in found["layers"])
-        return cls(tuple(found["members"]), layers, found["address"])
+        return cls(tuple(found["workers"]), layers, found["address"])

@@ -180,7 +180,12 @@ def test_redis_is_killed(cluster, texts):
     assert cluster.go_on() == texts["sampled"]
 
 
-@pytest.mark.parametrize("link", ["ab", "bc", "ac"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "link", [pytest.param("ab", marks=LONG), "bc", pytest.param("ac", marks=LONG)]
+)
 def test_a_link_is_cut_until_an_epoch_has_ended(cluster, texts, link):
     cluster.ask(SAMPLED, AT)
     cluster.bed.cut(*link)

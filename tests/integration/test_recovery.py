@@ -65,13 +65,13 @@ def ask(
             before, tokens = len(tokens), [*tokens, *event.tokens]
             if before < at <= len(tokens):
                 fault()
-    assert len(running.client.reports(request)) == running.cluster.plan.num_ranks
+    assert len(running.client.reports(request)) == running.cluster.deployment.num_ranks
     return tokens
 
 
 def pid_of(running: Running, rank: int) -> int:
     """The process of a rank's worker, once it lives: an earlier test may have ended another."""
-    worker = running.cluster.plan.workers[rank]
+    worker = running.cluster.deployment.workers[rank]
     end = time.monotonic() + PATIENCE_S
     with Membership(running.cluster.url, running.cluster.namespace) as shared:
         while not alive(pid := shared.alive([worker]).get(worker, 0)):
@@ -95,7 +95,7 @@ def sampled(clusters: Clusters) -> list[int]:
 
 
 def test_the_same_text_though_every_rank_is_killed_in_turn(struck, greedy):
-    for rank in range(struck.cluster.plan.num_ranks):
+    for rank in range(struck.cluster.deployment.num_ranks):
         for at in (EARLY, LATE):
             faults = len(struck.cluster.faults)
             pid = pid_of(struck, rank)

@@ -26,6 +26,7 @@ from pipespec.transport.distributed import (
 )
 from pipespec.transport.protocol import Transport
 from pipespec.transport.threads import thread_transports
+from tests.helpers.matrix import some_of
 
 HIDDEN, MAX_ROWS = 16, 8
 SHAPES = [3, 0, 8, 1, 1, 0, 8]
@@ -133,15 +134,15 @@ def rank_whose_predecessor_leaves(place: str) -> str:
 # --- the contract ----------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[None, LOOPBACK], ids=["file", "address"])
-def place(request) -> Iterator[str]:
-    """Where the ranks of a test meet."""
-    meeting = host_meeting(request.param)
+@pytest.fixture
+def place(address: str | None) -> Iterator[str]:
+    """Where the ranks of a test meet: in a file without an address."""
+    meeting = host_meeting(address)
     yield meeting.place
     meeting.close()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "address"), some_of([2, 4], [None, LOOPBACK]))
 def test_batches_arrive_in_order_and_unchanged_between_processes(num_ranks, place):
     with launch(pipeline_rank, (num_ranks, place), num_ranks=num_ranks, preload=()) as cluster:
         assert cluster.wait(PATIENCE) == [[]] * num_ranks
@@ -153,12 +154,16 @@ def test_batches_arrive_in_order_and_unchanged_between_threads():
         assert list(pool.map(run_pipeline, transports, [3] * 4)) == [[]] * 4
 
 
+LOST = "Rank 1 lost its link to rank 0"
+
+
 @pytest.mark.parametrize(
-    ("entrypoint", "expected"),
+    ("entrypoint", "expected", "address"),
     [
-        (rank_that_stops_and_leaves, [0, 1, 1]),
-        (rank_that_is_woken, "Rank 1 lost its link to rank 0"),
-        (rank_whose_predecessor_leaves, "Rank 1 lost its link to rank 0"),
+        (rank_that_stops_and_leaves, [0, 1, 1], None),
+        (rank_that_is_woken, LOST, LOOPBACK),
+        (rank_whose_predecessor_leaves, LOST, None),
+        pytest.param(rank_whose_predecessor_leaves, LOST, LOOPBACK, marks=pytest.mark.long),
     ],
 )
 def test_ends_between_processes(entrypoint: Callable, expected, place):

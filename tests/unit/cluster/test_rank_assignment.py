@@ -17,7 +17,7 @@ layers = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda at: rang
 
 
 @pytest.mark.parametrize(
-    ("member", "rank"),
+    ("worker", "rank"),
     [("beta/1", 0), ("alpha/0", 1), ("beta/0", 2), ("alpha/1", None), ("", None)],
 )
 def test_the_place_of_a_worker_is_its_rank_and_a_spare_has_none(
@@ -28,7 +28,7 @@ def test_the_place_of_a_worker_is_its_rank_and_a_spare_has_none(
 
 def test_it_travels_as_plain_json() -> None:
     assert json.loads(ROSTER.encode()) == {
-        "members": ["beta/1", "alpha/0", "beta/0"],
+        "workers": ["beta/1", "alpha/0", "beta/0"],
         "layers": [[0, 3], [3, 8]],
         "address": "10.0.0.2",
     }
