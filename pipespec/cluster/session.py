@@ -1,8 +1,8 @@
 """A cluster that is started once and decodes many requests.
 
-    with session.prepare(deployment) as agents:           # they import; decide the rest meanwhile
+    with session.prepare(deployment) as agents:    # they import; decide the rest meanwhile
         with session.start(deployment, agents) as cluster, asking(cluster, served) as client:
-            ...                                     # `pipespec.client.client`
+            ...                                    # `pipespec.client.client`
 
 The head decodes one request at a time, in the order in which they were submitted; the others
 wait in the request log.
@@ -35,10 +35,8 @@ from pipespec.errors import ConfigError, ControllerError, RankFailed, StaleEpoch
 
 # Imported by the workers alone: a launcher needs no model.
 WORKERS_RUN = "pipespec.cluster.worker:run_worker"
-# How often a silent cluster is looked at, and how long its ranks may take to report at the end.
+# How often a silent cluster is looked at.
 HEARTBEAT_S = 0.05
-REPORTS_TIMEOUT_S = 60.0
-LOST_REPORTS_S = 2.0
 # How long the ranks may take to end once there is nothing more to do.
 ENDING_S = 5.0
 
