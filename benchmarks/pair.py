@@ -43,9 +43,9 @@ class Pair:
         self, server: EmbeddedRedis, prompts: Sequence[Sequence[int]], tokens: int, *settings: str
     ) -> Measured:
         """Decode `tokens` tokens after every prompt, whatever they are."""
-        plan = cluster.make_plan(self.target, self.draft, *settings)
+        deployment = cluster.make_deployment(self.target, self.draft, *settings)
         asked = [{"prompt": tuple(p), "max_new_tokens": tokens} for p in prompts]
-        answers = cluster.decode(plan, server, asked)
+        answers = cluster.decode(deployment, server, asked)
         return Measured([tokens for tokens, *_ in answers], [stats for *_, stats in answers])
 
     def accuracy(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Guess:

@@ -25,7 +25,9 @@ SETTINGS = ("cluster.stages=3", "feed.width=8", "decode.prefill_chunk=16", "mode
 @pytest.mark.parametrize("decoding", [False, True])
 def test_what_is_cancelled_leaves_nothing(decoding: bool, sync: str) -> None:
     (expected,) = cluster.reference(DEMO / "target", [SHORT], NUM_TOKENS)
-    plan = cluster.make_plan(DEMO / "target", DEMO / "draft", *SETTINGS, f"cluster.sync={sync}")
+    deployment = cluster.make_deployment(
+        DEMO / "target", DEMO / "draft", *SETTINGS, f"cluster.sync={sync}"
+    )
     with EmbeddedRedis() as server:
         epoch = Controller.new_epoch(server.url, cluster.NAMESPACE)
 
@@ -48,13 +50,14 @@ def test_what_is_cancelled_leaves_nothing(decoding: bool, sync: str) -> None:
             user.close_queue()
             leaving = threading.Thread(target=lambda: [cancel(request) for request in doomed])
             leaving.start()
-            cluster.serve(plan, server, epoch)
+            cluster.serve(deployment, server, epoch)
             leaving.join()
             for request in doomed:
                 *accepted, end = user.stream(request)
                 assert end == Finished("cancelled")
                 assert all(isinstance(event, Accepted) for event in accepted)
                 assert bool(accepted) or not decoding
-                assert sorted(user.reports(request, plan.num_ranks, timeout=10)) == [0, 1, 2, 3]
+                reported = user.reports(request, deployment.num_ranks, timeout=10)
+                assert sorted(reported) == [0, 1, 2, 3]
             told = [event for event in user.stream(last) if isinstance(event, Accepted)]
             assert [token for event in told for token in event.tokens] == expected

@@ -173,11 +173,13 @@ def test_an_id_of_a_padded_vocabulary_decodes_to_nothing(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((source / name).read_bytes())
     prompt, padded = tokenizer.encode(PROMPT), len(tokenizer) + 7
-    plan = cluster.make_plan(folder, folder, "cluster.stages=1", "model.context=256")
+    deployment = cluster.make_deployment(folder, folder, "cluster.stages=1", "model.context=256")
     asked = {"prompt": tuple(prompt), "max_new_tokens": 24, "stop": ("zzz",), "eos": ()}
     drawn = [Sample(logit_bias=bias).sampling(fresh_seed=3) for bias in ([], [f"{padded}:100"])]
     with EmbeddedRedis() as server:
-        plain, biased = cluster.decode(plan, server, [{**asked, "sampling": s} for s in drawn])
+        plain, biased = cluster.decode(
+            deployment, server, [{**asked, "sampling": s} for s in drawn]
+        )
     assert any(id_ >= len(tokenizer) for id_ in plain[0])
     assert biased[0] == [padded] * 24
     for ids, reason, _ in (plain, biased):

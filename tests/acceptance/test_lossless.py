@@ -67,14 +67,14 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
     folder, prompts, expected = demo
     every = policy in ON_ALL_PROMPTS if long else (policy, stages) == ("best_first", SHORT)
     some = slice(None) if every else part(4 if long else 16, policy, stages)
-    plan = cluster.make_plan(
+    deployment = cluster.make_deployment(
         folder / "target", folder / "draft", f"cluster.stages={stages}", *POLICIES[policy]
     )
     requests = [
-        {"prompt": tuple(ids), "max_new_tokens": NEW_TOKENS[stages], "eos": plan.target.eos}
+        {"prompt": tuple(ids), "max_new_tokens": NEW_TOKENS[stages], "eos": deployment.target.eos}
         for ids in prompts[some]
     ]
-    answers = cluster.decode(plan, redis, requests)
+    answers = cluster.decode(deployment, redis, requests)
     assert [tokens for tokens, *_ in answers] == [e[: NEW_TOKENS[stages]] for e in expected[some]]
     if policy == "root":
         per_step = [stats["tokens_per_step"] for *_, stats in answers]
@@ -86,7 +86,7 @@ def test_stages_in_groups_say_the_same_in_fewer_steps(demo, redis, policy, shape
     stages, groups, steps = shape
     folder, prompts, expected = demo
     some = part(8 if long else 16, policy, stages)
-    plan = cluster.make_plan(
+    deployment = cluster.make_deployment(
         folder / "target",
         folder / "draft",
         f"cluster.stages={stages}",
@@ -94,10 +94,10 @@ def test_stages_in_groups_say_the_same_in_fewer_steps(demo, redis, policy, shape
         *POLICIES[policy],
     )
     requests = [
-        {"prompt": tuple(ids), "max_new_tokens": IN_GROUPS, "eos": plan.target.eos}
+        {"prompt": tuple(ids), "max_new_tokens": IN_GROUPS, "eos": deployment.target.eos}
         for ids in prompts[some]
     ]
-    answers = cluster.decode(plan, redis, requests)
+    answers = cluster.decode(deployment, redis, requests)
     assert [tokens for tokens, *_ in answers] == [e[:IN_GROUPS] for e in expected[some]]
     per_step = [stats["tokens_per_step"] for *_, stats in answers]
     if policy == "root":
@@ -112,7 +112,7 @@ def test_running_free_says_the_same(demo, redis, policy, shape, long):
     stages, groups = shape
     folder, prompts, expected = demo
     some = part(8 if long else 16, policy, stages)
-    plan = cluster.make_plan(
+    deployment = cluster.make_deployment(
         folder / "target",
         folder / "draft",
         "cluster.sync=free",
@@ -125,10 +125,10 @@ def test_running_free_says_the_same(demo, redis, policy, shape, long):
         *POLICIES[policy],
     )
     requests = [
-        {"prompt": tuple(ids), "max_new_tokens": RUNNING_FREE, "eos": plan.target.eos}
+        {"prompt": tuple(ids), "max_new_tokens": RUNNING_FREE, "eos": deployment.target.eos}
         for ids in prompts[some]
     ]
-    answers = cluster.decode(plan, redis, requests)
+    answers = cluster.decode(deployment, redis, requests)
     assert [tokens for tokens, *_ in answers] == [e[:RUNNING_FREE] for e in expected[some]]
 
 
@@ -136,11 +136,11 @@ def test_a_prompt_longer_than_a_chunk_is_read_in_pieces(demo, redis):
     folder, prompts, _ = demo
     prompt = [token for ids in prompts for token in ids][:300]
     (expected,) = cluster.reference(folder / "target", [prompt], 24)
-    plan = cluster.make_plan(
+    deployment = cluster.make_deployment(
         folder / "target", folder / "draft", "cluster.stages=4", "decode.prefill_chunk=37"
     )
     ((tokens, reason, stats),) = cluster.decode(
-        plan, redis, [{"prompt": tuple(prompt), "max_new_tokens": 24}]
+        deployment, redis, [{"prompt": tuple(prompt), "max_new_tokens": 24}]
     )
     assert tokens == expected and reason == "length"
     # Chunks follow one another: the last enters at step 8 and leaves four steps later.
@@ -159,7 +159,7 @@ def test_best_first_yields_more_than_level_and_more_than_one_token_per_step(demo
     ]
 
     def tokens_per_step(*overrides: str) -> list[float]:
-        plan = cluster.make_plan(
+        deployment = cluster.make_deployment(
             folder / "target",
             folder / "draft",
             "cluster.stages=8",
@@ -167,7 +167,7 @@ def test_best_first_yields_more_than_level_and_more_than_one_token_per_step(demo
             "feed.children=16",
             *overrides,
         )
-        return [s["tokens_per_step"] for *_, s in cluster.decode(plan, redis, requests)]
+        return [s["tokens_per_step"] for *_, s in cluster.decode(deployment, redis, requests)]
 
     level = tokens_per_step("feed=level")
     best_first = tokens_per_step("feed=best_first", "source.rounds=4")
@@ -183,9 +183,9 @@ def test_padding_of_either_embedding_changes_nothing(tmp_path, redis, target_row
     draft = models.build("llama", tmp_path / "draft", vocab_size=draft_rows, num_hidden_layers=1)
     prompt = [5, 17, 3, 8]
     (expected,) = cluster.reference(target, [prompt], 20)
-    plan = cluster.make_plan(target, draft, "cluster.stages=2")
+    deployment = cluster.make_deployment(target, draft, "cluster.stages=2")
     ((tokens, _, _),) = cluster.decode(
-        plan, redis, [{"prompt": tuple(prompt), "max_new_tokens": 20}]
+        deployment, redis, [{"prompt": tuple(prompt), "max_new_tokens": 20}]
     )
     assert tokens == expected
 
@@ -196,9 +196,9 @@ def test_other_architectures_through_the_whole_cluster(tmp_path, redis, architec
     draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
     expected = cluster.reference(target, prompts, 24)
-    plan = cluster.make_plan(target, draft, "cluster.stages=3", "feed.width=8")
+    deployment = cluster.make_deployment(target, draft, "cluster.stages=3", "feed.width=8")
     answers = cluster.decode(
-        plan, redis, [{"prompt": tuple(p), "max_new_tokens": 24} for p in prompts]
+        deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 24} for p in prompts]
     )
     assert [tokens for tokens, _, _ in answers] == expected
 
@@ -206,7 +206,7 @@ def test_other_architectures_through_the_whole_cluster(tmp_path, redis, architec
 def test_the_end_of_text_token_and_the_context_end_a_request(demo, redis):
     folder, prompts, expected = demo
     prompt = tuple(prompts[0])
-    plan = cluster.make_plan(
+    deployment = cluster.make_deployment(
         folder / "target",
         folder / "draft",
         "cluster.stages=2",
@@ -214,7 +214,7 @@ def test_the_end_of_text_token_and_the_context_end_a_request(demo, redis):
     )
     stop_at = expected[0][3]
     answers = cluster.decode(
-        plan,
+        deployment,
         redis,
         [
             {"prompt": prompt, "max_new_tokens": 50},

@@ -148,7 +148,7 @@ def begun(expected: Sequence[Sequence[int]]) -> list[Asked]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_greedy_text_is_finished_as_hugging_face_would(tiny, redis, greedy, shape):
-    deployment = cluster.make_plan(tiny, tiny, *SHAPES[shape])
+    deployment = cluster.make_deployment(tiny, tiny, *SHAPES[shape])
     assert resumed(deployment, redis, begun(greedy)) == [
         Told(answer, (), "length") for answer in greedy for _ in BORDERS
     ]
@@ -162,7 +162,7 @@ def test_every_source_goes_on_from_the_border(tiny, redis, greedy, source, tmp_p
         texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, greedy, strict=True)]
         truth.write_text("".join(json.dumps(text) + "\n" for text in texts))
         overrides.append(f"source.truth={truth}")
-    deployment = cluster.make_plan(tiny, tiny, *overrides)
+    deployment = cluster.make_deployment(tiny, tiny, *overrides)
     assert resumed(deployment, redis, begun(greedy)) == [
         Told(answer, (), "length") for answer in greedy for _ in BORDERS
     ]
@@ -171,7 +171,7 @@ def test_every_source_goes_on_from_the_border(tiny, redis, greedy, source, tmp_p
 def test_a_full_context_ends_it_at_the_same_token(tiny, redis, greedy):
     room = 7
     context = len(PROMPTS[0]) + room
-    deployment = cluster.make_plan(tiny, tiny, "cluster.stages=2", f"model.context={context}")
+    deployment = cluster.make_deployment(tiny, tiny, "cluster.stages=2", f"model.context={context}")
     fields = {"prompt": PROMPTS[0], "max_new_tokens": NUM_TOKENS}
     answer = greedy[0][:room]
     assert resumed(deployment, redis, [Asked(fields, answer[:k]) for k in range(room + 1)]) == [
@@ -183,7 +183,7 @@ def test_an_eos_ends_it_on_either_side_of_the_border(tiny, redis, greedy):
     answer = greedy[1]
     eos = next(token for i, token in enumerate(answer) if i >= 4 and token not in answer[:i])
     length = answer.index(eos) + 1
-    deployment = cluster.make_plan(tiny, tiny, "cluster.stages=2")
+    deployment = cluster.make_deployment(tiny, tiny, "cluster.stages=2")
     fields = {"prompt": PROMPTS[1], "max_new_tokens": NUM_TOKENS, "eos": (eos,)}
     assert resumed(deployment, redis, [Asked(fields, answer[:k]) for k in range(length + 1)]) == [
         Told(answer[:length], (), "stop")
@@ -196,7 +196,7 @@ def test_an_eos_ends_it_on_either_side_of_the_border(tiny, redis, greedy):
 @pytest.mark.parametrize("shape", ["lockstep", "free"])
 def test_the_same_draws_follow_the_border(tiny, redis, shape):
     """`test_sampled_text.py` has what an uninterrupted request draws."""
-    deployment = cluster.make_plan(tiny, tiny, *SHAPES[shape])
+    deployment = cluster.make_deployment(tiny, tiny, *SHAPES[shape])
     fields = [
         {"prompt": PROMPTS[i % len(PROMPTS)], "max_new_tokens": NUM_TOKENS, "sampling": asked}
         for i, asked in enumerate(SAMPLED)
@@ -238,7 +238,7 @@ def test_a_stop_string_that_spans_the_border_is_seen(redis):
     assert stop == "ing was very angr"
     length = next(count for count, text in enumerate(texts) if stop in text)
     assert length == 8
-    deployment = cluster.make_plan(folder / "target", folder / "draft", "cluster.stages=2")
+    deployment = cluster.make_deployment(folder / "target", folder / "draft", "cluster.stages=2")
     fields = {"prompt": prompt, "max_new_tokens": 12, "stop": ("no such text", stop)}
     requests = [Asked(fields, answer[:border]) for border in range(length + 1)]
     assert resumed(deployment, redis, requests) == [
@@ -251,7 +251,7 @@ def test_a_stop_string_that_spans_the_border_is_seen(redis):
 
 def test_every_rank_reports_and_the_head_tells_what_was_replayed(tiny, redis, greedy):
     """Also on requests of which nothing but the end was left to be told."""
-    deployment = cluster.make_plan(tiny, tiny, "cluster.stages=2")
+    deployment = cluster.make_deployment(tiny, tiny, "cluster.stages=2")
     fields = {"prompt": PROMPTS[0], "max_new_tokens": NUM_TOKENS}
     borders = (NUM_TOKENS, NUM_TOKENS, 3, NUM_TOKENS, 0, NUM_TOKENS)
     numbers = resume(deployment, redis, [Asked(fields, greedy[0][:border]) for border in borders])

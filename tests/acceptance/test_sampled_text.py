@@ -108,16 +108,16 @@ def test_every_policy_source_and_stage_count_samples_the_text_of_a_plain_loop(
         overrides.append("feed.children=4")
     if source == "synthetic":
         overrides.append(f"source.truth={truth}")
-    answers = cluster.decode(cluster.make_plan(tiny, tiny, *overrides), redis, REQUESTS)
+    answers = cluster.decode(cluster.make_deployment(tiny, tiny, *overrides), redis, REQUESTS)
     assert [tokens for tokens, *_ in answers] == expected
 
 
 @pytest.mark.parametrize(("policy", "width"), some_of(["best_first", "level"], [1, 3, 40]))
 def test_no_width_changes_the_text(tiny, redis, expected, policy, width):
-    plan = cluster.make_plan(
+    deployment = cluster.make_deployment(
         tiny, tiny, f"feed={policy}", f"feed.width={width}", "feed.children=16", "cluster.stages=2"
     )
-    assert [tokens for tokens, *_ in cluster.decode(plan, redis, REQUESTS)] == expected
+    assert [tokens for tokens, *_ in cluster.decode(deployment, redis, REQUESTS)] == expected
 
 
 def test_samples_of_many_seeds_follow_the_target_under_best_first(tmp_path, redis):
@@ -133,11 +133,11 @@ def test_samples_of_many_seeds_follow_the_target_under_best_first(tmp_path, redi
         then = model(texts).logits[:, -1].double() / asked.temperature
     joint = (first.log_softmax(0)[:, None] + then.log_softmax(1)).exp().flatten()
 
-    plan = cluster.make_plan(
+    deployment = cluster.make_deployment(
         target, target, "cluster.stages=2", "feed=best_first", "feed.children=4", "feed.width=8"
     )
     answers = cluster.decode(
-        plan,
+        deployment,
         redis,
         [
             {"prompt": tuple(prompt), "max_new_tokens": 2, "sampling": replace(asked, seed=seed)}
@@ -157,10 +157,12 @@ def test_samples_of_many_seeds_follow_the_target_under_best_first(tmp_path, redi
 
 
 def test_a_lossy_verifier_accepts_more_guesses(tiny, redis):
-    plan = cluster.make_plan(tiny, tiny, "cluster.stages=1", "feed.width=16", "source.rounds=2")
+    deployment = cluster.make_deployment(
+        tiny, tiny, "cluster.stages=1", "feed.width=16", "source.rounds=2"
+    )
     asked = Sampling(1.5, seed=1)
     answers = cluster.decode(
-        plan,
+        deployment,
         redis,
         [
             {"prompt": tuple(CASES[0][0]), "max_new_tokens": 40, "sampling": sampling}

@@ -65,25 +65,27 @@ def test_every_source_and_policy_gives_the_text_of_hugging_face(
     pair, redis, source, policy, stages
 ):
     target, draft, expected, truth = pair
-    plan = cluster.make_plan(
+    deployment = cluster.make_deployment(
         target, draft, f"cluster.stages={stages}", *POLICIES[policy], *overrides(source, truth)
     )
-    answers = cluster.decode(plan, redis, requests())
+    answers = cluster.decode(deployment, redis, requests())
     assert [tokens for tokens, *_ in answers] == expected
 
 
 def test_ngram_needs_no_draft_and_finds_what_repeats(redis, tmp_path):
     target = resource_dir("demo") / "target"
-    plan = cluster.make_plan(target, tmp_path / "nowhere", "source=ngram", "model.draft=null")
-    assert plan.draft is None
-    assert build.load_model(plan, 0) is None
+    deployment = cluster.make_deployment(
+        target, tmp_path / "nowhere", "source=ngram", "model.draft=null"
+    )
+    assert deployment.draft is None
+    assert build.load_model(deployment, 0) is None
     # The demo target soon repeats itself here, and is then guessed.
     tokenizer = AutoTokenizer.from_pretrained(target)
     prompt = tuple(tokenizer.encode("Once upon a time there was a little girl who"))
     length = 80
     (expected,) = cluster.reference(target, [list(prompt)], length)
     ((tokens, *_, stats),) = cluster.decode(
-        plan, redis, [{"prompt": prompt, "max_new_tokens": length}]
+        deployment, redis, [{"prompt": prompt, "max_new_tokens": length}]
     )
     assert tokens == expected
     repeats = sum(
@@ -96,11 +98,11 @@ def test_ngram_needs_no_draft_and_finds_what_repeats(redis, tmp_path):
 
 def test_a_source_without_a_draft_never_looks_at_one(pair):
     target, _, _, _ = pair
-    plan = cluster.make_plan(target, Path("/no/such/draft"), "source=ngram")
-    assert plan.draft is None
+    deployment = cluster.make_deployment(target, Path("/no/such/draft"), "source=ngram")
+    assert deployment.draft is None
     with pytest.raises(ModelError):
-        cluster.make_plan(target, Path("/no/such/draft"), "source=hybrid")
-    assert cluster.make_plan(
+        cluster.make_deployment(target, Path("/no/such/draft"), "source=hybrid")
+    assert cluster.make_deployment(
         target, Path("/no/such/draft"), "source=hybrid", "source.sources=[ngram]"
     )
 
@@ -109,7 +111,7 @@ def test_a_better_synthetic_draft_decodes_in_fewer_steps(pair, redis):
     target, draft, expected, truth = pair
 
     def tokens_per_step(*curve: str) -> float:
-        plan = cluster.make_plan(
+        deployment = cluster.make_deployment(
             target,
             draft,
             "cluster.stages=4",
@@ -118,7 +120,7 @@ def test_a_better_synthetic_draft_decodes_in_fewer_steps(pair, redis):
             *overrides("synthetic", truth),
             f"source.curve=[{','.join(curve)}]",
         )
-        answers = cluster.decode(plan, redis, requests())
+        answers = cluster.decode(deployment, redis, requests())
         assert [tokens for tokens, *_ in answers] == expected
         return sum(stats["tokens_per_step"] for *_, stats in answers) / len(answers)
 
@@ -132,6 +134,8 @@ def test_a_file_that_is_not_this_targets_text_ends_the_run(pair, redis, tmp_path
     texts = [json.loads(line) for line in truth.read_text().splitlines()]
     texts[0][-5] = (texts[0][-5] + 1) % models.VOCAB_SIZE
     wrong.write_text("".join(json.dumps(text) + "\n" for text in texts))
-    plan = cluster.make_plan(target, draft, "cluster.stages=2", *overrides("synthetic", wrong))
+    deployment = cluster.make_deployment(
+        target, draft, "cluster.stages=2", *overrides("synthetic", wrong)
+    )
     with pytest.raises(ConfigError, match="not what this target says"):
-        cluster.decode(plan, redis, requests())
+        cluster.decode(deployment, redis, requests())

@@ -101,12 +101,12 @@ def test_pipespec_decodes_an_inflated_target(tmp_path):
     grow(demo / "target", tmp_path / "out", (192, 20, 400))
     prompt = AutoTokenizer.from_pretrained(tmp_path / "out").encode("Once upon a time there was")
     expected = cluster.reference(demo / "target", [prompt], 24)
-    plan = cluster.make_plan(
+    deployment = cluster.make_deployment(
         tmp_path / "out", demo / "draft", "cluster.stages=3", "feed.width=8", "source.rounds=1"
     )
     with EmbeddedRedis() as server:
         request = {"prompt": tuple(prompt), "max_new_tokens": 24}
-        ((tokens, _, stats),) = cluster.decode(plan, server, [request])
+        ((tokens, _, stats),) = cluster.decode(deployment, server, [request])
     assert [tokens] == expected
     assert stats["hit_rate"] > 0.3, "the draft must still know the target"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipespec.engine.attention.deployment import causal_plan
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
@@ -27,7 +28,6 @@ from pipespec.cluster import session
 from pipespec.cluster.build import load_model as build_rank
 from pipespec.cluster.worker import on_this_host
 from pipespec.controller.server import EmbeddedRedis
-from pipespec.engine.attention.plan import causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.quantization import METHODS, QUANTIZATIONS
@@ -71,10 +71,10 @@ def logits(path: Path, **settings: Any) -> Tensor:
 def run(slices: list[ModelSlice], tokens: Tensor, cached: int) -> Tensor:
     """The logits of `tokens`, which follow `cached` others, in all rows."""
     slots = torch.arange(cached + len(tokens))
-    plan = causal_plan(slots[:cached], slots[cached:])
+    deployment = causal_plan(slots[:cached], slots[cached:])
     hidden = tokens
     for part in slices:
-        hidden = part.forward(hidden, slots[cached:], plan)
+        hidden = part.forward(hidden, slots[cached:], deployment)
     return slices[-1].logits(hidden)
 
 
@@ -226,7 +226,7 @@ def test_target_and_draft_are_quantised_each_in_its_way(quantised):
     for target, of_target, of_draft, reference, dtype in cases:
         quantize = {} if reference is None else {"quantization_config": reference}
         (expected,) = cluster.reference(target, [PROMPT], NEW_TOKENS, dtype=dtype, **quantize)
-        plan = cluster.make_plan(
+        deployment = cluster.make_deployment(
             target,
             DEMO / "draft",
             "cluster.stages=4",
@@ -236,7 +236,7 @@ def test_target_and_draft_are_quantised_each_in_its_way(quantised):
             *(["model.dtype=float16"] if dtype == torch.float16 else []),
         )
         with EmbeddedRedis() as redis:
-            ((tokens, _, stats),) = cluster.decode(plan, redis, [asked])
+            ((tokens, _, stats),) = cluster.decode(deployment, redis, [asked])
         assert tokens == expected
         assert stats["tokens_per_step"] > 0.25, "the draft never guessed right"
 
@@ -268,37 +268,39 @@ def test_what_cannot_be_read_is_refused_before_anything_loads(tmp_path, config, 
 def test_settings_that_do_not_fit_the_checkpoint_are_refused(quantised, tmp_path):
     path = quantised("nf4")
     with pytest.raises(ModelError, match=r"is quantised already, by bitsandbytes; leave model.qu"):
-        cluster.make_plan(path, DEMO / "draft", "model.quantization=int8")
+        cluster.make_deployment(path, DEMO / "draft", "model.quantization=int8")
     with pytest.raises(ModelError, match=r"leave model.draft_quantization out"):
-        cluster.make_plan(DEMO / "target", path, "model.draft_quantization=int8")
+        cluster.make_deployment(DEMO / "target", path, "model.draft_quantization=int8")
     with pytest.raises(ConfigError, match=r"model\.dtype is float32, but .* is quantised for bfl"):
-        cluster.make_plan(path, DEMO / "draft", "model.dtype=float32")
+        cluster.make_deployment(path, DEMO / "draft", "model.dtype=float32")
     with pytest.raises(ModelError, match="is quantised for bfloat16, not float32"):
         ModelSlice.load(path, range(2), dtype=torch.float32, num_slots=4)
     with pytest.raises(ModelError, match=r"nf4 needs matrices of multiples of 32 by 64, but"):
-        cluster.make_plan(DEMO / "target", DEMO / "draft", "model.draft_quantization=nf4")
+        cluster.make_deployment(DEMO / "target", DEMO / "draft", "model.draft_quantization=nf4")
     for model_type in ("mixtral", "granitemoe"):
         experts = build(model_type, tmp_path / model_type)
         with pytest.raises(ModelError, match=r"the experts of .* cannot be quantised while they"):
-            cluster.make_plan(experts, DEMO / "draft", "model.quantization=int8")
+            cluster.make_deployment(experts, DEMO / "draft", "model.quantization=int8")
     with pytest.raises(ConfigError, match=r"did you mean int8"):
-        cluster.make_plan(path, DEMO / "draft", "model.quantization=int")
+        cluster.make_deployment(path, DEMO / "draft", "model.quantization=int")
 
 
 @pytest.mark.parametrize("package", METHODS)
 def test_a_missing_package_is_named_where_weights_load(quantised, monkeypatch, package):
-    """A host that only asks needs none, so the plan itself can be made."""
+    """A host that only asks needs none, so the deployment itself can be made."""
     quantization = next(n for n, how in QUANTIZATIONS.items() if how.package == package)
     before = quantised(quantization)
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     missing = rf"{package}, which is not installed; pip install"
-    for plan in (
-        cluster.make_plan(DEMO / "target", DEMO / "draft", f"model.quantization={quantization}"),
-        cluster.make_plan(before, DEMO / "draft"),
+    for deployment in (
+        cluster.make_deployment(
+            DEMO / "target", DEMO / "draft", f"model.quantization={quantization}"
+        ),
+        cluster.make_deployment(before, DEMO / "draft"),
     ):
         with pytest.raises(ModelError, match=missing):
-            build_rank(plan, 1)
-        with pytest.raises(ModelError, match=missing), session.prepare(plan):
+            build_rank(deployment, 1)
+        with pytest.raises(ModelError, match=missing), session.prepare(deployment):
             pass
 
 
@@ -314,7 +316,7 @@ def test_an_old_config_without_a_method_is_read(quantised, tmp_path):
 
 
 def test_a_host_with_another_target_is_refused(quantised):
-    plan = cluster.make_plan(DEMO / "target", DEMO / "draft")
-    host = replace(plan.hosts[0], target=str(quantised("nf4")))
+    deployment = cluster.make_deployment(DEMO / "target", DEMO / "draft")
+    host = replace(deployment.hosts[0], target=str(quantised("nf4")))
     with pytest.raises(ConfigError, match=r"16 layers of 128, bitsandbytes in bfloat16, not llama"):
-        on_this_host(plan, host)
+        on_this_host(deployment, host)

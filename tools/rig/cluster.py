@@ -23,7 +23,7 @@ from pipespec.transport.threads import thread_transports
 NAMESPACE = "test"
 
 
-def make_plan(target: Path, draft: Path, *overrides: str) -> Deployment:
+def make_deployment(target: Path, draft: Path, *overrides: str) -> Deployment:
     return decide(
         compose(
             [
