@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from pipespec.engine.attention.deployment import causal_plan
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
@@ -28,6 +27,7 @@ from pipespec.cluster import session
 from pipespec.cluster.build import load_model as build_rank
 from pipespec.cluster.worker import on_this_host
 from pipespec.controller.server import EmbeddedRedis
+from pipespec.engine.attention.plan import causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.quantization import METHODS, QUANTIZATIONS
@@ -71,10 +71,10 @@ def logits(path: Path, **settings: Any) -> Tensor:
 def run(slices: list[ModelSlice], tokens: Tensor, cached: int) -> Tensor:
     """The logits of `tokens`, which follow `cached` others, in all rows."""
     slots = torch.arange(cached + len(tokens))
-    deployment = causal_plan(slots[:cached], slots[cached:])
+    plan = causal_plan(slots[:cached], slots[cached:])
     hidden = tokens
     for part in slices:
-        hidden = part.forward(hidden, slots[cached:], deployment)
+        hidden = part.forward(hidden, slots[cached:], plan)
     return slices[-1].logits(hidden)
 
 
