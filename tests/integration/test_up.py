@@ -35,6 +35,7 @@ from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import RankFailed
 from pipespec.system.interfaces import LOOPBACK
 from pipespec.system.resources import resource_dir
+from tests.helpers.imports import slow_imports
 from tests.helpers.listening import assert_private, listening, visit
 from tools.rig import cluster
 
@@ -233,6 +234,12 @@ def test_requests_of_several_users_queue_and_each_gets_its_own_text(
     assert after["finished"] == before["finished"] + len(PROMPTS)
     assert after["epoch"] == before["epoch"]
     assert after["up_s"] > before["up_s"]
+
+
+@pytest.mark.parametrize("command", ["generate", "status"])
+def test_whoever_asks_imports_neither_torch_nor_transformers(up: Place, command: str) -> None:
+    asked = ["--on", NAME, "--prompt", PROMPTS[0], "--chat"] if command == "generate" else [NAME]
+    assert slow_imports(command, *asked, "--json", environment=up.environment) == []
 
 
 def test_whoever_leaves_cancels_what_was_asked(
