@@ -30,6 +30,7 @@ from pipespec.errors import ConfigError
 from pipespec.system.process import is_ours, running, started
 from pipespec.system.reading import Missing, Unreadable, build, parse_json, read_text
 from pipespec.system.resources import state_folder
+from pipespec.system.writing import write_whole
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 # A file's name has 255 bytes at most, and the longest ending, ".log.4194304", must find room.
@@ -158,15 +159,8 @@ def publish(cluster: RunningCluster) -> Path:
     Raises ConfigError if that fails.
     """
     with kept_folder() as here:
-        file, partial = here / (cluster.name + ENTRY), here / (cluster.name + ".partial")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-                json.dump(asdict(cluster), stream)
-            partial.rename(file)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
+        file = here / (cluster.name + ENTRY)
+        write_whole(file, json.dumps(asdict(cluster)).encode())
     return file
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipespec.errors import ConfigError
 from pipespec.system.reading import Missing, Unreadable, build, read_json
+from pipespec.system.writing import write_whole
 
 IDENTITY = "server.json"
 LOCK = "server.lock"
@@ -45,11 +46,7 @@ def read_identity(data: Path) -> Identity | None:
 
 def write_identity(data: Path, identity: Identity) -> None:
     """Keeps the identity where only this user can read it."""
-    fresh = data / f"{IDENTITY}.new"
-    fresh.unlink(missing_ok=True)
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
-        json.dump(asdict(identity), stream)
-    fresh.replace(data / IDENTITY)
+    write_whole(data / IDENTITY, json.dumps(asdict(identity)).encode())
 
 
 @contextmanager

@@ -10,7 +10,7 @@ tip. If the tip's child with that token is here, it becomes the tip; if not, eve
 the tip is dead, and the first row that arrives with that parent and that token is the tip.
 Nothing else is needed to keep the ranks consistent: no hit index, no version, no flush.
 
-This module is pure book-keeping; `pipespec.engine.stage` gives every node its KV slot.
+This module is pure book-keeping; `pipespec.engine.runner` gives every node its KV slot.
 """
 
 from __future__ import annotations

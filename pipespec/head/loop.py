@@ -206,10 +206,10 @@ class HeadLoop:
         What a method must have before it can feed anything is drafted first: the pipeline idles
         anyway.
         """
-        while work := self.scheduler.missing(self._elapsed_ms()):
+        while isinstance(todo := self.scheduler.next_batch(self._elapsed_ms()), DraftWork):
             self.log_accepted()  # the source may need it
-            self.draft(work)
-        self.pass_on(self.scheduler.next_batch(self._elapsed_ms()))
+            self.draft(todo)
+        self.pass_on(todo)
 
     def pass_on(self, batch: Batch) -> None:
         with self.timeline("send"):

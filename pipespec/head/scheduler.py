@@ -9,9 +9,9 @@ simulation of `pipespec plan` (`pipespec.planning.simulation`) with an imagined 
         scheduler.graft(work, source.expand(...), ms)
     scheduler.apply(verdict, now)                       # each one that comes
     scheduler.heard(drafted_ms, wait_ms)
-    while work := scheduler.missing(elapsed_ms):        # what must be there before anything is fed
-        scheduler.graft(work, source.expand(...), ms)
-    send(scheduler.next_batch(elapsed_ms))
+    while isinstance(todo := scheduler.next_batch(elapsed_ms), DraftWork):
+        scheduler.graft(todo, source.expand(...), ms)   # what must be there before anything is fed
+    send(todo)
     scheduler.end(ms)
 """
 
@@ -149,17 +149,6 @@ class Scheduler:
         work, _ = self._growth(self.sequence, state)
         return work if work is not None and fits(self.config.rounds, state) else None
 
-    def missing(self, elapsed_ms: float) -> DraftWork | None:
-        """A draft round without which nothing can be fed; the pipeline idles meanwhile."""
-        sequence = self.sequence
-        if sequence is None or sequence.prompt_left or sequence.tree.fed[ROOT]:
-            return None
-        state = self._state(sequence, elapsed_ms)
-        if len(self._choice(sequence, state)):
-            return None
-        work, urgent = self._growth(sequence, state)
-        return work if urgent else None
-
     def graft(self, work: DraftWork, candidates: Candidates | None, ms: float) -> None:
         """Hang what the source proposed into the tree; the round took `ms`.
 
@@ -215,9 +204,16 @@ class Scheduler:
             return True
         return len(self._choice(sequence, self._state(sequence, elapsed_ms))) > 0
 
-    def next_batch(self, elapsed_ms: float) -> Batch:
-        """The batch of this step: the prompt's next chunk, or the nodes that the policy chooses."""
-        batch = Batch(self.step, self._next_rows(elapsed_ms), released=self._released)
+    def next_batch(self, elapsed_ms: float) -> Batch | DraftWork:
+        """The batch of this step: the prompt's next chunk, or the nodes that the policy chooses.
+
+        Or a draft round without which nothing can be fed, the pipeline idling meanwhile; ask
+        again after it.
+        """
+        rows = self._next_rows(elapsed_ms)
+        if isinstance(rows, DraftWork):
+            return rows
+        batch = Batch(self.step, rows, released=self._released)
         if len(batch) or batch.released:
             self._busy_until = self.step + self.config.num_steps
         self._released = ()
@@ -249,7 +245,7 @@ class Scheduler:
         """The nodes that the policy would feed now."""
         return sequence.useful(self._policy.feed(sequence.tree, state))
 
-    def _next_rows(self, elapsed_ms: float) -> np.ndarray:
+    def _next_rows(self, elapsed_ms: float) -> np.ndarray | DraftWork:
         sequence = self.sequence
         if sequence is None:
             return Batch(self.step).rows
@@ -258,7 +254,12 @@ class Scheduler:
             rows = sequence.context.rows(sequence.prefilled, end)
             sequence.prefilled = end
         else:
-            nodes = self._choice(sequence, self._state(sequence, elapsed_ms))
+            state = self._state(sequence, elapsed_ms)
+            nodes = self._choice(sequence, state)
+            if not len(nodes) and not sequence.tree.fed[ROOT]:
+                work, urgent = self._growth(sequence, state)
+                if work is not None and urgent:
+                    return work
             assert len(nodes) <= self._policy.max_rows, "the KV pools are made for no more"
             rows = sequence.tree.rows(sequence.request.id, nodes)
             sequence.tree.fed[nodes] = True

@@ -185,12 +185,11 @@ class SimulatedPipeline:
         scheduler.apply(self.verdict(), now=0)
         scheduler.heard(drafted_ms, max(computed_ms - drafted_ms, 0.0))
         ms = max(computed_ms, drafted_ms)
-        while work := scheduler.missing(ms):
-            self.draft(work)
+        while isinstance(batch := scheduler.next_batch(ms), DraftWork):
+            self.draft(batch)
             ms += self.machine.draft_ms
             rounds += 1
         ms += self.machine.hop_ms
-        batch = scheduler.next_batch(ms)
         self.enter(batch)
         scheduler.end(ms)
         if counts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 from pipespec.errors import ConfigError
 from pipespec.system.reading import Unreadable, build, parse_json, read_bytes, read_text
 from pipespec.system.resources import cache_folder
+from pipespec.system.writing import write_whole
 
 # So many answers of a name are kept, those used last.
 KEPT = 64
@@ -43,9 +43,7 @@ def keep(name: str, depends: object, value: Any) -> None:
     with suppress(OSError, ConfigError):
         file = _file(name, depends)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as stream:
-            json.dump(value, stream)
-        os.replace(stream.name, file)
+        write_whole(file, json.dumps(value).encode())
         by_use = sorted(file.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
         for old in by_use[:-KEPT]:
             old.unlink(missing_ok=True)

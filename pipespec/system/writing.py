@@ -1,12 +1,22 @@
-"""Files that another process may read at any moment."""
+"""Files that another process may read at any moment, or write at the same one."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that whoever reads it finds as it was, or whole."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(data)
-    partial.rename(path)
+    """Write a file, for this user alone, that whoever reads it finds as it was, or whole.
+
+    Raises OSError; then nothing has changed.
+    """
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+        os.replace(partial, path)
+    except OSError:
+        os.unlink(partial)
+        raise

@@ -52,9 +52,8 @@ def step(on: Scheduler, *tokens: int):
         base = len(on.sequence.context.tokens)
         progress = on.apply(Verdict(7, base, tokens), now=on.step)
     on.heard(0.0, 1.0)
-    while work := on.missing(0.0):
-        on.graft(work, candidates(work), 1.0)
-    batch = on.next_batch(0.0)
+    while isinstance(batch := on.next_batch(0.0), DraftWork):
+        on.graft(batch, candidates(batch), 1.0)
     on.end(1.0)
     return batch, progress
 
