@@ -80,14 +80,15 @@ def decode(
         with attach(running) as client:
             return ask(client, chosen, ids, on_text)[0]
 
+    from pipespec.cluster.deployment import decide
     from pipespec.config.compose import compose
 
-    config = compose(settings)  # what is wrong is told before more is imported
+    deployment = decide(compose(settings))  # what is wrong is told before more is imported
 
     from pipespec.client.generate import generate
 
     with progress("loading") as (on_loaded,):
-        return generate(config, prompt, on_text, on_loaded)
+        return generate(deployment, prompt, on_text, on_loaded)
 
 
 def _ignore(_: str) -> None:

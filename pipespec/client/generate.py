@@ -13,8 +13,7 @@ from pipespec.client.served import ServedModel
 from pipespec.client.settings import RequestSettings
 from pipespec.clock import monotonic_ns
 from pipespec.cluster import session
-from pipespec.cluster.deployment import decide, fit_context
-from pipespec.config.schema import Config
+from pipespec.cluster.deployment import Deployment, fit_context
 from pipespec.core import TokenLogprobs
 from pipespec.stats import Report
 from pipespec.text import Detokenizer, StopStrings
@@ -39,7 +38,7 @@ class Result:
 
 
 def generate(
-    config: Config,
+    deployment: Deployment,
     prompt: str,
     on_text: Callable[[str], None] = lambda piece: None,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
@@ -54,8 +53,7 @@ def generate(
         ConfigError, Unreachable: before any rank starts, if anything in the request is wrong.
         RankFailed: a rank died; the others have been ended.
     """
-    deployment = decide(config)
-    settings = RequestSettings.of(config)
+    settings = RequestSettings.of(deployment.config)
     with session.prepare(deployment) as agents:
         served = ServedModel.of(deployment)
         ids = served.encode(prompt, chat=settings.decode.chat)
