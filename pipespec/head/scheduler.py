@@ -263,5 +263,7 @@ class Scheduler:
             assert len(nodes) <= self._policy.max_rows, "the KV pools are made for no more"
             rows = sequence.tree.rows(sequence.request.id, nodes)
             sequence.tree.fed[nodes] = True
+            if len(nodes) and not self._policy.keeps_unfed:
+                sequence.tree.drop_unfed()
         sequence.counts["rows"] += len(rows)
         return rows

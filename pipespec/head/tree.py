@@ -139,6 +139,13 @@ class Tree:
         keep[unseen[np.argsort(self.cum[unseen], kind="stable")[:excess]]] = False
         self._select(np.flatnonzero(keep))
 
+    def drop_unfed(self) -> None:
+        """Drop what never entered the pipeline; the root stays."""
+        keep = self.fed.copy()
+        keep[ROOT] = True
+        if not keep.all():
+            self._select(np.flatnonzero(keep))
+
     def descends_from(self, root: int) -> np.ndarray:
         """bool `[nodes]`: is `root` or below it. Pointer doubling, so log2(depth) passes."""
         reached = np.zeros(len(self), bool)

@@ -206,7 +206,7 @@ class SimulatedPipeline:
         self.scheduler.graft(work, candidates, self.machine.draft_ms)
 
     def enter(self, batch: Batch) -> None:
-        """Reworker when the rows of a batch were fed."""
+        """Remember when the rows of a batch were fed."""
         ids = batch.rows[:, NODE]
         while ids.max(initial=0) >= len(self.fed_at):
             self.fed_at = np.concatenate((self.fed_at, np.zeros_like(self.fed_at)))

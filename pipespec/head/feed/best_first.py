@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class BestFirst:
     children: int = 8
     capacity: int = 0
     row_cost: float | None = 0.0001
+    keeps_unfed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_whole("feed.width", self.width, 1, MAX_ROWS)

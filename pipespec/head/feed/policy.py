@@ -80,7 +80,8 @@ class Expansion:
 
 class FeedPolicy(Protocol):
     """Attributes: `max_rows`, rows fed per step at most; `children`, candidates per node;
-    `capacity`, nodes that the tree may hold.
+    `capacity`, nodes that the tree may hold; `keeps_unfed`, whether a node that a feed passed over
+    can be fed later (if not, it is dropped).
 
     A row is decided or dead once it has passed the last stage, so a stage never holds more
     than `max_rows` nodes for every step that a batch takes through the pipeline.
@@ -92,6 +93,8 @@ class FeedPolicy(Protocol):
     def children(self) -> int: ...
     @property
     def capacity(self) -> int: ...
+    @property
+    def keeps_unfed(self) -> bool: ...
 
     def grow(self, tree: Tree, state: PipelineState) -> Expansion:
         """The next draft round; no nodes: the tree is as large as the method wants it."""

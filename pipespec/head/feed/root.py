@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,6 +18,7 @@ class Root:
     max_rows: int = 1
     children: int = 0
     capacity: int = 1
+    keeps_unfed: ClassVar[bool] = True
 
     def grow(self, tree: Tree, state: PipelineState) -> Expansion:
         return Expansion(NOTHING)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from typing import ClassVar
 
 import numpy as np
 
@@ -31,6 +32,7 @@ class StaticTree:
     width: int = 64
     children: int = 8
     capacity: int = 2048
+    keeps_unfed: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.shape or min(self.shape) < 1:

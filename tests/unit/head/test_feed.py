@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipespec.errors import ConfigError
 from pipespec.head.feed.adaptive import Adaptive
 from pipespec.head.feed.best_first import BestFirst
-from pipespec.head.feed.level import Level
+from pipespec.head.feed.level import AFTER, BEFORE, Level
 from pipespec.head.feed.policy import FeedPolicy, PipelineState, Rate
 from pipespec.head.feed.root import Root
 from pipespec.head.feed.rounds import AUTO, fits
@@ -58,6 +58,8 @@ class Pipeline:
             for node in self.tree.id[nodes].tolist():
                 assert node not in self.entered, "fed twice"
                 self.entered[node] = step
+            if len(nodes) and not self.policy.keeps_unfed:
+                self.tree.drop_unfed()
 
     def grow(self, state: PipelineState, *, urgent_only: bool) -> bool:
         growth = self.policy.grow(self.tree, state)
@@ -85,7 +87,13 @@ class Pipeline:
 widths = st.integers(1, 9)
 policies = st.one_of(
     st.just(Root()),
-    st.builds(Level, width=widths, children=st.integers(1, 5), levels_per_step=st.integers(1, 3)),
+    st.builds(
+        Level,
+        width=widths,
+        children=st.integers(1, 5),
+        levels_per_step=st.integers(1, 3),
+        cut=st.sampled_from([AFTER, BEFORE]),
+    ),
     st.builds(
         BestFirst,
         width=widths,
@@ -167,6 +175,23 @@ def test_level_feeds_so_many_levels_as_the_draft_had_rounds_for(levels, rounds, 
         depths = set(pipeline.tree.position[nodes].tolist())
         assert len(depths) == min(levels, rounds + (not state.step))
         assert len(nodes) <= 4 * len(depths)
+
+
+@pytest.mark.parametrize(("cut", "fed"), [(BEFORE, []), (AFTER, [5, 6])])
+def test_level_is_cut_before_the_verdict_or_after_it(cut, fed):
+    """Of the children of 1 and 2, those of 1 are the more probable, but the target says 2."""
+    policy = Level(width=2, children=2, cut=cut)
+    tree = Tree(0, -1, 0, 0, fed=True)
+    tree.append(np.array([ROOT]), np.array([[1, 2]]), np.log([[0.6, 0.4]]))
+    tree.fed[:] = True
+    growth = policy.grow(tree, STATE)
+    assert growth.nodes.tolist() == [1, 2]
+    tree.append(
+        growth.nodes, np.array([[3, 4], [5, 6]]), np.log([[0.5, 0.4], [0.5, 0.4]]), growth.limit
+    )
+    assert not len(policy.grow(tree, STATE).nodes), "one level ahead"
+    tree.advance(2)
+    assert tree.token[policy.feed(tree, STATE)].tolist() == fed
 
 
 # --- static_tree ------------------------------------------------------------------------------
