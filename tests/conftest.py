@@ -25,7 +25,9 @@ import torch
 from hypothesis import settings
 
 # Random examples are the same in every run; `--hypothesis-profile=explore` looks for new ones.
-settings.register_profile("fixed", deadline=None, derandomize=True, database=None)
+fixed = settings(deadline=None, derandomize=True, database=None)
+settings.register_profile("fixed", fixed, max_examples=50)
+settings.register_profile("long", fixed, max_examples=200)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile("fixed")
 
@@ -36,6 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long", action="store_true", help="run the tests marked `long` too, and every case"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--long") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("long")
 
 
 @pytest.fixture(scope="session")

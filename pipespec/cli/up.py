@@ -133,7 +133,10 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
         deployment = decide(config, placed(config) if measure else None)
         ready = False
         try:
-            with progress("loading") as (on_loaded,), session.prepare(deployment) as agents:
+            with (
+                progress("loading") as (on_loaded,),
+                session.prepare(deployment, stays=True) as agents,
+            ):
                 served = ServedModel.of(deployment)
                 with (
                     invited(name, deployment, settings) as on_begun,

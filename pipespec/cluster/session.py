@@ -159,11 +159,19 @@ class ClusterSession:
 
 
 @contextmanager
-def prepare(deployment: Deployment) -> Iterator[Cluster]:
+def prepare(deployment: Deployment, *, stays: bool = False) -> Iterator[Cluster]:
     """Start the agents of a deployment's hosts, which import what the ranks need, for `start`.
+
+    `stays`: the cluster does not end with a request, so workers may be started by hand.
 
     Raises ConfigError (also of a missing package), before anything is started.
     """
+    by_hand = [host.name for host in deployment.hosts if host.by_hand]
+    if by_hand and not stays:
+        raise ConfigError(
+            f"The workers of {', '.join(by_hand)} are started by hand (ssh: none); start the "
+            "cluster with `pipespec up`, and ask it with --on."
+        )
     require_quantizers(deployment)
     require_backend(deployment)
     memory.require_files(deployment)
@@ -198,12 +206,6 @@ def start(
         ConfigError (also of a missing package), Unreachable, HostFailed: before any rank starts.
         RankFailed: a rank failed, or was lost again and again; the others have been ended.
     """
-    by_hand = [host.name for host in deployment.hosts if host.by_hand]
-    if by_hand and on_begun is None:
-        raise ConfigError(
-            f"The workers of {', '.join(by_hand)} are started by hand (ssh: none); start the "
-            "cluster with `pipespec up`, and ask it with --on."
-        )
     memory.require_memory(deployment, memory.local_ranks(deployment))
     address = own_address(deployment.hosts)
     with store(deployment.config.controller, address) as (url, elsewhere, namespace, server):

@@ -120,6 +120,7 @@ def test_no_width_changes_the_text(tiny, redis, expected, policy, width):
     assert [tokens for tokens, *_ in cluster.decode(deployment, redis, REQUESTS)] == expected
 
 
+@pytest.mark.long
 def test_samples_of_many_seeds_follow_the_target_under_best_first(tmp_path, redis):
     """Chi-square over the first two tokens together: the second is drawn along the tree."""
     vocab, num = 5, 600

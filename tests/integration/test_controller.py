@@ -414,7 +414,7 @@ def histories(draw: st.DrawFn) -> list[tuple]:
     return history
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(histories())
 def test_any_graph_completed_in_any_order_announces_what_the_reference_does(
     server: EmbeddedRedis, history: list[tuple]

@@ -157,7 +157,9 @@ def test_ranks_know_their_place_and_return_their_results(tmp_path, monkeypatch, 
     assert not list(long.iterdir())
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize(
+    "rank", [0, *(pytest.param(rank, marks=pytest.mark.long) for rank in (1, 2))]
+)
 def test_the_rank_that_raised_is_blamed_with_its_own_sentence(rank, place, capfd):
     with (
         launch(raise_in, (rank, 3, place), num_ranks=3, preload=()) as cluster,
@@ -217,7 +219,9 @@ def test_the_death_of_the_agent_ends_the_ranks(meeting, place):
             cluster.wait(PATIENCE)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL]
+)
 def test_a_signal_to_the_launching_process_ends_everything(number, meeting, place):
     # As `launch` does, but for the import of the entrypoint, which takes seconds.
     script = f"""

@@ -160,9 +160,9 @@ def test_strangers_on_the_network_get_nowhere(cluster, texts, tmp_path):
     assert not ruined.exists()
 
 
-def test_each_rank_is_killed_in_turn(cluster, texts, long):
-    """The head, a stage in the middle and the last; with --long all nine."""
-    for worker in cluster.workers if long else cluster.workers[::4]:
+@pytest.mark.long
+def test_each_rank_is_killed_in_turn(cluster, texts):
+    for worker in cluster.workers:
         found = cluster.ask(SAMPLED, AT)
         os.kill(found["pids"][worker], signal.SIGKILL)
         assert cluster.go_on() == texts["sampled"]

@@ -203,6 +203,7 @@ def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
     assert narrow.num_weight_bytes == info.loaded("bfloat16", None).layers[1]
 
 
+@pytest.mark.long
 def test_loading_prints_nothing():
     """In a process of its own: packages complain when they are imported, and once."""
     script = f"""import torch

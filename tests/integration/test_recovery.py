@@ -105,6 +105,7 @@ def test_the_same_text_though_every_rank_is_killed_in_turn(struck, greedy):
     assert ask(struck) == greedy
 
 
+@pytest.mark.long
 def test_the_same_draws_though_ranks_are_killed(clusters, sampled):
     running = clusters.running(*FREE)
     for rank in (0, STAGES):
@@ -147,6 +148,7 @@ def test_a_rank_killed_between_requests_is_back_for_the_next(struck, greedy):
     assert ask(struck) == greedy
 
 
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_worker_that_stays_away(clusters, greedy):
     """Its supervisor is stopped with it, so nobody starts it again."""
     with clusters.last("cluster.spares=1", "cluster.patience_s=1") as running:

@@ -108,7 +108,11 @@ class Place:
         return (self.folder / "pipespec" / f"{name}{registry.LOG}").read_text()
 
     def kill(self) -> None:
-        for process in self.processes():
+        """End what is left; its resource trackers clear up if they are asked first."""
+        left = self.processes()
+        for process in left:
+            process.terminate()
+        for process in psutil.wait_procs(left, ENDING_S)[1]:
             process.kill()
 
 

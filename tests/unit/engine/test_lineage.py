@@ -107,7 +107,6 @@ class Pipeline:
     st.integers(1, 4),
     st.lists(st.integers(0, 9), min_size=20, max_size=200),
 )
-@settings(max_examples=150, deadline=None)
 def test_any_interleaving_has_the_reference_outcome(seed, num_stages, prompt, schedule):
     rng = np.random.default_rng(seed)
     text = rng.integers(0, VOCABULARY, 400).tolist()

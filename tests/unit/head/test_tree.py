@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.head.tree import ROOT, Tree
@@ -109,7 +109,6 @@ def test_a_limit_keeps_the_most_probable_candidates(seed, limit):
 
 
 @given(trees, st.integers(1, 20))
-@settings(max_examples=50)
 def test_the_best_of_all_nodes_is_closed_under_ancestors(tree, count):
     chosen = tree.best(np.arange(len(tree)), count)
     assert len(chosen) == min(count, len(tree))

@@ -98,7 +98,7 @@ def problems(draw):
     return Problem(workers, needs, routes, draft, order, None, spares)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(problems(), st.data())
 def test_no_layout_is_better_than_the_planners(problem, data):
     if data.draw(st.booleans()):
