@@ -19,6 +19,9 @@ NUM_COLUMNS = 6
 # is asked what follows.
 GUESS, DECIDED, LAST_DECIDED = range(3)
 
+# Which guesses are accepted (`Sampling.acceptance`).
+EXACT, RELAXED, STRICT = "exact", "relaxed", "strict"
+
 # A node id that no node has: the parent of a request's first row.
 NO_NODE = -1
 
@@ -88,6 +91,20 @@ class Verdict:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Guesses:
+    """Rows that the head fed in one step, as the last stage must know them ahead of their logits.
+
+    Arrays `[rows]`: the parent's node id, the token, and its log-probability given the parent, as
+    the draft stated it. Only lossy requests need them.
+    """
+
+    step: int
+    parents: np.ndarray
+    tokens: np.ndarray
+    logps: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a request's tokens follow from the target's logits (`pipespec.sampling`).
@@ -108,9 +125,8 @@ class Sampling:
         seed: with the position, all that a draw depends on beside the distribution.
         logprobs: report the log-probabilities of the chosen and of so many most probable
             tokens; None: report none.
-        accept_top: accept a guess that is among so many most probable tokens, drawn or not
-            (lossy); 0: accept what was drawn and nothing else.
-        accept_ratio: such a guess has at least so much of the highest probability.
+        acceptance: EXACT takes what the target says; RELAXED and STRICT prefer what was guessed
+            (lossy; docs/sampling.md has the rules).
     """
 
     temperature: float = 0.0
@@ -123,13 +139,12 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     logprobs: int | None = None
-    accept_top: int = 0
-    accept_ratio: float = 0.0
+    acceptance: str = EXACT
 
     @property
     def lossy(self) -> bool:
         """Whether the text may differ from what the target alone would have said."""
-        return self.accept_top > 0
+        return self.acceptance != EXACT
 
     @property
     def penalises(self) -> bool:

@@ -9,9 +9,12 @@ from typing import Any, Self
 
 from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import Graph, Kind, Task
+from pipespec.controller.guesses import pack, unpack
 from pipespec.controller.keys import Keys
+from pipespec.controller.records import entries_of
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.scripts import evalsha, load
+from pipespec.core import Guesses
 from pipespec.errors import ControllerError, StaleEpoch
 
 # More open steps than this are a mistake (a rank completes nothing), not a deep pipeline.
@@ -20,6 +23,10 @@ MAX_OPEN_STEPS = 1024
 LOOK_S = 0.5
 # How long a rank of an old epoch can still learn that it is over.
 KEEP_STALE_S = 60
+# Steps of a lossy request of which the guesses are kept; those of a pipeline's length are read.
+KEEP_GUESSES = 4096
+# How often a last stage asks for guesses that the head is just telling.
+AGAIN_S = 0.0005
 # What lua/cancel.lua puts before the number of a request.
 CANCEL = b"CANCEL "
 
@@ -51,6 +58,8 @@ class Controller(RequestLog):
         self._announcements = Pipe(url)
         self._listening = False
         self._cancelled: set[int] = set()
+        # Of a lossy request: the last entry that was read, and its step.
+        self._told: dict[int, tuple[str, int]] = {}
         self._listen()
 
     @classmethod
@@ -163,6 +172,30 @@ class Controller(RequestLog):
     def report(self, request: int, stats: dict[str, Any]) -> None:
         """Adds what this rank has to say about a request (anything that JSON can hold)."""
         self._send_report(self.rank, request, stats)
+
+    def tell(self, request: int, guesses: Guesses) -> None:
+        """Tells the last stage what this rank, the head, feeds of a lossy request in a step."""
+        key = self._keys.guesses(self._epoch, request)
+        self._pipe.send("XADD", key, "MAXLEN", "~", KEEP_GUESSES, "*", "guesses", pack(guesses))
+        self._pipe.send("EXPIRE", key, KEEP_STALE_S)
+        self._pipe.drain()
+
+    def told(self, request: int, until: int | None) -> list[Guesses]:
+        """What the head has told of a request since this was asked last.
+
+        Waits until it has told of the step `until`; None: what there is. Raises StaleEpoch.
+        """
+        key = self._keys.guesses(self._epoch, request)
+        found: list[Guesses] = []
+        while True:
+            seen = self._told.get(request, ("0", -1))
+            reply = self._pipe.call("XREAD", "STREAMS", key, seen[0])
+            for entry, fields in entries_of(reply[0][1]) if reply else []:
+                found.append(unpack(fields[b"guesses"]))
+                self._told[request] = seen = entry, found[-1].step
+            if until is None or seen[1] >= until:
+                return found
+            self._hear(AGAIN_S)
 
     def cancelled(self, request: int) -> bool:
         """Whether a user has cancelled the request, as far as this rank, the head, has heard."""

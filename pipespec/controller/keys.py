@@ -59,6 +59,10 @@ class Keys:
     def graph(self, epoch: int) -> str:
         return self._key("epochs", epoch, "graph")
 
+    def guesses(self, epoch: int, request: int) -> str:
+        """The stream of what the head has fed of a lossy request."""
+        return self._key("epochs", epoch, "guesses", request)
+
     def ready(self, epoch: int) -> str:
         """The prefix of the ready lists: one per rank, `<prefix>:<rank>`."""
         return self._key("epochs", epoch, "ready")

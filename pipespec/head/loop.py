@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.controller.records import CANCELLED
 from pipespec.controller.verdict import VerdictReceiver
-from pipespec.core import Batch, Request, Verdict
+from pipespec.core import Batch, Guesses, Request, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.head.scheduler import DraftWork, Scheduler
 from pipespec.head.sequence import Sequence, StopCheck
@@ -22,6 +24,9 @@ from pipespec.head.source.protocol import TokenSource
 from pipespec.head.timing import SendTiming
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
+
+# Told when a request is over: the last stage may still have rows of it, and waits for no more.
+NO_MORE = Guesses(2**62, *np.empty((3, 0), np.int64))
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,8 @@ class HeadLoop:
         report = {"rank": 0, "control_ns": totals["control"], "events": events}
         self.controller.report(sequence.request.id, report | sequence.statistics())
         self.controller.finish(sequence.request.id, reason)
+        if sequence.request.sampling.lossy:
+            self.controller.tell(sequence.request.id, NO_MORE)
         self.source.end(sequence.request.id)
 
     def log_accepted(self) -> None:
@@ -212,10 +219,18 @@ class HeadLoop:
         self.pass_on(todo)
 
     def pass_on(self, batch: Batch) -> None:
+        self.tell_guesses(batch)
         with self.timeline("send"):
             self.link.send(batch)
         self._done.append(transfer(0, batch.step))
         self.timing.sent(len(batch))
+
+    def tell_guesses(self, batch: Batch) -> None:
+        """A lossy rule prefers what was guessed, so the last stage must know it ahead."""
+        sequence = self.scheduler.sequence
+        if sequence is not None and sequence.request.sampling.lossy:
+            with self.timeline("control"):
+                self.controller.tell(sequence.request.id, sequence.guesses(batch))
 
     def stop(self) -> None:
         """Send the last batch, and lay out the steps in which it passes the stages."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.core import Request
+from pipespec.core import GUESS, KIND, NODE, PARENT, TOKEN, Batch, Guesses, Request
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
 
@@ -121,6 +121,14 @@ class Sequence:
     def useful(self, nodes: np.ndarray) -> np.ndarray:
         """Those of the nodes whose logits can still matter: not the last token, nor beyond."""
         return nodes[self.tree.position[nodes] < self.last_position]
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """Which rows of a batch are guesses of this request, and how likely its source found
+        them."""
+        rows = batch.rows[batch.rows[:, KIND] == GUESS]
+        by_id = np.argsort(self.tree.id)
+        nodes = by_id[np.searchsorted(self.tree.id, rows[:, NODE], sorter=by_id)]
+        return Guesses(batch.step, rows[:, PARENT], rows[:, TOKEN], self.tree.logp[nodes])
 
     def statistics(self) -> dict[str, Any]:
         """Counts of the whole request, and those when its first token came."""

@@ -1,7 +1,7 @@
 """How tokens are to be decided: what `conf/verify/` names, and what its settings may be.
 
 A *spec* holds the defaults of a run, from which a request gets its `Sampling`. `greedy` and
-`sample` take what the target says; `relaxed` and `strict` may accept other tokens.
+`sample` take what the target says; `relaxed` and `strict` prefer what was guessed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pipespec.core import Sampling
+from pipespec.core import RELAXED, STRICT, Sampling
 from pipespec.errors import ConfigError
 
 MAX_PENALTY = 2.0
@@ -92,33 +92,21 @@ class Sample(_Adjusted):
 
 @dataclass(frozen=True)
 class Relaxed(Sample):
-    """Lossy: a guess is accepted if the target finds it probable, drawn or not."""
-
-    accept_top: int = 4
-    accept_ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.accept_top == 0:
-            raise ConfigError(
-                "verify.accept_top is 0, but must be a whole number from 1 up; verify=sample "
-                "accepts what was drawn and nothing else."
-            )
+    """Lossy (SpecPipe 3.4): of the guesses, the one that the target finds most probable."""
 
     def sampling(self, fresh_seed: int) -> Sampling:
-        return replace(
-            super().sampling(fresh_seed),
-            accept_top=self.accept_top,
-            accept_ratio=self.accept_ratio,
-        )
+        return replace(super().sampling(fresh_seed), acceptance=RELAXED)
 
 
 @dataclass(frozen=True)
 class Strict(Sample):
-    """Lossy: a guess is accepted if it is the target's most probable token, drawn or not."""
+    """Lossy (SpecPipe 3.4): of the guesses that are among the target's tokens after its cut-offs,
+    the one that the draft finds most probable."""
+
+    top_p: float = 0.9
 
     def sampling(self, fresh_seed: int) -> Sampling:
-        return replace(super().sampling(fresh_seed), accept_top=1)
+        return replace(super().sampling(fresh_seed), acceptance=STRICT)
 
 
 def parse_bias(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
@@ -167,10 +155,6 @@ def check_sampling(sampling: Sampling, section: str = "verify") -> None:
         refuse("seed", s.seed, f"from 0 to {MAX_SEED}")
     if s.logprobs is not None and not 0 <= s.logprobs <= MAX_LOGPROBS:
         refuse("logprobs", s.logprobs, f"from 0 to {MAX_LOGPROBS}, or null for none")
-    if s.accept_top < 0:
-        refuse("accept_top", s.accept_top, "a whole number from 1 up")
-    if not 0 <= s.accept_ratio <= 1:
-        refuse("accept_ratio", s.accept_ratio, "from 0 to 1")
 
 
 def check_vocabulary(sampling: Sampling, vocab_size: int, section: str = "verify") -> None:

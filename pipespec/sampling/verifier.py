@@ -8,11 +8,12 @@ token is known, never which; the lossy rules are the exceptions, and say so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from pipespec.core import Request, Sampling, TokenLogprobs
+from pipespec.core import RELAXED, STRICT, Guesses, Request, TokenLogprobs
 from pipespec.sampling.distribution import Tally, adjust, distribution, logprobs
 from pipespec.sampling.draw import draw
 
@@ -30,9 +31,25 @@ class Verifier:
 
     def __init__(self, request: Request, answer: Sequence[int] = ()):
         self.sampling = request.sampling
+        self.eos = request.eos
         self.length = len(request.prompt) + len(answer)
         self._text = (request.prompt, tuple(answer))
         self._tally: Tally | None = None
+        # What was guessed below each node and how likely the draft found it, and in which step.
+        self._guessed: dict[int, dict[int, float]] = {}
+        self._steps: deque[Guesses] = deque()
+
+    def guess(self, guesses: Guesses, since: int) -> None:
+        """Know what the head has fed in a step; what it fed before the step `since` is decided
+        and forgotten. For lossy requests."""
+        self._steps.append(guesses)
+        for parent, token, logp in zip(
+            guesses.parents.tolist(), guesses.tokens.tolist(), guesses.logps.tolist(), strict=True
+        ):
+            self._guessed.setdefault(parent, {})[token] = logp
+        while self._steps and self._steps[0].step < since:
+            for parent in self._steps.popleft().parents.tolist():
+                self._guessed.pop(parent, None)
 
     def decide(
         self,
@@ -58,27 +75,27 @@ class Verifier:
             return tokens, reports
 
         def draw_after(row: int) -> int:
-            children = [
-                guess
-                for parent, guess in zip(parents, guesses, strict=True)
-                if parent == nodes[row] and self.sampling.lossy
-            ]
-            token = self._next(logits[row], children)
+            token = self._next(logits[row], self._guessed.get(nodes[row], {}))
             if self.sampling.logprobs is not None:
                 reports.append(logprobs(logits[row], token, self.sampling.logprobs))
             return token
 
         return walk(tip, nodes, parents, guesses, draw_after), reports
 
-    def _next(self, logits: torch.Tensor, guesses: Sequence[int]) -> int:
-        """Decide one token from its logits `[vocab]`; the text then ends with it."""
+    def _next(self, logits: torch.Tensor, guesses: Mapping[int, float]) -> int:
+        """Decide one token from its logits `[vocab]`; the text then ends with it.
+
+        `guesses`: what a lossy rule may prefer, with the draft's log-probabilities.
+        """
         sampling = self.sampling
         if sampling.penalises and self._tally is None:
             self._tally = Tally(*self._text, len(logits), logits.device)
         scores = adjust(logits, sampling, self._tally)
         token = None
-        if guesses:
-            token = acceptable(distribution(scores, sampling), guesses, sampling)
+        if sampling.acceptance == RELAXED:
+            token = relaxed(scores, guesses, self.eos)
+        elif sampling.acceptance == STRICT:
+            token = strict(distribution(scores, sampling), guesses, self.eos)
         if token is None and sampling.temperature == 0:
             token = int(scores.argmax())
         if token is None:
@@ -89,20 +106,31 @@ class Verifier:
         return token
 
 
-def acceptable(logprobs: torch.Tensor, guesses: Sequence[int], sampling: Sampling) -> int | None:
-    """The most probable of the guesses that the lossy rule accepts, or None.
+def relaxed(scores: torch.Tensor, guesses: Collection[int], eos: Sequence[int]) -> int | None:
+    """ "From the candidate tokens, select the one with the highest probability under the large
+    model" (SpecPipe 3.4), the end of the text being one of them; None: nothing was guessed.
 
-    A guess is accepted if fewer than `accept_top` tokens are more probable and its probability
-    is at least `accept_ratio` of the highest, both in the distribution that a token would be
-    drawn from, `logprobs` `[vocab]`.
+    `scores` are the target's, `[vocab]`; of equals the lowest id is taken.
     """
-    best = max(guesses, key=lambda guess: (float(logprobs[guess]), -guess))
-    value = logprobs[best]
-    rank = int((logprobs > value).sum())
-    # exp of a difference, so that a guess that cannot be drawn (-inf) has no probability.
-    ratio = float(torch.exp(value - logprobs.max()))
-    accepted = rank < sampling.accept_top and ratio > 0 and ratio >= sampling.accept_ratio
-    return best if accepted else None
+    if not guesses:
+        return None
+    return max({*guesses, *eos}, key=lambda token: (float(scores[token]), -token))
+
+
+def strict(logprobs: torch.Tensor, guesses: Mapping[int, float], eos: Sequence[int]) -> int | None:
+    """ "Accept a draft token if it lies within the top-p cumulative probability set of the large
+    model, and within that set choose the token with the highest draft-model probability"
+    (SpecPipe 3.4); None: no guess lies there.
+
+    `logprobs` `[vocab]` is the distribution that is drawn from, whose finite part is that set.
+    The end of the text is a candidate beside the guesses; of a draft that did not propose it, it
+    has the target's probability.
+    """
+    inside = {token: logp for token, logp in guesses.items() if logprobs[token] > -torch.inf}
+    if not inside:
+        return None
+    ends = {token: float(logprobs[token]) for token in eos}
+    return max((ends | inside).items(), key=lambda pair: (pair[1], -pair[0]))[0]
 
 
 def walk(

@@ -160,7 +160,18 @@ class StageLoop:
         if verifier is None:
             verifier = Verifier(self.controller.request(request), self.controller.tokens(request))
             self._verifiers[request] = verifier
+        if verifier.sampling.lossy:
+            self.hear_guesses(request, verifier)
         return verifier
+
+    def hear_guesses(self, request: int, verifier: Verifier) -> None:
+        """Take in what the head has fed meanwhile; in lockstep, at least in the step after that
+        whose batch is here, so that a node's children are known when it is decided."""
+        here = self.step - self.layout.num_steps
+        waits = not self.free and self.layout.num_steps > 1
+        with self.timeline("control"):
+            for guesses in self.controller.told(request, here + 1 if waits else None):
+                verifier.guess(guesses, since=here)
 
     def prune(self, computed: Batch) -> Batch:
         with self.timeline("prune"):

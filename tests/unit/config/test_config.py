@@ -217,7 +217,6 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
         ("verify.logprobs=21", ["verify.logprobs is 21", "from 0 to 20"]),
         ("verify.logit_bias=[12]", ["verify.logit_bias is [12]", "a list of texts"]),
         ("verify.logit_bias=['12']", ["verify.logit_bias holds '12'"]),
-        (["verify=relaxed", "verify.accept_top=0"], ["verify.accept_top is 0", "verify=sample"]),
         (
             ["source=hybrid", "source.sources=[ngam]"],
             ["source.sources holds 'ngam'", "draft_model"],
@@ -323,7 +322,7 @@ def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
     """Where one is harmless, it is listed here."""
     if cls is Root:  # it has no settings
         return
-    harmless = {"repetition_penalty", "temperature", "top_k", "accept_top", "seed"}
+    harmless = {"repetition_penalty", "temperature", "top_k", "seed"}
     if value == -1:
         harmless = {"presence_penalty", "frequency_penalty"}
     needed = {ModelConfig: {"target": "t"}, Synthetic: {"truth": __file__}}.get(cls, {})

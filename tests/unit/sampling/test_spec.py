@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from pipespec.core import Sampling
+from pipespec.core import RELAXED, Sampling
 from pipespec.errors import ConfigError
 from pipespec.sampling.spec import (
     Greedy,
@@ -36,19 +36,11 @@ def test_settings_reach_the_request():
         top_p=0.8,
         min_p=0.1,
         seed=6,
-        accept_top=2,
-        accept_ratio=0.25,
     )
     bias = ((3, -1.5), (4, 2.0))
-    assert spec.sampling(0) == Sampling(
-        0.7, 9, 0.8, 0.1, 1.1, 0.2, 0.3, bias, 6, 2, accept_top=2, accept_ratio=0.25
-    )
+    expected = Sampling(0.7, 9, 0.8, 0.1, 1.1, 0.2, 0.3, bias, 6, 2, acceptance=RELAXED)
+    assert spec.sampling(0) == expected
     assert Greedy(logit_bias=["3:-1.5"]).sampling(1) == Sampling(logit_bias=((3, -1.5),))
-
-
-def test_relaxed_needs_something_to_accept():
-    with pytest.raises(ConfigError, match=r"verify\.accept_top is 0"):
-        Relaxed(accept_top=0)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +60,6 @@ def test_relaxed_needs_something_to_accept():
         ),
         ("seed", [0, 2**63 - 1], [-1, 2**63]),
         ("logprobs", [None, 0, 20], [-1, 21]),
-        ("accept_top", [0, 9], [-1]),
-        ("accept_ratio", [0.0, 1.0], [-0.1, 1.1]),
     ],
 )
 def test_a_value_out_of_range_is_named_in_one_sentence(name, good, bad):

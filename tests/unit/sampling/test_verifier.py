@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from pipespec.core import Request, Sampling
+from pipespec.controller.guesses import pack, unpack
+from pipespec.core import RELAXED, Guesses, Request, Sampling
 from pipespec.sampling.distribution import Tally
-from pipespec.sampling.spec import Greedy, Relaxed, Sample, Strict
+from pipespec.sampling.spec import Greedy, Relaxed, Sample, Strict, VerifierSpec
 from pipespec.sampling.verifier import Verifier
 from tests.helpers.sampling import sample
 
@@ -87,48 +89,80 @@ def test_a_batch_without_the_tip_decides_nothing():
 
 # --- the lossy rules --------------------------------------------------------------------------
 
-LOGITS = torch.tensor([5.0, 4.9, 3.0, 0.0, -9.0, -9.0])
+# Of probability .47, .43, .06, .03, .00, .00.
+LOGITS = torch.tensor([5.0, 4.9, 3.0, 2.2, -9.0, -9.0])
 
 
-def after_tip(guesses: list[int], **asked: object) -> list[int]:
-    """The tokens decided when the tip's children are `guesses`, all with the same logits."""
-    rows = LOGITS.expand(1 + len(guesses), VOCAB)
-    nodes = [TIP, *range(10, 10 + len(guesses))]
-    parents = [0, *[TIP] * len(guesses)]
-    return verifier(**asked).decide(TIP, nodes, parents, [PROMPT[-1], *guesses], rows)[0]
+def decided(spec: VerifierSpec, guesses: dict[int, float], *, eos: tuple[int, ...] = ()) -> int:
+    """The token after the tip, whose guessed children have these log-probabilities."""
+    request = Request(1, PROMPT, 9, eos=eos, sampling=spec.sampling(0))
+    mine = Verifier(request)
+    mine.guess(told(0, dict.fromkeys([TIP], guesses)), since=0)
+    return mine.decide(TIP, [TIP], [0], [PROMPT[-1]], LOGITS[None])[0][0]
 
 
-def test_strict_accepts_the_most_probable_token_whether_drawn_or_not():
-    asked = Strict().sampling(0)
-    drawn_other = [s for s in range(50) if after_tip([], temperature=1.0, seed=s) != [0]]
-    assert len(drawn_other) > 5
-    for seed in drawn_other:
-        lossy = {"temperature": 1.0, "seed": seed, "accept_top": asked.accept_top}
-        assert after_tip([0], **lossy)[0] == 0
-        # A guess that is not the most probable one is accepted only if it was drawn.
-        assert after_tip([2], **lossy)[0] == after_tip([], temperature=1.0, seed=seed)[0]
+def told(step: int, below: dict[int, dict[int, float]]) -> Guesses:
+    rows = [(node, *guess) for node, guesses in below.items() for guess in guesses.items()]
+    parents, tokens, logps = zip(*rows, strict=True) if rows else ((), (), ())
+    return Guesses(step, np.array(parents, int), np.array(tokens, int), np.array(logps, float))
 
 
 @pytest.mark.parametrize(
-    ("guesses", "accept_top", "accept_ratio", "expected"),
+    ("guesses", "eos", "expected"),
     [
-        ([1], 2, 0.5, 1),  # probability 0.90 of the highest
-        ([1], 1, 0.5, 0),
-        ([1], 2, 0.95, 0),
-        ([2, 1], 3, 0.0, 1),  # the most probable of the guesses
-        ([2], 3, 0.1, 2),  # 0.135 of the highest
-        ([3], 3, 0.0, 0),
-        ([], 6, 0.0, 0),
+        ({1: -3.0, 2: -0.1}, (), 1),  # what the target likes most, whatever the draft thinks
+        ({4: -0.1}, (), 4),  # however little it likes it
+        ({4: -0.1}, (3,), 3),  # the end of the text is always a candidate
+        ({1: -0.1}, (3,), 1),
+        ({}, (3,), 0),  # nothing was guessed: the target's own token
     ],
 )
-def test_relaxed_accepts_a_probable_guess(guesses, accept_top, accept_ratio, expected):
-    got = after_tip(guesses, accept_top=accept_top, accept_ratio=accept_ratio)
-    assert got[0] == expected
-    assert (len(got) > 1) == (expected in guesses)
+def test_relaxed_takes_the_guess_that_the_target_finds_most_probable(guesses, eos, expected):
+    assert decided(Relaxed(temperature=0.0), guesses, eos=eos) == expected
+    if guesses:  # and whatever would have been drawn
+        assert {decided(Relaxed(seed=s), guesses, eos=eos) for s in range(9)} == {expected}
 
 
-def test_what_cannot_be_drawn_is_not_accepted_either():
-    assert after_tip([3], temperature=1.0, top_k=3, accept_top=6, seed=1)[0] != 3
+@pytest.mark.parametrize(
+    ("guesses", "eos", "expected"),
+    [
+        ({0: -3.0, 1: -0.1}, (), 1),  # both within .9: what the draft likes most
+        ({0: -3.0, 3: -0.1}, (), 0),  # 3 lies outside
+        ({3: -0.1, 4: -0.1}, (), 0),  # none lies within: the target's own token
+        ({}, (1,), 0),
+        ({0: -3.0}, (1,), 1),  # the end of the text, with the target's probability
+        ({0: -0.2}, (1,), 0),
+        ({0: -0.2}, (3,), 0),  # but not from outside
+    ],
+)
+def test_strict_takes_the_guess_within_the_top_p_that_the_draft_finds_most_probable(
+    guesses, eos, expected
+):
+    spec = Strict(temperature=0.0, top_p=0.85)
+    assert decided(spec, guesses, eos=eos) == expected
+    if guesses.keys() & {0, 1}:
+        drawn = {decided(Strict(seed=s, top_p=0.85), guesses, eos=eos) for s in range(9)}
+        assert drawn == {expected}
+
+
+def test_strict_draws_where_nothing_was_guessed():
+    assert {decided(Strict(seed=seed), {}) for seed in range(20)} == {0, 1}
+
+
+def test_what_the_draft_thinks_of_guesses_is_forgotten_once_they_are_decided():
+    mine = verifier(acceptance=RELAXED)
+    for step in range(100):
+        mine.guess(told(step, {step: {2: -1.0}}), since=step - 3)
+    assert mine.decide(99, [99], [98], [2], LOGITS[None])[0] == [2]
+    assert mine.decide(90, [90], [89], [2], LOGITS[None])[0] == [0]
+
+
+def test_a_batch_without_guesses_is_told_and_read_too():
+    for guesses in (told(7, {}), told(2**40, {3: {5: -0.25, 9: -2.0}, 4: {5: -1.5}})):
+        read = unpack(pack(guesses))
+        assert read.step == guesses.step
+        for name in ("parents", "tokens", "logps"):
+            assert getattr(read, name).tolist() == getattr(guesses, name).tolist()
 
 
 def test_the_lossy_verifiers_say_so_and_the_others_are_not():
