@@ -114,7 +114,12 @@ def make_source(deployment: Deployment, runner: SliceRunner | None) -> TokenSour
     if deployment.draft is not None:
         assert runner is not None
         vocabulary = min(deployment.target.vocab_size, deployment.draft.vocab_size)
-        draft = DraftModelSource(runner, deployment.config.decode.prefill_chunk, vocabulary)
+        draft = DraftModelSource(
+            runner,
+            deployment.config.decode.prefill_chunk,
+            vocabulary,
+            foresight=deployment.config.source.foresight,
+        )
     return deployment.config.source.make(draft, deployment.target.vocab_size)
 
 

@@ -53,7 +53,7 @@ class Sequence:
         decided now.
         """
         known = [*request.prompt, *answer]
-        context = Context(request.id, known, list(range(len(known))))
+        context = Context(request.id, known, list(range(len(known))), request.sampling)
         root = len(known) - 1
         tree = Tree(root, root - 1, known[-1], root, fed=True)
         last = min(len(request.prompt) + request.max_new_tokens, context_limit) - 1

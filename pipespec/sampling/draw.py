@@ -13,6 +13,8 @@ Everything is float64, and pure: no generator, global or other.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,21 +43,31 @@ def _shift(values: Tensor, by: int) -> Tensor:
     return (values >> by) & (2 ** (64 - by) - 1)
 
 
-def uniforms(seed: int, position: int, ids: Tensor) -> Tensor:
-    """Numbers `ids` (int64 `[n]`) of the stream of (seed, position): float64 `[n]` in (0, 1).
+def uniforms(seed: int, positions: Sequence[int], ids: Tensor) -> Tensor:
+    """Numbers of the streams of (seed, position): float64 `[rows, n]` in (0, 1).
+
+    Args:
+        positions: of each row, `[rows]`.
+        ids: which numbers of a row's stream, int64 `[rows, n]`.
 
     The stream is SplitMix64 from a state that is a hash of both.
     """
-    state = _mix((_mix((seed + _GOLDEN) & _MASK) + (position + 1) * _GOLDEN) & _MASK)
-    values = ids * _signed(_GOLDEN) + _signed((state + _GOLDEN) & _MASK)  # wraps, as it should
+    starts = [_mix((_mix((seed + _GOLDEN) & _MASK) + (p + 1) * _GOLDEN) & _MASK) for p in positions]
+    first = torch.tensor([_signed((start + _GOLDEN) & _MASK) for start in starts])
+    # Integers wrap, as they should.
+    values = ids * _signed(_GOLDEN) + first.to(ids.device)[:, None]
     for shift, factor in _MIX:
         values = (values ^ _shift(values, shift)) * _signed(factor)
     values ^= _shift(values, _LAST_SHIFT)
     return (_shift(values, 64 - _UNIFORM_BITS).double() + 0.5) * 2.0**-_UNIFORM_BITS
 
 
+def noise(seed: int, positions: Sequence[int], ids: Tensor) -> Tensor:
+    """The Gumbel noise of tokens `ids` at positions: float64 `[rows, n]`; arguments as above."""
+    return -torch.log(-torch.log(uniforms(seed, positions, ids)))
+
+
 def draw(logprobs: Tensor, seed: int, position: int) -> int:
     """A token from the distribution `logprobs` `[vocab]`; `position` is where it will stand."""
     ids = torch.isfinite(logprobs).nonzero().squeeze(1)
-    noise = -torch.log(-torch.log(uniforms(seed, position, ids)))
-    return int(ids[(logprobs[ids] + noise).argmax()])
+    return int(ids[(logprobs[ids] + noise(seed, [position], ids[None])[0]).argmax()])

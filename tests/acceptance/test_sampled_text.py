@@ -157,6 +157,23 @@ def test_samples_of_many_seeds_follow_the_target_under_best_first(tmp_path, redi
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
+@pytest.mark.parametrize("source", ["draft_model", "ngram"])
+def test_foresight_changes_no_token_and_hits_more(tiny, redis, source):
+    found = {}
+    for foresight in (True, False):
+        deployment = cluster.make_deployment(
+            tiny, tiny, "cluster.stages=2", f"source={source}", f"source.foresight={foresight}"
+        )
+        asked = Sampling(0.8, seed=1)
+        request = {"prompt": tuple(CASES[0][0]) * 4, "max_new_tokens": 60, "sampling": asked}
+        [(tokens, _, statistics)] = cluster.decode(deployment, redis, [request])
+        found[foresight] = tokens, statistics["hit_rate"]
+    assert found[True][0] == found[False][0]
+    # What stood in the text before is so little here that all of it is fed in either case.
+    gained = found[True][1] - found[False][1]
+    assert gained > 0.3 if source == "draft_model" else gained == 0
+
+
 @pytest.mark.parametrize("sync", ["lockstep", "free"])
 @pytest.mark.parametrize("acceptance", [RELAXED, STRICT])
 def test_a_lossy_verifier_prefers_what_was_guessed(tiny, redis, sync, acceptance):
@@ -168,6 +185,7 @@ def test_a_lossy_verifier_prefers_what_was_guessed(tiny, redis, sync, acceptance
         "feed=level",
         "feed.width=16",
         "source.rounds=1",
+        "source.foresight=false",
     )
     asked = Sampling(1.5, seed=1)
     answers = cluster.decode(

@@ -30,11 +30,12 @@ MOST = 0.999
 @dataclass(frozen=True)
 class Hybrid:
     """Settings: `rounds`, draft rounds per step at most; `sources`, who is asked; `longest`,
-    tokens of an n-gram match."""
+    tokens of an n-gram match; `foresight`, whether they rank with the target's own noise."""
 
     rounds: int | str = 2
     sources: list[str] = field(default_factory=lambda: ["draft_model", "ngram"])
     longest: int = 4
+    foresight: bool = True
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds)
@@ -56,7 +57,7 @@ class Hybrid:
         return False
 
     def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
-        made = {"draft_model": draft, "ngram": NGramSource(self.longest)}
+        made = {"draft_model": draft, "ngram": NGramSource(self.longest, foresight=self.foresight)}
         workers = {name: made[name] for name in self.sources}
         return HybridSource({name: s for name, s in workers.items() if s is not None})
 

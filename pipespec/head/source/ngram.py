@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,10 +25,12 @@ MAX_MATCH = 256
 
 @dataclass(frozen=True)
 class NGram:
-    """Settings: `rounds`, tree expansions per step at most; `longest`, tokens of a match."""
+    """Settings: `rounds`, tree expansions per step at most; `longest`, tokens of a match;
+    `foresight`, whether what will be drawn is ranked with the target's own noise."""
 
     rounds: int | str = 4
     longest: int = 4
+    foresight: bool = True
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds)
@@ -43,7 +45,7 @@ class NGram:
         return False
 
     def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
-        return NGramSource(self.longest)
+        return NGramSource(self.longest, foresight=self.foresight)
 
 
 class Occurrences:
@@ -88,8 +90,9 @@ class Occurrences:
 class NGramSource:
     """Looks a node's path up in the decided text of its request, prompt and output."""
 
-    def __init__(self, longest: int):
+    def __init__(self, longest: int, *, foresight: bool = True):
         self.longest = longest
+        self.foresight = foresight
         self._occurrences: dict[int, Occurrences] = {}
 
     def begin(self, context: Context) -> None:
@@ -107,7 +110,24 @@ class NGramSource:
         occurrences = self._occurrences[context.request]
         occurrences.read(context.tokens)
         endings = (self._ending(context, tree, node) for node in nodes.tolist())
-        return Candidates.of(nodes, [occurrences.next(text, children) for text in endings])
+        found = Candidates.of(nodes, [occurrences.next(text, children) for text in endings])
+        if self.foresight and context.drawn:
+            return self._foreseen(context, tree, found)
+        return found
+
+    def _foreseen(self, context: Context, tree: Tree, found: Candidates) -> Candidates:
+        """The candidates as the target's own noise weighs them."""
+        import torch  # whoever only reads settings can do without
+
+        from pipespec.sampling.foresight import reweigh
+
+        logps = reweigh(
+            torch.from_numpy(found.logps),
+            torch.from_numpy(found.tokens),
+            (tree.position[found.parents] + 1).tolist(),
+            context.sampling.seed,
+        )
+        return replace(found, logps=logps.numpy())
 
     def _ending(self, context: Context, tree: Tree, node: int) -> list[int]:
         """The last `longest` tokens of the text that ends with `node`."""

@@ -23,6 +23,7 @@ from pipespec.core import (
     POSITION,
     REQUEST,
     TOKEN,
+    Sampling,
     Verdict,
 )
 from pipespec.head.tree import Tree
@@ -30,11 +31,21 @@ from pipespec.head.tree import Tree
 
 @dataclass(slots=True)
 class Context:
-    """The decided text of one request: token and node id of each position, root included."""
+    """The decided text of one request: token and node id of each position, root included.
+
+    `sampling` is how its tokens are decided, noise included: a source may know what it proposes
+    for, though it decides nothing.
+    """
 
     request: int
     tokens: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
+    sampling: Sampling = field(default_factory=Sampling)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether tokens are drawn with a noise that a source can know."""
+        return self.sampling.temperature > 0 and not self.sampling.lossy
 
     def rows(self, start: int, stop: int | None = None) -> np.ndarray:
         """Positions `[start, stop)` as decided rows of a batch, `[k, 6]`."""
@@ -103,7 +114,8 @@ class SourceSpec(Protocol):
 
     `rounds`: draft rounds per pipeline step at most, or "auto" (see `pipespec.head.feed.rounds`).
     `needs_draft`: rank 0 loads the draft model. `synthetic`: the guesses are made from the
-    answer, so results are labelled.
+    answer, so results are labelled. `foresight`: guesses of what will be drawn are ranked with
+    the target's own noise (docs/sampling.md).
     """
 
     @property
@@ -112,6 +124,8 @@ class SourceSpec(Protocol):
     def needs_draft(self) -> bool: ...
     @property
     def synthetic(self) -> bool: ...
+    @property
+    def foresight(self) -> bool: ...
 
     def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
         """The running source.

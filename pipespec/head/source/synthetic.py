@@ -169,6 +169,10 @@ class Synthetic:
     def synthetic(self) -> bool:
         return True
 
+    @property
+    def foresight(self) -> bool:
+        return False
+
     def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
         return SyntheticSource(self.accuracy, read_truth(self.truth), vocabulary, self.seed)
 

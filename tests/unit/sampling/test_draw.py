@@ -32,17 +32,17 @@ def test_the_stream_of_a_position_is_splitmix64():
         key = next(splitmix(seed))  # hashed once, then again with the position
         state = next(splitmix((key + position * 0x9E3779B97F4A7C15) % 2**64))
         expected = [((z >> 12) + 0.5) / 2**52 for z in islice(splitmix(state), 40)]
-        assert uniforms(seed, position, torch.arange(40)).tolist() == expected
+        assert uniforms(seed, [position], torch.arange(40)[None])[0].tolist() == expected
 
 
 def test_a_number_depends_on_seed_position_and_token_alone():
     ids = torch.tensor([90, 3, 41])
-    whole = uniforms(5, 9, torch.arange(100))
+    whole = uniforms(5, [9], torch.arange(100)[None])[0]
     state = torch.random.get_rng_state()
-    assert torch.equal(uniforms(5, 9, ids), whole[ids])
+    assert torch.equal(uniforms(5, [4, 9], ids.expand(2, 3))[1], whole[ids])
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert not torch.isin(uniforms(5, 10, torch.arange(100)), whole).any()
-    assert not torch.isin(uniforms(6, 9, torch.arange(100)), whole).any()
+    assert not torch.isin(uniforms(5, [10], torch.arange(100)[None]), whole).any()
+    assert not torch.isin(uniforms(6, [9], torch.arange(100)[None]), whole).any()
     assert whole.min() > 0 and whole.max() < 1
 
 

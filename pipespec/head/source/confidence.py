@@ -1,0 +1,90 @@
+"""How sure a draft may be of guesses that it ranks with the target's noise, learnt as it goes.
+
+`pipespec.sampling.foresight` scores tokens; how far ahead a token must be to be likely depends on
+how near the draft is to the target, which is not known. Stated are the probabilities
+
+    softmax(sharpness * scores)
+
+and `sharpness` follows the text: every decided token moves it along the gradient of the
+log-likelihood. A draft that equals the target but for rounding would make it endless.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+# How far one token moves the logarithm of the sharpness, and how far it goes in all.
+RATE = 0.03
+STEEPEST = 3.0
+LEAST, MOST = math.log(0.2), math.log(20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """What was proposed below a node: tokens and their scores `[children]`, falling, and the
+    score that was to be expected of the target's token."""
+
+    tokens: np.ndarray
+    scores: np.ndarray
+    expected: float
+
+
+@dataclass
+class Confidence:
+    """The sharpness of one source, over all of its requests."""
+
+    sharpness: float = 1.0
+    _scored: dict[int, dict[int, _Scored]] = field(default_factory=dict)
+
+    def propose(
+        self,
+        request: int,
+        nodes: np.ndarray,
+        tokens: np.ndarray,
+        scores: np.ndarray,
+        children: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The best `children` of the scored tokens and their log-probabilities, `[k, children]`.
+
+        Args:
+            nodes: ids of the nodes whose children they are, `[k]`.
+            tokens, scores: `[k, n]`.
+        """
+        order = np.argsort(-scores, axis=1, kind="stable")
+        tokens = np.take_along_axis(tokens, order, 1)
+        scores = np.take_along_axis(scores, order, 1)
+        weights = np.exp(self.sharpness * (scores - scores[:, :1]))
+        stated = weights / weights.sum(1, keepdims=True)
+        expected = (stated * scores).sum(1)
+        kept = slice(min(children, tokens.shape[1]))
+        scored = self._scored.setdefault(request, {})
+        for i, node in enumerate(nodes.tolist()):
+            scored[node] = _Scored(tokens[i, kept], scores[i, kept], float(expected[i]))
+        with np.errstate(divide="ignore"):  # what is too far behind is no candidate
+            return tokens[:, kept], np.log(stated[:, kept])
+
+    def learn(self, request: int, node: int, token: int) -> None:
+        """`token` was decided after `node`."""
+        scored = self._scored.get(request, {}).pop(node, None)
+        if scored is None:
+            return
+        place = np.flatnonzero(scored.tokens == token)
+        # A token that was not proposed lay behind the last one that was.
+        score = scored.scores[place[0] if len(place) else -1]
+        slope = self.sharpness * (float(score) - scored.expected)
+        step = RATE * min(max(slope, -STEEPEST), STEEPEST)
+        self.sharpness = math.exp(min(max(math.log(self.sharpness) + step, LEAST), MOST))
+
+    def keep(self, request: int, nodes: np.ndarray) -> None:
+        """Forget what was proposed below other nodes than these, once that is the most."""
+        scored = self._scored.get(request, {})
+        if len(scored) > 2 * len(nodes):
+            alive = set(nodes.tolist())
+            self._scored[request] = {n: scores for n, scores in scored.items() if n in alive}
+
+    def end(self, request: int) -> None:
+        """The request is over."""
+        self._scored.pop(request, None)

@@ -1,0 +1,106 @@
+"""What a draft knows of a draw, and how sure it may be of it."""
+
+from __future__ import annotations
+
+from operator import eq
+
+import numpy as np
+import pytest
+import torch
+
+from pipespec.core import Sampling
+from pipespec.head.source.confidence import Confidence
+from pipespec.sampling.distribution import distribution
+from pipespec.sampling.draw import draw
+from pipespec.sampling.foresight import cut_off, reweigh, scores
+from tests.helpers.sampling import some_logits
+
+ASKED = [
+    Sampling(1.0, seed=3),
+    Sampling(0.6, top_p=0.9, seed=4),
+    Sampling(1.7, top_k=5, seed=5),
+    Sampling(0.9, min_p=0.1, logit_bias=((2, 3.0), (10**6, 1.0)), seed=6),
+]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_draft_that_is_the_target_foresees_every_draw(asked):
+    rows = torch.stack([some_logits(row) for row in range(40)])
+    tokens, scored = scores(rows, list(range(40)), asked)
+    bias = torch.zeros(rows.shape[1])
+    bias[2] = 3.0 if asked.logit_bias else 0.0
+    drawn = [
+        draw(distribution((rows[row] + bias).double(), asked), asked.seed, row) for row in range(40)
+    ]
+    best = tokens.gather(1, scored.argmax(1, keepdim=True))[:, 0].tolist()
+    # What would be cut off is ranked behind, but not left out.
+    cuts = asked.top_p < 1 or asked.top_k or asked.min_p
+    assert sum(map(eq, best, drawn)) >= (38 if cuts else 40)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_the_cut_offs_are_those_of_the_target(asked):
+    for row in range(20):
+        logits = some_logits(row).double()
+        falling = (logits / asked.temperature).log_softmax(0).sort(descending=True)
+        kept = torch.isfinite(distribution(logits, asked))[falling.indices]
+        assert torch.equal(~cut_off(falling.values[None], asked)[0], kept)
+
+
+def test_the_likelier_of_stated_tokens_is_known_once_the_noise_is():
+    stated = torch.tensor([0.5, 0.3, 0.2, 0.0]).double()
+    tokens = torch.tensor([[7, 2, 9, -1]])
+    for position in range(200):
+        after = reweigh(stated.log()[None], tokens, [position], 1)[0]
+        assert after[3] == -torch.inf
+        assert after.exp().sum() <= 1 + 1e-9
+        logprobs = torch.full((10,), -torch.inf, dtype=torch.float64)
+        logprobs[tokens[0, :3]] = stated[:3].log()
+        assert int(tokens[0, after.argmax()]) == draw(logprobs, 1, position)
+
+
+def test_where_nothing_is_stated_nothing_is_proposed():
+    nothing = torch.full((2, 3), -torch.inf, dtype=torch.float64)
+    assert torch.equal(reweigh(nothing, torch.full((2, 3), -1), [3, 4], 1), nothing)
+    assert reweigh(nothing[:, :0], torch.empty(2, 0, dtype=torch.int64), [3, 4], 1).shape == (2, 0)
+
+
+def test_tokens_that_are_not_stated_keep_their_share():
+    stated = torch.tensor([0.2, 0.1]).double()
+    tokens = torch.tensor([[1, 2]]).expand(2000, -1)
+    after = reweigh(stated.log().expand(2000, -1), tokens, list(range(2000)), 1).exp()
+    assert 0.28 < after.sum(1).mean() < 0.32
+    assert after.max() > 0.9
+
+
+@pytest.mark.parametrize(("error", "least", "most"), [(0.1, 5, 20), (1.0, 1, 3), (6.0, 0.2, 0.6)])
+def test_confidence_finds_how_near_the_draft_is(error, least, most):
+    rng = np.random.default_rng(0)
+    confidence = Confidence()
+    num_tokens = 200
+    for node in range(800):
+        truth = rng.normal(0, 3, num_tokens) + rng.gumbel(size=num_tokens)
+        guessed = truth + rng.normal(0, error, num_tokens)
+        tokens, logps = confidence.propose(
+            7, np.array([node]), np.arange(num_tokens)[None], guessed[None], 16
+        )
+        assert tokens.shape == logps.shape == (1, 16)
+        assert (np.diff(logps[0]) <= 0).all() and np.exp(logps).sum() <= 1 + 1e-9
+        assert tokens[0, 0] == guessed.argmax()
+        confidence.learn(7, node, int(truth.argmax()))
+    assert least <= confidence.sharpness <= most
+
+
+def test_what_was_proposed_below_nodes_that_are_gone_is_forgotten():
+    confidence = Confidence()
+    scored = np.zeros((10, 2))
+    confidence.propose(1, np.arange(10), np.tile([4, 5], (10, 1)), scored, 2)
+    confidence.keep(1, np.arange(5))
+    assert len(confidence._scored[1]) == 10
+    confidence.keep(1, np.arange(4))
+    assert sorted(confidence._scored[1]) == [0, 1, 2, 3]
+    before = confidence.sharpness
+    confidence.learn(1, 9, 4)
+    confidence.end(1)
+    confidence.learn(1, 2, 4)
+    assert confidence.sharpness == before
