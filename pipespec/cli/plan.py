@@ -55,7 +55,10 @@ def add(commands: Commands) -> None:
         "--rounds", type=list_of(_rounds), default=[1, 2, 3, 4], help="numbers or auto"
     )
     command.add_argument(
-        "--tokens", type=int, default=500, help="simulated for each prediction (500)"
+        "--tokens",
+        type=int,
+        default=500,
+        help="simulated for the fastest ways (500); for the others a fifth of them",
     )
     command.add_argument("--seed", type=int, default=0)
     finish(command, run)
@@ -70,7 +73,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if overrides(rest, arguments.known_options):
         raise ConfigError(f"`pipespec plan` takes options and no settings, but got {rest[0]!r}.")
 
-    from pipespec.planning import advice
+    from pipespec.planning import advice, grid
     from pipespec.planning.profile import Profile
 
     profile = Profile.read(arguments.profile) if arguments.profile else Profile()
@@ -86,15 +89,15 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     ways = list(
         advice.choices(arguments.policies, arguments.widths, arguments.children, arguments.rounds)
     )
-    predictions = []
-    with progress("simulating") as (on_way,):
-        for number, way in enumerate(ways):
-            on_way(number, len(ways))
-            predictions.append(
-                advice.predict(
-                    way, machine, accuracy, num_tokens=arguments.tokens, seed=arguments.seed
-                )
-            )
+    with progress("simulating") as (on_done,):
+        predictions = grid.predictions(
+            ways,
+            machine,
+            accuracy,
+            num_tokens=arguments.tokens,
+            seed=arguments.seed,
+            on_done=on_done,
+        )
     advised = advice.recommend(predictions)
     if arguments.json:
         answer = {
@@ -122,7 +125,7 @@ def _print_plan(
         f"{machine.plain_tbt_ms:.1f} ms between tokens",
         title_justify="left",
     )
-    headings = "policy width top-k rounds tok/step ± bound hits rows TBT speed-up"
+    headings = "policy width top-k rounds tok/step ± hits rows TBT bound E(T) gain"
     for heading in headings.split():
         table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
     for p in predictions:
@@ -133,17 +136,23 @@ def _print_plan(
             str(p.rounds),
             f"{p.tokens_per_step:.2f}",
             f"{p.error:.2f}",
-            "" if p.equation is None else f"{p.equation:.2f}",
             f"{p.hit_rate:.2f}",
             f"{p.rows_per_step:.1f}",
             f"{p.tbt_ms:.1f}",
+            "" if p.bound_ms is None else f"{p.bound_ms:.1f}",
+            "" if p.specpipe_ms is None else f"{p.specpipe_ms:.1f}",
             f"{p.speedup:.2f}",
             style="bold" if p is advised else None,
         )
     if advised is None:
         show(table, "Speculation would lose here: use feed=root.")
         return
-    show(table, f"Recommended: {' '.join(advised.settings)}")
+    show(
+        table,
+        "TBT in ms; of `level` also by equation, every guess among the top-k in time: bound, this "
+        "schedule's; E(T), SpecPipe's. Gain: over root.",
+        f"Recommended: {' '.join(advised.settings)}",
+    )
     losing = [p.policy for p in predictions if p.speedup < 1 and p.policy != "root"]
     if losing:
         show(f"{len(losing)} ways with a speed-up below 1 would lose.")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import shutil
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +19,7 @@ from pipespec.controller.data_folder import Identity, locked, read_identity, wri
 from pipespec.controller.listen import PORT_ATTEMPTS, TlsFiles, free_port, resolve
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from pipespec.system.interfaces import LOOPBACK
+from pipespec.system.process import dying_with
 from pipespec.system.scratch import Scratch
 
 # Reading a long append-only file takes a while.
@@ -31,7 +29,6 @@ STOP_TIMEOUT_S = 5.0
 # Redis looks this often whether a silent client is still there.
 CLIENT_KEEPALIVE_S = 10
 SOCKET = "redis.sock"
-PR_SET_PDEATHSIG = 1
 PORT_IN_USE = "Address already in use"
 NO_TLS = "tls-port"
 
@@ -197,7 +194,7 @@ class EmbeddedRedis:
                 pass_fds=(self._scratch.hold, *(() if self._lock is None else (self._lock,))),
                 # Ctrl-C on the terminal is for us; we stop the server last.
                 start_new_session=True,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=dying_with(os.getpid()),
             )
             assert self._process.stdin
             # The configuration holds the password: it goes through a pipe, not a file or
@@ -286,20 +283,3 @@ def _quoted(*path: str | Path) -> str:
     """A path as a word of Redis' configuration."""
     text = str(Path(*path)).replace("\\", r"\\").replace('"', r"\"")
     return f'"{text}"'
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """What a child runs so that it never outlives us, where the system can do that."""
-    if sys.platform != "linux":
-        return None
-    # Loaded here: between fork and exec little is safe.
-    libc = ctypes.CDLL(None)
-    parent = os.getpid()
-
-    def ask() -> None:
-        # A server that hangs hears nothing else; an end by force loses nothing.
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask

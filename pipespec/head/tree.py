@@ -75,7 +75,7 @@ class Tree:
         cum = self.cum[parent] + logp
         chosen = np.flatnonzero(np.isfinite(cum))
         if limit is not None and len(chosen) > limit:
-            chosen = np.sort(chosen[np.argsort(-cum[chosen], kind="stable")[:limit]])
+            chosen = chosen[_largest(cum[chosen], limit)]
         count = len(chosen)
         if not count:
             return 0
@@ -115,8 +115,8 @@ class Tree:
 
     def child(self, parent: int, token: int) -> int | None:
         """The index of `parent`'s child with that token, or None."""
-        found = np.flatnonzero((self.parent == parent) & (self.token == token))
-        found = found[found != ROOT]
+        children = np.flatnonzero(self.parent == parent)
+        found = children[(self.token[children] == token) & (children != ROOT)]
         return int(found[0]) if len(found) else None
 
     def prune(self, root: int) -> None:
@@ -136,7 +136,7 @@ class Tree:
         unseen = np.flatnonzero(~(self.fed | self.expanded))
         unseen = unseen[unseen != ROOT]
         keep = np.ones(len(self), bool)
-        keep[unseen[np.argsort(self.cum[unseen], kind="stable")[:excess]]] = False
+        keep[unseen[_largest(-self.cum[unseen], excess)]] = False
         self._select(np.flatnonzero(keep))
 
     def drop_unfed(self) -> None:
@@ -165,14 +165,13 @@ class Tree:
         return nodes[::-1]
 
     def best(self, candidates: np.ndarray, count: int) -> np.ndarray:
-        """The `count` most probable of `candidates` (indices), in breadth-first order.
+        """The `count` most probable of `candidates` (rising indices), in breadth-first order.
 
         Ties go to the lower index. As no child is more probable than its parent, the choice
         among all nodes of a kind that only descendants can lack is closed under ancestors.
         """
         if len(candidates) > count:
-            order = np.lexsort((candidates, -self.cum[candidates]))
-            candidates = np.sort(candidates[order[:count]])
+            candidates = candidates[_largest(self.cum[candidates], count)]
         return candidates
 
     def rows(self, request: int, nodes: np.ndarray) -> np.ndarray:
@@ -211,3 +210,15 @@ class Tree:
         for name in self._COLUMNS:
             setattr(self, name, getattr(self, name)[order])
         self.parent = place[self.parent]
+
+
+def _largest(values: np.ndarray, count: int) -> np.ndarray:
+    """bool `[n]`: the `count` largest of `values` `[n]`; ties go to the lower index."""
+    if count >= len(values):
+        return np.ones(len(values), bool)
+    if count <= 0:
+        return np.zeros(len(values), bool)
+    least = np.partition(values, -count)[-count]
+    chosen = values > least
+    chosen[np.flatnonzero(values == least)[: count - np.count_nonzero(chosen)]] = True
+    return chosen

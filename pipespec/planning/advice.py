@@ -15,7 +15,7 @@ from pipespec.head.feed.policy import FeedPolicy
 from pipespec.head.feed.root import Root
 from pipespec.head.feed.static_tree import StaticTree
 from pipespec.head.source.synthetic import Accuracy
-from pipespec.planning.simulation import Machine, Rounds, level_equation, simulate
+from pipespec.planning.simulation import Machine, Rounds, level_equation, simulate, specpipe_ms
 
 # Of predictions whose times differ by less than this share, the one with fewer rows is advised.
 SAME = 0.01
@@ -45,9 +45,10 @@ class Prediction:
     """What one way to decode will do.
 
     `tokens_per_step` has the standard error `error`; `equation` is the closed form, where there
-    is one, with every guess within the children in time: a bound for any width. `speedup` is
-    over plain pipeline parallelism; below 1 speculation loses. `settings` are the overrides for
-    `pipespec generate` that decode in this way.
+    is one, with every guess within the children in time: a bound for any width. `bound_ms` is
+    the time between tokens that follows from it, `specpipe_ms` what SpecPipe's equation gives
+    instead. `speedup` is over plain pipeline parallelism; below 1 speculation loses. `settings`
+    are the overrides for `pipespec generate` that decode in this way.
     """
 
     policy: str
@@ -58,6 +59,8 @@ class Prediction:
     tokens_per_step: float
     error: float
     equation: float | None
+    bound_ms: float | None
+    specpipe_ms: float | None
     hit_rate: float
     rows_per_step: float
     rounds_per_step: float
@@ -112,10 +115,15 @@ def predict(
         num_tokens=num_tokens,
         seed=seed,
     )
-    equation = None
+    equation = bound_ms = paper_ms = None
     if choice.name in ONE_ROUND:
         hit_rate = accuracy.hit_rate(choice.children) if choice.name == "level" else 0.0
         equation = level_equation(hit_rate, machine.num_stages)
+        # Every stage is full, and the next step waits for the hop.
+        stage_ms = [c.ms(choice.policy.max_rows) + machine.hop_ms for c in machine.stages]
+        if choice.name == "level":
+            bound_ms = max(stage_ms) / equation
+            paper_ms = specpipe_ms(hit_rate, stage_ms)
     tbt_ms = ran.ms / ran.tokens
     return Prediction(
         policy=choice.name,
@@ -126,6 +134,8 @@ def predict(
         tokens_per_step=ran.tokens_per_step,
         error=ran.error,
         equation=equation,
+        bound_ms=bound_ms,
+        specpipe_ms=paper_ms,
         hit_rate=ran.hits / ran.tokens,
         rows_per_step=ran.rows / ran.steps,
         rounds_per_step=ran.rounds / ran.steps,

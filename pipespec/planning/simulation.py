@@ -82,6 +82,14 @@ def level_equation(hit_rate: float, num_stages: int) -> float:
     return 1 / (hit_rate + (1 - hit_rate) * num_stages)
 
 
+def specpipe_ms(hit_rate: float, stage_ms: Sequence[float]) -> float:
+    """SpecPipe's expected time of a token, E(T) = max t_i(w) + (1 - P(w)) sum t_i(w).
+
+    A miss costs a whole pipeline beyond its step, where in this schedule it costs that in all.
+    """
+    return max(stage_ms) + (1 - hit_rate) * sum(stage_ms)
+
+
 @dataclass
 class Simulation:
     """What happened between the first decided token and the last.
@@ -183,13 +191,15 @@ class SimulatedPipeline:
             rounds += 1
         computed_ms = self.machine.slowest_ms(self.rows_in_flight())
         scheduler.apply(self.verdict(), now=0)
-        scheduler.heard(drafted_ms, max(computed_ms - drafted_ms, 0.0))
-        ms = max(computed_ms, drafted_ms)
+        # The draft sends no hidden states and its rounds end before the verdict is heard, so a
+        # slow draft hides the hop (PipeDec: max(T_draft, C T_c + T_t)).
+        heard_ms = computed_ms + (self.machine.hop_ms if computed_ms else 0.0)
+        scheduler.heard(drafted_ms, max(heard_ms - drafted_ms, 0.0))
+        ms = max(heard_ms, drafted_ms)
         while isinstance(batch := scheduler.next_batch(ms), DraftWork):
             self.draft(batch)
             ms += self.machine.draft_ms
             rounds += 1
-        ms += self.machine.hop_ms
         self.enter(batch)
         scheduler.end(ms)
         if counts:

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -125,12 +125,18 @@ class Accuracy:
         mean = (first - least) / (1 - least)
         if self.spread == 0 or not SMALLEST_MISS < mean < 1 - SMALLEST_MISS:
             return np.full(QUANTILES, first)
-        # The variance of Beta(mean * s, (1 - mean) * s) is mean * (1 - mean) / (s + 1).
-        s = 1 / self.spread - 1
-        drawn = np.random.default_rng(0).beta(mean * s, (1 - mean) * s, 64 * QUANTILES)
-        quantiles = np.sort(drawn).reshape(QUANTILES, 64).mean(1)
-        quantiles = np.clip(quantiles, SMALLEST_MISS, 1 - SMALLEST_MISS)
-        return least + (1 - least) * quantiles
+        return least + (1 - least) * _quantiles(mean, self.spread)
+
+
+@lru_cache(maxsize=16)
+def _quantiles(mean: float, spread: float) -> np.ndarray:
+    """Of the Beta distribution with that mean whose variance is that share of the largest one,
+    `[QUANTILES]`."""
+    # The variance of Beta(mean * s, (1 - mean) * s) is mean * (1 - mean) / (s + 1).
+    s = 1 / spread - 1
+    drawn = np.random.default_rng(0).beta(mean * s, (1 - mean) * s, 64 * QUANTILES)
+    quantiles = np.sort(drawn).reshape(QUANTILES, 64).mean(1)
+    return np.clip(quantiles, SMALLEST_MISS, 1 - SMALLEST_MISS)
 
 
 @dataclass(frozen=True)
@@ -263,12 +269,11 @@ class SyntheticSource:
     def _path(self, tree: Tree, answer: np.ndarray) -> np.ndarray:
         """bool `[nodes]`: does everything from the root down to the node stand in the answer."""
         right = np.zeros(len(tree), bool)
-        at: int | None = ROOT
-        position = int(tree.position[ROOT])
-        while at is not None:
-            right[at] = True
-            position += 1
-            at = tree.child(at, int(answer[position])) if position < len(answer) else None
+        right[ROOT] = True
+        inside = np.minimum(tree.position, len(answer) - 1)
+        agrees = (tree.token == answer[inside]) & (tree.position < len(answer))
+        for node in np.flatnonzero(agrees).tolist():  # parents first
+            right[node] |= right[tree.parent[node]]
         return right
 
     def _wrong(self, uniform: np.ndarray, truth: np.ndarray, count: int) -> np.ndarray:

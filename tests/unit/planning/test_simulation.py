@@ -14,12 +14,14 @@ from pipespec.head.feed.level import Level
 from pipespec.head.feed.root import Root
 from pipespec.head.feed.static_tree import StaticTree
 from pipespec.head.source.synthetic import Accuracy
+from pipespec.planning import grid
 from pipespec.planning.advice import Choice, choices, predict, recommend
 from pipespec.planning.simulation import (
     Machine,
     TimeCurve,
     level_equation,
     simulate,
+    specpipe_ms,
 )
 
 PUBLISHED = Accuracy({1: 0.81, 8: 0.99}, spread=0.8)
@@ -107,6 +109,42 @@ def test_times_follow_the_rows():
     assert uneven.slowest_ms([1, 0]) == 10
     ran = simulate(Root(), uneven, PUBLISHED, rounds=1, num_tokens=10)
     assert ran.ms / ran.tokens == pytest.approx(42)
+
+
+def test_both_equations_of_level_are_told():
+    """A miss costs SpecPipe's schedule a pipeline beyond its step, and this one that in all."""
+    [told] = [predict(w, machine(8, hop_ms=2), PUBLISHED, num_tokens=50) for w in ways("level")]
+    assert told.bound_ms == pytest.approx(12 * (0.99 + 0.01 * 8))
+    assert told.specpipe_ms == pytest.approx(12 + 0.01 * 8 * 12)
+    [root] = [predict(w, machine(8), PUBLISHED, num_tokens=50) for w in ways("root")]
+    assert root.specpipe_ms is None
+    unequal = [10.0, 30.0, 20.0]
+    assert specpipe_ms(0.9, unequal) == pytest.approx(30 + 0.1 * 60)
+
+
+def test_a_slow_draft_hides_the_hop():
+    for hop_ms, step_ms in ((0, 40), (5, 40), (40, 50)):
+        asked = machine(4, draft_ms=40, hop_ms=hop_ms)
+        [slow] = [predict(w, asked, PUBLISHED, num_tokens=100) for w in ways("level")]
+        assert slow.step_ms == pytest.approx(step_ms, rel=0.1)
+
+
+def test_a_pool_of_processes_predicts_what_one_does(monkeypatch):
+    asked = ways("root", "level", "best_first", widths=[4, 8, 16], rounds=[1, 2])
+    given = {"num_tokens": 250, "seed": 3}
+    told: list[tuple[int, int]] = []
+    found = grid.predictions(
+        asked, machine(4), PUBLISHED, on_done=lambda *done: told.append(done), **given
+    )
+    monkeypatch.setattr(grid, "WORTH_A_PROCESS", 10**9)
+    assert grid.predictions(asked, machine(4), PUBLISHED, **given) == found
+    of = len(asked) + grid.REFINED
+    assert told == [(done, of) for done in range(1, of + 1)]
+    # The fastest have been looked at more closely.
+    alone = {p: predict(w, machine(4), PUBLISHED, **given) for p, w in enumerate(asked)}
+    closely = [place for place in alone if alone[place] == found[place]]
+    assert len(closely) == grid.REFINED
+    assert min(found, key=lambda p: p.tbt_ms) in [found[place] for place in closely]
 
 
 def test_a_slow_draft_lengthens_the_step_and_auto_leaves_out_what_does_not_fit():

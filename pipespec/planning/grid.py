@@ -1,0 +1,109 @@
+"""Every way to decode, predicted: all of them coarsely, then the best again with more tokens.
+
+The simulations are independent of each other, so they run on all processors.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from pipespec.head.source.synthetic import Accuracy
+from pipespec.planning.advice import Choice, Prediction, predict
+from pipespec.planning.simulation import Machine
+from pipespec.system.process import dying_with
+
+# The first look at a way takes this share of the tokens, but not fewer than LEAST.
+COARSE = 0.2
+LEAST = 100
+# So many ways are looked at again.
+REFINED = 4
+# Fewer simulated tokens than these in all are not worth another process.
+WORTH_A_PROCESS = 500
+
+
+def predictions(
+    ways: Sequence[Choice],
+    machine: Machine,
+    accuracy: Accuracy,
+    *,
+    num_tokens: int,
+    seed: int = 0,
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Prediction]:
+    """What each of the ways will do on a machine with a draft of that accuracy.
+
+    The fastest are predicted from `num_tokens` simulated tokens, the others from a fifth of
+    them. `on_done` is called with how many simulations have ended, and of how many.
+    """
+    coarse = min(num_tokens, max(int(num_tokens * COARSE), LEAST))
+    again = 0 if coarse == num_tokens else min(REFINED, len(ways))
+    simulate = partial(predict, machine=machine, accuracy=accuracy, seed=seed)
+    found: dict[int, Prediction] = {}
+    done = 0
+    with _executor(len(ways) * coarse) as pool:
+
+        def run(places: Iterable[int], tokens: int) -> None:
+            nonlocal done
+            # The long ones first.
+            jobs = {
+                pool.submit(simulate, ways[place], num_tokens=tokens): place
+                for place in sorted(places, key=lambda place: -_work(ways[place]))
+            }
+            for job in as_completed(jobs):
+                found[jobs[job]] = job.result()
+                done += 1
+                on_done(done, len(ways) + again)
+
+        run(range(len(ways)), coarse)
+        fastest = sorted(range(len(ways)), key=lambda place: found[place].tbt_ms)
+        run(fastest[:again], num_tokens)
+    return [found[place] for place in range(len(ways))]
+
+
+@contextmanager
+def _executor(num_tokens: int) -> Iterator[Executor]:
+    """Processes for the simulation of so many tokens, or this one where they are few."""
+    if num_tokens < WORTH_A_PROCESS or os.cpu_count() == 1:
+        yield _Here()
+        return
+    pool = ProcessPoolExecutor(
+        # A fork would take over the threads of a progress bar.
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_begin,
+        initargs=(os.getpid(),),
+    )
+    try:
+        yield pool
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Here(Executor):
+    """Does at once, in this process, what it is given."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _begin(parent: int) -> None:
+    """A process of the pool: Ctrl-C is for the one that asked, whose end is ours too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    dying_with(parent)()
+
+
+def _work(way: Choice) -> int:
+    """About how long a simulation takes, beside others."""
+    return way.policy.max_rows * (way.rounds if isinstance(way.rounds, int) else 2)
