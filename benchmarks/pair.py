@@ -16,10 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipespec.controller.server import EmbeddedRedis
+from pipespec.core import Sampling
+from pipespec.sampling.foresight import scores
 from pipespec.system.resources import resource_dir
 from tools.rig import cluster
 
 PROMPTS = Path(__file__).parent.parent / "tests" / "data" / "prompts.jsonl"
+GREEDY = Sampling()
 # Ranks whose hit rate is measured.
 RANKS = 16
 
@@ -40,11 +43,18 @@ class Pair:
         return [tokenizer.encode(text)[:max_tokens] for text in texts]
 
     def decode(
-        self, server: EmbeddedRedis, prompts: Sequence[Sequence[int]], tokens: int, *settings: str
+        self,
+        server: EmbeddedRedis,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        *settings: str,
+        sampling: Sampling = GREEDY,
     ) -> Measured:
         """Decode `tokens` tokens after every prompt, whatever they are."""
         deployment = cluster.make_deployment(self.target, self.draft, *settings)
-        asked = [{"prompt": tuple(p), "max_new_tokens": tokens} for p in prompts]
+        asked = [
+            {"prompt": tuple(p), "max_new_tokens": tokens, "sampling": sampling} for p in prompts
+        ]
         answers = cluster.decode(deployment, server, asked)
         return Measured([tokens for tokens, *_ in answers], [stats for *_, stats in answers])
 
@@ -69,6 +79,30 @@ class Pair:
             spread=float(np.var(confidence) / (mean * (1 - mean))),
             confidence=mean,
         )
+
+    def foreseen(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        sampling: Sampling,
+    ) -> dict[str, np.ndarray]:
+        """How many tokens the draft ranks before each drawn one, given the right text before it:
+        by its own probabilities (`plain`) and with the target's noise (`foresight`)."""
+        model = AutoModelForCausalLM.from_pretrained(self.draft, dtype=torch.float32)
+        ranks: dict[str, list[int]] = {"plain": [], "foresight": []}
+        for prompt, answer in zip(prompts, answers, strict=True):
+            text = torch.tensor([[*prompt, *answer]])
+            with torch.inference_mode():
+                logits = model(text).logits[0, len(prompt) - 1 : -1]
+            drawn = torch.tensor(answer)[:, None]
+            positions = list(range(len(prompt), len(prompt) + len(answer)))
+            ranks["plain"] += (logits > logits.gather(1, drawn)).sum(1).tolist()
+            tokens, scored = scores(logits, positions, sampling)
+            order = tokens.gather(1, scored.argsort(1, descending=True))
+            found = order == drawn
+            none = torch.full((len(answer),), order.shape[1])
+            ranks["foresight"] += found.int().argmax(1).where(found.any(1), none).tolist()
+        return {name: np.array(values) for name, values in ranks.items()}
 
 
 @dataclass(frozen=True)

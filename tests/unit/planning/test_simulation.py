@@ -142,7 +142,8 @@ def test_a_pool_of_processes_predicts_what_one_does(monkeypatch):
     assert told == [(done, of) for done in range(1, of + 1)]
     # The fastest have been looked at more closely.
     alone = {p: predict(w, machine(4), PUBLISHED, **given) for p, w in enumerate(asked)}
-    closely = [place for place in alone if alone[place] == found[place]]
+    # (root takes the same for any number of tokens.)
+    closely = [place for place in alone if place and alone[place] == found[place]]
     assert len(closely) == grid.REFINED
     assert min(found, key=lambda p: p.tbt_ms) in [found[place] for place in closely]
 
