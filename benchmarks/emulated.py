@@ -11,12 +11,17 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
+from benchmarks import inflate
 from benchmarks.experiment import names
 from pipespec.client.dataset import Sample, load
 from pipespec.client.truth import record_truth
+from pipespec.system.resources import resource_dir
 
 METHODS = ("root", "static_tree", "level", "best_first")
 DATA = Path(__file__).parent / "data"
+TARGET = resource_dir("demo") / "target"
 
 
 # --- the machine --------------------------------------------------------------------------------
@@ -48,6 +53,19 @@ def cluster(options: argparse.Namespace) -> list[str]:
     return settings
 
 
+def target(stages: int, folder: Path) -> list[str]:
+    """The overrides that name a model with a layer for every stage: the demo target, or one in
+    `folder` with further layers that change nothing (`benchmarks.inflate`)."""
+    shape = inflate.Shape.of(inflate.read_config(TARGET))
+    if stages <= shape.layers:
+        return []
+    larger = folder / f"target_{stages}"
+    if not larger.exists():
+        new = shape.grow(shape.hidden, stages, shape.intermediate)
+        inflate.write(TARGET, larger, new, torch.float32)
+    return [f"model.target={larger}"]
+
+
 # --- who guesses --------------------------------------------------------------------------------
 
 
@@ -56,7 +74,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source", choices=("demo", "synthetic"), default="demo", help="who guesses (demo)"
     )
-    parser.add_argument("--curve", default="1:0.74,8:0.99", help="of the synthetic draft")
+    parser.add_argument("--curve", default="1:0.74,32:0.99", help="of the synthetic draft")
     parser.add_argument("--spread", type=float, default=0.8, help="of its confidence (0.8)")
     parser.add_argument("--rounds", default="auto", help="draft rounds per step: auto or n (auto)")
 

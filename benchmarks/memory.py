@@ -1,4 +1,4 @@
-"""Memory of every rank, predicted and measured, and what the tree costs: PipeDec's Table 1.
+"""Memory of every rank, predicted and measured, and what the tree costs: SpecPipe's Table 1.
 
     python -m benchmarks.memory [--stages 8] [--json FILE] [--plot PATH]
 

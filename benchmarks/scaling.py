@@ -16,13 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks import comparison, emulated, experiment, inflate, plot
+from benchmarks import comparison, emulated, experiment, plot
 from benchmarks.comparison import Case
-from pipespec.system.resources import resource_dir
 
-TARGET = resource_dir("demo") / "target"
 # Of the whole model: plain pipeline parallelism of a 70B over RTX 3090, as in SpecPipe.
 MODEL_MS = 302.4
 # Of the plain pipeline, whose tokens all take the same time.
@@ -32,18 +28,6 @@ ROOT_PROMPTS, ROOT_TOKENS = 1, 6
 def stage_ms(stages: int, model_ms: float = MODEL_MS) -> float:
     """A stage's share of the model's time."""
     return model_ms / stages
-
-
-def target(stages: int, folder: Path) -> list[str]:
-    """The overrides that name a model with a layer for every stage; inflated if need be."""
-    shape = inflate.Shape.of(inflate.read_config(TARGET))
-    if stages <= shape.layers:
-        return []
-    larger = folder / f"target_{stages}"
-    if not larger.exists():
-        new = shape.grow(shape.hidden, stages, shape.intermediate)
-        inflate.write(TARGET, larger, new, torch.float32)
-    return [f"model.target={larger}"]
 
 
 def draw(title: str, note: str, rows: list[dict[str, Any]], path: Path) -> None:
@@ -91,7 +75,7 @@ def main() -> None:
             Case(
                 {"stages": stages, "method": method},
                 [
-                    *target(stages, folder),
+                    *emulated.target(stages, folder),
                     f"cluster.stages={stages}",
                     "cluster.devices=[cpu]",
                     f"cluster.sync={options.sync}",

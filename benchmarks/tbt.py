@@ -1,7 +1,7 @@
-"""Time between tokens per data set and method: SpecPipe's Figures 11 and 13, PipeDec's Figure 5.
+"""Time between tokens per data set and method: SpecPipe's Figure 11, PipeDec's Figure 5.
 
     python -m benchmarks.tbt --json benchmarks/results/tbt.json --plot benchmarks/results/tbt
-    python -m benchmarks.tbt --source synthetic --curve "1:0.74,8:0.99" --spread 0.8 ...
+    python -m benchmarks.tbt --source synthetic --curve "1:0.74,32:0.99" --spread 0.8 ...
 
 Every method decodes the same prompts on a cluster of its own; the answers are compared with
 those of `root`, token for token. The synthetic draft knows the answers, which are recorded
@@ -11,7 +11,9 @@ this one was too slow for its pace, the over-runs say so.
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
+from pathlib import Path
 
 from benchmarks import comparison, emulated, experiment, plot
 from benchmarks.comparison import ALL, Case
@@ -25,11 +27,14 @@ def main() -> None:
     emulated.add_methods(parser)
     options = experiment.parse(parser, num_prompts=4, tokens=12)
 
-    machine = emulated.cluster(options)
-    cases = [
-        Case({"method": name}, machine, emulated.method(name, options)) for name in options.methods
-    ]
-    compared = comparison.decode(options, cases)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        machine = [*emulated.target(options.stages, folder), *emulated.cluster(options)]
+        cases = [
+            Case({"method": method}, machine, emulated.method(method, options))
+            for method in options.methods
+        ]
+        compared = comparison.decode(options, cases, folder)
     rows = [
         {"data_set": emulated.short(name), **row}
         for name in (*compared.data_sets, ALL)
