@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from benchmarks import (
     bookkeeping,
+    emulated,
     experiment,
     hits,
     memory,
@@ -330,8 +331,8 @@ def test_the_model_takes_the_same_time_however_it_is_cut():
 
 
 def test_a_target_is_inflated_only_for_more_stages_than_it_has_layers(tmp_path):
-    assert scaling.target(16, tmp_path) == []
-    (setting,) = scaling.target(17, tmp_path)
+    assert emulated.target(16, tmp_path) == []
+    (setting,) = emulated.target(17, tmp_path)
     assert inspect(setting.removeprefix("model.target=")).num_layers == 17
 
 
@@ -341,8 +342,8 @@ def test_the_line_of_hits_goes_from_the_whole_pipeline_to_one_step():
 
 
 def test_memory_is_predicted_to_the_byte_for_the_demo_target():
-    info = inspect(scaling.TARGET)
-    shape = Shape.of(read_config(scaling.TARGET))
+    info = inspect(emulated.TARGET)
+    shape = Shape.of(read_config(emulated.TARGET))
     whole = memory.predict(shape, range(shape.layers), 2, context=0, tree=0, batch=0)
     assert whole.weights == info.stored.total
     assert whole.kv == 0
