@@ -147,6 +147,7 @@ def test_a_prompt_longer_than_a_chunk_is_read_in_pieces(demo, redis):
     assert stats["steps"] >= 12
 
 
+@pytest.mark.long
 def test_best_first_yields_more_than_level_and_more_than_one_token_per_step(demo, redis):
     folder, *_ = demo
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")

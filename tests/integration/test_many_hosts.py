@@ -168,12 +168,14 @@ def test_each_rank_is_killed_in_turn(cluster, texts):
         assert cluster.go_on() == texts["sampled"]
 
 
+@pytest.mark.long
 def test_a_rank_hangs(cluster, texts):
     found = cluster.ask(SAMPLED, AT)
     os.kill(found["pids"]["c/0"], signal.SIGSTOP)
     assert cluster.go_on() == texts["sampled"]
 
 
+@pytest.mark.long
 def test_redis_is_killed(cluster, texts):
     found = cluster.ask(SAMPLED, AT)
     os.kill(found["redis"], signal.SIGKILL)

@@ -90,6 +90,7 @@ def answer(capfd: pytest.CaptureFixture[str], name: str) -> list[int]:
     return json.loads(capfd.readouterr().out)["token_ids"]
 
 
+@pytest.mark.long
 def test_a_host_joins_by_hand_and_is_started_again_by_torchrun(environment, capfd):
     hosts_file = environment / "hosts.yaml"
     hosts_file.write_text(HOSTS)
