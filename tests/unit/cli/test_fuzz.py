@@ -120,14 +120,14 @@ def place() -> Iterator[Path]:
         yield Path(folder)
 
 
-def ends_well(*argv: str, stdin: bytes = b"") -> None:
+def assert_ends_well(*argv: str, stdin: bytes = b"") -> None:
     """Run a command; it must not let anything out, nor end by what nobody foresaw."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        judge(lambda: main(argv))
+        assert_concluded(lambda: main(argv))
 
 
-def judge(run: Callable[[], int]) -> None:
+def assert_concluded(run: Callable[[], int]) -> None:
     """The same for a part of one."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -157,7 +157,7 @@ NAMES = [setting.name for setting in choices.settings()]
 def test_any_arguments(command: str, words: list[str], stdin: bytes) -> None:
     with place():
         # `check` takes a second, and what it is given is refused.
-        ends_well(command, *words, NO_DEVICE, NO_MODEL, stdin=stdin)
+        assert_ends_well(command, *words, NO_DEVICE, NO_MODEL, stdin=stdin)
 
 
 @examples(0.3)
@@ -167,7 +167,7 @@ def test_any_arguments(command: str, words: list[str], stdin: bytes) -> None:
 def test_any_settings(pairs: list[tuple[str, str]]) -> None:
     with place():
         chosen = [f"{name}={value}" for name, value in pairs]
-        ends_well("generate", "--prompt", "a", *chosen, NO_DEVICE, NO_MODEL)
+        assert_ends_well("generate", "--prompt", "a", *chosen, NO_DEVICE, NO_MODEL)
 
 
 @slow
@@ -176,7 +176,7 @@ def test_any_standard_input(names: list[str], value: Any, raw: bytes) -> None:
     lines = [f"{name}={value}" for name in names]
     for text in (json.dumps([*lines, value]).encode(errors="surrogatepass"), raw):
         with place():
-            ends_well("up", "-", NO_DEVICE, NO_MODEL, stdin=text)
+            assert_ends_well("up", "-", NO_DEVICE, NO_MODEL, stdin=text)
 
 
 OPTIONS = ("--stage-ms", "--hop-ms", "--draft-ms", "--curve", "--spread", "--policies")
@@ -190,7 +190,7 @@ def test_any_plan(options: list[tuple[str, str]], profile: bytes) -> None:
         (folder / "profile").write_bytes(profile)
         argv = ["plan", "--policies", "root,level", "--widths", "4", "--rounds", "1"]
         argv += ["--tokens", "3", "--stages", "2", "--profile", "profile"]
-        ends_well(*argv, *(word for pair in options for word in pair))
+        assert_ends_well(*argv, *(word for pair in options for word in pair))
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ HOSTS = {
 def test_any_hosts_file(text: bytes) -> None:
     with place() as folder:
         (folder / "hosts.yaml").write_bytes(text)
-        ends_well("launch", "hosts.yaml", NO_MODEL)
+        assert_ends_well("launch", "hosts.yaml", NO_MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +275,7 @@ def test_any_figures(config: Config, text: bytes) -> None:
                 len([partition.rows(placement, figures), partition.table(placement, figures)]) - 2
             )
 
-        judge(run)
+        assert_concluded(run)
 
 
 @few
@@ -283,7 +283,7 @@ def test_any_figures(config: Config, text: bytes) -> None:
 def test_any_data_set(lines: list[bytes]) -> None:
     with place() as folder:
         (folder / "set.jsonl").write_bytes(b"\n".join(lines))
-        ends_well("bench", "dataset=set.jsonl", NO_DEVICE, NO_MODEL)
+        assert_ends_well("bench", "dataset=set.jsonl", NO_DEVICE, NO_MODEL)
 
 
 ENTRY = asdict(
@@ -312,10 +312,10 @@ def test_any_registry(entry: bytes, lock: bytes, url: str) -> None:
         (folder / "pipespec" / "lab.json").write_bytes(entry)
         (folder / "pipespec" / "lab.lock").write_bytes(lock)
         (folder / "pipespec" / "other.json").write_text(json.dumps({**ENTRY, "url": url}))
-        ends_well("status")
-        ends_well("status", "--json")
-        ends_well("down", "lab")
-        ends_well("generate", "--on", "lab", "--prompt", "a", "verify=greedy")
+        assert_ends_well("status")
+        assert_ends_well("status", "--json")
+        assert_ends_well("down", "lab")
+        assert_ends_well("generate", "--on", "lab", "--prompt", "a", "verify=greedy")
 
 
 CONFIG = json.loads((DEMO / "target" / "config.json").read_text()) | {"num_hidden_layers": 1}
@@ -351,4 +351,4 @@ def test_any_checkpoint(
         ][which]
         for name, content in files.items():
             (folder / name).write_bytes(content)
-        judge(lambda: 0 if inspect(folder).loaded("float32", None).total >= 0 else 1)
+        assert_concluded(lambda: 0 if inspect(folder).loaded("float32", None).total >= 0 else 1)
