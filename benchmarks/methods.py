@@ -28,6 +28,8 @@ from pipespec.controller.server import EmbeddedRedis
 
 # Methods whose size no setting of this table changes.
 FIXED = ("root", "static_tree")
+# SpecPipe's cut of a level; `level` by itself is PipeDec's (docs/feeding.md).
+BEFORE = "level, cut before"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Way:
 
     @property
     def overrides(self) -> list[str]:
-        return [f"feed={self.policy}", f"source.rounds={self.rounds}", *self.settings]
+        policy = self.policy.partition(",")[0]
+        return [f"feed={policy}", f"source.rounds={self.rounds}", *self.settings]
 
 
 def ways(widths: list[int], children: list[int], rounds: list[int]) -> Iterator[Way]:
@@ -53,6 +56,8 @@ def ways(widths: list[int], children: list[int], rounds: list[int]) -> Iterator[
         for count in children:
             size = (f"feed.width={width}", f"feed.children={count}")
             yield Way("level", width, count, 1, size)
+            if count == max(children):
+                yield Way(BEFORE, width, count, 1, (*size, "feed.cut=before"))
             for most in rounds:
                 yield Way("best_first", width, count, most, size)
 
