@@ -9,10 +9,10 @@ from typing import Any, Self
 
 from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import Graph, Kind, Task
-from pipespec.controller.guesses import pack, unpack
+from pipespec.controller.guesses import NO_MORE, pack, unpack
 from pipespec.controller.keys import Keys
 from pipespec.controller.records import entries_of
-from pipespec.controller.requests import RequestLog
+from pipespec.controller.requests import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.scripts import evalsha, load
 from pipespec.core import Guesses
 from pipespec.errors import ControllerError, StaleEpoch
@@ -23,8 +23,6 @@ MAX_OPEN_STEPS = 1024
 LOOK_S = 0.5
 # How long a rank of an old epoch can still learn that it is over.
 KEEP_STALE_S = 60
-# Steps of a lossy request of which the guesses are kept; those of a pipeline's length are read.
-KEEP_GUESSES = 4096
 # How often a last stage asks for guesses that the head is just telling.
 AGAIN_S = 0.0005
 # What lua/cancel.lua puts before the number of a request.
@@ -176,8 +174,8 @@ class Controller(RequestLog):
     def tell(self, request: int, guesses: Guesses) -> None:
         """Tells the last stage what this rank, the head, feeds of a lossy request in a step."""
         key = self._keys.guesses(self._epoch, request)
-        self._pipe.send("XADD", key, "MAXLEN", "~", KEEP_GUESSES, "*", "guesses", pack(guesses))
-        self._pipe.send("EXPIRE", key, KEEP_STALE_S)
+        self._pipe.send("XADD", key, "MAXLEN", "~", MAX_OPEN_STEPS, "*", "guesses", pack(guesses))
+        self._pipe.send("EXPIRE", key, KEEP_STALE_S if guesses is NO_MORE else KEEP_FINISHED_S)
         self._pipe.drain()
 
     def told(self, request: int, until: int | None) -> list[Guesses]:

@@ -11,6 +11,9 @@ import numpy as np
 
 from pipespec.core import Guesses
 
+# Told when a request is over: the last stage may still have rows of it, and waits for no more.
+NO_MORE = Guesses(2**62, *np.empty((3, 0), np.int64))
+
 
 def pack(guesses: Guesses) -> bytes:
     """Little-endian int64: the step; then parents, tokens, and the bits of the log-probabilities,

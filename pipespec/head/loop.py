@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, step_graph, transfer
+from pipespec.controller.guesses import NO_MORE
 from pipespec.controller.records import CANCELLED
 from pipespec.controller.verdict import VerdictReceiver
-from pipespec.core import Batch, Guesses, Request, Verdict
+from pipespec.core import Batch, Request, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.head.scheduler import DraftWork, Scheduler
 from pipespec.head.sequence import Sequence, StopCheck
@@ -24,9 +23,6 @@ from pipespec.head.source.protocol import TokenSource
 from pipespec.head.timing import SendTiming
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
-
-# Told when a request is over: the last stage may still have rows of it, and waits for no more.
-NO_MORE = Guesses(2**62, *np.empty((3, 0), np.int64))
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from pipespec.head.source.synthetic import Accuracy
+from pipespec.limits import check_whole
 from pipespec.planning.advice import Choice, Prediction, predict
-from pipespec.planning.simulation import Machine
+from pipespec.planning.simulation import MAX_TOKENS, Machine
 from pipespec.system.process import dying_with
 
 # The first look at a way takes this share of the tokens, but not fewer than LEAST.
@@ -42,6 +43,7 @@ def predictions(
     The fastest are predicted from `num_tokens` simulated tokens, the others from a fifth of
     them. `on_done` is called with how many simulations have ended, and of how many.
     """
+    check_whole("tokens", num_tokens, 1, MAX_TOKENS)
     coarse = min(num_tokens, max(int(num_tokens * COARSE), LEAST))
     again = 0 if coarse == num_tokens else min(REFINED, len(ways))
     simulate = partial(predict, machine=machine, accuracy=accuracy, seed=seed)
@@ -51,29 +53,43 @@ def predictions(
 
         def run(places: Iterable[int], tokens: int) -> None:
             nonlocal done
-            # The long ones first.
-            jobs = {
-                pool.submit(simulate, ways[place], num_tokens=tokens): place
-                for place in sorted(places, key=lambda place: -_work(ways[place]))
-            }
+            # The long ones first. Ctrl-C must not meet a process before it knows what to do.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            try:
+                jobs = {
+                    pool.submit(simulate, ways[place], num_tokens=tokens): place
+                    for place in sorted(places, key=lambda place: -_work(ways[place]))
+                }
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for job in as_completed(jobs):
                 found[jobs[job]] = job.result()
                 done += 1
-                on_done(done, len(ways) + again)
+                on_done(done, max(len(ways) + again, done))
 
         run(range(len(ways)), coarse)
-        fastest = sorted(range(len(ways)), key=lambda place: found[place].tbt_ms)
-        run(fastest[:again], num_tokens)
+        # What looked fastest may not be: whatever is, in the end, has been looked at closely.
+        closely: set[int] = set()
+        while again and (left := [p for p in _by_time(found)[:again] if p not in closely]):
+            run(left, num_tokens)
+            closely.update(left)
     return [found[place] for place in range(len(ways))]
+
+
+def _by_time(found: Mapping[int, Prediction]) -> list[int]:
+    """Places of predictions, the fastest first."""
+    return sorted(sorted(found), key=lambda place: found[place].tbt_ms)
 
 
 @contextmanager
 def _executor(num_tokens: int) -> Iterator[Executor]:
     """Processes for the simulation of so many tokens, or this one where they are few."""
-    if num_tokens < WORTH_A_PROCESS or os.cpu_count() == 1:
+    processors = len(os.sched_getaffinity(0))
+    if num_tokens < WORTH_A_PROCESS or processors == 1:
         yield _Here()
         return
     pool = ProcessPoolExecutor(
+        processors,
         # A fork would take over the threads of a progress bar.
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin,
@@ -101,6 +117,7 @@ class _Here(Executor):
 def _begin(parent: int) -> None:
     """A process of the pool: Ctrl-C is for the one that asked, whose end is ours too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     dying_with(parent)()
 
 

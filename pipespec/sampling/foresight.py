@@ -17,35 +17,43 @@ from pipespec.sampling.draw import noise
 
 # So many of the draft's most probable tokens are looked at; beyond them the noise rarely helps.
 LOOKED_AT = 1024
+# Beyond these temperatures nothing changes but the size of numbers.
+COLDEST, HOTTEST = 1e-6, 1e6
 # A token that the draft would cut off may be one that the target would not: it is ranked as if it
 # were so much (natural logarithm) less probable, not left out.
 CUT_OFF = 3.0
 
 
-def scores(logits: Tensor, positions: list[int], sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Tokens that may be drawn and how far each is ahead: int64 and float64 `[rows, n]`.
+def scores(
+    logits: Tensor, positions: list[int], sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens that may be drawn, how far each is ahead, and how likely one of them is drawn:
+    int64 and float64 `[rows, n]`, float64 `[rows]`.
 
     Args:
         logits: the draft's, `[rows, vocab]`.
         positions: where the tokens would stand, `[rows]`.
 
-    A score is T (log q / T + noise), i.e. log q plus T times the noise: what is unknown of a
-    score, the error of log q, then has one size at every temperature.
+    A score is T (log q / T + noise), but for a constant of its row; so what is unknown of it, the
+    error of log q, has one size at every temperature.
     """
     logits = logits.float()
     if sampling.logit_bias:
         ids, biases = zip(*sampling.logit_bias, strict=True)
         known = [(i, bias) for i, bias in zip(ids, biases, strict=True) if i < logits.shape[1]]
         columns = torch.tensor([i for i, _ in known], device=logits.device, dtype=torch.int64)
-        added = torch.tensor([bias for _, bias in known], device=logits.device)
+        added = torch.tensor([float(bias) for _, bias in known], device=logits.device)
         logits = logits.index_add(1, columns, added.expand(len(logits), -1))
+    temperature = min(max(sampling.temperature, COLDEST), HOTTEST)
     best = logits.topk(min(LOOKED_AT, logits.shape[1]))
-    values = best.values.double() / sampling.temperature
-    # All of the distribution at the temperature; `values` fall along a row.
-    logq = values - torch.logsumexp(logits.double() / sampling.temperature, 1, keepdim=True)
-    drawn = logq + noise(sampling.seed, positions, best.indices)
-    cut = cut_off(logq, sampling)
-    return best.indices, sampling.temperature * (drawn - CUT_OFF * cut)
+    behind = (best.values - best.values[:, :1]).double()  # 0 and below, falling
+    logq = behind / temperature
+    share = torch.ones(len(logits), dtype=torch.float64, device=logits.device)
+    if logits.shape[1] > LOOKED_AT:
+        whole = ((logits - best.values[:, :1]) / temperature).logsumexp(1)
+        share = (logq.logsumexp(1) - whole).exp().clamp(max=1.0)
+    drawn = noise(sampling.seed, positions, best.indices) - CUT_OFF * cut_off(logq, sampling)
+    return best.indices, behind + temperature * drawn, share
 
 
 def reweigh(logps: Tensor, tokens: Tensor, positions: list[int], seed: int) -> Tensor:
@@ -72,7 +80,7 @@ def reweigh(logps: Tensor, tokens: Tensor, positions: list[int], seed: int) -> T
 
 def cut_off(logq: Tensor, sampling: Sampling) -> Tensor:
     """bool `[rows, n]`: which tokens min-p, top-k and top-p would leave out, of
-    log-probabilities that fall along a row."""
+    log-probabilities that fall along a row; a constant of the row may be missing."""
     cut = torch.zeros_like(logq, dtype=torch.bool)
     if sampling.min_p > 0:
         cut |= logq < logq[:, :1] + math.log(sampling.min_p)

@@ -8,7 +8,7 @@ from typing import Any
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, transfer
 from pipespec.controller.verdict import VerdictReceiver, pack
-from pipespec.core import Batch, Verdict
+from pipespec.core import REQUEST, Batch, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.engine.runner import SliceRunner
 from pipespec.sampling.verifier import Verifier
@@ -115,6 +115,7 @@ class StageLoop:
         with self.timeline("compute"):
             computed = self.runner.compute(batch)
         if self.last:
+            start += self.hear_guesses(computed)  # which is not this stage's work
             with self.timeline("verify"):
                 self._verdicts = self.runner.verdicts(computed, self.verifier)
         with self.timeline("pace"):
@@ -160,18 +161,22 @@ class StageLoop:
         if verifier is None:
             verifier = Verifier(self.controller.request(request), self.controller.tokens(request))
             self._verifiers[request] = verifier
-        if verifier.sampling.lossy:
-            self.hear_guesses(request, verifier)
         return verifier
 
-    def hear_guesses(self, request: int, verifier: Verifier) -> None:
-        """Take in what the head has fed meanwhile; in lockstep, at least in the step after that
-        whose batch is here, so that a node's children are known when it is decided."""
+    def hear_guesses(self, batch: Batch) -> int:
+        """Take in what the head has fed meanwhile of the lossy requests in a batch: in lockstep,
+        at least in the step after that whose batch is here, so that a node's children are known
+        when it is decided. Returns how long that took, in nanoseconds."""
+        begun = self.timeline.clock()
         here = self.step - self.layout.num_steps
         waits = not self.free and self.layout.num_steps > 1
-        with self.timeline("control"):
-            for guesses in self.controller.told(request, here + 1 if waits else None):
-                verifier.guess(guesses, since=here)
+        for request in dict.fromkeys(batch.rows[:, REQUEST].tolist()):
+            verifier = self.verifier(request)
+            if verifier.sampling.lossy:
+                with self.timeline("wait"):
+                    for guesses in self.controller.told(request, here + 1 if waits else None):
+                        verifier.guess(guesses, since=here)
+        return self.timeline.clock() - begun
 
     def prune(self, computed: Batch) -> Batch:
         with self.timeline("prune"):

@@ -10,13 +10,13 @@ from pathlib import Path
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file, for this user alone, that whoever reads it finds as it was, or whole.
 
-    Raises OSError; then nothing has changed.
+    Raises OSError; then, and when it is interrupted, nothing has changed.
     """
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
         os.replace(partial, path)
-    except OSError:
+    except BaseException:
         os.unlink(partial)
         raise

@@ -17,6 +17,7 @@ from pipespec.core import (
     REQUEST,
     TOKEN,
     Batch,
+    Guesses,
     Request,
     TokenLogprobs,
     Verdict,
@@ -55,6 +56,7 @@ class StoryController:
         self.accepted: dict[int, list[int]] = {}
         self.finished: dict[int, str] = {}
         self.reports: dict[int, dict[str, Any]] = {}
+        self.guesses: dict[int, list[Guesses]] = {}
 
     def next_request(self, timeout: float | None = None) -> Request | None:
         return self._queue.pop(0) if self._queue else None
@@ -64,6 +66,9 @@ class StoryController:
 
     def tokens(self, request: int) -> tuple[int, ...]:
         return self._answers.get(request, ())
+
+    def tell(self, request: int, guesses: Guesses) -> None:
+        self.guesses.setdefault(request, []).append(guesses)
 
     def cancelled(self, request: int) -> bool:
         return request in self._cancels

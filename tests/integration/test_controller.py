@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,9 +25,11 @@ from pipespec.controller.graph import (
     step_graph,
     transfer,
 )
+from pipespec.controller.guesses import NO_MORE
 from pipespec.controller.keys import Keys
 from pipespec.controller.scripts import ERRORS, evalsha, load_scripts
 from pipespec.controller.server import EmbeddedRedis
+from pipespec.core import Guesses
 from pipespec.errors import ControllerError, GraphError, StaleEpoch, Unreachable
 from pipespec.system.resources import resource_dir
 
@@ -476,3 +479,36 @@ def test_no_transition_asks_for_the_time() -> None:
     for script in load_scripts().values():
         assert "'TIME'" not in script.source
         assert "--- @include" not in script.source
+
+
+# --- guesses of lossy requests ----------------------------------------------------------------
+
+
+def guesses_of(step: int) -> Guesses:
+    rows = np.arange(step % 3)
+    return Guesses(step, rows, rows + 7, -rows / 2)
+
+
+def test_the_last_stage_waits_for_the_guesses_of_a_step(cluster: Cluster) -> None:
+    head, last = cluster.ranks[0], cluster.ranks[-1]
+    for step in range(4):
+        head.tell(5, guesses_of(step))
+    assert [guesses.step for guesses in last.told(5, until=2)] == [0, 1, 2, 3]
+    assert last.told(5, until=None) == []
+    later = threading.Timer(0.1, lambda: head.tell(5, guesses_of(4)))
+    later.start()
+    (found,) = last.told(5, until=4)
+    later.join()
+    assert found.logps.tolist() == guesses_of(4).logps.tolist()
+    # Of a request that is over, nothing is waited for.
+    head.tell(5, NO_MORE)
+    assert last.told(5, until=99)[0].step == NO_MORE.step
+    assert last.told(5, until=99) == []
+
+
+def test_whoever_waits_for_guesses_hears_of_a_new_epoch(cluster: Cluster) -> None:
+    begin = threading.Timer(0.1, lambda: Controller.new_epoch(cluster.url, cluster.namespace))
+    begin.start()
+    with pytest.raises(StaleEpoch):
+        cluster.ranks[-1].told(5, until=0)
+    begin.join()

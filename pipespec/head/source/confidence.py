@@ -24,12 +24,13 @@ LEAST, MOST = math.log(0.2), math.log(20.0)
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """What was proposed below a node: tokens and their scores `[children]`, falling, and the
-    score that was to be expected of the target's token."""
+    """What was proposed below a node: tokens and their scores `[children]`, falling, the score
+    that was to be expected of the target's token, and how likely it had a score at all."""
 
     tokens: np.ndarray
     scores: np.ndarray
     expected: float
+    share: float
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Confidence:
         nodes: np.ndarray,
         tokens: np.ndarray,
         scores: np.ndarray,
+        share: np.ndarray,
         children: int,
     ) -> tuple[np.ndarray, np.ndarray]:
         """The best `children` of the scored tokens and their log-probabilities, `[k, children]`.
@@ -52,19 +54,23 @@ class Confidence:
         Args:
             nodes: ids of the nodes whose children they are, `[k]`.
             tokens, scores: `[k, n]`.
+            share: how likely the target's token is among them, `[k]`.
         """
         order = np.argsort(-scores, axis=1, kind="stable")
         tokens = np.take_along_axis(tokens, order, 1)
         scores = np.take_along_axis(scores, order, 1)
         weights = np.exp(self.sharpness * (scores - scores[:, :1]))
         stated = weights / weights.sum(1, keepdims=True)
-        expected = (stated * scores).sum(1)
+        expected = (stated * np.where(stated > 0, scores, 0.0)).sum(1)
         kept = slice(min(children, tokens.shape[1]))
         scored = self._scored.setdefault(request, {})
         for i, node in enumerate(nodes.tolist()):
-            scored[node] = _Scored(tokens[i, kept], scores[i, kept], float(expected[i]))
+            # Copies, for the rest of a row is long.
+            scored[node] = _Scored(
+                tokens[i, kept].copy(), scores[i, kept].copy(), float(expected[i]), float(share[i])
+            )
         with np.errstate(divide="ignore"):  # what is too far behind is no candidate
-            return tokens[:, kept], np.log(stated[:, kept])
+            return tokens[:, kept], np.log(share[:, None] * stated[:, kept])
 
     def learn(self, request: int, node: int, token: int) -> None:
         """`token` was decided after `node`."""
@@ -72,10 +78,14 @@ class Confidence:
         if scored is None:
             return
         place = np.flatnonzero(scored.tokens == token)
-        # A token that was not proposed lay behind the last one that was.
-        score = scored.scores[place[0] if len(place) else -1]
+        # A token that was not proposed lay behind the last one that was, if it had a score at all.
+        score, weight = scored.scores[-1], scored.share
+        if len(place):
+            score, weight = scored.scores[place[0]], 1.0
         slope = self.sharpness * (float(score) - scored.expected)
-        step = RATE * min(max(slope, -STEEPEST), STEEPEST)
+        if not math.isfinite(slope):
+            return
+        step = RATE * weight * min(max(slope, -STEEPEST), STEEPEST)
         self.sharpness = math.exp(min(max(math.log(self.sharpness) + step, LEAST), MOST))
 
     def keep(self, request: int, nodes: np.ndarray) -> None:

@@ -107,9 +107,10 @@ class DraftModelSource:
         """The children as the target's own noise ranks them."""
         from pipespec.sampling.foresight import scores
 
-        tokens, scored = scores(logits, (tree.position[nodes] + 1).tolist(), context.sampling)
+        found = scores(logits, (tree.position[nodes] + 1).tolist(), context.sampling)
+        tokens, scored, share = (part.cpu().numpy() for part in found)
         self.confidence.keep(context.request, tree.id)
         best = self.confidence.propose(
-            context.request, tree.id[nodes], tokens.cpu().numpy(), scored.cpu().numpy(), children
+            context.request, tree.id[nodes], tokens, scored, share, children
         )
         return Candidates(nodes, *best)

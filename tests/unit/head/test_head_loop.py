@@ -9,8 +9,21 @@ import numpy as np
 import pytest
 
 from pipespec.controller.graph import Kind, Layout
+from pipespec.controller.guesses import NO_MORE
 from pipespec.controller.requests import CANCELLED
-from pipespec.core import KIND, TOKEN, Batch, Request
+from pipespec.core import (
+    EXACT,
+    GUESS,
+    KIND,
+    PARENT,
+    RELAXED,
+    REQUEST,
+    STRICT,
+    TOKEN,
+    Batch,
+    Request,
+    Sampling,
+)
 from pipespec.emulation import Pace, TimeCurve
 from pipespec.head.feed.best_first import BestFirst
 from pipespec.head.feed.level import Level
@@ -126,3 +139,28 @@ def test_a_request_that_nobody_waits_for_is_dropped():
     assert controller.accepted == {}
     assert sum(len(batch) for batch in sent) == 0
     assert [batch.released for batch in sent if batch.released] == [(3,)]
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_of_a_lossy_request_every_step_is_told_until_it_is_over(cancelled: bool):
+    requests = [
+        Request(i, tuple(TEXT[:9]), max_new_tokens=12, sampling=Sampling(acceptance=kind))
+        for i, kind in enumerate((RELAXED, EXACT, STRICT))
+    ]
+    texts = dict.fromkeys(range(3), TEXT)
+    cancels = [0] if cancelled else []
+    sent, controller = run(Level(8, 4), requests, texts, chunk=4, cancels=cancels)
+    assert controller.guesses.keys() == {0, 2}
+    for request, told in controller.guesses.items():
+        steps = [guesses.step for guesses in told[:-1]]
+        assert told[-1] is NO_MORE
+        assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else cancelled
+        # What is told are the guesses of that step's batch, as they were sent.
+        for guesses in told[:-1]:
+            rows = sent[guesses.step].rows
+            mine = rows[(rows[:, REQUEST] == request) & (rows[:, KIND] == GUESS)]
+            assert guesses.parents.tolist() == mine[:, PARENT].tolist()
+            assert guesses.tokens.tolist() == mine[:, TOKEN].tolist()
+            assert (guesses.logps <= 0).all()
+    told = controller.guesses[2]
+    assert sum(len(guesses.tokens) for guesses in told) > 20

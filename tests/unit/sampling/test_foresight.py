@@ -26,7 +26,7 @@ ASKED = [
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_draft_that_is_the_target_foresees_every_draw(asked):
     rows = torch.stack([some_logits(row) for row in range(40)])
-    tokens, scored = scores(rows, list(range(40)), asked)
+    tokens, scored, _ = scores(rows, list(range(40)), asked)
     bias = torch.zeros(rows.shape[1])
     bias[2] = 3.0 if asked.logit_bias else 0.0
     drawn = [
@@ -36,6 +36,28 @@ def test_a_draft_that_is_the_target_foresees_every_draw(asked):
     # What would be cut off is ranked behind, but not left out.
     cuts = asked.top_p < 1 or asked.top_k or asked.min_p
     assert sum(map(eq, best, drawn)) >= (38 if cuts else 40)
+
+
+@pytest.mark.parametrize("temperature", [1e-308, 1e-9, 50.0, 1e308])
+def test_no_temperature_is_too_much_for_a_draft(temperature):
+    """Nor does it spoil the requests that follow."""
+    confidence = Confidence()
+    rows = torch.stack([some_logits(row, 3000) for row in range(4)])
+    rows[:, 5] = -torch.inf
+    asked = Sampling(temperature, seed=1)
+    tokens, scored, share = (part.numpy() for part in scores(rows, [7, 8, 9, 9], asked))
+    nodes = np.arange(4)
+    proposed, logps = confidence.propose(1, nodes, tokens, scored, share, 16)
+    assert not np.isnan(logps).any() and (np.exp(logps).sum(1) <= share + 1e-9).all()
+    for node in nodes:
+        confidence.learn(1, node, int(proposed[node, 0]))
+    assert 0.2 <= confidence.sharpness <= 20
+
+
+def test_of_a_flat_distribution_most_is_beyond_what_is_looked_at():
+    rows = torch.zeros(3, 8 * 1024)
+    _, _, share = scores(rows, [1, 2, 3], Sampling(1.0))
+    assert share.tolist() == pytest.approx([1 / 8] * 3, rel=1e-3)
 
 
 @pytest.mark.parametrize("asked", ASKED)
@@ -82,7 +104,7 @@ def test_confidence_finds_how_near_the_draft_is(error, least, most):
         truth = rng.normal(0, 3, num_tokens) + rng.gumbel(size=num_tokens)
         guessed = truth + rng.normal(0, error, num_tokens)
         tokens, logps = confidence.propose(
-            7, np.array([node]), np.arange(num_tokens)[None], guessed[None], 16
+            7, np.array([node]), np.arange(num_tokens)[None], guessed[None], np.ones(1), 16
         )
         assert tokens.shape == logps.shape == (1, 16)
         assert (np.diff(logps[0]) <= 0).all() and np.exp(logps).sum() <= 1 + 1e-9
@@ -94,7 +116,7 @@ def test_confidence_finds_how_near_the_draft_is(error, least, most):
 def test_what_was_proposed_below_nodes_that_are_gone_is_forgotten():
     confidence = Confidence()
     scored = np.zeros((10, 2))
-    confidence.propose(1, np.arange(10), np.tile([4, 5], (10, 1)), scored, 2)
+    confidence.propose(1, np.arange(10), np.tile([4, 5], (10, 1)), scored, np.ones(10), 2)
     confidence.keep(1, np.arange(5))
     assert len(confidence._scored[1]) == 10
     confidence.keep(1, np.arange(4))
