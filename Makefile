@@ -12,7 +12,7 @@ SETTINGS ?= verify=sample verify.temperature=0.7 verify.top_p=0.9 verify.seed=2
 
 QUICK := build/bench
 # The tests of a file share what is slow to make; files share the cores, the long ones first.
-PYTEST_FLAGS ?= -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST_FLAGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test check bench-quick format clean
 .DELETE_ON_ERROR:
