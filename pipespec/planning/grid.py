@@ -88,6 +88,7 @@ def _executor(num_tokens: int) -> Iterator[Executor]:
     if num_tokens < WORTH_A_PROCESS or processors == 1:
         yield _Here()
         return
+    others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(
         processors,
         # A fork would take over the threads of a progress bar.
@@ -98,8 +99,10 @@ def _executor(num_tokens: int) -> Iterator[Executor]:
     try:
         yield pool
     except BaseException:
+        # What is under way is of no use any more, and may take seconds.
         for process in multiprocessing.active_children():
-            process.terminate()
+            if process not in others:
+                process.terminate()
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

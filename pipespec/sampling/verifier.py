@@ -107,20 +107,21 @@ class Verifier:
 
 
 def relaxed(scores: torch.Tensor, guesses: Collection[int], eos: Sequence[int]) -> int | None:
-    """ "From the candidate tokens, select the one with the highest probability under the large
-    model" (SpecPipe 3.4), the end of the text being one of them; None: nothing was guessed.
+    """SpecPipe 3.4: "from the candidate tokens, select the one with the highest probability under
+    the large model", the end of the text being one of them; None: nothing was guessed.
 
     `scores` are the target's, `[vocab]`; of equals the lowest id is taken.
     """
     if not guesses:
         return None
-    return max({*guesses, *eos}, key=lambda token: (float(scores[token]), -token))
+    candidates = {*guesses, *(token for token in eos if token < len(scores))}
+    return max(candidates, key=lambda token: (float(scores[token]), -token))
 
 
 def strict(logprobs: torch.Tensor, guesses: Mapping[int, float], eos: Sequence[int]) -> int | None:
-    """ "Accept a draft token if it lies within the top-p cumulative probability set of the large
-    model, and within that set choose the token with the highest draft-model probability"
-    (SpecPipe 3.4); None: no guess lies there.
+    """SpecPipe 3.4: "accept a draft token if it lies within the top-p cumulative probability set
+    of the large model, and within that set choose the token with the highest draft-model
+    probability"; None: no guess lies there.
 
     `logprobs` `[vocab]` is the distribution that is drawn from, whose finite part is that set.
     The end of the text is a candidate beside the guesses; of a draft that did not propose it, it
@@ -129,7 +130,7 @@ def strict(logprobs: torch.Tensor, guesses: Mapping[int, float], eos: Sequence[i
     inside = {token: logp for token, logp in guesses.items() if logprobs[token] > -torch.inf}
     if not inside:
         return None
-    ends = {token: float(logprobs[token]) for token in eos}
+    ends = {token: float(logprobs[token]) for token in eos if token < len(logprobs)}
     return max((ends | inside).items(), key=lambda pair: (pair[1], -pair[0]))[0]
 
 

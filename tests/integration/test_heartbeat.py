@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 
@@ -226,12 +227,14 @@ def test_a_lease_is_renewed_until_it_runs_out_after_the_end(server: EmbeddedRedi
             lease = Keys(NAMESPACE).lease(WORKER)
             left_ms = pipe.call("PTTL", lease)
             assert 0 < left_ms <= LEASE_S * 1000
-            renewals = 0
-            while renewals < 2:
-                before, left_ms = left_ms, pipe.call("PTTL", lease)
-                assert left_ms > 0, "it ran out"
-                renewals += left_ms > before
-                time.sleep(0.01)
+            seen = [left_ms]
+
+            def renewed_twice() -> bool:
+                seen.append(pipe.call("PTTL", lease))
+                assert seen[-1] > 0, "it ran out"
+                return sum(after > before for before, after in pairwise(seen)) == 2
+
+            until(renewed_twice)
             pipe.close()
         until(lambda: not shared.alive([WORKER]))
 

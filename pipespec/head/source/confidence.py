@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pipespec.head.source.protocol import forget
+
 # How far one token moves the logarithm of the sharpness, and how far it goes in all.
 RATE = 0.03
 STEEPEST = 3.0
@@ -90,10 +92,7 @@ class Confidence:
 
     def keep(self, request: int, nodes: np.ndarray) -> None:
         """Forget what was proposed below other nodes than these, once that is the most."""
-        scored = self._scored.get(request, {})
-        if len(scored) > 2 * len(nodes):
-            alive = set(nodes.tolist())
-            self._scored[request] = {n: scores for n, scores in scored.items() if n in alive}
+        forget(self._scored.get(request, {}), nodes)
 
     def end(self, request: int) -> None:
         """The request is over."""

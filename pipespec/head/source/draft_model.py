@@ -64,12 +64,12 @@ class DraftModelSource:
     def begin(self, context: Context) -> None:
         self._contexts[context.request] = context
         self.runner.open(context.request)
-        self.accept(Verdict(context.request, 0, tuple(context.tokens)))
+        self.runner.apply([Verdict(context.request, 0, tuple(context.tokens))])
 
     def accept(self, verdict: Verdict) -> None:
         self.runner.apply([verdict])
         context = self._contexts[verdict.request]
-        for position in range(max(verdict.base, 1), len(context.tokens)):
+        for position in range(verdict.base, len(context.tokens)):
             self.confidence.learn(
                 context.request, context.nodes[position - 1], context.tokens[position]
             )

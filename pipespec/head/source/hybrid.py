@@ -12,7 +12,7 @@ from pipespec.core import Verdict
 from pipespec.errors import ConfigError
 from pipespec.head.feed.rounds import check_rounds
 from pipespec.head.source.ngram import MAX_MATCH, NGramSource
-from pipespec.head.source.protocol import Candidates, Context, TokenSource
+from pipespec.head.source.protocol import Candidates, Context, TokenSource, forget
 from pipespec.head.tree import Tree
 from pipespec.limits import check_whole
 
@@ -142,7 +142,7 @@ class HybridSource:
                 return None
             answers[name] = candidates
         proposed = self._proposed[context.request]
-        self._forget(proposed, tree)
+        forget(proposed, tree.id)
         rows = []
         for i, node in enumerate(tree.id[nodes].tolist()):
             proposals = {name: _row(candidates, i) for name, candidates in answers.items()}
@@ -159,13 +159,6 @@ class HybridSource:
         scale = 1 / max(1.0, sum(best.values()))
         ordered = sorted(best.items(), key=lambda pair: -pair[1])[:children]
         return [(token, probability * scale) for token, probability in ordered]
-
-    def _forget(self, proposed: dict[int, Proposals], tree: Tree) -> None:
-        """Drop what was proposed for nodes that are gone, once they are the most."""
-        if len(proposed) > 2 * len(tree):
-            alive = set(tree.id.tolist())
-            for node in [node for node in proposed if node not in alive]:
-                del proposed[node]
 
 
 def _row(candidates: Candidates, row: int) -> list[tuple[int, float]]:

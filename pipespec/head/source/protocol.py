@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -84,6 +84,14 @@ class Candidates:
                 tokens[i, : len(row)] = [token for token, _ in row]
                 logps[i, : len(row)] = np.log([probability for _, probability in row])
         return cls(parents, tokens, logps)
+
+
+def forget(by_node: dict[int, Any], alive: np.ndarray) -> None:
+    """Drop what is held for nodes whose ids are not among `alive`, once that is the most."""
+    if len(by_node) > 2 * len(alive):
+        kept = set(alive.tolist())
+        for node in [node for node in by_node if node not in kept]:
+            del by_node[node]
 
 
 class TokenSource(Protocol):

@@ -36,8 +36,10 @@ def test_nccl_without_a_device_for_every_stage_is_refused(stages: tuple[str, str
 
 
 def test_nccl_with_a_device_for_every_stage_is_not() -> None:
-    require_backend(on("cpu", "cuda:0", "cuda:1"))
-    require_backend(on("cuda:0", "cuda:0", "cuda:1"))
+    for head in ("cpu", "cuda:0"):
+        deployment = on(head, "cuda:0", "cuda:1")
+        require_backend(deployment)  # raises nothing
+        assert deployment.devices == (head, "cuda:0", "cuda:1")
 
 
 def test_the_same_index_on_two_hosts_is_two_devices() -> None:

@@ -113,7 +113,7 @@ def told(step: int, below: dict[int, dict[int, float]]) -> Guesses:
         ({1: -3.0, 2: -0.1}, (), 1),  # what the target likes most, whatever the draft thinks
         ({4: -0.1}, (), 4),  # however little it likes it
         ({4: -0.1}, (3,), 3),  # the end of the text is always a candidate
-        ({1: -0.1}, (3,), 1),
+        ({1: -0.1}, (3, 99), 1),  # 99: no token of this vocabulary
         ({}, (3,), 0),  # nothing was guessed: the target's own token
     ],
 )
@@ -132,7 +132,7 @@ def test_relaxed_takes_the_guess_that_the_target_finds_most_probable(guesses, eo
         ({}, (1,), 0),
         ({0: -3.0}, (1,), 1),  # the end of the text, with the target's probability
         ({0: -0.2}, (1,), 0),
-        ({0: -0.2}, (3,), 0),  # but not from outside
+        ({0: -0.2}, (3, 99), 0),  # but not from outside
     ],
 )
 def test_strict_takes_the_guess_within_the_top_p_that_the_draft_finds_most_probable(

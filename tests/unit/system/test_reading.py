@@ -190,7 +190,8 @@ def test_figures_of_wrong_types(
     ],
 )
 def test_numbers_of_very_many_digits(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, *argv)
+    said = refused(capsys, *argv)
+    assert said.rstrip().endswith("."), "a whole sentence"
 
 
 @pytest.mark.parametrize(
