@@ -7,11 +7,19 @@
 -- ARGV[3]  process id
 -- Reply    1
 -- Errors   STALE
+--
+-- One process holds a rank for the whole epoch. Who was started in its place cannot know what
+-- it has completed and sent, so the epoch is over for it before it begins.
 --- @include "fence"
 
 local stale = fence(KEYS[1], ARGV[1])
 if stale then
   return stale
 end
-redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+if redis.call('HSETNX', KEYS[2], ARGV[2], ARGV[3]) == 0 then
+  local holder = redis.call('HGET', KEYS[2], ARGV[2])
+  if holder ~= ARGV[3] then
+    return refuse('STALE', 'rank ' .. ARGV[2] .. ' of epoch ' .. ARGV[1] .. ' was process ' .. holder)
+  end
+end
 return 1

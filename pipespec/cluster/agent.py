@@ -13,9 +13,10 @@ another when a signal has ended it; the others of the host go on.
 The agent reads its job from standard input, then one JSON object per line: {"kill": number} ends
 a worker, anything else says that the launcher lives. The end of standard input, or on a host
 behind SSH SILENCE_S without a line, ends the agent and with it the host. It writes one JSON object
-per line to standard output: {"died": number, "pid": ..., "how": ...}, {"log": number, "line": ...},
-and at last {"failed": sentence}, {"lost": sentence} or {"ended": true}; {} says that it lives. All
-processes of the host hold that standard output, so its end tells that the last of them is gone.
+per line to standard output: {"preparing": true} until it has forked a worker, then
+{"died": number, "pid": ..., "how": ...} and {"log": number, "line": ...}, and at last
+{"failed": sentence}, {"lost": sentence} or {"ended": true}; {} says that it lives. All processes of
+the host hold that standard output, so its end tells that the last of them is gone.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def _main(stdin: BinaryIO) -> NoReturn:
         if lock is not None:
             _leftovers.append(lock)
         _prepare(setup, directory)
+        _tell({"preparing": True})
         # The fork server imports while this process does, and while the launcher decides.
         forkserver.set_forkserver_preload(list(setup.preload))
         forkserver.ensure_running()
@@ -203,7 +205,7 @@ class _Teller:
         self._over = threading.Event()
 
     def run(self) -> None:
-        spoke = time.monotonic()
+        spoke, begun = time.monotonic(), False
         while True:
             last = self._done.wait(MONITOR_S)
             for path in sorted(self._directory.glob("died-*.json")):
@@ -214,7 +216,8 @@ class _Teller:
                     self._pass_on(path, last)
             if time.monotonic() - spoke > SIGN_OF_LIFE_S:
                 spoke = time.monotonic()
-                _tell({})
+                begun = begun or any(self._directory.glob("*.pid"))
+                _tell({} if begun else {"preparing": True})
             if last:
                 self._over.set()
                 return

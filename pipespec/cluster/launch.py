@@ -168,6 +168,10 @@ class Cluster:
                 return host.kill(host.host.workers.index(worker), since)
         return False
 
+    def preparing(self, worker: str) -> bool:
+        """Whether a worker's host is starting again."""
+        return any(host.preparing for host in self._hosts if worker in host.host.workers)
+
     def mend(self) -> None:
         """Start the agents anew of hosts that were lost."""
         for host in self._hosts:

@@ -61,6 +61,10 @@ class Workers(Protocol):
         """End one that has hung since then; another is started in its place. False: not now."""
         ...
 
+    def preparing(self, worker: str) -> bool:
+        """Whether its host has begun to start it."""
+        ...
+
     def mend(self) -> None:
         """Start what was lost, as far as it can be reached."""
 
@@ -210,8 +214,8 @@ class Recovery:
         for death in deaths:
             self._events += 1
             self._latest = f"{death.worker} ended ({death.how})"
-            # One that had not joined this epoch yet will join it when it is started again, or
-            # has done so already: word of a death can come later than the next life.
+            # One that had not joined this epoch will join it when it is started again, or has
+            # done so already: word of a death can come later than the next life.
             rank = self.assignment.rank_of(death.worker)
             if rank in here and death.pid in (None, here[rank]):
                 reasons.append(self._latest)
@@ -266,6 +270,7 @@ class Recovery:
 
     def _must_replace(self) -> bool:
         """Whether a worker of the assignment has been away so long that others must do, and can."""
+        assert self._workers is not None
         now = time.monotonic()
         lost = [self._lost.get(worker, now) for worker in self.assignment.workers]
         if now - min(lost) < self._patience_s:
@@ -280,7 +285,9 @@ class Recovery:
         try:
             self.assignment = self._replan(away)
         except ConfigError as error:
-            self._give_up(f"{', '.join(sorted(away))} stayed away: {error}")
+            # Imports can take longer than patience lasts; who imports has not stayed away.
+            if not any(map(self._workers.preparing, away)):
+                self._give_up(f"{', '.join(sorted(away))} stayed away: {error}")
             return False
         self._note(f"{', '.join(sorted(away))} stayed away")
         return True

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from pipespec.cluster import ssh
@@ -50,6 +51,16 @@ class Death:
     pid: int | None
 
 
+class Phase(Enum):
+    """What an agent has said last: nothing, that it has no worker yet, that it has, that it lost
+    a supervisor and ends."""
+
+    SILENT = auto()
+    PREPARING = auto()
+    WORKING = auto()
+    LOST = auto()
+
+
 class RunningHost:
     """The agent of one host, and what it tells."""
 
@@ -76,6 +87,7 @@ class RunningHost:
         self._told: dict[str, Any] | None = None  # the agent's last word
         self._began = self._heard = time.monotonic()
         self._back = -math.inf  # when it was heard again after a silence
+        self._phase = Phase.SILENT
         # Other hosts make one of their own.
         self._directory = make_directory() if self.host.local else None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the host
@@ -151,7 +163,8 @@ class RunningHost:
     def _lost(self) -> bool:
         """Whether the agent, or the connection to it, ended without an outcome."""
         # Once all that it told is read: its last word may be the outcome.
-        return self._reached and not self._ended.is_alive() and self._told is None
+        over = self._phase is Phase.LOST or not self._ended.is_alive()
+        return self._reached and over and self._told is None
 
     @property
     def failed(self) -> bool:
@@ -170,8 +183,16 @@ class RunningHost:
             stdin.write(json.dumps(message).encode() + b"\n")
             stdin.flush()
 
+    @property
+    def preparing(self) -> bool:
+        """Whether its agent is being started, or will be at once: no worker can be there yet."""
+        begun = self._phase is not Phase.WORKING and self.host.local
+        return self._phase is Phase.PREPARING or begun
+
     def kill(self, number: int, since: float) -> bool:
         """End a worker that has hung since then, unless the host is, or was just, cut off."""
+        if self.preparing:
+            return False
         back = time.monotonic() - self._back > _BACK_S
         if self.host.local or (self._heard > since and back):
             self.tell({"kill": number})
@@ -220,13 +241,16 @@ class RunningHost:
             if now - self._heard > _SILENT_S:
                 self._back = now
             self._heard = now
+            self._phase = Phase.PREPARING if "preparing" in message else Phase.WORKING
             if "died" in message:
                 worker = self.host.workers[message["died"]]
                 self._deaths.put(Death(worker, message["how"], message["pid"]))
             elif "log" in message:
                 if self._on_log is not None:
                     self._on_log(self.host.workers[message["log"]], message["line"])
-            elif message and "lost" not in message:
+            elif "lost" in message:
+                self._phase = Phase.LOST
+            elif message and "preparing" not in message:
                 self._told = message
 
     def _sign_of_life(self, agent: subprocess.Popen[bytes]) -> None:

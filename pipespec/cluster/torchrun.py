@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,10 @@ def run_supervisors(directory: Path, job: Job) -> list[Any] | str | Lost:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     rendezvous.register()
+    # To write a traceback, torch's own formatter imports its compiler, which takes seconds.
+    log = logging.getLogger("torch.distributed.elastic")
+    log.addHandler(logging.StreamHandler())
+    log.propagate = False
     # The workers meet elsewhere (`pipespec.transport.distributed`), anew in every epoch.
     config = LaunchConfig(
         min_nodes=1,

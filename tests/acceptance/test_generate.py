@@ -204,10 +204,11 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
 
 
 def test_a_process_that_is_killed_does_not_show_in_the_text(tmp_path):
+    """With it its host is started again, which takes longer than the patience given here."""
     _, tokens, text = expected(60)
     assert len(tokens) == 60, "it must go on long enough to be killed in the midst of it"
-    run = Run(tmp_path, "--prompt", PROMPT, "cluster.stages=2", "decode.max_new_tokens=60",
-              "decode.ignore_eos=true")  # fmt: skip
+    run = Run(tmp_path, "--prompt", PROMPT, "cluster.stages=2", "cluster.patience_s=3",
+              "decode.max_new_tokens=60", "decode.ignore_eos=true")  # fmt: skip
     run.await_text()
     run.ranks()[2].kill()
     code, rest, err = run.finish()

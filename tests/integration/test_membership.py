@@ -20,7 +20,7 @@ from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, compute, prune, step_graph, transfer
 from pipespec.controller.membership import Epoch, Membership, Suspicion
 from pipespec.controller.server import EmbeddedRedis
-from pipespec.errors import StaleEpoch, Unreachable
+from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
 
 # For what comes; tests end as soon as it has.
 PATIENCE_S = 20.0
@@ -144,7 +144,7 @@ def test_ranks_attach_to_one_epoch(life: Life) -> None:
     shared, epoch = life.worker(), life.begin()
     assert shared.attached(epoch) == {}
     assert shared.await_attached(epoch, 2, SHORT_S) == 0
-    for rank in (2, 0, 2):
+    for rank in (2, 0):
         life.rank(epoch, rank)
     assert shared.attached(epoch) == dict.fromkeys((0, 2), os.getpid())
     assert shared.await_attached(epoch, 3, SHORT_S) == 2
@@ -157,6 +157,22 @@ def test_ranks_attach_to_one_epoch(life: Life) -> None:
     assert shared.attached(later) == shared.attached(epoch) == {}
     with pytest.raises(StaleEpoch):
         life.rank(epoch, 0)
+
+
+def test_one_process_holds_a_rank_for_the_whole_epoch(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who was started in its place cannot know what it has done."""
+    shared, epoch = life.worker(), life.begin()
+    held = os.getpid()
+    life.rank(epoch, 1)
+    monkeypatch.setattr(os, "getpid", lambda: held + 1)
+    with pytest.raises(StaleEpoch, match=rf"rank 1 of epoch {epoch} was process {held}"):
+        life.rank(epoch, 1)
+    assert shared.attached(epoch) == {1: held}
+    later = life.begin()
+    life.rank(later, 1)
+    assert shared.attached(later) == {1: held + 1}
 
 
 def test_progress_is_the_length_of_every_admitted_sequence(life: Life) -> None:
@@ -254,8 +270,14 @@ class Processes:
     def __init__(self) -> None:
         self.deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
 
+        self.looks = 0  # how often a lost one's host was found to be starting
+
     def kill(self, worker: str, since: float) -> bool:
         return False
+
+    def preparing(self, worker: str) -> bool:
+        self.looks += 1
+        return self.looks < 5
 
     def mend(self) -> None:
         pass
@@ -284,3 +306,27 @@ def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life)
         while recovery.epoch == first:
             assert time.monotonic() < end
     assert [fault.reason for fault in recovery.faults] == ["m/1 ended (this life)"]
+
+
+def test_nobody_gives_up_while_a_lost_host_is_starting(life: Life) -> None:
+    """Imports can take longer than the patience with a worker that says nothing."""
+    assignment = RankAssignment(("m/0", "m/1"), (range(4),), "127.0.0.1")
+
+    def replan(_: set[str]) -> RankAssignment:
+        raise ConfigError("nobody is left.")
+
+    processes = Processes()
+    with Recovery(
+        life.url,
+        life.namespace,
+        assignment,
+        workers=assignment.workers,
+        replan=replan,
+        patience_s=SHORT_S,
+    ) as recovery:
+        life.worker().renew("m/0", os.getpid())
+        recovery.watch(processes)
+        recovery._thread.join(PATIENCE_S)
+        with pytest.raises(RankFailed, match="m/0, m/1 stayed away: nobody is left"):
+            recovery.check()
+    assert processes.looks >= 5
