@@ -6,10 +6,12 @@ the commands that need them, so that help and mistakes are answered at once.
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -30,6 +32,9 @@ from pipespec.cli.arguments import Parser
 from pipespec.cli.terminal import write
 from pipespec.errors import ConfigError
 from pipespec.system.outcome import SIGNALLED, concluded
+
+# Seconds until a signal is delivered again that met a callback.
+AGAIN_S = 0.01
 
 COMMANDS = (generate, bench, plan, check, doctor, partition, launch, up, down, status)
 
@@ -80,20 +85,40 @@ def _parser() -> Parser:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that no process is left behind."""
+    """SIGTERM and SIGHUP unwind the stack as Ctrl-C does, so that no process is left behind.
+
+    A signal that comes while Python runs a callback which must not raise, as it does at every
+    import, would be lost; it is delivered once more.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    here = threading.get_ident()
+
     def end(number: int, _: FrameType | None) -> None:
         raise Terminated(number)
+
+    def again(number: int) -> None:
+        time.sleep(AGAIN_S)
+        signal.pthread_kill(here, number)
+
+    def swallowed(what: sys.UnraisableHookArgs) -> None:
+        if isinstance(what.exc_value, KeyboardInterrupt):
+            # This can be within any lock, so no `threading`.
+            number = getattr(what.exc_value, "number", signal.SIGINT)
+            _thread.start_new_thread(again, (number,))
+        else:
+            hook(what)
 
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # and not what nohup or a caller has set
             before[number] = signal.signal(number, end)
+    hook, sys.unraisablehook = sys.unraisablehook, swallowed
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from pathlib import Path
 from typing import Any
 
 from pipespec.cluster import ssh
@@ -88,10 +89,20 @@ class RunningHost:
         self._began = self._heard = time.monotonic()
         self._back = -math.inf  # when it was heard again after a silence
         self._phase = Phase.SILENT
-        # Other hosts make one of their own.
-        self._directory = make_directory() if self.host.local else None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it ends with the host
-        setup = Setup(
+        self._directory: Path | None = None
+        try:
+            self._agent = self._spawn()
+            self._ended = threading.Thread(target=self._listen, args=(self._agent,), daemon=True)
+            self._ended.start()
+        except BaseException:  # a signal, too: what was spawned hears nobody, and ends
+            self._remove_files()
+            raise
+        self._writing = threading.Lock()
+        self._send(self._setup())
+
+    def _setup(self) -> Setup:
+        return Setup(
             directory=None if self._directory is None else str(self._directory),
             preload=self._modules,
             num_workers=len(self.host.devices),
@@ -100,11 +111,15 @@ class RunningHost:
             lock=self._lock,
             remote=not self.host.local,
         )
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        if self.host.local:  # other hosts make one of their own
+            self._directory = make_directory()
         options: dict[str, Any] = {"start_new_session": True}
         if self.host.local:
             path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
             options["env"] = {**os.environ, "PYTHONPATH": path}
-        self._agent = ssh.popen(
+        return ssh.popen(
             self.host,
             AGENT,
             alive_count=_CUT_S,
@@ -113,10 +128,6 @@ class RunningHost:
             stderr=self._log,
             **options,
         )
-        self._ended = threading.Thread(target=self._listen, args=(self._agent,), daemon=True)
-        self._ended.start()
-        self._writing = threading.Lock()
-        self._send(setup)
 
     def run(self, job: Job, on_log: Callable[[str, str], None] | None) -> None:
         """Tell the agent what its workers are to do."""

@@ -101,7 +101,10 @@ def test_the_same_text_though_every_rank_is_killed_in_turn(struck, greedy, long)
             pid = pid_of(struck, rank)
             answer = ask(struck, at=at, fault=lambda pid=pid: os.kill(pid, signal.SIGKILL))
             assert answer == greedy
-            assert len(struck.cluster.faults) > faults
+            # On a busy machine the answer may be whole before its reader has seen so much of it.
+            end = time.monotonic() + PATIENCE_S
+            while len(struck.cluster.faults) == faults:
+                assert time.monotonic() < end, f"nobody has noticed that rank {rank} is gone"
     assert ask(struck) == greedy
 
 

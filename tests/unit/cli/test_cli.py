@@ -255,3 +255,38 @@ def test_a_signal_ends_the_command_without_a_traceback(
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (128 + number, "", "")
+
+
+IN_A_CALLBACK = """
+import signal, sys
+from pipespec.cli import check, main
+
+class Callback:
+    def __del__(self):
+        signal.raise_signal(int(sys.argv[1]))
+
+def run(arguments, rest):
+    Callback()
+    print("it was not raised here", flush=True)
+    while True:
+        pass
+
+check.run = run
+sys.exit(main.main(["check"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_meets_a_callback_is_not_lost(number: signal.Signals) -> None:
+    """Python can raise nothing there, and every import runs some."""
+    answer = subprocess.run(
+        [sys.executable, "-c", IN_A_CALLBACK, str(int(number))],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (answer.returncode, answer.stdout, answer.stderr) == (
+        128 + number,
+        "it was not raised here\n",
+        "",
+    )
