@@ -1,14 +1,13 @@
-"""What runs on each host: the agent, and the supervisors of its workers.
+"""What runs on each host: the agent, torchrun, and the supervisors of its workers.
 
-    agent ── fork server ─┬─ supervisor ── worker (host/0)
-                          └─ supervisor ── worker (host/1)
+    agent ── torchrun ─┬─ supervisor ── worker (host/0)
+                       └─ supervisor ── worker (host/1)
 
-The *agent* runs torchrun's elastic launcher in its main thread, where that launcher's signal
-handlers must live. The *fork server* imports torch, the models and the entrypoint once; supervisors
-are forked from it, so that seventeen of them start almost as fast as one. It stays a process of
-one thread without a CUDA context, as forking needs. What torchrun takes for a rank is a
-*supervisor*: it forks the worker that does the work, and, in a cluster that mends itself, forks
-another when a signal has ended it; the others of the host go on.
+The *agent* talks with whoever started the cluster and imports no torch. *torchrun*'s elastic
+launcher has a process of its own (`pipespec.cluster.torchrun`), from which all others are forked.
+What it takes for a rank is a *supervisor* (`pipespec.cluster.supervisor`): it forks the worker
+that does the work, and, in a cluster that mends itself, forks another when a signal has ended it;
+the others of the host go on.
 
 The agent reads its job from standard input, then one JSON object per line: {"kill": number} ends
 a worker, anything else says that the launcher lives. The end of standard input, or on a host
@@ -21,12 +20,13 @@ the host hold that standard output, so its end tells that the last of them is go
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import pickle
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,30 +34,33 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
-from multiprocessing import forkserver
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO, NoReturn
 
 from pipespec.cluster.agent_lock import PATIENCE_S, alone
-from pipespec.cluster.supervisor import Job
-from pipespec.cluster.torchrun import ELASTIC, MONITOR_S, Lost, Signalled, run_supervisors
+from pipespec.cluster.supervisor import Job, how_it_ended
+from pipespec.cluster.torchrun import MONITOR_S, OUTCOME, last_line
 from pipespec.system.interfaces import holding, interfaces, resolve
-from pipespec.system.scratch import private_folder
-from pipespec.system.writing import write_whole
+from pipespec.system.scratch import PREFIX
 
 # Seconds without a word from the launcher after which a host behind SSH gives up.
 SILENCE_S = 40.0
 # Seconds between two signs of life.
 SIGN_OF_LIFE_S = 1.0
-# What multiprocessing calls the fork server's socket.
-_LISTENER = "pymp-12345678/listener-12345678"
+TORCHRUN = "pipespec.cluster.torchrun"
+# The file for what torchrun has to say, where it does not reach its outcome.
+_LOG = "torchrun.log"
 _leftovers: list[Path] = []  # to be removed when the agent ends
+
+
+class Ended(Exception):
+    """A signal, or the end of standard input, asks for the end."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What the agent must know before it can start its fork server.
+    """What the agent must know before torchrun can import.
 
     Attributes:
         directory: where everything of this host lies; None: the agent makes and removes one.
@@ -78,8 +81,8 @@ class Setup:
 
 
 def make_directory() -> Path:
-    """A private directory in which the fork server's socket can have its name."""
-    return private_folder(_LISTENER)
+    """A directory that only this user can open."""
+    return Path(tempfile.mkdtemp(prefix=PREFIX))
 
 
 def main() -> None:
@@ -90,10 +93,8 @@ def main() -> None:
         traceback.print_exc()
         _tidy()
     finally:
-        # Half a second of dismantling torch would serve nobody.
-        gc.collect()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(1)  # threads still listen
 
 
 def _main(stdin: BinaryIO) -> NoReturn:
@@ -106,35 +107,69 @@ def _main(stdin: BinaryIO) -> NoReturn:
             _leftovers.append(lock)
         _prepare(setup, directory)
         _tell({"preparing": True})
-        # The fork server imports while this process does, and while the launcher decides.
-        forkserver.set_forkserver_preload(list(setup.preload))
-        forkserver.ensure_running()
-        import_module(ELASTIC)
+        signal.signal(signal.SIGTERM, _on_signal)
+        torchrun: subprocess.Popen[bytes] | None = None
         try:
+            torchrun = _start(directory)
+            # It imports while the launcher decides.
+            _hand(torchrun, setup.preload)
             job: Job = pickle.load(stdin)
-        except EOFError:  # the launcher has found something wrong, or is gone
-            _leave_nothing(directory)
-        # Until the elastic launcher installs its own handler.
-        signal.signal(signal.SIGTERM, lambda *_: _leave_nothing(directory))
-        listener = _Listener(stdin, directory, patient=not setup.remote)
-        threading.Thread(target=listener.run, daemon=True).start()
-        teller = _Teller(directory, job)
-        threading.Thread(target=teller.run, daemon=True).start()
-        try:
-            outcome = run_supervisors(directory, job)
-        except Signalled:
-            _leave_nothing(directory)
+            _hand(torchrun, (str(directory), job))
+            listener = _Listener(stdin, directory, patient=not setup.remote)
+            threading.Thread(target=listener.run, daemon=True).start()
+            teller = _Teller(directory, job)
+            threading.Thread(target=teller.run, daemon=True).start()
+            code = torchrun.wait()
+        except (Ended, EOFError):  # the launcher has found something wrong, or is gone
+            if torchrun is not None:
+                _end(torchrun)
+            # Nobody reads the outcome, and a launcher that was killed cannot remove its directory.
+            shutil.rmtree(directory, ignore_errors=True)
+            _tidy()
+            os._exit(1)
         teller.stop()
-        if isinstance(outcome, Lost):
-            _tell({"lost": outcome.sentence})
-        elif isinstance(outcome, str):
-            _tell({"failed": outcome})
-        else:
-            # Results are for a launcher on this machine, which reads them there.
-            write_whole(directory / "results", pickle.dumps(outcome))
-            _tell({"ended": True})
+        _tell(_outcome(directory, job, code))
         _tidy()
         os._exit(0)
+
+
+def _on_signal(number: int, _: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise Ended
+
+
+def _start(directory: Path) -> subprocess.Popen[bytes]:
+    """torchrun's process; the end of its standard input tells it that this one is gone."""
+    with open(directory / _LOG, "wb") as log:
+        return subprocess.Popen([sys.executable, "-m", TORCHRUN], stdin=subprocess.PIPE, stderr=log)
+
+
+def _hand(torchrun: subprocess.Popen[bytes], what: object) -> None:
+    assert torchrun.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended; how, is seen soon
+        pickle.dump(what, torchrun.stdin)
+        torchrun.stdin.flush()
+
+
+def _end(torchrun: subprocess.Popen[bytes]) -> None:
+    """Have it end its supervisors."""
+    torchrun.terminate()
+    try:
+        torchrun.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        torchrun.kill()
+        torchrun.wait()
+
+
+def _outcome(directory: Path, job: Job, code: int) -> dict[str, Any]:
+    """What torchrun has left, or what to say if it left nothing."""
+    try:
+        found: dict[str, Any] = json.loads((directory / OUTCOME).read_bytes())
+        return found
+    except FileNotFoundError:
+        said = last_line((directory / _LOG).read_bytes())
+        sentence = f"torchrun on host {socket.gethostname()} ({how_it_ended(code)}): {said}"
+        return {"lost" if job.restart and code < 0 else "failed": sentence}
 
 
 def _tell(message: dict[str, Any]) -> None:
@@ -150,7 +185,8 @@ def _prepare(setup: Setup, directory: Path) -> None:
     # with threads must not fork.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // setup.num_workers)))
     environment["OPENBLAS_NUM_THREADS"] = "1"
-    # `torch.cuda.is_available` asks NVML, so that no import makes the fork server use CUDA.
+    # `torch.cuda.is_available` asks NVML, so that no import makes torchrun's
+    # process use CUDA.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Whatever a killed process leaves is removed with the directory.
     environment["TMPDIR"] = tempfile.tempdir = str(directory)
@@ -190,7 +226,6 @@ class _Listener:
         self._end()
 
     def _end(self) -> None:
-        # The elastic launcher's handler ends the supervisors; the second signal never meets it.
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -235,13 +270,6 @@ class _Teller:
         self._read[path] = self._read.get(path, 0) + whole
         for line in text[:whole].decode(errors="replace").splitlines():
             _tell({"log": int(path.parent.name), "line": line})
-
-
-def _leave_nothing(directory: Path) -> NoReturn:
-    # Nobody reads the outcome, and a launcher that was killed cannot remove its directory.
-    shutil.rmtree(directory, ignore_errors=True)
-    _tidy()
-    os._exit(1)
 
 
 def _tidy() -> None:

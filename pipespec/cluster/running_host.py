@@ -26,7 +26,7 @@ from pipespec.cluster import ssh
 from pipespec.cluster.agent import SIGN_OF_LIFE_S, Setup, make_directory
 from pipespec.cluster.agent_lock import PATIENCE_S
 from pipespec.cluster.supervisor import Job, how_it_ended
-from pipespec.cluster.torchrun import last_line
+from pipespec.cluster.torchrun import RESULTS, last_line
 from pipespec.config.hosts import Host
 
 AGENT = "pipespec.cluster.agent"
@@ -279,9 +279,6 @@ class RunningHost:
         except subprocess.TimeoutExpired:
             self._agent.kill()
             self._agent.wait()
-        # Spare us the fork server's teardown; multiprocessing's resource tracker, which removes
-        # leaked semaphores, ignores this signal.
-        self._signal_group(signal.SIGTERM)
         self._ended.join(PATIENCE_S)
         self._signal_group(signal.SIGKILL)
         self._ended.join()
@@ -304,7 +301,7 @@ class RunningHost:
         if self._told is not None:
             if self._directory is None:
                 return []
-            return list(pickle.loads((self._directory / "results").read_bytes()))
+            return list(pickle.loads((self._directory / RESULTS).read_bytes()))
         self._log.seek(0)
         said = self._log.read()
         if not self.host.local:

@@ -44,10 +44,13 @@ class Job:
     logs: bool
 
 
-def supervise(directory: str, job: Job) -> Any:
-    """Have a worker at work until it has done it; its result."""
-    agent = parent_process()
-    assert agent is not None
+def supervise(directory: str, job: Job, agent: int) -> Any:
+    """Have a worker at work until it has done it; its result.
+
+    It ends with torchrun's process, and with the agent, at whose end the descriptor `agent` ends.
+    """
+    torchrun = parent_process()
+    assert torchrun is not None
     number = int(os.environ["LOCAL_RANK"])
     os.environ[WORKER] = job.workers[number]
     here, lives = Path(directory), 0
@@ -62,7 +65,7 @@ def supervise(directory: str, job: Job) -> Any:
         os.close(ours[1])
         os.close(theirs[0])
         write_whole(here / f"{number}.pid", str(pid).encode())
-        if agent.sentinel in connection.wait([ours[0], agent.sentinel]):
+        if connection.wait([ours[0], torchrun.sentinel, agent]) != [ours[0]]:
             os.kill(pid, signal.SIGKILL)
             os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

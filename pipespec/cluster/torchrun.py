@@ -1,11 +1,26 @@
-"""The supervisors of a host under torchrun's elastic launcher, and what to say when one fails."""
+"""The process of a host in which torchrun's elastic launcher runs, and what it says of failures.
+
+    python -m pipespec.cluster.torchrun
+
+It imports torch, the models and the entrypoint once, and stays a process of one thread without a
+CUDA context: everything else of the host is forked from it, so that seventeen workers start almost
+as fast as one. The elastic launcher lives in its main thread, where that launcher's signal handlers
+must be. It reads what to import from standard input, then the job. Nothing more is written there,
+so the end of it tells that the agent is gone. What it leaves for the agent is one JSON object in
+the file `outcome`: {"ended": true}, with the results beside it, {"failed": sentence} or, when a
+signal ended a supervisor and the host may be started again, {"lost": sentence}.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import pickle
 import socket
-from dataclasses import dataclass
+import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +28,33 @@ from pipespec.cluster import rendezvous
 from pipespec.cluster.agent_lock import PATIENCE_S
 from pipespec.cluster.supervisor import Job, how_it_ended, supervise
 from pipespec.system.interfaces import LOOPBACK
+from pipespec.system.writing import write_whole
 
 # torchrun's launcher.
 ELASTIC = "torch.distributed.launcher.api"
+OUTCOME, RESULTS = "outcome", "results"
 # Seconds between two looks at the workers.
 MONITOR_S = 0.1
 
 
-@dataclass(frozen=True)
-class Lost:
-    """A signal ended a supervisor; the host may be started again."""
+def main() -> None:
+    """Import, read the job, run the workers, leave the outcome."""
+    # What is forked closes its standard input, but must know whether the agent lives.
+    agent = os.dup(sys.stdin.fileno())
+    modules = [ELASTIC, *pickle.load(sys.stdin.buffer)]
+    for module in modules:
+        with suppress(Exception):  # who works with it imports it again, and says what is wrong
+            import_module(module)
+    directory, job = pickle.load(sys.stdin.buffer)
+    outcome = run_supervisors(Path(directory), job, agent)
+    write_whole(Path(directory) / OUTCOME, json.dumps(outcome).encode())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # half a second of dismantling torch would serve nobody
 
-    sentence: str
 
-
-class Signalled(Exception):
-    """A signal asked for the end; the supervisors have ended."""
-
-
-def run_supervisors(directory: Path, job: Job) -> list[Any] | str | Lost:
-    """What the workers returned, or the sentence that says what failed. Raises Signalled."""
+def run_supervisors(directory: Path, job: Job, agent: int) -> dict[str, Any]:
+    """The outcome. `agent` is the descriptor at whose end the agent is gone."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -52,19 +74,22 @@ def run_supervisors(directory: Path, job: Job) -> list[Any] | str | Lost:
         local_addr=LOOPBACK,
         max_restarts=0,
         monitor_interval=MONITOR_S,
-        start_method="forkserver",
+        start_method="fork",
         logs_specs=DefaultLogsSpecs(str(directory / "logs"), redirects=Std.ALL),
         shutdown_timeout=int(PATIENCE_S) - 2,
     )
     try:
-        results = elastic_launch(config, supervise)(str(directory), job)
-        return [results[number] for number in range(len(job.workers))]
+        results = elastic_launch(config, supervise)(str(directory), job, agent)
+    except SignalException:  # the agent asks for the end; the supervisors have ended
+        os._exit(1)
     except ChildFailedError as error:
         number, failure = error.get_first_failure()
         sentence = _blame(directory, job, number, failure.exitcode)
-        return Lost(sentence) if job.restart and failure.exitcode < 0 else sentence
-    except SignalException as signalled:
-        raise Signalled from signalled
+        return {"lost" if job.restart and failure.exitcode < 0 else "failed": sentence}
+    # They are for a launcher on this machine, which reads them there.
+    ordered = [results[number] for number in range(len(job.workers))]
+    write_whole(directory / RESULTS, pickle.dumps(ordered))
+    return {"ended": True}
 
 
 def _blame(directory: Path, job: Job, number: int, exitcode: int) -> str:
@@ -93,3 +118,10 @@ def last_line(said: bytes) -> str:
     # The interpreter follows a crash's cause with the stacks of its threads.
     crashes = [line for line in lines if line.startswith("Fatal Python error")]
     return (crashes or lines or ["it left no message."])[-1]
+
+
+if __name__ == "__main__":
+    # What is pickled must have this module's name.
+    from pipespec.cluster.torchrun import main as imported_main
+
+    imported_main()

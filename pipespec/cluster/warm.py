@@ -1,4 +1,4 @@
-"""What the fork server has ready before it forks: imported, and where that is slow, computed.
+"""What torchrun's process has ready before it forks: imported, and where that is slow, computed.
 
 It is named among the modules to preload; whoever else imports it pays for nothing but time.
 """

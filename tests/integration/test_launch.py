@@ -113,7 +113,6 @@ def unused(names: set[str]) -> set[str]:
 @pytest.fixture(autouse=True)
 def nothing_stays(tmp_path, monkeypatch):  # noqa: ARG001 - tmp_path must not come to lie in it
     """After every test: no child, no file, no thread of the launcher."""
-    # Short, for the fork server's socket.
     directory = tempfile.mkdtemp(dir="/tmp")
     monkeypatch.setenv("TMPDIR", directory)
     monkeypatch.setattr(tempfile, "tempdir", directory)
@@ -143,18 +142,16 @@ def meeting(tmp_path):
 
 
 def test_ranks_know_their_place_and_return_their_results(tmp_path, monkeypatch, capfd):
-    """Also where the temporary directory's name is too long for a socket in it."""
-    long = tmp_path / ("x" * 100)
-    long.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with launch(describe, num_ranks=3, preload=()) as cluster:
+    """Also where something that they do not need cannot be imported."""
+    (tmp_path / "damaged.py").write_text("def")
+    monkeypatch.syspath_prepend(tmp_path)
+    with launch(describe, num_ranks=3, preload=("damaged",)) as cluster:
         results = cluster.wait(PATIENCE)
         assert not cluster.poll()
     assert [result["RANK"] for result in results] == ["0", "1", "2"]
     assert {result["WORLD_SIZE"] for result in results} == {"3"}
     assert all(result["threads"] <= max(1, os.cpu_count() // 3) for result in results)
     assert capfd.readouterr() == ("", "")
-    assert not list(long.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -205,17 +202,16 @@ def test_an_exception_in_the_caller_ends_the_ranks(meeting, place):
     assert not any(map(alive, pids))
 
 
-def test_the_death_of_the_agent_ends_the_ranks(meeting, place):
+@pytest.mark.parametrize("who", ["launcher of the ranks", "torchrun"])
+def test_the_death_of_what_started_them_ends_the_ranks(who, meeting, place):
     with launch(wait_for_batches, (2, str(meeting), place), num_ranks=2, preload=()) as cluster:
         pids = pids_at(meeting, 2)
-        (agent,) = [
-            process
-            for process in psutil.Process().children()
-            if process.pid == os.getsid(pids[0])  # It leads the ranks' session.
-        ]
-        agent.kill()
+        agent = psutil.Process(os.getsid(pids[0]))  # it leads the ranks' session
+        (torchrun,) = agent.children()
+        assert torchrun.num_threads() == 1  # a process with threads must not fork
+        (torchrun if who == "torchrun" else agent).kill()
         until(lambda: not any(map(alive, pids)), LIMIT_S)
-        with pytest.raises(RankFailed, match=r"launcher of the ranks .*SIGKILL"):
+        with pytest.raises(RankFailed, match=rf"^(the )?{who} .*SIGKILL"):
             cluster.wait(PATIENCE)
 
 

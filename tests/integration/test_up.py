@@ -450,12 +450,9 @@ def test_a_stranger_on_the_machine_gets_nowhere(
     assert len({each.port for each in seen if each.kind == "tcp"}) == 3
     faults = status(capfd)[0]["faults"]
     told = visit(seen, tmp_path / "ruined")
-    for each, said in told.items():
-        if each.kind == "unix":
-            assert set(said) == {"PermissionError"}
-        else:  # gloo says nothing to whom it does not know
-            assert set(said) <= {"", "TimeoutError", "ConnectionResetError"}
-    assert {each.kind for each in told} == {"tcp", "unix"}
+    assert {each.kind for each in told} == {"tcp"}
+    for said in told.values():  # gloo says nothing to whom it does not know
+        assert set(said) <= {"", "TimeoutError", "ConnectionResetError"}
     assert main(["generate", "--on", NAME, "--json", "--prompt", PROMPTS[0]]) == 0
     assert json.loads(capfd.readouterr().out)["token_ids"] == expected[PROMPTS[0]]
     assert status(capfd)[0]["faults"] == faults
