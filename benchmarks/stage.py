@@ -40,6 +40,7 @@ from benchmarks.timed_stage import REQUEST, TimedStage, guesses, random_tree
 from pipespec.core import Verdict
 from pipespec.engine.attention import sdpa
 from pipespec.head.source.draft_model import DraftModelSource
+from pipespec.head.source.protocol import Asked
 from pipespec.head.tree import ROOT
 from pipespec.system.resources import resource_dir
 
@@ -138,7 +139,7 @@ def draft_round(stage: TimedStage, rows: int, context: int, seconds: float) -> d
     def expand() -> dict[str, float]:
         rewind()
         start = now_ms(stage.model.device)
-        found = source.expand(text, tree, nodes, CHILDREN)
+        (found,) = source.expand([Asked(text, tree, nodes)], CHILDREN)
         spent = now_ms(stage.model.device) - start
         assert found is not None and len(found.tokens) == rows
         return {"round": spent}

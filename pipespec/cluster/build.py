@@ -105,6 +105,8 @@ def scheduler_config(deployment: Deployment) -> SchedulerConfig:
         rounds=config.source.rounds,
         prefill_chunk=config.decode.prefill_chunk,
         context_limit=deployment.context,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_rows=config.max_rows,
     )
 
 

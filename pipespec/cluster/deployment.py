@@ -83,7 +83,7 @@ class Deployment:
     @property
     def max_rows(self) -> int:
         """Rows of a batch at most."""
-        return max(self.config.feed.max_rows, self.config.decode.prefill_chunk)
+        return self.config.max_rows
 
 
 @dataclass(frozen=True)

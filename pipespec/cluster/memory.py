@@ -37,6 +37,7 @@ FILES, REDIS_FILES, FILES_PER_WORKER = 30, 35, 4
 REMEDIES = {
     WEIGHTS: "use more hosts or devices, a smaller model, or model.quantization",
     "model.context": "lower model.context",
+    "scheduler.max_num_seqs": "lower scheduler.max_num_seqs",
     "feed.width": "lower feed.width",
     "feed.capacity": "lower feed.capacity, or feed.width and feed.children",
     "decode.prefill_chunk": "lower decode.prefill_chunk",
@@ -59,14 +60,15 @@ def needs(deployment: Deployment, rank: int) -> Counter[str]:
     )
     for setting, count in slots.items():
         found[setting] += count * (len(layers) * info.kv_size * item + SLOT_BYTES)
-    feed = deployment.config.feed
-    logits = feed.max_rows * info.vocab_size * item
+    config = deployment.config
+    logits = config.fed_rows * info.vocab_size * item
     if rank == 0:
-        found["feed.capacity"] += feed.capacity * NODE_BYTES
+        nodes = config.scheduler.max_num_seqs * config.feed.capacity
+        found["feed.capacity"] += nodes * NODE_BYTES
         found["feed.width"] += logits
     else:
         row = NUM_COLUMNS * 8 + info.hidden_size * item
-        found["feed.width"] += feed.max_rows * row
+        found["feed.width"] += config.fed_rows * row
         if layers.stop == info.num_layers:
             found["feed.width"] += logits
     found[WEIGHTS] += weight_bytes(deployment, info, rank, layers)

@@ -4,8 +4,8 @@
         with session.start(deployment, agents) as cluster, asking(cluster, served) as client:
             ...                                    # `pipespec.client.client`
 
-The head decodes one request at a time, in the order in which they were submitted; the others
-wait in the request log.
+The head takes requests in the order in which they were submitted, as many at once as
+`scheduler.max_num_seqs` says; the others wait in the request log.
 """
 
 from __future__ import annotations

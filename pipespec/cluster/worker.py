@@ -162,6 +162,7 @@ def serve(
                 epoch=where.epoch,
                 secret=where.secret,
                 max_rows=deployment.max_rows,
+                max_released=deployment.config.scheduler.max_num_seqs,
                 hidden_size=deployment.target.hidden_size,
                 dtype=getattr(torch, deployment.dtype),
             )

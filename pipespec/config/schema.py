@@ -37,6 +37,7 @@ SYNCS = ("lockstep", "free")
 BACKENDS = ("auto", "gloo", "nccl")
 URL_SCHEMES = ("redis", "rediss", "unix")
 MAX_CHUNK = 65536  # prompt tokens in a batch
+MAX_SEQS = 4096  # requests that are open at once
 A_FREE_PORT = "; 0 is a free one"
 NAMESPACE = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -147,6 +148,25 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True)
+class SchedulingConfig:
+    """How many requests are decoded at once, and how many rows one batch of them has.
+
+    `max_num_batched_tokens`: roots, guesses and pieces of prompts of all requests; None: as many
+    as a single request feeds, and at least `decode.prefill_chunk`.
+    """
+
+    max_num_seqs: int = 1
+    max_num_batched_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_SEQS)
+        if self.max_num_batched_tokens is not None:
+            check_whole(
+                "scheduler.max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_CHUNK
+            )
+
+
+@dataclass(frozen=True)
 class ControllerConfig:
     """Which Redis; no `url` means a private server for this cluster.
 
@@ -209,11 +229,24 @@ class Config:
     source: SourceSpec
     verify: VerifierSpec
     decode: DecodeConfig
+    scheduler: SchedulingConfig
     controller: ControllerConfig
     transport: TransportConfig
     pace: Pace
     link: Link
     trace: str | None = None
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of one batch at most."""
+        least = max(self.feed.max_rows, self.decode.prefill_chunk)
+        return self.scheduler.max_num_batched_tokens or least
+
+    @property
+    def fed_rows(self) -> int:
+        """Rows of one batch that are no prompt's, at most."""
+        requests = 1 if self.feed.shared else self.scheduler.max_num_seqs
+        return min(requests * self.feed.max_rows, self.max_rows)
 
     def __post_init__(self) -> None:
         if self.source.needs_draft and self.model.draft is None:
@@ -222,6 +255,12 @@ class Config:
                 "or choose source=ngram, which needs none."
             )
         self.pace.check(self.cluster.stages)
+        given = self.scheduler.max_num_batched_tokens
+        if given is not None and given < self.feed.max_rows:
+            raise ConfigError(
+                f"scheduler.max_num_batched_tokens is {given}, but this policy feeds up to "
+                f"{self.feed.max_rows} rows of one request; raise it, or lower feed.width."
+            )
         if self.trace is None:
             return
         check_new_file("trace", self.trace)
@@ -246,6 +285,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelConfig,
     "cluster": ClusterConfig,
     "decode": DecodeConfig,
+    "scheduler": SchedulingConfig,
     "controller": ControllerConfig,
     "transport": TransportConfig,
 }

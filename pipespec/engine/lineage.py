@@ -16,7 +16,7 @@ This module is pure book-keeping; `pipespec.engine.runner` gives every node its 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,14 +128,20 @@ class Lineage:
             self.mask[workers] = self.mask[self.parent[workers]]
             self.mask[workers, workers] = True
 
-    def apply(self, verdict: Verdict) -> Outcome:
-        """Walk the verdict's tokens down from the tip; tokens told before are skipped."""
+    def apply(self, verdict: Verdict, nodes: Sequence[int] | None = None) -> Outcome:
+        """Walk the verdict's tokens down from the tip; tokens told before are skipped.
+
+        `nodes` are the ids of the tokens, if they are known: a row with another id is a guess that
+        was dropped and made again, and dies.
+        """
         assert verdict.base <= self.decided, "a verdict is missing"
         committed: list[int] = []
         dead: list[np.ndarray] = []
-        tokens = verdict.tokens[self.decided - verdict.base :]
+        first = self.decided - verdict.base
+        tokens = verdict.tokens[first:]
         for told, token in enumerate(tokens):
-            child = None if self.expected else self._child_of_tip(token)
+            node = None if nodes is None else nodes[first + told]
+            child = None if self.expected else self._child_of_tip(token, node)
             doomed = np.flatnonzero(
                 self.live if child is None else self.live & ~self.mask[:, child]
             )
@@ -153,8 +159,9 @@ class Lineage:
             self._become_tip(int(self.node[child]))
         return Outcome(committed, np.concatenate(dead) if dead else np.empty(0, np.int64))
 
-    def _child_of_tip(self, token: int) -> int | None:
-        found = np.flatnonzero(self.live & (self.parent == TIP) & (self.token == token))
+    def _child_of_tip(self, token: int, node: int | None) -> int | None:
+        is_it = self.token == token if node is None else self.node == node
+        found = np.flatnonzero(self.live & (self.parent == TIP) & is_it)
         return int(found[0]) if len(found) else None
 
     def _become_tip(self, node: int) -> None:

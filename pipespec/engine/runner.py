@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -117,13 +117,16 @@ class SliceRunner:
             return batch, None
         return batch, AttentionPlan(torch.from_numpy(np.concatenate(write)), tuple(segments))
 
-    def apply(self, verdicts: list[Verdict]) -> None:
-        """Commit what the verdicts accepted and free the slots of what they ruled out."""
+    def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None:
+        """Commit what the verdicts accepted and free the slots of what they ruled out.
+
+        `nodes`: see `Lineage.apply`, of a single verdict.
+        """
         for verdict in verdicts:
             table = self.tables.get(verdict.request)
             if table is None:
                 continue
-            outcome = table.lineage.apply(verdict)
+            outcome = table.lineage.apply(verdict, nodes)
             if outcome.committed:
                 table.commit(table.slot_of[outcome.committed])
             if len(outcome.dead):

@@ -67,6 +67,7 @@ class HeadLoop:
         self._done: list[Task] = []
         self._submitted = 0  # steps
         self._unlogged: list[Verdict] = []  # applied, but neither logged nor told to the source
+        self._control_ns: dict[int, int] = {}  # what the controller had taken when each was opened
 
     def run(self) -> None:
         """Serve requests until there will be no more, then stop the stages."""
@@ -81,29 +82,33 @@ class HeadLoop:
         self.stop()
 
     def admit(self) -> bool:
-        """Take the next request if none is open; False: no more will come.
+        """Take the next requests, as many as can be open; False: none is, and no more will come.
 
         While batches are on their way the pipeline must keep stepping, so only an empty one
         is left to wait.
         """
-        while self.scheduler.idle:
-            draining = self.scheduler.draining
-            request = self.controller.next_request(timeout=0 if draining else None)
+        while self.scheduler.has_room:
+            busy = not self.scheduler.idle or self.scheduler.draining
+            request = self.controller.next_request(timeout=0 if busy else None)
             if request is not None:
-                stops = self.settings.stop_check(request)
-                now = self.timeline.clock()
-                self.timeline.take()
-                answer = self.controller.tokens(request.id)
-                sequence = self.scheduler.add(request, stops, now, answer)
-                self.source.begin(sequence.context)
-                if sequence.ended:
-                    self.finish(sequence, sequence.ended)
-                    break  # a batch must tell the stages
-            elif draining:
+                self.open(request)
+            elif busy:
                 break
             else:
                 return False
         return True
+
+    def open(self, request: Request) -> None:
+        """Begin with a request, or go on with what an earlier epoch has left of it."""
+        stops = self.settings.stop_check(request)
+        if self.scheduler.idle:
+            self.timeline.take()
+        self._control_ns[request.id] = self.timeline.totals["control"]
+        answer = self.controller.tokens(request.id)
+        sequence = self.scheduler.add(request, stops, self.timeline.clock(), answer)
+        self.source.begin(sequence.context)
+        if sequence.ended:
+            self.finish(sequence, sequence.ended)
 
     def begin(self) -> None:
         """A step begins."""
@@ -128,13 +133,12 @@ class HeadLoop:
 
     def draft(self, work: DraftWork) -> None:
         """One draft round."""
-        sequence = work.sequence
         start = self.timeline.clock()
         with self.timeline("draft"):
-            candidates = self.source.expand(
-                sequence.context, sequence.tree, work.nodes, work.children
-            )
-            sequence.counts["overruns"] += not wait_until(start, self.settings.pace.of_round)
+            candidates = self.source.expand(work.asked, work.children)
+            paced = wait_until(start, self.settings.pace.of_round)
+        for part in work.parts:
+            part.sequence.counts["overruns"] += not paced
         self.scheduler.graft(work, candidates, self._ms_since(start))
 
     def hear(self) -> None:
@@ -179,22 +183,26 @@ class HeadLoop:
         self._done.append(prune(0, self.receiver.heard - 1))
 
     def drop_cancelled(self) -> None:
-        """End a request for which nobody waits any more."""
-        sequence = self.scheduler.sequence
-        if sequence is not None and self.controller.cancelled(sequence.request.id):
-            self.scheduler.cancel(sequence.request.id)
-            self.finish(sequence, CANCELLED)
+        """End the requests for which nobody waits any more."""
+        for request in list(self.scheduler.sequences):
+            if self.controller.cancelled(request):
+                sequence = self.scheduler.cancel(request)
+                assert sequence is not None
+                self.finish(sequence, CANCELLED)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Log that a request is over, after all that was accepted."""
         self.log_accepted()
-        totals, events = self.timeline.take()
-        report = {"rank": 0, "control_ns": totals["control"], "events": events}
-        self.controller.report(sequence.request.id, report | sequence.statistics())
-        self.controller.finish(sequence.request.id, reason)
-        if sequence.request.sampling.lossy:
-            self.controller.tell(sequence.request.id, NO_MORE)
-        self.source.end(sequence.request.id)
+        request = sequence.request
+        control = self.timeline.totals["control"] - self._control_ns.pop(request.id)
+        # Events are of the whole pipeline: a trace is of one request alone.
+        events = list(self.timeline.events)
+        report = {"rank": 0, "control_ns": control, "events": events}
+        self.controller.report(request.id, report | sequence.statistics())
+        self.controller.finish(request.id, reason)
+        if request.sampling.lossy:
+            self.controller.tell(request.id, NO_MORE)
+        self.source.end(request.id)
 
     def log_accepted(self) -> None:
         """Log what was accepted and tell the source; the next batch is on its way already."""
@@ -222,11 +230,11 @@ class HeadLoop:
         self.timing.sent(len(batch))
 
     def tell_guesses(self, batch: Batch) -> None:
-        """A lossy rule prefers what was guessed, so the last stage must know it ahead."""
-        sequence = self.scheduler.sequence
-        if sequence is not None and sequence.request.sampling.lossy:
-            with self.timeline("control"):
-                self.controller.tell(sequence.request.id, sequence.guesses(batch))
+        """Lossy rules prefer what was guessed, so the last stage must know it ahead."""
+        for request, sequence in self.scheduler.sequences.items():
+            if sequence.request.sampling.lossy:
+                with self.timeline("control"):
+                    self.controller.tell(request, sequence.guesses(batch))
 
     def stop(self) -> None:
         """Send the last batch, and lay out the steps in which it passes the stages."""

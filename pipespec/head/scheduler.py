@@ -2,7 +2,8 @@
 
 The scheduler holds no clock, socket, file or thread. It is told what happened and says what to
 do. Two drive it: the loop of rank 0 (`pipespec.head.loop`) with a running cluster, and the
-simulation of `pipespec plan` (`pipespec.planning.simulation`) with an imagined one. A step is
+simulation of `pipespec plan` (`pipespec.planning.simulation`) with an imagined one. Requests come
+and go at any step (`add`, `cancel`). A step is
 
     scheduler.begin()
     while work := scheduler.expansion(elapsed_ms):      # while the stages compute
@@ -13,20 +14,26 @@ simulation of `pipespec plan` (`pipespec.planning.simulation`) with an imagined 
         scheduler.graft(todo, source.expand(...), ms)   # what must be there before anything is fed
     send(todo)
     scheduler.end(ms)
+
+One batch mixes the rows of all requests: unfed roots, pieces of prompts, guesses
+(`pipespec.head.choice`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipespec.core import Batch, Request, Verdict
+from pipespec.head.choice import Offer, certain, choose, share
 from pipespec.head.feed.policy import FeedPolicy, PipelineState
 from pipespec.head.feed.rounds import fits
 from pipespec.head.meter import Meter
 from pipespec.head.sequence import Sequence, StopCheck
-from pipespec.head.source.protocol import Candidates
+from pipespec.head.source.protocol import Asked, Candidates
 from pipespec.head.tree import ROOT
 
 
@@ -35,11 +42,14 @@ class SchedulerConfig:
     """What a scheduler decides by.
 
     Attributes:
-        policy: which nodes are expanded and which are fed.
+        policy: which nodes are expanded and which may be fed.
         num_steps: steps that a batch takes from the head through the last stage.
         rounds: draft rounds per step at most, or "auto".
-        prefill_chunk: rows of a prompt that one batch carries.
+        prefill_chunk: rows of prompts that one batch carries.
         context_limit: tokens of the longest sequence.
+        max_num_seqs: requests that are open at once.
+        max_rows: rows of one batch, and nodes that one draft round expands, of all requests.
+            0: as many as one request needs.
     """
 
     policy: FeedPolicy
@@ -47,17 +57,38 @@ class SchedulerConfig:
     rounds: int | str
     prefill_chunk: int
     context_limit: int
+    max_num_seqs: int = 1
+    max_rows: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.max_rows or max(self.policy.max_rows, self.prefill_chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPart:
+    """What a draft round does for one sequence: the best `limit` children of its `nodes` are kept
+    (None: all)."""
+
+    sequence: Sequence
+    nodes: np.ndarray
+    limit: int | None
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(self.sequence.context, self.sequence.tree, self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftWork:
-    """One draft round: the source proposes `children` children for `nodes` of a sequence's tree;
-    the best `limit` of all are kept (None: all)."""
+    """One draft round: the source proposes `children` children for the nodes of each part."""
 
-    sequence: Sequence
-    nodes: np.ndarray
+    parts: tuple[DraftPart, ...]
     children: int
-    limit: int | None
+
+    @property
+    def asked(self) -> list[Asked]:
+        return [part.asked for part in self.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +105,17 @@ class Progress:
 
 
 class Scheduler:
-    """The decisions of the head. Today it holds one request at a time."""
+    """The decisions of the head, for all requests that are open."""
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.step = 0  # of the next batch
-        self.sequence: Sequence | None = None
+        self.sequences: dict[int, Sequence] = {}  # by request, in the order in which they came
         self._policy = config.policy
         self._meter = Meter(config.num_steps)
         self._guesses: bool | None = None  # whether this step knows any; None: it is not decoding
         self._decided = 0  # tokens that this step decided
-        self._released: tuple[int, ...] = ()  # requests that the stages have not been told to free
+        self._released: list[int] = []  # requests that the stages have not been told to free
         self._busy_until = 0  # the step in which the last batch that matters leaves the pipeline
 
     # --- requests -----------------------------------------------------------------------------
@@ -92,17 +123,23 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether no request is open."""
-        return self.sequence is None
+        return not self.sequences
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request can be opened: the stages hold others until they are told."""
+        return len(self.sequences) + len(self._released) < self.config.max_num_seqs
 
     @property
     def draining(self) -> bool:
         """Whether batches are on their way, so that the pipeline must keep stepping."""
-        return self.step <= self._busy_until
+        return bool(self._released) or self.step <= self._busy_until
 
     @property
     def misses_per_step(self) -> float:
-        """Tokens per step that had to be fed after they were decided."""
-        return self.sequence.misses_per_step if self.sequence else 0.0
+        """Tokens per step of one request that had to be fed after they were decided."""
+        rates = [sequence.misses_per_step for sequence in self.sequences.values()]
+        return sum(rates) / len(rates) if rates else 0.0
 
     def add(
         self, request: Request, stops: StopCheck, now: int, answer: tuple[int, ...] = ()
@@ -111,65 +148,63 @@ class Scheduler:
 
         If that answer is the whole of it (`Sequence.ended`), it is closed at once.
         """
-        assert self.sequence is None, "one request at a time"
+        assert self.has_room, "more requests than the stages have memory for"
         sequence = Sequence.open(request, stops, self.config.context_limit, now, answer)
-        self.sequence = sequence
+        self.sequences[request.id] = sequence
         if sequence.ended:
             self._close(sequence)
         return sequence
 
     def cancel(self, request: int) -> Sequence | None:
         """Close a request for which nobody waits any more; None: it is not open."""
-        sequence = self.sequence
-        if sequence is None or sequence.request.id != request:
-            return None
-        self._close(sequence)
+        sequence = self.sequences.get(request)
+        if sequence is not None:
+            self._close(sequence)
         return sequence
 
     def _close(self, sequence: Sequence) -> None:
         """The next batch tells the stages to free what the request holds."""
-        self._released = (sequence.request.id,)
-        self.sequence = None
+        self._released.append(sequence.request.id)
+        del self.sequences[sequence.request.id]
 
     # --- a step -------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A step begins."""
         self._decided = 0
-        sequence = self.sequence
-        self._guesses = sequence.guesses_in_flight if sequence and sequence.decoding else None
+        decoding = [each for each in self.sequences.values() if each.decoding]
+        self._guesses = any(each.guesses_in_flight for each in decoding) if decoding else None
         self._meter.begin()
 
     def expansion(self, elapsed_ms: float) -> DraftWork | None:
         """The next draft round of a step that has lasted so long; None: none is wanted, or
         there is no time for it."""
-        if self.sequence is None:
+        state = self._state(elapsed_ms)
+        if not self.sequences or not fits(self.config.rounds, state):
             return None
-        state = self._state(self.sequence, elapsed_ms)
-        work, _ = self._growth(self.sequence, state)
-        return work if work is not None and fits(self.config.rounds, state) else None
+        work, _ = self._growth(self.sequences.values(), state)
+        return work
 
-    def graft(self, work: DraftWork, candidates: Candidates | None, ms: float) -> None:
-        """Hang what the source proposed into the tree; the round took `ms`.
+    def graft(self, work: DraftWork, candidates: ListOf[Candidates | None], ms: float) -> None:
+        """Hang what the source proposed into the trees; the round took `ms`.
 
-        None: the source is still reading the prompt.
+        There is one answer for each part. None: the source is still reading that prompt.
         """
-        sequence = work.sequence
-        sequence.counts["rounds"] += 1
-        self._meter.round(ms, measured=candidates is not None)
-        if candidates is not None:
-            sequence.tree.append(
-                candidates.parents, candidates.tokens, candidates.logps, work.limit
-            )
-            sequence.tree.trim(self._policy.capacity)
+        self._meter.round(ms, measured=any(answer is not None for answer in candidates))
+        for part, answer in zip(work.parts, candidates, strict=True):
+            part.sequence.counts["rounds"] += 1
+            if answer is not None:
+                tree = part.sequence.tree
+                tree.append(answer.parents, answer.tokens, answer.logps, part.limit)
+                tree.trim(self._policy.capacity)
 
     def apply(self, verdict: Verdict, now: int) -> Progress | None:
         """Move the root along a verdict's tokens, up to the one that ends the request.
 
         `now` is a moment of the caller's clock. None: the request ended while this was on its way.
         """
-        sequence = self.sequence
-        if sequence is None or verdict.request != sequence.request.id:
+        sequence = self.sequences.get(verdict.request)
+        if sequence is None:
             return None
         assert verdict.base == len(sequence.context.tokens), "a verdict is missing"
         reason = None
@@ -180,6 +215,8 @@ class Scheduler:
             if reason:
                 break
         self._decided += count
+        if not sequence.tree.fed[ROOT]:
+            sequence.waits_since = self.step
         accepted = replace(
             verdict, tokens=verdict.tokens[:count], logprobs=verdict.logprobs[:count]
         )
@@ -192,20 +229,20 @@ class Scheduler:
         it began to wait for them, for `wait_ms`."""
         if self._guesses is not None:
             self._meter.verdict(drafted_ms, wait_ms, self._decided)
-        if self.sequence is not None:
-            self.sequence.counts["steps"] += 1
+        for sequence in self.sequences.values():
+            sequence.counts["steps"] += 1
 
     def has_work(self, elapsed_ms: float) -> bool:
         """Whether a batch of this step would carry anything."""
-        sequence = self.sequence
-        if self._released or sequence is None:
-            return bool(self._released)
-        if sequence.prompt_left or not sequence.tree.fed[ROOT]:
+        if self._released:
             return True
-        return len(self._choice(sequence, self._state(sequence, elapsed_ms))) > 0
+        if any(each.prompt_left or not each.tree.fed[ROOT] for each in self.sequences.values()):
+            return True
+        choice, _ = self._choice(self._state(elapsed_ms))
+        return any(len(nodes) for _, nodes in choice)
 
     def next_batch(self, elapsed_ms: float) -> Batch | DraftWork:
-        """The batch of this step: the prompt's next chunk, or the nodes that the policy chooses.
+        """The batch of this step: unfed roots, the next rows of prompts, guesses.
 
         Or a draft round without which nothing can be fed, the pipeline idling meanwhile; ask
         again after it.
@@ -213,57 +250,108 @@ class Scheduler:
         rows = self._next_rows(elapsed_ms)
         if isinstance(rows, DraftWork):
             return rows
-        batch = Batch(self.step, rows, released=self._released)
+        batch = Batch(self.step, rows, released=tuple(self._released))
         if len(batch) or batch.released:
             self._busy_until = self.step + self.config.num_steps
-        self._released = ()
+        self._released.clear()
         self._meter.fed(len(batch))
         self.step += 1
         return batch
 
     def end(self, ms: float) -> None:
         """The step lasted `ms`."""
-        if self._guesses is not None and self.sequence is not None:
+        if self._guesses is not None and self.sequences:
             guesses = self._guesses or self._meter.rounds > 0
             self._meter.step(ms, self._decided, guesses=guesses)
 
     # --- choices ------------------------------------------------------------------------------
 
-    def _state(self, sequence: Sequence, elapsed_ms: float) -> PipelineState:
+    def _state(self, elapsed_ms: float) -> PipelineState:
         """What the policy may know at this moment of the step."""
-        return self._meter.state(self.step, end=sequence.last_position, elapsed_ms=elapsed_ms)
+        return self._meter.state(self.step, end=self.config.context_limit, elapsed_ms=elapsed_ms)
 
-    def _growth(self, sequence: Sequence, state: PipelineState) -> tuple[DraftWork | None, bool]:
+    def _growth(
+        self, sequences: Iterable[Sequence], state: PipelineState
+    ) -> tuple[DraftWork | None, bool]:
         """The draft round that the policy wants, and whether the pipeline idles until then."""
-        expansion = self._policy.grow(sequence.tree, state)
-        nodes = sequence.useful(expansion.nodes)
-        if not len(nodes):
-            return None, False
-        return DraftWork(sequence, nodes, self._policy.children, expansion.limit), expansion.urgent
+        wanted: list[tuple[Sequence, int | None, Offer]] = []
+        urgent = False
+        for sequence in sequences:
+            own = replace(state, end=sequence.last_position)
+            expansion = self._policy.grow(sequence.tree, own)
+            nodes = sequence.useful(expansion.nodes)
+            if len(nodes):
+                wanted.append((sequence, expansion.limit, Offer(sequence.tree, nodes)))
+                urgent |= expansion.urgent
+        shares = share([offer for _, _, offer in wanted], self._budget(len(wanted)))
+        parts = tuple(
+            DraftPart(sequence, nodes, limit)
+            for (sequence, limit, _), nodes in zip(wanted, shares, strict=True)
+            if len(nodes)
+        )
+        return (DraftWork(parts, self._policy.children) if parts else None), urgent
 
-    def _choice(self, sequence: Sequence, state: PipelineState) -> np.ndarray:
-        """The nodes that the policy would feed now."""
-        return sequence.useful(self._policy.feed(sequence.tree, state))
+    def _budget(self, requests: int) -> int:
+        """Rows that so many requests may feed in a step beside prompts."""
+        most = self._policy.max_rows * (1 if self._policy.shared else requests)
+        return min(most, self.config.rows)
+
+    def _choice(
+        self, state: PipelineState
+    ) -> tuple[list[tuple[Sequence, np.ndarray]], list[tuple[Sequence, int]]]:
+        """The nodes to feed now of every sequence that is past its prompt, and up to where the
+        prompts of others are read.
+
+        Roots come first, who has waited longest before all others, then prompts, then guesses.
+        """
+        decoding = sorted(
+            (each for each in self.sequences.values() if not each.prompt_left),
+            key=lambda each: each.waits_since,
+        )
+        offers = []
+        for sequence in decoding:
+            own = replace(state, end=sequence.last_position)
+            nodes = sequence.useful(self._policy.feed(sequence.tree, own))
+            offers.append(Offer(sequence.tree, nodes, self._policy.whole))
+        budget = self._budget(len(offers))
+        prompts = self._prompts(self.config.rows - min(certain(offers), budget))
+        left = self.config.rows - sum(end - each.prefilled for each, end in prompts)
+        chosen = choose(offers, min(budget, left), self._policy.row_cost, state)
+        return list(zip(decoding, chosen, strict=True)), prompts
+
+    def _prompts(self, room: int) -> list[tuple[Sequence, int]]:
+        """Up to where prompts are read next, in `room` rows; who is read first changes from step
+        to step, so that a short prompt does not wait for a long one."""
+        room = min(room, self.config.prefill_chunk)
+        reading = [each for each in self.sequences.values() if each.prompt_left]
+        first = self.step % max(len(reading), 1)
+        found = []
+        for sequence in (*reading[first:], *reading[:first]):
+            end = min(sequence.prefilled + room, sequence.known)
+            if end > sequence.prefilled:
+                found.append((sequence, end))
+                room -= end - sequence.prefilled
+        return found
 
     def _next_rows(self, elapsed_ms: float) -> np.ndarray | DraftWork:
-        sequence = self.sequence
-        if sequence is None:
-            return Batch(self.step).rows
-        if sequence.prompt_left:
-            end = min(sequence.prefilled + self.config.prefill_chunk, sequence.known)
+        state = self._state(elapsed_ms)
+        choice, prompts = self._choice(state)
+        if not prompts and not any(len(nodes) for _, nodes in choice):
+            stuck = [each for each, _ in choice if not each.tree.fed[ROOT]]
+            work, urgent = self._growth(stuck, state)
+            if work is not None and urgent:
+                return work
+        found = [Batch(self.step).rows]
+        for sequence, end in prompts:
             rows = sequence.context.rows(sequence.prefilled, end)
             sequence.prefilled = end
-        else:
-            state = self._state(sequence, elapsed_ms)
-            nodes = self._choice(sequence, state)
-            if not len(nodes) and not sequence.tree.fed[ROOT]:
-                work, urgent = self._growth(sequence, state)
-                if work is not None and urgent:
-                    return work
-            assert len(nodes) <= self._policy.max_rows, "the KV pools are made for no more"
-            rows = sequence.tree.rows(sequence.request.id, nodes)
-            sequence.tree.fed[nodes] = True
-            if len(nodes) and not self._policy.keeps_unfed:
-                sequence.tree.drop_unfed()
-        sequence.counts["rows"] += len(rows)
-        return rows
+            sequence.counts["rows"] += len(rows)
+            found.append(rows)
+        for sequence, nodes in choice:
+            if len(nodes):
+                found.append(sequence.tree.rows(sequence.request.id, nodes))
+                sequence.tree.fed[nodes] = True
+                if not self._policy.keeps_unfed:
+                    sequence.tree.drop_unfed()
+                sequence.counts["rows"] += len(nodes)
+        return np.concatenate(found)

@@ -1,4 +1,4 @@
-"""The request that the head decodes: its text, its tree, what has been counted."""
+"""A request that the head decodes: its text, its tree, what has been counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.core import GUESS, KIND, NODE, PARENT, TOKEN, Batch, Guesses, Request
+from pipespec.core import GUESS, KIND, NODE, PARENT, REQUEST, TOKEN, Batch, Guesses, Request
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
 
@@ -19,7 +19,7 @@ StopCheck = Callable[[int], bool]
 
 @dataclass(slots=True)
 class Sequence:
-    """The one request that is being decoded: its text, its tree, its counts."""
+    """One request that is being decoded: its text, its tree, its counts."""
 
     request: Request
     context: Context
@@ -28,6 +28,7 @@ class Sequence:
     last_position: int
     replayed: int  # tokens of the answer that were decided before this sequence was opened
     prefilled: int = 0
+    waits_since: int = 0  # the step in which the root became one that was not fed
     generated: int = 0
     hits: int = 0
     counts: dict[str, int] = field(
@@ -125,7 +126,8 @@ class Sequence:
     def guesses(self, batch: Batch) -> Guesses:
         """Which rows of a batch are guesses of this request, and how likely its source found
         them."""
-        rows = batch.rows[batch.rows[:, KIND] == GUESS]
+        mine = (batch.rows[:, KIND] == GUESS) & (batch.rows[:, REQUEST] == self.request.id)
+        rows = batch.rows[mine]
         by_id = np.argsort(self.tree.id)
         nodes = by_id[np.searchsorted(self.tree.id, rows[:, NODE], sorter=by_id)]
         return Guesses(batch.step, rows[:, PARENT], rows[:, TOKEN], self.tree.logp[nodes])

@@ -153,13 +153,15 @@ def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool
     feed, chunk = config.feed, config.decode.prefill_chunk
     # Running free, every link can hold a batch, and so can every rank.
     in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
+    requests = config.scheduler.max_num_seqs
     found = Counter({"model.context": context})
-    found["feed.width"] += max(feed.max_rows - chunk, 0)
-    found["decode.prefill_chunk"] += min(max(feed.max_rows, chunk), chunk)
+    found["scheduler.max_num_seqs"] += (requests - 1) * context
+    found["feed.width"] += max(config.max_rows - chunk, 0)
+    found["decode.prefill_chunk"] += min(config.max_rows, chunk)
     if head:
-        found["feed.capacity"] += feed.capacity
+        found["feed.capacity"] += requests * feed.capacity
     else:
-        found["feed.width"] += in_flight * feed.max_rows
+        found["feed.width"] += in_flight * config.fed_rows
     return found
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.core import NODE, Batch, Request, Verdict
+from pipespec.core import NODE, REQUEST, Batch, Request, Verdict
 from pipespec.emulation import TimeCurve
 from pipespec.errors import ConfigError
 from pipespec.head.feed.policy import FeedPolicy
@@ -40,6 +40,9 @@ from pipespec.limits import MAX_MS, MAX_SEED, check_number, check_whole
 VOCABULARY = 1 << 15
 BEYOND = 512
 MAX_TOKENS = 10**6
+MAX_REQUESTS = 4096
+# A request may come so many times as far as the mean of all before the others are done.
+AHEAD = 4
 
 Rounds = int | str
 
@@ -130,24 +133,30 @@ def simulate(
     rounds: Rounds,
     num_tokens: int,
     seed: int = 0,
+    num_requests: int = 1,
+    max_rows: int = 0,
 ) -> Simulation:
-    """Decode some `num_tokens` with the head's own tree and policy; the stages count rows only.
+    """Decode some `num_tokens` with the head's own scheduler; the stages count rows only.
 
-    `rounds`: draft rounds per step at most, or "auto".
+    `rounds`: draft rounds per step at most, or "auto"; `max_rows`: see `SchedulerConfig`. With
+    many requests, all of them are there the whole time, and the tokens are those of all.
     """
     check_rounds(rounds)
     check_whole("tokens", num_tokens, 1, MAX_TOKENS)
     check_whole("seed", seed, 0, MAX_SEED)
-    pipeline = SimulatedPipeline(policy, machine, accuracy, rounds, num_tokens, seed)
+    check_whole("requests", num_requests, 1, MAX_REQUESTS)
+    pipeline = SimulatedPipeline(
+        policy, machine, accuracy, rounds, num_tokens, seed, num_requests, max_rows
+    )
     while pipeline.result.tokens < num_tokens:
         pipeline.step()
     return pipeline.result
 
 
 class SimulatedPipeline:
-    """The head's scheduler with one request, before stages that are times and a text.
+    """The head's scheduler before stages that are times and texts.
 
-    It runs on a clock that the machine drives. The prompt is one token, the answer is random.
+    It runs on a clock that the machine drives. Prompts are one token, answers are random.
     """
 
     def __init__(
@@ -158,30 +167,45 @@ class SimulatedPipeline:
         rounds: Rounds,
         num_tokens: int,
         seed: int,
+        num_requests: int = 1,
+        max_rows: int = 0,
     ):
         self.machine = machine
         random = np.random.default_rng(seed)
-        self.text = random.integers(VOCABULARY, size=num_tokens + BEYOND).tolist()
+        length = num_tokens if num_requests == 1 else AHEAD * num_tokens // num_requests
+        self.texts = [
+            random.integers(VOCABULARY, size=length + BEYOND).tolist() for _ in range(num_requests)
+        ]
+        for i, text in enumerate(self.texts):  # texts are told apart by their prompts
+            text[0] = (self.texts[0][0] + i) % VOCABULARY
         self.scheduler = Scheduler(
             SchedulerConfig(
                 policy,
                 num_steps=machine.num_stages,
                 rounds=rounds,
                 prefill_chunk=1,
-                context_limit=len(self.text) + 1,
+                context_limit=len(self.texts[0]) + 1,
+                max_num_seqs=num_requests,
+                max_rows=max_rows,
             )
         )
-        request = Request(0, tuple(self.text[:1]), max_new_tokens=len(self.text))
-        self.sequence = self.scheduler.add(request, lambda token: False, now=0)
-        self.source = SyntheticSource(accuracy, [self.text], VOCABULARY, seed)
-        self.source.begin(self.sequence.context)
-        self.fed_at = np.zeros(1 << 16, np.int64)  # the step in which a node was fed, by its id
+        self.source = SyntheticSource(accuracy, self.texts, VOCABULARY, seed)
+        # The step in which a node of a request was fed, by its id.
+        self.fed_at = [np.zeros(1 << 12, np.int64) for _ in self.texts]
+        for i, text in enumerate(self.texts):
+            request = Request(i, tuple(text[:1]), max_new_tokens=len(text))
+            self.source.begin(self.scheduler.add(request, lambda token: False, now=0).context)
         self.result = Simulation(np.zeros(machine.num_stages + 1, np.int64))
+
+    @property
+    def decoding(self) -> int:
+        """How many of the requests are past their first tokens."""
+        return sum(sequence.decoding for sequence in self.scheduler.sequences.values())
 
     def step(self) -> Batch:
         """One step of the pipeline; what entered it."""
         scheduler = self.scheduler
-        counts = self.sequence.decoding
+        counts = self.decoding == len(self.texts)
         scheduler.begin()
         drafted_ms = 0.0
         rounds = 0
@@ -190,7 +214,10 @@ class SimulatedPipeline:
             drafted_ms += self.machine.draft_ms
             rounds += 1
         computed_ms = self.machine.slowest_ms(self.rows_in_flight())
-        scheduler.apply(self.verdict(), now=0)
+        for request, sequence in scheduler.sequences.items():
+            verdict = None if sequence.prompt_left else self.verdict(request)
+            if verdict is not None and verdict.tokens:
+                scheduler.apply(verdict, now=0)
         # The draft sends no hidden states and its rounds end before the verdict is heard, so a
         # slow draft hides the hop (PipeDec: max(T_draft, C T_c + T_t)).
         heard_ms = computed_ms + (self.machine.hop_ms if computed_ms else 0.0)
@@ -211,38 +238,49 @@ class SimulatedPipeline:
 
     def draft(self, work: DraftWork) -> None:
         """One draft round."""
-        sequence = work.sequence
-        candidates = self.source.expand(sequence.context, sequence.tree, work.nodes, work.children)
+        candidates = self.source.expand(work.asked, work.children)
         self.scheduler.graft(work, candidates, self.machine.draft_ms)
 
     def enter(self, batch: Batch) -> None:
         """Remember when the rows of a batch were fed."""
-        ids = batch.rows[:, NODE]
-        while ids.max(initial=0) >= len(self.fed_at):
-            self.fed_at = np.concatenate((self.fed_at, np.zeros_like(self.fed_at)))
-        self.fed_at[ids] = batch.step
+        owners = batch.rows[:, REQUEST]
+        for request in dict.fromkeys(owners.tolist()):
+            ids = batch.rows[owners == request, NODE]
+            fed_at = self.fed_at[request]
+            while ids.max() >= len(fed_at):
+                fed_at = np.concatenate((fed_at, np.zeros_like(fed_at)))
+            fed_at[ids] = batch.step
+            self.fed_at[request] = fed_at
 
     def rows_in_flight(self) -> list[int]:
         """Live rows in each stage: of the batch fed 1, 2, ... n steps ago."""
-        tree = self.sequence.tree
-        ages = self.scheduler.step - self.fed_at[tree.id[tree.fed]]
-        return np.bincount(ages, minlength=self.machine.num_stages + 1)[1:].tolist()
+        rows = np.zeros(self.machine.num_stages + 1, np.int64)
+        for request, sequence in self.scheduler.sequences.items():
+            if sequence.prompt_left:
+                continue
+            tree = sequence.tree
+            ages = self.scheduler.step - self.fed_at[request][tree.id[tree.fed]]
+            rows += np.bincount(ages, minlength=len(rows))
+        return rows[1:].tolist()
 
-    def verdict(self) -> Verdict:
+    def verdict(self, request: int) -> Verdict:
         """The last stage keeps drawing while the newest token is in the batch it has computed."""
-        tree, base = self.sequence.tree, len(self.sequence.context.tokens)
+        sequence = self.scheduler.sequences[request]
+        tree, base = sequence.tree, len(sequence.context.tokens)
+        text, fed_at = self.texts[request], self.fed_at[request]
         now = self.scheduler.step
         leaving = now - self.machine.num_stages
+        alone = self.decoding - sequence.decoding == len(self.texts) - 1
         tokens: list[int] = []
         node: int | None = ROOT
-        entered = int(self.fed_at[tree.id[ROOT]]) if tree.fed[ROOT] else now
+        entered = int(fed_at[tree.id[ROOT]]) if tree.fed[ROOT] else now
         while node is not None and entered == leaving:
-            token = self.text[base + len(tokens)]
+            token = text[base + len(tokens)]
             tokens.append(token)
             node = tree.child(node, token)
             hit = node is not None and bool(tree.fed[node])
-            entered = int(self.fed_at[tree.id[node]]) if hit else now
-            if base + len(tokens) > 2:
+            entered = int(fed_at[tree.id[node]]) if hit else now
+            if base + len(tokens) > 2 and alone:
                 self.result.delays[entered - leaving] += 1
                 self.result.hits += hit
-        return Verdict(self.sequence.request.id, base, tuple(tokens))
+        return Verdict(request, base, tuple(tokens))

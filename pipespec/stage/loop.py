@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, transfer
@@ -14,6 +14,9 @@ from pipespec.engine.runner import SliceRunner
 from pipespec.sampling.verifier import Verifier
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
+
+# What a stage counts of its steps.
+COUNTS = ("steps", "rows", "dropped", "overruns")
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,9 @@ class StageLoop:
         self._done: list[Task] = []
         self._verdicts: list[Verdict] = []  # of this step, at the last stage
         self._verifiers: dict[int, Verifier] = {}  # of the open requests, at the last stage
-        self._counts = dict.fromkeys(("steps", "rows", "dropped", "overruns"), 0)
-        # When the current request's first row came; None between requests.
-        self._since: int | None = None
+        self._counts = Counter[str]()  # since no request was open
+        # What had been counted, of work and of time, when the first row of each request came.
+        self._opened: dict[int, Counter[str]] = {}
 
     def run(self) -> None:
         """Work until a batch says stop."""
@@ -108,10 +111,13 @@ class StageLoop:
         Under a pace both belong to the stage's time, as they do on the machine that is emulated.
         """
         start = self.timeline.clock()
-        if self._since is None and len(batch):
-            self.timeline.take()
-            self._since = start
-        self._counts["steps"] += self._since is not None
+        for request in dict.fromkeys(batch.rows[:, REQUEST].tolist()):
+            if not self._opened:
+                self.timeline.take()
+                self._counts.clear()
+            if request not in self._opened:
+                self._opened[request] = self.counted(start)
+        self._counts["steps"] += bool(self._opened)
         with self.timeline("compute"):
             computed = self.runner.compute(batch)
         if self.last:
@@ -193,20 +199,18 @@ class StageLoop:
         """A request is over: free what it held here, report where the time went."""
         self.runner.release(request)
         self._verifiers.pop(request, None)
-        self.controller.report(request, self.statistics())
+        before = self._opened.pop(request, None)
+        now = self.counted(self.timeline.clock())
+        since = {name: now[name] - (before or now)[name] for name in now}
+        events = list(self.timeline.events)
+        self.controller.report(request, {"rank": self.rank, **since, "events": events})
 
-    def statistics(self) -> dict[str, Any]:
-        """This rank's part of a request's statistics; the counts start anew."""
-        totals, events = self.timeline.take()
-        now = self.timeline.clock()
-        report = {
-            "rank": self.rank,
-            "elapsed_ns": now - self._since if self._since is not None else 0,
-            "busy_ns": totals["compute"] + totals["verify"] + totals["pace"],
-            "control_ns": totals["control"],
-            **self._counts,
-            "events": events,
-        }
-        self._since = None
-        self._counts = dict.fromkeys(self._counts, 0)
-        return report
+    def counted(self, now: int) -> Counter[str]:
+        """This rank's part of a request's statistics, as totals so far at the moment `now`."""
+        totals = self.timeline.totals
+        return Counter(
+            elapsed_ns=now,
+            busy_ns=totals["compute"] + totals["verify"] + totals["pace"],
+            control_ns=totals["control"],
+            **{name: self._counts[name] for name in COUNTS},
+        )

@@ -160,6 +160,7 @@ class DistributedTransport:
         epoch: int,
         secret: str,
         max_rows: int,
+        max_released: int = 1,
         hidden_size: int,
         dtype: torch.dtype,
         backend: str = "auto",
@@ -167,8 +168,9 @@ class DistributedTransport:
         """Meet the other ranks (`host_meeting`, `join_meeting`).
 
         `devices` holds every rank's device, the head's first; `backend` "auto" lets
-        `choose_backend` choose; `max_rows` limits a batch; `hidden_size` and `dtype` are the
-        target's. Only ranks of the same epoch and secret find one another.
+        `choose_backend` choose; `max_rows` and `max_released` limit a batch;
+        `hidden_size` and `dtype` are the target's. Only ranks of the same epoch and secret find
+        one another.
 
         Raises:
             RankFailed: a rank did not come.
@@ -193,7 +195,15 @@ class DistributedTransport:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         inline = backend == "gloo"
-        wire = Wire(epoch, max_rows, hidden_size, dtype, inline=inline, token=proof)
+        wire = Wire(
+            epoch,
+            max_rows,
+            hidden_size,
+            dtype,
+            inline=inline,
+            token=proof,
+            max_released=max_released,
+        )
         return cls(rank, len(devices), wire, device, meeting)
 
     def send(self, batch: Batch) -> None:

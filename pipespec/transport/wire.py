@@ -1,7 +1,8 @@
 """A batch as the bytes that travel between neighbours, and back. Pure packing, no I/O.
 
-    message   [ header 16 x int64 | rows num_rows x 6 x int64 | 0..63 bytes | hidden states ]
-    header    epoch, step, num_rows, flags, num_released, released (8), sent_ns, token (2)
+    message   [ header 8 x int64 | rows num_rows x 6 x int64 | released num_released x int64 |
+                0..63 bytes | hidden states ]
+    header    epoch, step, num_rows, flags, num_released, sent_ns, token (2)
 
 The hidden states start at a multiple of 64 bytes, so that the receiver uses them where they
 arrived. A message is only as long as its rows need; the receiver keeps `capacity` bytes ready.
@@ -19,13 +20,9 @@ import torch
 from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.errors import RankFailed, StaleEpoch
 
-# A batch names at most this many ended requests; further ones go with the next batch.
-MAX_RELEASED = 8
-
-_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_RELEASED, _RELEASED = range(6)
-_SENT = _RELEASED + MAX_RELEASED
-_TOKEN = slice(_SENT + 1, _SENT + 3)
-_HEADER = 16
+_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_RELEASED, _SENT = range(6)
+_TOKEN = slice(6, 8)
+_HEADER = 8
 _STOP, _HIDDEN = 1, 2
 _INT = np.dtype(np.int64).itemsize
 _ALIGNMENT = 64
@@ -46,7 +43,8 @@ class Wire:
     """What both ends of every link of one cluster agree on.
 
     `inline` tells whether hidden states are part of the message or travel apart from it;
-    `token` is what the function of that name made of the cluster's secret.
+    `token` is what the function of that name made of the cluster's secret. A batch names at most
+    `max_released` requests that have ended.
     """
 
     epoch: int
@@ -55,11 +53,13 @@ class Wire:
     dtype: torch.dtype
     inline: bool = True
     token: tuple[int, int] = (0, 0)
+    max_released: int = 1
 
     @property
     def capacity(self) -> int:
         """The length of the longest message, in bytes."""
-        return self._hidden_start(self.max_rows) + self._hidden_bytes(self.max_rows)
+        start = self._hidden_start(self.max_rows, self.max_released)
+        return start + self._hidden_bytes(self.max_rows)
 
     def pack(self, batch: Batch) -> torch.Tensor:
         """The batch as a message, uint8 `[bytes]` in CPU memory, sharing nothing with it."""
@@ -67,12 +67,13 @@ class Wire:
         assert rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
         assert batch.rows.shape == (rows, NUM_COLUMNS)
         assert batch.rows.dtype == np.int64
-        assert len(batch.released) <= MAX_RELEASED, f"{len(batch.released)} released requests"
+        released = len(batch.released)
+        assert released <= self.max_released, f"{released} released requests"
         if hidden is not None:
             assert hidden.shape == (rows, self.hidden_size), f"hidden {tuple(hidden.shape)}"
             assert hidden.dtype == self.dtype, f"hidden {hidden.dtype}, wire {self.dtype}"
 
-        start = self._hidden_start(rows)
+        start = self._hidden_start(rows, released)
         carried = self._hidden_bytes(rows) if hidden is not None else 0
         message = torch.empty(start + carried, dtype=torch.uint8)
         ints = message.numpy()[:start].view(np.int64)
@@ -81,11 +82,12 @@ class Wire:
         ints[_STEP] = batch.step
         ints[_NUM_ROWS] = rows
         ints[_FLAGS] = _STOP * batch.stop | _HIDDEN * (hidden is not None)
-        ints[_NUM_RELEASED] = len(batch.released)
-        ints[_RELEASED : _RELEASED + len(batch.released)] = batch.released
+        ints[_NUM_RELEASED] = released
         ints[_SENT] = batch.sent_ns
         ints[_TOKEN] = self.token
-        ints[_HEADER : _HEADER + rows * NUM_COLUMNS] = batch.rows.reshape(-1)
+        end = _HEADER + rows * NUM_COLUMNS
+        ints[_HEADER:end] = batch.rows.reshape(-1)
+        ints[end : end + released] = batch.released
         if hidden is not None and carried:
             message[start:].view(self.dtype).view(rows, self.hidden_size).copy_(hidden)
         return message
@@ -112,21 +114,21 @@ class Wire:
                 "network of the ranks to yourself."
             )
         rows = int(ints[_NUM_ROWS])
-        num_released = int(ints[_NUM_RELEASED])
+        released = int(ints[_NUM_RELEASED])
         assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
-        assert 0 <= num_released <= MAX_RELEASED, f"{num_released} released requests"
-        end = _HEADER + rows * NUM_COLUMNS
-        table = message.numpy()[_HEADER * _INT : end * _INT].view(np.int64)
+        assert 0 <= released <= self.max_released, f"{released} released requests"
+        end = rows * NUM_COLUMNS
+        table = message.numpy()[_HEADER * _INT : (_HEADER + end + released) * _INT].view(np.int64)
         hidden = None
         if self.inline and self.has_hidden(message):
-            start = self._hidden_start(rows)
+            start = self._hidden_start(rows, released)
             bytes_ = message[start : start + self._hidden_bytes(rows)]
             hidden = bytes_.view(self.dtype).view(rows, self.hidden_size)
         return Batch(
             step=int(ints[_STEP]),
-            rows=table.reshape(rows, NUM_COLUMNS).copy(),
+            rows=table[:end].reshape(rows, NUM_COLUMNS).copy(),
             hidden=hidden,
-            released=tuple(ints[_RELEASED : _RELEASED + num_released].tolist()),
+            released=tuple(table[end:].tolist()),
             stop=bool(ints[_FLAGS] & _STOP),
             sent_ns=int(ints[_SENT]),
         )
@@ -138,8 +140,8 @@ class Wire:
     def _header(self, message: torch.Tensor) -> np.ndarray:
         return message.numpy()[: _HEADER * _INT].view(np.int64)
 
-    def _hidden_start(self, rows: int) -> int:
-        ints = (_HEADER + rows * NUM_COLUMNS) * _INT
+    def _hidden_start(self, rows: int, released: int) -> int:
+        ints = (_HEADER + rows * NUM_COLUMNS + released) * _INT
         return -(-ints // _ALIGNMENT) * _ALIGNMENT
 
     def _hidden_bytes(self, rows: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from pipespec.errors import ConfigError
 from pipespec.head.feed.policy import Expansion, PipelineState
-from pipespec.head.tree import ROOT, Tree
+from pipespec.head.tree import Tree
 from pipespec.limits import MAX_CHILDREN, MAX_NODES, MAX_ROWS, check_whole
 
 NODES_PER_ROW = 64
@@ -38,6 +38,8 @@ class BestFirst:
     capacity: int = 0
     row_cost: float | None = 0.0001
     keeps_unfed: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    shared: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_whole("feed.width", self.width, 1, MAX_ROWS)
@@ -62,30 +64,4 @@ class BestFirst:
 
     def feed(self, tree: Tree, state: PipelineState) -> np.ndarray:
         unfed = np.flatnonzero(~tree.fed & (tree.position < state.end))
-        chosen = tree.best(unfed, self.width)
-        if not len(chosen):
-            return chosen
-        falling = np.exp(np.sort(tree.cum[chosen])[::-1])
-        return tree.best(chosen, max(self._paying(falling, state), int(not tree.fed[ROOT])))
-
-    def _paying(self, probability: np.ndarray, state: PipelineState) -> int:
-        """How many rows are worth their time, the likeliest first.
-
-        Args:
-            probability: of each row to lie on the accepted path, `[rows]`, falling.
-
-        The rows that lie on the accepted path are the tokens, so a row yields its probability
-        in tokens. A token saves the time that one takes at present, at most the refill of
-        `num_stages` steps that it takes without guesses.
-        """
-        if self.row_cost is not None:
-            tokens_per_step = max(state.tokens_per_step or 0.0, 1 / state.num_stages)
-            return int(np.count_nonzero(probability >= self.row_cost * tokens_per_step))
-        if not state.step_ms:
-            return len(probability)
-        rows, ms = np.array(state.step_ms).T
-        cost = np.interp(np.arange(1, len(probability) + 1), rows, ms)
-        ms_per_token = state.num_stages * cost[0]
-        if state.guessing is not None:
-            ms_per_token = min(state.guessing.ms_per_token, ms_per_token)
-        return 1 + int(np.argmax(ms_per_token * np.cumsum(probability) - cost))
+        return tree.best(unfed, self.width)

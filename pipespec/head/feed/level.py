@@ -33,6 +33,9 @@ class Level:
     levels_per_step: int = 1
     cut: str = AFTER
     keeps_unfed: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
+    row_cost: ClassVar[float | None] = 0.0
 
     def __post_init__(self) -> None:
         check_whole("feed.width", self.width, 1, MAX_ROWS)

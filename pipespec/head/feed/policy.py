@@ -43,7 +43,7 @@ class PipelineState:
         elapsed_ms: how long this step has lasted.
         draft_ms: one draft round.
         verdict_ms: from the start of a step until its verdict has come, where that decided tokens.
-        tokens_per_step: tokens decided per step while guesses are made.
+        tokens_per_step: tokens decided per step, of all requests, while guesses are made.
         step_ms: a whole step by the largest batch in the pipeline, `(rows, ms)` by rising rows;
             empty if unknown.
         plain, guessing: the cost of a token while no guesses are made, and while some are.
@@ -79,9 +79,12 @@ class Expansion:
 
 
 class FeedPolicy(Protocol):
-    """Attributes: `max_rows`, rows fed per step at most; `children`, candidates per node;
+    """Attributes: `max_rows`, rows fed per step at most, of one request or, if `shared`, of all;
+    `children`, candidates per node;
     `capacity`, nodes that the tree may hold; `keeps_unfed`, whether a node that a feed passed over
-    can be fed later (if not, it is dropped).
+    can be fed later (if not, it is dropped); `whole`, whether what is offered is fed whole or not
+    at all; `row_cost`, what one more row adds to a step, as a share of it, which a row must be
+    worth to be fed (0: nothing, so all are; None: as measured).
 
     A row is decided or dead once it has passed the last stage, so a stage never holds more
     than `max_rows` nodes for every step that a batch takes through the pipeline.
@@ -95,14 +98,21 @@ class FeedPolicy(Protocol):
     def capacity(self) -> int: ...
     @property
     def keeps_unfed(self) -> bool: ...
+    @property
+    def whole(self) -> bool: ...
+    @property
+    def shared(self) -> bool: ...
+    @property
+    def row_cost(self) -> float | None: ...
 
     def grow(self, tree: Tree, state: PipelineState) -> Expansion:
         """The next draft round; no nodes: the tree is as large as the method wants it."""
         ...
 
     def feed(self, tree: Tree, state: PipelineState) -> np.ndarray:
-        """Indices of the unfed nodes to feed now, parents first; none: wait.
+        """Indices of the unfed nodes that could be fed now, parents first; none: wait.
 
-        A node may be chosen only if its parent was fed or stands before it in the answer.
+        A node may be offered only if its parent was fed or stands before it in the answer. Which
+        of them are fed is chosen over all requests (`pipespec.head.choice`).
         """
         ...

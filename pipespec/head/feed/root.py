@@ -19,6 +19,9 @@ class Root:
     children: int = 0
     capacity: int = 1
     keeps_unfed: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
+    row_cost: ClassVar[float | None] = 0.0
 
     def grow(self, tree: Tree, state: PipelineState) -> Expansion:
         return Expansion(NOTHING)

@@ -33,6 +33,9 @@ class StaticTree:
     children: int = 8
     capacity: int = 2048
     keeps_unfed: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+    shared: ClassVar[bool] = False
+    row_cost: ClassVar[float | None] = 0.0
 
     def __post_init__(self) -> None:
         if not self.shape or min(self.shape) < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,8 @@ import numpy as np
 from pipespec.core import Batch, Verdict
 from pipespec.head.feed.rounds import check_rounds
 from pipespec.head.source.confidence import Confidence
-from pipespec.head.source.protocol import Candidates, Context, TokenSource
-from pipespec.head.tree import ROOT, Tree
+from pipespec.head.source.protocol import Asked, Candidates, Context, TokenSource
+from pipespec.head.tree import ROOT
 
 if TYPE_CHECKING:  # it imports models, which whoever only reads settings can do without
     from torch import Tensor
@@ -67,8 +68,10 @@ class DraftModelSource:
         self.runner.apply([Verdict(context.request, 0, tuple(context.tokens))])
 
     def accept(self, verdict: Verdict) -> None:
-        self.runner.apply([verdict])
         context = self._contexts[verdict.request]
+        end = verdict.base + len(verdict.tokens)
+        # The tree may have dropped what the draft still holds, and guessed it again.
+        self.runner.apply([verdict], context.nodes[verdict.base : end])
         for position in range(verdict.base, len(context.tokens)):
             self.confidence.learn(
                 context.request, context.nodes[position - 1], context.tokens[position]
@@ -79,36 +82,56 @@ class DraftModelSource:
         self.confidence.end(request)
         del self._contexts[request]
 
-    def expand(
-        self, context: Context, tree: Tree, nodes: np.ndarray, children: int
-    ) -> Candidates | None:
-        behind = context.rows(self.runner.length(context.request))
-        if len(behind) > self.chunk:
-            self.runner.compute(Batch(step=0, rows=behind[: self.chunk]))
-            return None
-        guesses = nodes[nodes != ROOT]
-        if len(guesses) < len(nodes):
+    def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
+        """One pass of the draft for all requests: the nodes of those whose decided text it has
+        read, or nearly, and a chunk of the first one's that is further behind."""
+        parts: list[np.ndarray] = []
+        ready: list[tuple[int, slice]] = []  # who is answered, and where its nodes' rows are
+        reads, start = False, 0
+        for i, each in enumerate(asked):
+            behind = each.context.rows(self.runner.length(each.context.request))
+            if len(behind) > self.chunk:
+                if reads:
+                    continue
+                reads, rows = True, behind[: self.chunk]
+            else:
+                rows = self._rows(each, behind)
+                ready.append((i, slice(start + len(rows) - len(each.nodes), start + len(rows))))
+            parts.append(rows)
+            start += len(rows)
+        hidden = self.runner.compute(Batch(step=0, rows=np.concatenate(parts))).hidden
+        assert hidden is not None and len(hidden) == start, "the draft lost a parent"
+        found: list[Candidates | None] = [None] * len(asked)
+        if ready:
+            import torch  # whoever only reads settings can do without
+
+            wanted = torch.cat([hidden[where] for _, where in ready])
+            logits = self.runner.model.logits(wanted)[:, : self.vocabulary].float()
+            of_each = logits.split([where.stop - where.start for _, where in ready])
+            for (i, _), mine in zip(ready, of_each, strict=True):
+                found[i] = self._of_one(asked[i], mine, children)
+        return found
+
+    @staticmethod
+    def _rows(asked: Asked, behind: np.ndarray) -> np.ndarray:
+        """The rows of one request: its decided text as far as it was not read, then its nodes."""
+        guesses = asked.nodes[asked.nodes != ROOT]
+        if len(guesses) < len(asked.nodes):
             assert len(behind), "the root was expanded before"
-        rows = np.concatenate((behind, tree.rows(context.request, guesses)))
-        hidden = self.runner.compute(Batch(step=0, rows=rows)).hidden
-        assert hidden is not None and len(hidden) == len(rows), "the draft lost a parent"
-        logits = self.runner.model.logits(hidden[len(rows) - len(nodes) :])
-        import torch  # whoever only reads settings can do without
+        return np.concatenate((behind, asked.tree.rows(asked.context.request, guesses)))
 
-        logits = logits[:, : self.vocabulary].float()
-        if self.foresight and context.drawn:
-            return self._foreseen(context, tree, nodes, logits, children)
-        top = torch.log_softmax(logits, -1).topk(min(children, logits.shape[-1]))
-        return Candidates(nodes, top.indices.cpu().numpy(), top.values.double().cpu().numpy())
-
-    def _foreseen(
-        self, context: Context, tree: Tree, nodes: np.ndarray, logits: Tensor, children: int
-    ) -> Candidates:
-        """The children as the target's own noise ranks them."""
+    def _of_one(self, asked: Asked, logits: Tensor, children: int) -> Candidates:
+        """The children of one request's nodes, by the draft's logits after them."""
+        context, tree, nodes = asked.context, asked.tree, asked.nodes
+        if not (self.foresight and context.drawn):
+            top = logits.log_softmax(-1).topk(min(children, logits.shape[-1]))
+            return Candidates(nodes, top.indices.cpu().numpy(), top.values.double().cpu().numpy())
         from pipespec.sampling.foresight import scores
 
-        found = scores(logits, (tree.position[nodes] + 1).tolist(), context.sampling)
-        tokens, scored, share = (part.cpu().numpy() for part in found)
+        # As the target's own noise ranks them.
+        positions = (tree.position[nodes] + 1).tolist()
+        parts = (part.cpu().numpy() for part in scores(logits, positions, context.sampling))
+        tokens, scored, share = parts
         self.confidence.keep(context.request, tree.id)
         best = self.confidence.propose(
             context.request, tree.id[nodes], tokens, scored, share, children

@@ -12,8 +12,7 @@ from pipespec.core import Verdict
 from pipespec.errors import ConfigError
 from pipespec.head.feed.rounds import check_rounds
 from pipespec.head.source.ngram import MAX_MATCH, NGramSource
-from pipespec.head.source.protocol import Candidates, Context, TokenSource, forget
-from pipespec.head.tree import Tree
+from pipespec.head.source.protocol import Asked, Candidates, Context, TokenSource, forget
 from pipespec.limits import check_whole
 
 WORKERS = ("draft_model", "ngram")
@@ -132,23 +131,25 @@ class HybridSource:
                 hit = tokens.index(token) if token in tokens else None
                 self.calibrations[name].observe([p for _, p in candidates], hit)
 
-    def expand(
-        self, context: Context, tree: Tree, nodes: np.ndarray, children: int
-    ) -> Candidates | None:
-        answers = {}
-        for name, worker in self.workers.items():
-            candidates = worker.expand(context, tree, nodes, children)
-            if candidates is None:
-                return None
-            answers[name] = candidates
-        proposed = self._proposed[context.request]
-        forget(proposed, tree.id)
+    def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
+        answers = {name: worker.expand(asked, children) for name, worker in self.workers.items()}
+        found: list[Candidates | None] = []
+        for i, each in enumerate(asked):
+            mine = {name: of_all[i] for name, of_all in answers.items()}
+            ready = {name: candidates for name, candidates in mine.items() if candidates}
+            found.append(self._of_one(each, ready, children) if len(ready) == len(mine) else None)
+        return found
+
+    def _of_one(self, asked: Asked, answers: Mapping[str, Candidates], children: int) -> Candidates:
+        """What the sources have proposed for one request, merged."""
+        proposed = self._proposed[asked.context.request]
+        forget(proposed, asked.tree.id)
         rows = []
-        for i, node in enumerate(tree.id[nodes].tolist()):
+        for i, node in enumerate(asked.tree.id[asked.nodes].tolist()):
             proposals = {name: _row(candidates, i) for name, candidates in answers.items()}
             proposed[node] = proposals
             rows.append(self._merge(proposals, children))
-        return Candidates.of(nodes, rows)
+        return Candidates.of(asked.nodes, rows)
 
     def _merge(self, proposals: Proposals, children: int) -> list[tuple[int, float]]:
         best: dict[int, float] = {}

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipespec.core import Verdict
 from pipespec.head.feed.rounds import check_rounds
-from pipespec.head.source.protocol import Candidates, Context, TokenSource
+from pipespec.head.source.protocol import Asked, Candidates, Context, TokenSource
 from pipespec.head.tree import ROOT, Tree
 from pipespec.limits import check_whole
 
@@ -104,9 +104,10 @@ class NGramSource:
     def end(self, request: int) -> None:
         del self._occurrences[request]
 
-    def expand(
-        self, context: Context, tree: Tree, nodes: np.ndarray, children: int
-    ) -> Candidates | None:
+    def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
+        return [self._of_one(each.context, each.tree, each.nodes, children) for each in asked]
+
+    def _of_one(self, context: Context, tree: Tree, nodes: np.ndarray, children: int) -> Candidates:
         occurrences = self._occurrences[context.request]
         occurrences.read(context.tokens)
         endings = (self._ending(context, tree, node) for node in nodes.tolist())

@@ -86,6 +86,15 @@ class Candidates:
         return cls(parents, tokens, logps)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What one request asks of a draft round: children for `nodes`, indices into its tree."""
+
+    context: Context
+    tree: Tree
+    nodes: np.ndarray
+
+
 def forget(by_node: dict[int, Any], alive: np.ndarray) -> None:
     """Drop what is held for nodes whose ids are not among `alive`, once that is the most."""
     if len(by_node) > 2 * len(alive):
@@ -99,12 +108,10 @@ class TokenSource(Protocol):
         """A request starts; `context` is its prompt, and grows as tokens are decided."""
         ...
 
-    def expand(
-        self, context: Context, tree: Tree, nodes: np.ndarray, children: int
-    ) -> Candidates | None:
-        """Propose at most `children` children for each of `nodes` (indices into `tree`).
+    def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
+        """Propose at most `children` children for each node that the requests ask for.
 
-        None: not ready yet (still reading the prompt); ask again.
+        One answer for each of `asked`. None: not ready yet (still reading its prompt); ask again.
         """
         ...
 

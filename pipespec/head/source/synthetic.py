@@ -21,7 +21,7 @@ import numpy as np
 from pipespec.core import Verdict
 from pipespec.errors import ConfigError
 from pipespec.head.feed.rounds import check_rounds
-from pipespec.head.source.protocol import Candidates, Context, TokenSource
+from pipespec.head.source.protocol import Asked, Candidates, Context, TokenSource
 from pipespec.head.tree import ROOT, Tree
 from pipespec.limits import MAX_SEED, check_whole
 from pipespec.system.reading import Unreadable, parse_json, read_text
@@ -245,9 +245,10 @@ class SyntheticSource:
     def end(self, request: int) -> None:
         del self._answers[request]
 
-    def expand(
-        self, context: Context, tree: Tree, nodes: np.ndarray, children: int
-    ) -> Candidates | None:
+    def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
+        return [self._of_one(each.context, each.tree, each.nodes, children) for each in asked]
+
+    def _of_one(self, context: Context, tree: Tree, nodes: np.ndarray, children: int) -> Candidates:
         _, answer, prompt = self._answers[context.request]
         right = self._path(tree, answer)[nodes]
         position = tree.position[nodes]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec.core import DECIDED, KIND, NODE, PARENT, POSITION, TOKEN, Verdict
+from pipespec.core import DECIDED, GUESS, KIND, NODE, PARENT, POSITION, TOKEN, Verdict
 from pipespec.engine.lineage import Lineage
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
@@ -164,3 +164,18 @@ def test_a_row_whose_parent_died_is_dropped_silently():
     lineage.apply(Verdict(1, 1, (2,)))
     assert not lineage.admit(tree.rows(1, np.array([3]))).kept.any()
     lineage.check()
+
+
+def test_a_guess_that_was_dropped_and_made_again_is_not_taken_for_the_new_one():
+    """Whoever feeds rows knows under which id a token was accepted."""
+    rows = Context(1, [5], [0]).rows(0)
+    old, new = (np.array([[1, node, 0, 7, 1, GUESS]]) for node in (1, 2))
+    for known, committed, left in ((None, [1], 0), ([1], [1], 0), ([2], [], 1)):
+        lineage = Lineage()
+        lineage.admit(np.concatenate((rows, old)))
+        outcome = lineage.apply(Verdict(1, 1, (7,)), known)
+        assert [lineage.tip for _ in outcome.committed] == committed
+        assert len(lineage.expected) == left
+        lineage.check()
+    lineage.admit(new)
+    assert (lineage.tip, lineage.length) == (2, 2)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec.errors import ConfigError
+from pipespec.head.choice import Offer, choose
 from pipespec.head.feed.adaptive import Adaptive
 from pipespec.head.feed.best_first import BestFirst
 from pipespec.head.feed.level import AFTER, BEFORE, Level
@@ -23,6 +24,13 @@ from pipespec.head.tree import ROOT, Tree
 
 VOCABULARY = 6
 STATE = PipelineState(num_stages=4, step=0)
+
+
+def chosen(policy: FeedPolicy, tree: Tree, state: PipelineState) -> np.ndarray:
+    """What is fed of one request that is alone."""
+    offer = Offer(tree, policy.feed(tree, state), policy.whole)
+    (nodes,) = choose([offer], policy.max_rows, policy.row_cost, state)
+    return nodes
 
 
 @dataclass
@@ -52,7 +60,7 @@ class Pipeline:
             self.hear(step)
             while self.grow(state, urgent_only=True):
                 pass
-            nodes = self.policy.feed(self.tree, state)
+            nodes = chosen(self.policy, self.tree, state)
             yield state, nodes
             self.tree.fed[nodes] = True
             for node in self.tree.id[nodes].tolist():
@@ -158,7 +166,7 @@ def test_a_policy_is_a_pure_function_of_tree_and_state(pipeline):
     columns = ("id", "fed", "expanded", "cum")
     for state, nodes in pipeline.run(12):
         before = [getattr(tree, name).copy() for name in columns]
-        assert np.array_equal(pipeline.policy.feed(tree, state), nodes)
+        assert np.array_equal(chosen(pipeline.policy, tree, state), nodes)
         pipeline.policy.grow(tree, state)
         for name, values in zip(columns, before, strict=True):
             assert np.array_equal(getattr(tree, name), values)
@@ -191,7 +199,7 @@ def test_level_is_cut_before_the_verdict_or_after_it(cut, fed):
     )
     assert not len(policy.grow(tree, STATE).nodes), "one level ahead"
     tree.advance(2)
-    assert tree.token[policy.feed(tree, STATE)].tolist() == fed
+    assert tree.token[chosen(policy, tree, STATE)].tolist() == fed
 
 
 # --- static_tree ------------------------------------------------------------------------------
@@ -233,7 +241,7 @@ def test_a_static_tree_at_the_end_of_the_text_is_cut():
     pipeline.rng = np.random.default_rng(0)
     while pipeline.grow(state, urgent_only=True):
         pass
-    assert pipeline.tree.position[policy.feed(pipeline.tree, state)].tolist() == [0, 1]
+    assert pipeline.tree.position[chosen(policy, pipeline.tree, state)].tolist() == [0, 1]
 
 
 def test_a_source_that_proposes_nothing_holds_no_static_tree_up():
@@ -274,7 +282,7 @@ def one_level(probabilities: list[float], *, fed: bool = True) -> Tree:
 
 
 def fed_probabilities(policy: BestFirst, tree: Tree, state: PipelineState) -> list[float]:
-    return np.exp(tree.cum[policy.feed(tree, state)]).round(6).tolist()
+    return np.exp(tree.cum[chosen(policy, tree, state)]).round(6).tolist()
 
 
 @pytest.mark.parametrize(
@@ -295,23 +303,25 @@ def test_a_row_is_fed_if_what_it_may_save_is_worth_its_cost(row_cost, tokens_per
 
 def test_the_root_is_fed_whatever_a_row_costs():
     tree = one_level([0.01], fed=False)
-    assert BestFirst(row_cost=0.9).feed(tree, replace(STATE, tokens_per_step=2.0)).tolist() == [0]
+    assert chosen(BestFirst(row_cost=0.9), tree, replace(STATE, tokens_per_step=2.0)).tolist() == [
+        0
+    ]
 
 
 def test_a_measured_curve_bounds_the_width_where_rows_become_dear():
     tree = one_level([0.09] * 10)
     policy = BestFirst(row_cost=None)
     flat = replace(STATE, guessing=Rate(10.0, 9), step_ms=((1, 10.0), (16, 10.0)))
-    assert len(policy.feed(tree, STATE)) == len(policy.feed(tree, flat)) == 10
+    assert len(chosen(policy, tree, STATE)) == len(chosen(policy, tree, flat)) == 10
     # Four rows cost what one does; each further one 2 ms, and yields .09 × 10 ms.
     steep = replace(flat, step_ms=((1, 10.0), (4, 10.0), (16, 34.0)))
-    assert len(policy.feed(tree, steep)) == 4
+    assert len(chosen(policy, tree, steep)) == 4
     # Where plain decoding takes 40 ms per token and guessing as much, a row yields 3.6 ms.
     slow = replace(steep, guessing=Rate(40.0, 9))
-    assert len(policy.feed(tree, slow)) == 10
+    assert len(chosen(policy, tree, slow)) == 10
     # A tile of rows that are dear together is entered if they pay together.
     tiled = replace(flat, step_ms=((1, 10.0), (4, 10.0), (5, 12.0), (16, 12.0)))
-    assert len(policy.feed(tree, tiled)) == 10
+    assert len(chosen(policy, tree, tiled)) == 10
 
 
 # --- rounds and measurements ------------------------------------------------------------------
@@ -435,7 +445,7 @@ def test_without_guesses_it_feeds_what_root_feeds():
     assert not ADAPTIVE.guesses(losing)
     for fed in (True, False):
         tree = one_level([0.5, 0.3], fed=fed)
-        assert ADAPTIVE.feed(tree, losing).tolist() == Root().feed(tree, losing).tolist()
+        assert chosen(ADAPTIVE, tree, losing).tolist() == chosen(Root(), tree, losing).tolist()
         assert not len(ADAPTIVE.grow(tree, losing).nodes)
     winning = replace(losing, guessing=Rate(30.0, 9))
-    assert ADAPTIVE.feed(one_level([0.5, 0.3]), winning).tolist() == [1, 2]
+    assert chosen(ADAPTIVE, one_level([0.5, 0.3]), winning).tolist() == [1, 2]

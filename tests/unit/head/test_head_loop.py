@@ -87,8 +87,9 @@ def test_the_head_feeds_what_the_simulation_says(policy: FeedPolicy, rounds: int
     """
     curve = TimeCurve(((1, 10.0),))
     simulated = SimulatedPipeline(policy, Machine((curve,) * NUM_STAGES), DRAFT, rounds, 40, 1)
-    request = Request(0, tuple(simulated.text[:1]), max_new_tokens=len(simulated.text))
-    loop, link, _ = head(policy, [request], {0: simulated.text}, rounds=rounds, most=40)
+    (text,) = simulated.texts
+    request = Request(0, tuple(text[:1]), max_new_tokens=len(text))
+    loop, link, _ = head(policy, [request], {0: text}, rounds=rounds, most=40)
     with pytest.raises(StoryOver):
         loop.run()
     compared = 0

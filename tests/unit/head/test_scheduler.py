@@ -29,10 +29,13 @@ def opened(on: Scheduler, length: int = 1, tokens: int = 50, answer: tuple[int, 
     return on.add(Request(7, tuple(range(length)), tokens), lambda token: False, 0, answer)
 
 
-def candidates(work: DraftWork) -> Candidates:
+def candidates(work: DraftWork) -> list[Candidates]:
     """Every node's guesses are the tokens 1, 2, ..., each half as likely as the one before."""
-    tokens = np.tile(np.arange(1, work.children + 1), (len(work.nodes), 1))
-    return Candidates(work.nodes, tokens, np.log(0.5) * tokens)
+    found = []
+    for part in work.parts:
+        tokens = np.tile(np.arange(1, work.children + 1), (len(part.nodes), 1))
+        found.append(Candidates(part.nodes, tokens, np.log(0.5) * tokens))
+    return found
 
 
 def grow(on: Scheduler) -> int:
@@ -49,7 +52,7 @@ def step(on: Scheduler, *tokens: int):
     grow(on)
     progress = None
     if tokens:
-        base = len(on.sequence.context.tokens)
+        base = len(on.sequences[7].context.tokens)
         progress = on.apply(Verdict(7, base, tokens), now=on.step)
     on.heard(0.0, 1.0)
     while isinstance(batch := on.next_batch(0.0), DraftWork):

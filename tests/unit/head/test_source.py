@@ -15,7 +15,7 @@ from pipespec.core import Verdict
 from pipespec.errors import ConfigError
 from pipespec.head.source.hybrid import Hybrid, HybridSource
 from pipespec.head.source.ngram import NGram, NGramSource, Occurrences
-from pipespec.head.source.protocol import Candidates, Context
+from pipespec.head.source.protocol import Asked, Candidates, Context
 from pipespec.head.source.synthetic import Accuracy, Synthetic, SyntheticSource, read_truth
 from pipespec.head.tree import ROOT, Tree
 
@@ -35,6 +35,14 @@ def decide(source, context: Context, tree: Tree, token: int) -> None:
     context.tokens.append(token)
     context.nodes.append(int(tree.id[ROOT]))
     source.accept(Verdict(0, base, (token,)))
+
+
+def expand(
+    source, context: Context, tree: Tree, nodes: np.ndarray, children: int
+) -> Candidates | None:
+    """A draft round for one request that is alone."""
+    (found,) = source.expand([Asked(context, tree, nodes)], children)
+    return found
 
 
 def row(candidates: Candidates, i: int = 0) -> dict[int, float]:
@@ -106,7 +114,7 @@ def test_a_repeated_text_is_followed_along_the_path_of_a_node():
     context, tree = started(source, [1, 2, 3, 4, 1, 2])
     for expected in (3, 4, 1, 2, 3):
         nodes = np.flatnonzero(~tree.expanded)
-        candidates = source.expand(context, tree, nodes, 1)
+        candidates = expand(source, context, tree, nodes, 1)
         assert row(candidates) == {expected: pytest.approx(0.5)}
         tree.append(*_columns(candidates))
     source.end(0)
@@ -115,10 +123,10 @@ def test_a_repeated_text_is_followed_along_the_path_of_a_node():
 def test_what_was_decided_is_looked_up_too():
     source = NGramSource(longest=2)
     context, tree = started(source, [1, 2])
-    assert row(source.expand(context, tree, np.array([ROOT]), 4)) == {}
+    assert row(expand(source, context, tree, np.array([ROOT]), 4)) == {}
     for token in (9, 1, 2):
         decide(source, context, tree, token)
-    assert row(source.expand(context, tree, np.array([ROOT]), 4)) == {9: pytest.approx(0.5)}
+    assert row(expand(source, context, tree, np.array([ROOT]), 4)) == {9: pytest.approx(0.5)}
 
 
 # --- synthetic --------------------------------------------------------------------------------
@@ -133,7 +141,7 @@ def placed(accuracy: Accuracy, count: int, children: int, seed: int = 0):
     context, tree = started(source, answer[:1])
     ranks, stated = [], []
     for token in answer[1 : count + 1]:
-        candidates = source.expand(context, tree, np.array([ROOT]), children)
+        candidates = expand(source, context, tree, np.array([ROOT]), children)
         tokens = candidates.tokens[0].tolist()
         assert len(set(tokens)) == len(tokens)
         ranks.append(tokens.index(token) + 1 if token in tokens else 0)
@@ -186,10 +194,10 @@ def test_wrong_branches_have_children_and_the_right_one_goes_on():
     answer = list(range(100, 130))
     source = SyntheticSource(Accuracy({1: 1.0}), [answer], 1000, 0)
     context, tree = started(source, answer[:2])
-    sure = source.expand(context, tree, np.array([ROOT]), 4)
+    sure = expand(source, context, tree, np.array([ROOT]), 4)
     assert row(sure) == {102: pytest.approx(1.0)}
     tree.append(np.array([ROOT]), np.array([[102, 5]]), np.log([[0.9, 0.1]]))
-    candidates = source.expand(context, tree, np.array([1, 2]), 4)
+    candidates = expand(source, context, tree, np.array([1, 2]), 4)
     assert 103 in row(candidates, 0)
     assert len(row(candidates, 1)) == 1 and 103 not in row(candidates, 1)
 
@@ -197,7 +205,7 @@ def test_wrong_branches_have_children_and_the_right_one_goes_on():
 def test_nothing_is_proposed_behind_the_end_of_the_answer():
     source = SyntheticSource(Accuracy(PUBLISHED), [[1, 2, 3]], 1000, 0)
     context, tree = started(source, [1, 2, 3])
-    assert row(source.expand(context, tree, np.array([ROOT]), 8)) == {}
+    assert row(expand(source, context, tree, np.array([ROOT]), 8)) == {}
 
 
 def test_a_target_that_says_something_else_is_refused():
@@ -264,28 +272,27 @@ class Told:
 
     def end(self, request: int) -> None: ...
 
-    def expand(
-        self, context: Context, tree: Tree, nodes: np.ndarray, children: int
-    ) -> Candidates | None:
+    def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
         if not self.ready:
-            return None
-        return Candidates.of(nodes, [self.candidates[:children]] * len(nodes))
+            return [None] * len(asked)
+        told = self.candidates[:children]
+        return [Candidates.of(each.nodes, [told] * len(each.nodes)) for each in asked]
 
 
 def test_a_token_that_two_sources_propose_counts_once():
     source = HybridSource({"a": Told((1, 0.5), (2, 0.2)), "b": Told((2, 0.3), (3, 0.1))})
     context, tree = started(source, [7])
-    merged = source.expand(context, tree, np.array([ROOT]), 8)
+    merged = expand(source, context, tree, np.array([ROOT]), 8)
     assert row(merged) == pytest.approx({1: 0.5, 2: 0.3, 3: 0.1})
     assert merged.tokens[0].tolist() == [1, 2, 3], "the likeliest first"
-    best = source.expand(context, tree, np.array([ROOT]), 2)
+    best = expand(source, context, tree, np.array([ROOT]), 2)
     assert list(row(best)) == [1, 2]
 
 
 def test_sources_together_never_claim_more_than_everything():
     source = HybridSource({"a": Told((1, 0.9)), "b": Told((2, 0.9))})
     context, tree = started(source, [7])
-    merged = row(source.expand(context, tree, np.array([ROOT]), 8))
+    merged = row(expand(source, context, tree, np.array([ROOT]), 8))
     assert sum(merged.values()) == pytest.approx(1)
 
 
@@ -294,9 +301,9 @@ def test_nothing_is_proposed_until_every_source_is_ready():
     late.ready = False
     source = HybridSource({"a": late, "b": Told((2, 0.5))})
     context, tree = started(source, [7])
-    assert source.expand(context, tree, np.array([ROOT]), 8) is None
+    assert expand(source, context, tree, np.array([ROOT]), 8) is None
     late.ready = True
-    assert source.expand(context, tree, np.array([ROOT]), 8) is not None
+    assert expand(source, context, tree, np.array([ROOT]), 8) is not None
 
 
 def test_a_source_is_believed_as_far_as_it_has_been_right():
@@ -304,10 +311,10 @@ def test_a_source_is_believed_as_far_as_it_has_been_right():
     source = HybridSource({"right": Told((1, 0.5)), "wrong": Told((2, 0.5))})
     context, tree = started(source, [7])
     for i in range(200):
-        candidates = source.expand(context, tree, np.array([ROOT]), 8)
+        candidates = expand(source, context, tree, np.array([ROOT]), 8)
         tree.append(*_columns(candidates))
         decide(source, context, tree, 3 if i % 10 == 0 else 1)
-    merged = row(source.expand(context, tree, np.array([ROOT]), 8))
+    merged = row(expand(source, context, tree, np.array([ROOT]), 8))
     assert merged[1] == pytest.approx(0.9, abs=0.1)
     assert merged[2] < 0.05
 

@@ -1,0 +1,117 @@
+"""Many requests at once: each gets the text that it gets alone, whatever happens around it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from pipespec.client.own import Running
+from pipespec.config.compose import compose
+from pipespec.controller.membership import Membership
+from pipespec.controller.records import Accepted, Finished
+from pipespec.core import Sampling
+from pipespec.system.resources import resource_dir
+from tests.helpers.clusters import Clusters
+from tools.rig import cluster
+
+pytestmark = pytest.mark.slow
+TOKENS = 24
+GREEDY = Sampling()
+SAMPLED = compose(["verify=sample", "verify.seed=11", "verify.temperature=0.9"]).verify.sampling(0)
+CROWD = ("scheduler.max_num_seqs=6", "cluster.stages=3")
+WAYS = [
+    ("feed=best_first",),
+    pytest.param(("feed=level", "feed.width=8", "cluster.sync=free"), marks=pytest.mark.long),
+    pytest.param(("feed=static_tree",), marks=pytest.mark.long),
+    pytest.param(("feed=root", "cluster.groups=3"), marks=pytest.mark.long),
+    pytest.param(("feed=adaptive", "source=hybrid"), marks=pytest.mark.long),
+    ("feed=level", "feed.levels_per_step=2", "feed.width=4", "source.rounds=3"),
+]
+
+
+@pytest.fixture(scope="module")
+def clusters() -> Iterator[Clusters]:
+    common = ("cluster.devices=[cpu]", "model.context=512", "decode.prefill_chunk=32")
+    with Clusters(*common) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prompts(clusters: Clusters) -> list[list[int]]:
+    lines = (Path(__file__).parent.parent / "data" / "prompts.jsonl").read_text().splitlines()
+    served = clusters.running(*CROWD, *WAYS[0]).client.served
+    return [served.encode(json.loads(line)["prompt"]) for line in lines[:18]]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    return cluster.reference(resource_dir("demo") / "target", prompts, TOKENS)
+
+
+def answers(
+    running: Running,
+    prompts: Sequence[Sequence[int]],
+    sampling: Callable[[int], Sampling] = lambda _: GREEDY,
+    *,
+    cancelled: Sequence[int] = (),
+    fault: Callable[[], None] = lambda: None,
+) -> list[list[int]]:
+    """What is answered to all of them at once; some are cancelled, and `fault` happens, once the
+    first answer has begun."""
+    client = running.client
+    numbers = [
+        client.submit(prompt, sampling(i), max_new_tokens=TOKENS, eos=client.served.eos)
+        for i, prompt in enumerate(prompts)
+    ]
+    found, begun = [], False
+    for i, number in enumerate(numbers):
+        tokens: list[int] = []
+        for event in client.events(number):
+            if isinstance(event, Accepted):
+                assert event.base == len(prompts[i]) + len(tokens), (
+                    "a token is lost, or comes twice"
+                )
+                tokens += event.tokens
+            if not begun:
+                begun = True
+                with running.cluster.open_log() as log:
+                    for other in cancelled:
+                        log.cancel(numbers[other])
+                fault()
+        assert isinstance(event, Finished)
+        assert (event.reason == "cancelled") == (i in cancelled)
+        found.append(tokens)
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0].removeprefix("feed="))
+def test_each_text_is_that_of_the_target_alone(clusters, prompts, expected, way):
+    assert answers(clusters.running(*CROWD, *way), prompts) == expected
+
+
+def test_texts_are_drawn_as_they_are_alone(clusters, prompts, expected):
+    """Greedy and sampled requests, of which others are cancelled, in one crowd."""
+    running = clusters.running(*CROWD, *WAYS[0])
+    alone = [answers(running, [prompt], lambda _: SAMPLED)[0] for prompt in prompts[:6]]
+    wanted = [of for pair in zip(alone, expected, strict=False) for of in pair]
+    mixed = [prompt for prompt in prompts[:6] for _ in range(2)]
+    cancelled = [3, 8]
+    found = answers(running, mixed, lambda i: GREEDY if i % 2 else SAMPLED, cancelled=cancelled)
+    for i, (got, full) in enumerate(zip(found, wanted, strict=True)):
+        assert got == (full[: len(got)] if i in cancelled else full)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_no_text_changes_though_a_rank_is_killed(clusters, prompts, expected, rank):
+    running = clusters.running(*CROWD, *WAYS[0])
+    worker = running.cluster.deployment.workers[rank]
+    with Membership(running.cluster.url, running.cluster.namespace) as shared:
+        pid = shared.alive([worker])[worker]
+    found = answers(running, prompts, fault=lambda: os.kill(pid, signal.SIGKILL))
+    assert found == expected
+    assert len(running.cluster.faults) > 0
