@@ -33,7 +33,7 @@ check: $(VENV)/.dev
 # Every figure of docs/benchmarks.md at a small size, in less than ten minutes.
 bench-quick: $(VENV)/.bench
 	mkdir -p $(QUICK)
-	for name in memory curves stage timeline tbt sampled scaling overhead; do \
+	for name in memory curves stage timeline tbt sampled scaling overhead load; do \
 	  $(BIN)/python -m benchmarks.$$name --quick --json $(QUICK)/$$name.json --plot $(QUICK)/$$name || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.tbt --quick --source synthetic --json $(QUICK)/tbt_synthetic.json --plot $(QUICK)/tbt_synthetic

@@ -20,6 +20,7 @@ from pipespec.client.truth import record_truth
 from pipespec.system.resources import resource_dir
 
 METHODS = ("root", "static_tree", "level", "best_first")
+CURVE = "1:0.74,32:0.99"  # SpecPipe's 1B draft; its best guess is assumed
 DATA = Path(__file__).parent / "data"
 TARGET = resource_dir("demo") / "target"
 
@@ -74,7 +75,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source", choices=("demo", "synthetic"), default="demo", help="who guesses (demo)"
     )
-    parser.add_argument("--curve", default="1:0.74,32:0.99", help="of the synthetic draft")
+    parser.add_argument("--curve", default=CURVE, help="of the synthetic draft")
     parser.add_argument("--spread", type=float, default=0.8, help="of its confidence (0.8)")
     parser.add_argument("--rounds", default="auto", help="draft rounds per step: auto or n (auto)")
 

@@ -35,7 +35,7 @@ def bench(
 
     Args:
         concurrency: requests that are handed in and not yet finished, at most. The head
-            decodes one at a time; what the others wait is part of their TTFT.
+            decodes `scheduler.max_num_seqs` at once; what the others wait is part of their TTFT.
         prompt_tokens: cut every prompt to its first so many tokens.
         on_done: called with how many requests are finished, and of how many.
         on_loaded: called with how many ranks have loaded their models, and of how many.

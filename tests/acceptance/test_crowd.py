@@ -106,7 +106,7 @@ def test_texts_are_drawn_as_they_are_alone(clusters, prompts, expected):
         assert got == (full[: len(got)] if i in cancelled else full)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_no_text_changes_though_a_rank_is_killed(clusters, prompts, expected, rank):
     running = clusters.running(*CROWD, *WAYS[0])
     worker = running.cluster.deployment.workers[rank]

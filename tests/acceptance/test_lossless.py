@@ -191,7 +191,14 @@ def test_padding_of_either_embedding_changes_nothing(tmp_path, redis, target_row
     assert tokens == expected
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "qwen3_moe", "gpt_neox", "phi3", "mistral"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "gemma2",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3_moe", "gpt_neox", "phi3")),
+        "mistral",
+    ],
+)
 def test_other_architectures_through_the_whole_cluster(tmp_path, redis, architecture):
     target = models.build(architecture, tmp_path / "target")
     draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)

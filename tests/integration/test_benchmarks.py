@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import sys
@@ -19,6 +20,7 @@ from benchmarks import (
     emulated,
     experiment,
     hits,
+    load,
     memory,
     methods,
     overhead,
@@ -379,3 +381,15 @@ def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
     assert settings["pace"]["draft_ms"] == 17.0
     assert str(tmp_path) not in json.dumps(settings)
     assert experiment.overrides(given, tmp_path)[2] == "source.truth=truth.jsonl"
+
+
+def test_a_row_of_load_is_a_multiple_of_plain_decoding_with_as_many_requests():
+    options = argparse.Namespace(
+        rows=16, children=8, rounds=2, tokens=100, stages=4, stage_ms=10.0, draft_ms=4.0,
+        curve="1:0.7,8:0.95", spread=0.5,
+    )  # fmt: skip
+    plain = load.row("root", 3, options, 0.0)
+    assert plain["speed_up"] == 1
+    assert plain["tokens_per_step"] == pytest.approx(3 / 4, abs=0.01)
+    guessed = load.row("best_first", 3, options, plain["tokens_per_s"])
+    assert guessed["speed_up"] == guessed["tokens_per_s"] / plain["tokens_per_s"] > 1.5
