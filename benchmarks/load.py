@@ -34,7 +34,7 @@ def policy(method: str, options: argparse.Namespace) -> FeedPolicy:
 
 
 def row(method: str, requests: int, options: argparse.Namespace, plain: float) -> dict[str, Any]:
-    """One method with so many requests; `plain` is the throughput without guesses, 0: this is it."""
+    """One method with so many requests; `plain`: throughput without guesses, 0 if this is it."""
     accuracy = Accuracy.parse(options.curve.split(","), options.spread)
     stage = TimeCurve(((1, options.stage_ms),))
     tokens = max(PLAIN_LEAST, PLAIN_TOKENS * requests) if method == PLAIN else options.tokens
