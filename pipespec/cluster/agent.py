@@ -185,8 +185,7 @@ def _prepare(setup: Setup, directory: Path) -> None:
     # with threads must not fork.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // setup.num_workers)))
     environment["OPENBLAS_NUM_THREADS"] = "1"
-    # `torch.cuda.is_available` asks NVML, so that no import makes torchrun's
-    # process use CUDA.
+    # `torch.cuda.is_available` asks NVML, so that no import makes torchrun's process use CUDA.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # Whatever a killed process leaves is removed with the directory.
     environment["TMPDIR"] = tempfile.tempdir = str(directory)

@@ -42,10 +42,13 @@ def clusters() -> Iterator[Clusters]:
 
 
 @pytest.fixture(scope="module")
-def prompts(clusters: Clusters) -> list[list[int]]:
+def prompts(clusters: Clusters, pytestconfig: pytest.Config) -> list[list[int]]:
     lines = (Path(__file__).parent.parent / "data" / "prompts.jsonl").read_text().splitlines()
     served = clusters.running(*CROWD, *WAYS[0]).client.served
-    return [served.encode(json.loads(line)["prompt"]) for line in lines[:18]]
+    return [
+        served.encode(json.loads(line)["prompt"])
+        for line in lines[: 45 if pytestconfig.getoption("--long") else 12]
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -76,6 +76,7 @@ def figures(hosts_file):
     return gather(load_hosts(hosts_file), compose(["cluster.stages=3", *SETTINGS]))
 
 
+@pytest.mark.long
 def test_a_host_says_times_sizes_and_memory():
     done = measured(WISH)
     assert done.returncode == 0, done.stderr
