@@ -62,6 +62,12 @@ class Phase(Enum):
     LOST = auto()
 
 
+def _phase(message: dict[str, Any]) -> Phase:
+    if "preparing" in message:
+        return Phase.PREPARING
+    return Phase.LOST if "lost" in message else Phase.WORKING
+
+
 class RunningHost:
     """The agent of one host, and what it tells."""
 
@@ -252,16 +258,14 @@ class RunningHost:
             if now - self._heard > _SILENT_S:
                 self._back = now
             self._heard = now
-            self._phase = Phase.PREPARING if "preparing" in message else Phase.WORKING
+            self._phase = _phase(message)
             if "died" in message:
                 worker = self.host.workers[message["died"]]
                 self._deaths.put(Death(worker, message["how"], message["pid"]))
             elif "log" in message:
                 if self._on_log is not None:
                     self._on_log(self.host.workers[message["log"]], message["line"])
-            elif "lost" in message:
-                self._phase = Phase.LOST
-            elif message and "preparing" not in message:
+            elif message and self._phase is Phase.WORKING:
                 self._told = message
 
     def _sign_of_life(self, agent: subprocess.Popen[bytes]) -> None:

@@ -64,15 +64,12 @@ def choose(
         pool.append((i, offer.nodes[first:]))
     if fed == budget or not any(len(nodes) for _, nodes in pool):
         return taken
-    owner = np.concatenate([np.full(len(nodes), i) for i, nodes in pool])
-    nodes = np.concatenate([nodes for _, nodes in pool])
-    probability = np.exp(np.concatenate([offers[i].tree.cum[nodes] for i, nodes in pool]))
-    order = np.argsort(-probability, kind="stable")[: budget - fed]
-    worth = paying(np.concatenate((np.ones(fed), probability[order])), row_cost, state)
-    chosen = np.zeros(len(nodes), bool)
-    chosen[order[: max(worth - fed, 0)]] = True
-    for i, _ in pool:
-        taken[i] = np.concatenate((taken[i], nodes[chosen & (owner == i)]))
+    cum = np.concatenate([offers[i].tree.cum[nodes] for i, nodes in pool])
+    order = np.argsort(-cum, kind="stable")[: budget - fed]
+    worth = paying(np.concatenate((np.ones(fed), np.exp(cum[order]))), row_cost, state)
+    split = _split([nodes for _, nodes in pool], order[: max(worth - fed, 0)])
+    for (i, _), guesses in zip(pool, split, strict=True):
+        taken[i] = np.concatenate((taken[i], guesses))
     return taken
 
 
@@ -84,17 +81,17 @@ def paying(probability: np.ndarray, row_cost: float | None, state: PipelineState
         row_cost: what one more row adds to a step, as a share of it; None: as measured.
 
     The rows that lie on accepted paths are the tokens, so a row yields its probability in
-    tokens. A token saves the time that one takes at present, at most the refill of `num_stages`
-    steps that it takes without guesses.
+    tokens. A token saves the time that one takes at present, at most what it takes without
+    guesses: every request then decides one in `num_stages` steps.
     """
     if row_cost is not None:
-        tokens_per_step = max(state.tokens_per_step or 0.0, 1 / state.num_stages)
+        tokens_per_step = max(state.tokens_per_step or 0.0, state.requests / state.num_stages)
         return int(np.count_nonzero(probability >= row_cost * tokens_per_step))
     if not state.step_ms:
         return len(probability)
     rows, ms = np.array(state.step_ms).T
     cost = np.interp(np.arange(1, len(probability) + 1), rows, ms)
-    ms_per_token = state.num_stages * cost[0]
+    ms_per_token = state.num_stages * cost[0] / state.requests
     if state.guessing is not None:
         ms_per_token = min(state.guessing.ms_per_token, ms_per_token)
     return 1 + int(np.argmax(ms_per_token * np.cumsum(probability) - cost))
@@ -102,10 +99,16 @@ def paying(probability: np.ndarray, row_cost: float | None, state: PipelineState
 
 def share(offers: Sequence[Offer], budget: int) -> list[np.ndarray]:
     """Of each offer the nodes that one draft round expands: the likeliest of all."""
-    if sum(len(offer.nodes) for offer in offers) <= budget:
-        return [offer.nodes for offer in offers]
-    owner = np.concatenate([np.full(len(offer.nodes), i) for i, offer in enumerate(offers)])
+    nodes = [offer.nodes for offer in offers]
+    if sum(map(len, nodes)) <= budget:
+        return nodes
     cum = np.concatenate([offer.tree.cum[offer.nodes] for offer in offers])
-    chosen = np.zeros(len(cum), bool)
-    chosen[np.argsort(-cum, kind="stable")[:budget]] = True
-    return [offer.nodes[chosen[owner == i]] for i, offer in enumerate(offers)]
+    return _split(nodes, np.argsort(-cum, kind="stable")[:budget])
+
+
+def _split(parts: Sequence[np.ndarray], places: np.ndarray) -> list[np.ndarray]:
+    """Those elements of each part, in its order, that stand at `places` of all parts together."""
+    chosen = np.zeros(sum(map(len, parts)), bool)
+    chosen[places] = True
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    return [part[mine] for part, mine in zip(parts, np.split(chosen, ends), strict=True)]

@@ -42,6 +42,7 @@ class Meter:
         self._verdict = Ema()
         self._by_rows: dict[int, tuple[Ema, Ema]] = {}  # rows, ms; by rows' bit length
         self._plain = Ema()  # ms per step
+        self._plain_requests = Ema()  # that were decoding in such a step
         self._guessing = Ema()  # ms per step
         self._tokens = Ema()  # tokens per guessing step
         self._made_guesses = False
@@ -76,8 +77,9 @@ class Meter:
         late = wait_ms < AT_ONCE_MS
         self._verdict.add(elapsed_ms - self._last_round_ms if late else elapsed_ms + wait_ms)
 
-    def step(self, ms: float, tokens: int, *, guesses: bool) -> None:
-        """A step of decoding (not of reading a prompt) lasted `ms` and decided `tokens`.
+    def step(self, ms: float, tokens: int, *, guesses: bool, requests: int = 1) -> None:
+        """A step in which so many requests were decoding (not reading prompts) lasted `ms` and
+        decided `tokens`.
 
         `guesses`: the draft worked in this step, or guesses were in the pipeline.
         """
@@ -86,10 +88,11 @@ class Meter:
             if guesses:
                 self._guessing, self._tokens = Ema(), Ema()
             else:
-                self._plain = Ema()
+                self._plain, self._plain_requests = Ema(), Ema()
         self._streak += 1
         if not guesses:
             self._plain.add(ms)
+            self._plain_requests.add(requests)
         elif self._streak > self.num_stages:
             self._guessing.add(ms)
             self._tokens.add(tokens)
@@ -103,11 +106,12 @@ class Meter:
         """A batch of so many rows entered the pipeline."""
         self._in_flight.append(rows)
 
-    def state(self, step: int, *, end: int, elapsed_ms: float) -> PipelineState:
+    def state(self, step: int, *, end: int, elapsed_ms: float, requests: int = 1) -> PipelineState:
         """The state at this moment of a step."""
         return PipelineState(
             num_stages=self.num_stages,
             step=step,
+            requests=requests,
             end=end,
             rounds=self.rounds,
             elapsed_ms=elapsed_ms,
@@ -115,7 +119,7 @@ class Meter:
             verdict_ms=self._verdict.value,
             tokens_per_step=self._tokens.value,
             step_ms=self._curve(),
-            plain=self._rate(self._plain, 1 / self.num_stages),
+            plain=self._rate(self._plain, (self._plain_requests.value or 0) / self.num_stages),
             guessing=self._rate(self._guessing, self._tokens.value),
             made_guesses=self._made_guesses,
             streak=self._streak,

@@ -62,6 +62,7 @@ class SchedulerConfig:
 
     @property
     def rows(self) -> int:
+        """`max_rows`, resolved."""
         return self.max_rows or max(self.policy.max_rows, self.prefill_chunk)
 
 
@@ -113,7 +114,8 @@ class Scheduler:
         self.sequences: dict[int, Sequence] = {}  # by request, in the order in which they came
         self._policy = config.policy
         self._meter = Meter(config.num_steps)
-        self._guesses: bool | None = None  # whether this step knows any; None: it is not decoding
+        self._decoding = 0  # requests that were past their first tokens when this step began
+        self._guesses = False  # whether any of theirs were on their way
         self._decided = 0  # tokens that this step decided
         self._released: list[int] = []  # requests that the stages have not been told to free
         self._busy_until = 0  # the step in which the last batch that matters leaves the pipeline
@@ -173,7 +175,8 @@ class Scheduler:
         """A step begins."""
         self._decided = 0
         decoding = [each for each in self.sequences.values() if each.decoding]
-        self._guesses = any(each.guesses_in_flight for each in decoding) if decoding else None
+        self._decoding = len(decoding)
+        self._guesses = any(each.guesses_in_flight for each in decoding)
         self._meter.begin()
 
     def expansion(self, elapsed_ms: float) -> DraftWork | None:
@@ -227,7 +230,7 @@ class Scheduler:
     def heard(self, drafted_ms: float, wait_ms: float) -> None:
         """All verdicts of this step were applied: it had lasted `drafted_ms` when whoever drives
         it began to wait for them, for `wait_ms`."""
-        if self._guesses is not None:
+        if self._decoding:
             self._meter.verdict(drafted_ms, wait_ms, self._decided)
         for sequence in self.sequences.values():
             sequence.counts["steps"] += 1
@@ -260,15 +263,20 @@ class Scheduler:
 
     def end(self, ms: float) -> None:
         """The step lasted `ms`."""
-        if self._guesses is not None and self.sequences:
+        if self._decoding and self.sequences:
             guesses = self._guesses or self._meter.rounds > 0
-            self._meter.step(ms, self._decided, guesses=guesses)
+            self._meter.step(ms, self._decided, guesses=guesses, requests=self._decoding)
 
     # --- choices ------------------------------------------------------------------------------
 
     def _state(self, elapsed_ms: float) -> PipelineState:
         """What the policy may know at this moment of the step."""
-        return self._meter.state(self.step, end=self.config.context_limit, elapsed_ms=elapsed_ms)
+        return self._meter.state(
+            self.step,
+            end=self.config.context_limit,
+            elapsed_ms=elapsed_ms,
+            requests=max(self._decoding, 1),
+        )
 
     def _growth(
         self, sequences: Iterable[Sequence], state: PipelineState

@@ -197,15 +197,10 @@ class SimulatedPipeline:
             self.source.begin(self.scheduler.add(request, lambda token: False, now=0).context)
         self.result = Simulation(np.zeros(machine.num_stages + 1, np.int64))
 
-    @property
-    def decoding(self) -> int:
-        """How many of the requests are past their first tokens."""
-        return sum(sequence.decoding for sequence in self.scheduler.sequences.values())
-
     def step(self) -> Batch:
         """One step of the pipeline; what entered it."""
         scheduler = self.scheduler
-        counts = self.decoding == len(self.texts)
+        waiting = [n for n, each in scheduler.sequences.items() if not each.decoding]
         scheduler.begin()
         drafted_ms = 0.0
         rounds = 0
@@ -214,10 +209,11 @@ class SimulatedPipeline:
             drafted_ms += self.machine.draft_ms
             rounds += 1
         computed_ms = self.machine.slowest_ms(self.rows_in_flight())
-        for request, sequence in scheduler.sequences.items():
-            verdict = None if sequence.prompt_left else self.verdict(request)
-            if verdict is not None and verdict.tokens:
-                scheduler.apply(verdict, now=0)
+        for request, sequence in list(scheduler.sequences.items()):
+            if not sequence.prompt_left:
+                verdict = self.verdict(request, counts=waiting in ([], [request]))
+                if verdict.tokens:
+                    scheduler.apply(verdict, now=0)
         # The draft sends no hidden states and its rounds end before the verdict is heard, so a
         # slow draft hides the hop (PipeDec: max(T_draft, C T_c + T_t)).
         heard_ms = computed_ms + (self.machine.hop_ms if computed_ms else 0.0)
@@ -229,7 +225,7 @@ class SimulatedPipeline:
             rounds += 1
         self.enter(batch)
         scheduler.end(ms)
-        if counts:
+        if not waiting:
             self.result.steps += 1
             self.result.rows += len(batch)
             self.result.rounds += rounds
@@ -263,14 +259,16 @@ class SimulatedPipeline:
             rows += np.bincount(ages, minlength=len(rows))
         return rows[1:].tolist()
 
-    def verdict(self, request: int) -> Verdict:
-        """The last stage keeps drawing while the newest token is in the batch it has computed."""
+    def verdict(self, request: int, *, counts: bool) -> Verdict:
+        """The last stage keeps drawing while the newest token is in the batch it has computed.
+
+        `counts`: whether the tokens enter the result, as all other requests are past their first.
+        """
         sequence = self.scheduler.sequences[request]
         tree, base = sequence.tree, len(sequence.context.tokens)
         text, fed_at = self.texts[request], self.fed_at[request]
         now = self.scheduler.step
         leaving = now - self.machine.num_stages
-        alone = self.decoding - sequence.decoding == len(self.texts) - 1
         tokens: list[int] = []
         node: int | None = ROOT
         entered = int(fed_at[tree.id[ROOT]]) if tree.fed[ROOT] else now
@@ -280,7 +278,7 @@ class SimulatedPipeline:
             node = tree.child(node, token)
             hit = node is not None and bool(tree.fed[node])
             entered = int(fed_at[tree.id[node]]) if hit else now
-            if base + len(tokens) > 2 and alone:
+            if base + len(tokens) > 2 and counts:
                 self.result.delays[entered - leaving] += 1
                 self.result.hits += hit
         return Verdict(request, base, tuple(tokens))

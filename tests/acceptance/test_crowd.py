@@ -42,13 +42,10 @@ def clusters() -> Iterator[Clusters]:
 
 
 @pytest.fixture(scope="module")
-def prompts(clusters: Clusters, pytestconfig: pytest.Config) -> list[list[int]]:
+def prompts(clusters: Clusters, long: bool) -> list[list[int]]:
     lines = (Path(__file__).parent.parent / "data" / "prompts.jsonl").read_text().splitlines()
     served = clusters.running(*CROWD, *WAYS[0]).client.served
-    return [
-        served.encode(json.loads(line)["prompt"])
-        for line in lines[: 45 if pytestconfig.getoption("--long") else 12]
-    ]
+    return [served.encode(json.loads(line)["prompt"]) for line in lines[: 45 if long else 12]]
 
 
 @pytest.fixture(scope="module")

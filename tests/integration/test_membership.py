@@ -269,7 +269,6 @@ class Processes:
 
     def __init__(self) -> None:
         self.deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
-
         self.looks = 0  # how often a lost one's host was found to be starting
 
     def kill(self, worker: str, since: float) -> bool:
@@ -283,17 +282,28 @@ class Processes:
         pass
 
 
-def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life) -> None:
-    """It can come late; the epoch would end for a worker that is there and well."""
-    assignment = RankAssignment(("m/0", "m/1"), (range(4),), "127.0.0.1")
-    processes = Processes()
-    with Recovery(
+ASSIGNMENT = RankAssignment(("m/0", "m/1"), (range(4),), "127.0.0.1")
+
+
+def recovery_of(
+    life: Life,
+    replan: Callable[[set[str]], RankAssignment] = lambda _: ASSIGNMENT,
+    patience_s: float = PATIENCE_S,
+) -> Recovery:
+    return Recovery(
         life.url,
         life.namespace,
-        assignment,
-        workers=assignment.workers,
-        replan=lambda _: assignment,
-    ) as recovery:
+        ASSIGNMENT,
+        workers=ASSIGNMENT.workers,
+        replan=replan,
+        patience_s=patience_s,
+    )
+
+
+def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life) -> None:
+    """It can come late; the epoch would end for a worker that is there and well."""
+    processes = Processes()
+    with recovery_of(life) as recovery:
         recovery.watch(processes)
         first = recovery.epoch
         life.rank(first, 0)
@@ -310,20 +320,12 @@ def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life)
 
 def test_nobody_gives_up_while_a_lost_host_is_starting(life: Life) -> None:
     """Imports can take longer than the patience with a worker that says nothing."""
-    assignment = RankAssignment(("m/0", "m/1"), (range(4),), "127.0.0.1")
 
     def replan(_: set[str]) -> RankAssignment:
         raise ConfigError("nobody is left.")
 
     processes = Processes()
-    with Recovery(
-        life.url,
-        life.namespace,
-        assignment,
-        workers=assignment.workers,
-        replan=replan,
-        patience_s=SHORT_S,
-    ) as recovery:
+    with recovery_of(life, replan, SHORT_S) as recovery:
         life.worker().renew("m/0", os.getpid())
         recovery.watch(processes)
         recovery._thread.join(PATIENCE_S)

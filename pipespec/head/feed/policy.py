@@ -38,6 +38,7 @@ class PipelineState:
         num_stages: steps that a batch takes from the head through the last stage: the number
             of stage groups.
         step: the pipeline step.
+        requests: how many are past their first tokens.
         end: position from which on no row can matter: the text ends there.
         rounds: draft rounds that this step has had already.
         elapsed_ms: how long this step has lasted.
@@ -53,6 +54,7 @@ class PipelineState:
 
     num_stages: int
     step: int
+    requests: int = 1
     end: int = 2**62
     rounds: int = 0
     elapsed_ms: float = 0.0

@@ -83,20 +83,22 @@ class DraftModelSource:
         del self._contexts[request]
 
     def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
-        """One pass of the draft for all requests: the nodes of those whose decided text it has
-        read, or nearly, and a chunk of the first one's that is further behind."""
+        """One pass of the draft for all requests.
+
+        Of decided text it reads `chunk` rows, those first who miss least of it: they are asked
+        for guesses now, and a long prompt takes what they leave.
+        """
+        behind = [each.context.rows(self.runner.length(each.context.request)) for each in asked]
         parts: list[np.ndarray] = []
         ready: list[tuple[int, slice]] = []  # who is answered, and where its nodes' rows are
-        reads, start = False, 0
-        for i, each in enumerate(asked):
-            behind = each.context.rows(self.runner.length(each.context.request))
-            if len(behind) > self.chunk:
-                if reads:
-                    continue
-                reads, rows = True, behind[: self.chunk]
-            else:
-                rows = self._rows(each, behind)
-                ready.append((i, slice(start + len(rows) - len(each.nodes), start + len(rows))))
+        start, left = 0, self.chunk
+        for i in sorted(range(len(asked)), key=lambda i: len(behind[i])):
+            rows = behind[i][:left]
+            left -= len(rows)
+            if len(rows) == len(behind[i]):
+                rows = self._rows(asked[i], rows)
+                end = start + len(rows)
+                ready.append((i, slice(end - len(asked[i].nodes), end)))
             parts.append(rows)
             start += len(rows)
         hidden = self.runner.compute(Batch(step=0, rows=np.concatenate(parts))).hidden
@@ -130,8 +132,8 @@ class DraftModelSource:
 
         # As the target's own noise ranks them.
         positions = (tree.position[nodes] + 1).tolist()
-        parts = (part.cpu().numpy() for part in scores(logits, positions, context.sampling))
-        tokens, scored, share = parts
+        found = scores(logits, positions, context.sampling)
+        tokens, scored, share = (part.cpu().numpy() for part in found)
         self.confidence.keep(context.request, tree.id)
         best = self.confidence.propose(
             context.request, tree.id[nodes], tokens, scored, share, children

@@ -380,6 +380,21 @@ def test_the_two_ways_are_measured_apart_and_a_filling_pipeline_not_at_all():
     assert state().guessing == Rate(10.0, 4), "remembered"
 
 
+def test_a_token_without_guesses_costs_less_the_more_requests_decode_one():
+    meter = Meter(num_stages=4)
+    for _ in range(8):
+        meter.step(10.0, 1, guesses=False, requests=4)
+    plain = meter.state(0, end=9, elapsed_ms=0.0).plain
+    assert plain is not None and plain.ms_per_token == 10.0  # 40 for one request
+
+
+def test_a_row_is_worth_less_the_more_requests_share_the_step():
+    tree = one_level([0.5, 0.2, 0.1, 0.02])
+    alone, crowd = (replace(STATE, requests=requests) for requests in (1, 8))
+    fed = [len(chosen(BestFirst(row_cost=0.1), tree, state)) for state in (alone, crowd)]
+    assert fed == [3, 2]
+
+
 def test_the_time_curve_of_a_step_rises_with_the_largest_batch_in_the_pipeline():
     meter = Meter(num_stages=2)
     for rows, ms in ((1, 10.0), (1, 10.0), (16, 20.0), (1, 22.0), (1, 12.0), (1, 10.0), (4, 9.0)):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.core import Verdict
+from pipespec.core import GUESS, KIND, POSITION, REQUEST, Batch, Verdict
 from pipespec.errors import ConfigError
+from pipespec.head.source.draft_model import DraftModelSource
 from pipespec.head.source.hybrid import Hybrid, HybridSource
 from pipespec.head.source.ngram import NGram, NGramSource, Occurrences
 from pipespec.head.source.protocol import Asked, Candidates, Context
@@ -254,6 +257,57 @@ def test_settings_of_a_synthetic_source(tmp_path: Path):
     truth.write_text("[1, 2]\n{}\n")
     with pytest.raises(ConfigError, match="Line 2"):
         read_truth(str(truth))
+
+
+# --- draft model ------------------------------------------------------------------------------
+
+
+class Rows:
+    """A draft that computes nothing and keeps which rows it was asked for."""
+
+    vocab_size = 9
+
+    def __init__(self) -> None:
+        self.model = self
+        self.read: dict[int, int] = {}
+        self.passes: list[list[tuple[int, int]]] = []  # request, position
+
+    def open(self, request: int) -> None:
+        self.read[request] = 0
+
+    def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None: ...
+
+    def length(self, request: int) -> int:
+        return self.read[request]
+
+    def compute(self, batch: Batch) -> Batch:
+        rows = batch.rows[:, [REQUEST, POSITION, KIND]].tolist()
+        self.passes.append([(request, position) for request, position, _ in rows])
+        for request, _, kind in rows:
+            self.read[request] += kind != GUESS
+        return replace(batch, hidden=torch.zeros(len(rows), 1))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(hidden), self.vocab_size)
+
+
+def test_a_pass_of_the_draft_reads_a_chunk_and_a_long_prompt_keeps_nobody_waiting():
+    draft = Rows()
+    source = DraftModelSource(draft, chunk=8, vocabulary=9)
+    asked = []
+    for request, length in enumerate((30, 3, 1)):
+        context = Context(request, [1] * length, list(range(length)))
+        source.begin(context)
+        last = length - 1
+        asked.append(Asked(context, Tree(last, last - 1, 1, last, fed=True), np.array([ROOT])))
+    answered = [[each is not None for each in source.expand(asked[:1], 2)]]
+    answered += [[each is not None for each in source.expand(asked, 2)]]
+    assert answered == [[False], [False, True, True]]
+    assert [len(rows) for rows in draft.passes] == [8, 8]
+    assert [position for request, position in draft.passes[1] if not request] == [8, 9, 10, 11]
+    while source.expand(asked[:1], 2) == [None]:
+        pass
+    assert draft.read[0] == 30 and len(draft.passes) == 5
 
 
 # --- hybrid -----------------------------------------------------------------------------------
