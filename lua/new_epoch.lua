@@ -27,7 +27,7 @@ for _, rank in ipairs(redis.call('HKEYS', old .. ':ranks')) do
   redis.call('RPUSH', ready, 'STALE')
   redis.call('EXPIRE', ready, ARGV[2])
 end
-redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':closed', old .. ':meeting')
+redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':closed', old .. ':meeting')
 while redis.call('RPOPLPUSH', KEYS[3], KEYS[2]) do
 end
 -- The stream's ids are those of requests: spend one.
