@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.controller.guesses import NO_MORE
-from pipespec.controller.records import CANCELLED
+from pipespec.controller.records import CANCELLED, Accepted
 from pipespec.controller.verdict import VerdictReceiver
 from pipespec.core import Batch, Request, Verdict
 from pipespec.emulation import Pace, wait_until
@@ -89,22 +89,19 @@ class HeadLoop:
         """
         while self.scheduler.has_room:
             busy = not self.scheduler.idle or self.scheduler.draining
-            request = self.controller.next_request(timeout=0 if busy else None)
-            if request is not None:
-                self.open(request)
-            elif busy:
-                break
-            else:
-                return False
+            found = self.controller.next_requests(self.scheduler.room, wait=not busy)
+            if not found:
+                return busy
+            for request, answer in found:
+                self.open(request, answer)
         return True
 
-    def open(self, request: Request) -> None:
+    def open(self, request: Request, answer: tuple[int, ...]) -> None:
         """Begin with a request, or go on with what an earlier epoch has left of it."""
         stops = self.settings.stop_check(request)
         if self.scheduler.idle:
             self.timeline.take()
         self._control_ns[request.id] = self.timeline.totals["control"]
-        answer = self.controller.tokens(request.id)
         sequence = self.scheduler.add(request, stops, self.timeline.clock(), answer)
         self.source.begin(sequence.context)
         if sequence.ended:
@@ -206,8 +203,12 @@ class HeadLoop:
 
     def log_accepted(self) -> None:
         """Log what was accepted and tell the source; the next batch is on its way already."""
+        if self._unlogged:
+            self.controller.accept(
+                (verdict.request, Accepted(verdict.base, verdict.tokens, verdict.logprobs))
+                for verdict in self._unlogged
+            )
         for verdict in self._unlogged:
-            self.controller.accept(verdict.request, verdict.base, verdict.tokens, verdict.logprobs)
             self.source.accept(verdict)
         self._unlogged.clear()
 

@@ -128,9 +128,14 @@ class Scheduler:
         return not self.sequences
 
     @property
+    def room(self) -> int:
+        """How many more requests can be opened: the stages hold others until they are told."""
+        return self.config.max_num_seqs - len(self.sequences) - len(self._released)
+
+    @property
     def has_room(self) -> bool:
-        """Whether one more request can be opened: the stages hold others until they are told."""
-        return len(self.sequences) + len(self._released) < self.config.max_num_seqs
+        """Whether one more request can be opened."""
+        return self.room > 0
 
     @property
     def draining(self) -> bool:
