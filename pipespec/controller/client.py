@@ -11,10 +11,10 @@ from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import Graph, Kind, Task
 from pipespec.controller.guesses import NO_MORE, pack, unpack
 from pipespec.controller.keys import Keys
-from pipespec.controller.records import entries_of
+from pipespec.controller.records import entries_of, unpack_request
 from pipespec.controller.requests import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.scripts import evalsha, load
-from pipespec.core import Guesses
+from pipespec.core import Guesses, Request
 from pipespec.errors import ControllerError, StaleEpoch
 
 # More open steps than this are a mistake (a rank completes nothing), not a deep pipeline.
@@ -27,6 +27,8 @@ KEEP_STALE_S = 60
 AGAIN_S = 0.0005
 # What lua/cancel.lua puts before the number of a request.
 CANCEL = b"CANCEL "
+# What lua/includes/arrived.lua says.
+ARRIVED = b"ARRIVED"
 
 
 class Controller(RequestLog):
@@ -58,6 +60,10 @@ class Controller(RequestLog):
         self._announcements = Pipe(url)
         self._listening = False
         self._cancelled: set[int] = set()
+        # Whether there may be something in the queue, and whether it was empty and closed when
+        # this rank, the head, asked last. When an epoch begins nobody says what is there.
+        self._arrived = True
+        self._closed = False
         # Of a lossy sequence: the last entry that was read, and its step.
         self._told: dict[int, tuple[str, int]] = {}
         self._listen()
@@ -88,8 +94,6 @@ class Controller(RequestLog):
                         keys.queue,
                         keys.admitted,
                         keys.assignments,
-                        keys.counter,
-                        keys.arrivals,
                     ),
                     keys.epochs,
                     KEEP_STALE_S,
@@ -177,6 +181,28 @@ class Controller(RequestLog):
         found = self._pipe.call("HVALS", self._keys.kv_tokens(self._epoch))
         return min(map(int, found))
 
+    def next_requests(
+        self, count: int, *, wait: bool
+    ) -> list[tuple[Request, tuple[int, ...]]] | None:
+        """Takes up to `count` requests off the queue, at least one, each with the tokens of its
+        answer that an earlier epoch has decided. Only for the head.
+
+        Redis is asked only when it has said that something arrived. []: there is nothing now;
+        with `wait` this waits until there is. None: the queue is empty and closed. Raises
+        StaleEpoch when a new epoch has begun.
+        """
+        while self._hear(0.0):
+            pass
+        while True:
+            if self._arrived and (found := self._admit(count)):
+                return found
+            if self._closed:
+                return None
+            if not wait:
+                return []
+            self._pipe.drain()
+            self._hear(LOOK_S)
+
     def report(self, request: int, stats: dict[str, Any]) -> None:
         """Adds what this rank has to say about a request (anything that JSON can hold)."""
         self._send_report(self.rank, request, stats)
@@ -215,6 +241,26 @@ class Controller(RequestLog):
         """Whether a user has cancelled the request, as far as this rank, the head, has heard."""
         return request in self._cancelled
 
+    def _admit(self, count: int) -> list[tuple[Request, tuple[int, ...]]]:
+        keys = self._keys
+        names = (
+            keys.epoch,
+            keys.queue,
+            keys.admitted,
+            keys.requests,
+            keys.closed(self._epoch),
+            keys.finished,
+            keys.arrived(self._epoch),
+        )
+        closed, *taken = self._call("admit", names, self._epoch, KEEP_FINISHED_S, count)
+        self._arrived, self._closed = len(taken) == count, bool(closed)
+        found = []
+        for number, asked, length in taken:
+            request = unpack_request(number, asked)
+            decided = length > len(request.prompt)
+            found.append((request, self.tokens(number) if decided else ()))
+        return found
+
     def _take(self, task: Task) -> bytes | None:
         assert task.rank == self.rank, f"task {task.id} is not of rank {self.rank}"
         return self._ready.pop(task.id, None)
@@ -233,6 +279,9 @@ class Controller(RequestLog):
         _, item = self._announcements.read()
         if item == b"STALE":
             raise StaleEpoch(f"Epoch {self._epoch} is over: a newer one has begun.")
+        if item == ARRIVED:
+            self._arrived = True
+            return True
         if item.startswith(CANCEL):
             self._cancelled.add(int(item[len(CANCEL) :]))
             return True

@@ -64,6 +64,10 @@ class Keys:
     def closed(self, epoch: int) -> str:
         return self._key("epochs", epoch, "closed")
 
+    def arrived(self, epoch: int) -> str:
+        """Whether the head was told that something arrived (lua/includes/arrived.lua)."""
+        return self._key("epochs", epoch, "arrived")
+
     def graph(self, epoch: int) -> str:
         return self._key("epochs", epoch, "graph")
 
@@ -91,10 +95,6 @@ class Keys:
     @property
     def admitted(self) -> str:
         return self._key("admitted")
-
-    @property
-    def arrivals(self) -> str:
-        return self._key("arrivals")
 
     @property
     def requests(self) -> str:

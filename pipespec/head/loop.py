@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.controller.guesses import NO_MORE
-from pipespec.controller.records import CANCELLED
+from pipespec.controller.records import CANCELLED, Accepted
 from pipespec.controller.verdict import VerdictReceiver
 from pipespec.core import Batch, Request, Verdict
 from pipespec.emulation import Pace, wait_until
@@ -98,24 +98,23 @@ class HeadLoop:
             busy = not self.scheduler.idle or self.scheduler.draining
             if not busy:
                 self.publish(now=True)  # it may be the last for long
-            request = self.controller.next_request(timeout=0 if busy else None)
-            if request is not None:
-                self.open(request)
-            elif busy:
+            found = self.controller.next_requests(self.scheduler.room, wait=not busy)
+            if not found:
+                if not busy:
+                    return False
                 break
-            else:
-                return False
+            for request, answer in found:
+                self.open(request, answer)
         for sequence in self.scheduler.admit():
             self.source.begin(sequence.context)
         return True
 
-    def open(self, request: Request) -> None:
+    def open(self, request: Request, answer: tuple[int, ...]) -> None:
         """Begin with a request, or go on with what an earlier epoch has left of it."""
         stops = self.settings.stop_check(request)
         if self.scheduler.idle:
             self.timeline.take()
         self._control_ns[request.id] = self.timeline.totals["control"]
-        answer = self.controller.tokens(request.id)
         sequence = self.scheduler.add(request, stops, self.timeline.clock(), answer)
         if sequence.ended:
             self.finish(sequence, sequence.ended)
@@ -237,8 +236,12 @@ class HeadLoop:
 
     def log_accepted(self) -> None:
         """Log what was accepted and tell the source; the next batch is on its way already."""
-        for request, verdict in self._unlogged:
-            self.controller.accept(request, verdict.base, verdict.tokens, verdict.logprobs)
+        if self._unlogged:
+            self.controller.accept(
+                (request, Accepted(verdict.base, verdict.tokens, verdict.logprobs))
+                for request, verdict in self._unlogged
+            )
+        for _, verdict in self._unlogged:
             self.source.accept(verdict)
         self._unlogged.clear()
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipespec.controller.graph import Graph, Kind, Task
+from pipespec.controller.records import Accepted
 from pipespec.controller.verdict import pack
 from pipespec.core import (
     DECIDED,
@@ -19,7 +20,6 @@ from pipespec.core import (
     Batch,
     Guesses,
     Request,
-    TokenLogprobs,
     Verdict,
 )
 from pipespec.engine.lineage import Lineage
@@ -54,13 +54,17 @@ class StoryController:
         self.completed: list[Task] = []
         self.payloads: list[bytes] = []
         self.accepted: dict[int, list[int]] = {}
+        self.logged: list[list[int]] = []  # the requests of each call of `accept`
         self.finished: dict[int, str] = {}
         self.reports: dict[int, dict[str, Any]] = {}
         self.guesses: dict[int, list[Guesses]] = {}  # by sequence
         self.statistics: dict[str, int] = {}
 
-    def next_request(self, timeout: float | None = None) -> Request | None:
-        return self._queue.pop(0) if self._queue else None
+    def next_requests(
+        self, count: int, *, wait: bool
+    ) -> list[tuple[Request, tuple[int, ...]]] | None:
+        taken, self._queue = self._queue[:count], self._queue[count:]
+        return [(request, self._answers.get(request.id, ())) for request in taken] or None
 
     def request(self, request: int) -> Request:
         return self._requests[request]
@@ -93,14 +97,11 @@ class StoryController:
     def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
         return self.wait(task)
 
-    def accept(
-        self,
-        request: int,
-        base: int,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:
-        self.accepted.setdefault(request, []).extend(tokens)
+    def accept(self, pieces: Iterable[tuple[int, Accepted]]) -> None:
+        self.logged.append([])
+        for request, piece in pieces:
+            self.logged[-1].append(request)
+            self.accepted.setdefault(request, []).extend(piece.tokens)
 
     def finish(self, request: int, reason: str) -> None:
         self.finished[request] = reason

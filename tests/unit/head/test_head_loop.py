@@ -49,6 +49,7 @@ def head(
     *,
     rounds: int = 2,
     chunk: int = 1,
+    at_once: int = 1,
     most: int = 1000,
     **told: object,
 ) -> tuple[HeadLoop, StoryLink, StoryController]:
@@ -57,7 +58,7 @@ def head(
     stages = StoryStages(link, NUM_STAGES, texts)
     controller = StoryController(requests, stages.verdicts, **told)
     loop = HeadLoop(
-        Scheduler(SchedulerConfig(policy, NUM_STAGES, rounds, chunk, 1000)),
+        Scheduler(SchedulerConfig(policy, NUM_STAGES, rounds, chunk, 1000, at_once)),
         SyntheticSource(DRAFT, list(texts.values()), VOCABULARY, 1),
         link,
         controller,
@@ -124,6 +125,15 @@ def test_requests_follow_one_another_without_a_gap():
     assert controller.accepted == {i: TEXT[i + 3 : i + 8] for i in (1, 2)}
     released = next(batch.step for batch in sent if batch.released == (0,))
     assert sent[released + 1].rows[:, KIND].tolist() == [1, 1, 2]
+
+
+def test_what_a_step_decides_for_several_requests_is_logged_at_once():
+    requests = [Request(i, tuple(TEXT[i : i + 3]), max_new_tokens=5) for i in range(3)]
+    texts = {i: TEXT[i:] for i in range(3)}
+    _, controller = run(Root(), requests, texts, chunk=16, at_once=3)
+    assert controller.accepted == {i: TEXT[i + 3 : i + 8] for i in range(3)}
+    assert [0, 1, 2] in controller.logged
+    assert all(controller.logged)
 
 
 def test_an_answer_of_an_earlier_epoch_is_read_like_the_prompt():
