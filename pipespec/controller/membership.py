@@ -114,10 +114,14 @@ class Membership:
 
     def progress(self) -> tuple[tuple[int, int], ...]:
         """The admitted requests and the lengths of their sequences."""
-        admitted = self._pipe.call("LRANGE", self._keys.admitted, 0, -1)
-        numbers = [int(number) for number in admitted]
-        lengths = (self._pipe.call("HGET", self._keys.request(n), "length") for n in numbers)
-        return tuple((n, int(length or 0)) for n, length in zip(numbers, lengths, strict=True))
+        length = f"{self._keys.requests}:*->length"
+        found = self._pipe.call(
+            "SORT", self._keys.admitted, "BY", "nosort", "GET", "#", "GET", length
+        )
+        return tuple(
+            (int(number), int(length or 0))
+            for number, length in zip(found[::2], found[1::2], strict=True)
+        )
 
     def finished(self) -> int:
         """How many requests are finished."""

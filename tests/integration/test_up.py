@@ -49,7 +49,12 @@ PROMPTS = (
     "The little girl ran out of the house and",
     "Tom has three apples and buys four more. How many",
 )
-SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", f"decode.max_new_tokens={NUM_TOKENS}")
+SETTINGS = (
+    "cluster.stages=2",
+    "cluster.devices=[cpu]",
+    "scheduler.max_num_seqs=1",  # so that others wait
+    f"decode.max_new_tokens={NUM_TOKENS}",
+)
 LONG = ("decode.max_new_tokens=1500", "decode.ignore_eos=true")
 PATIENCE_S = 120  # a loaded machine takes its time to import torch
 ENDING_S = 60
