@@ -12,6 +12,7 @@ from pipespec.core import REQUEST, Batch, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.engine.runner import SliceRunner
 from pipespec.sampling.verifier import Verifier
+from pipespec.stats import blank
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
 
@@ -71,6 +72,7 @@ class StageLoop:
         self._verdicts: list[Verdict] = []  # of this step, at the last stage
         self._verifiers: dict[int, Verifier] = {}  # of the open requests, at the last stage
         self._counts = Counter[str]()  # since no request was open
+        self._since = 0  # when that ended
         # What had been counted, of work and of time, when the first row of each request came.
         self._opened: dict[int, Counter[str]] = {}
 
@@ -115,6 +117,7 @@ class StageLoop:
             if not self._opened:
                 self.timeline.take()
                 self._counts.clear()
+                self._since = start
             if request not in self._opened:
                 self._opened[request] = self.counted(start)
         self._counts["steps"] += bool(self._opened)
@@ -196,14 +199,22 @@ class StageLoop:
         self._done.append(transfer(self.rank, self.step))
 
     def release(self, request: int) -> None:
-        """A request is over: free what it held here, report where the time went."""
+        """A request is over: free what it held here, report where the time went.
+
+        `period` is what this stage did since it was last without a request, so that what it did
+        for several at once can be counted once.
+        """
         self.runner.release(request)
         self._verifiers.pop(request, None)
         before = self._opened.pop(request, None)
         now = self.counted(self.timeline.clock())
         since = {name: now[name] - (before or now)[name] for name in now}
-        events = list(self.timeline.events)
-        self.controller.report(request, {"rank": self.rank, **since, "events": events})
+        period = blank(self.rank)["period"]
+        if before is not None:
+            elapsed = {"since_ns": self._since, "elapsed_ns": now["elapsed_ns"] - self._since}
+            period = {name: now[name] for name in period} | elapsed
+        told = {"rank": self.rank, **since, "period": period}
+        self.controller.report(request, told | {"events": list(self.timeline.events)})
 
     def counted(self, now: int) -> Counter[str]:
         """This rank's part of a request's statistics, as totals so far at the moment `now`."""
