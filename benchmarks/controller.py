@@ -24,6 +24,7 @@ from benchmarks.experiment import Row
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import Pipe, check_server
 from pipespec.controller.graph import Graph, Layout, compute, prune, step_graph, transfer
+from pipespec.controller.records import Accepted
 from pipespec.controller.server import EmbeddedRedis
 
 NAMESPACE = "benchmark"
@@ -117,7 +118,7 @@ def measure_work(url: str, stages: int, steps: int) -> list[Row]:
             ranks[rank].wait(prune(rank, step))
             tasks = [compute(rank, step), prune(rank, step), transfer(rank, step)]
             completes.append(timed(lambda rank=rank, tasks=tasks: ranks[rank].complete(tasks)))
-        head.accept(request, step + 1, [step])
+        head.accept([(request, Accepted(step + 1, (step,)))])
     for controller in ranks:
         controller.poll(prune(controller.rank, steps))
     head.tokens(request)

@@ -36,7 +36,7 @@ from benchmarks.hardware import limits, name_of, now_ms, repeat, with_floor
 from benchmarks.inflate import Shape, read_config
 from benchmarks.memory import LLAMA_70B, MIB
 from benchmarks.stage_report import draw, pace, show
-from benchmarks.timed_stage import REQUEST, TimedStage, guesses, random_tree
+from benchmarks.timed_stage import SEQUENCE, TimedStage, guesses, random_tree
 from pipespec.core import Verdict
 from pipespec.engine.attention import sdpa
 from pipespec.head.source.draft_model import DraftModelSource
@@ -112,7 +112,7 @@ def verdict(stage: TimedStage, rows: int, context: int, seconds: float) -> dict[
         def follow(token: int = token) -> dict[str, float]:
             rewind()
             start = now_ms(device)
-            stage.apply([Verdict(REQUEST, context, (token,))])
+            stage.apply([Verdict(SEQUENCE, context, (token,))])
             applied = now_ms(device)
             stage.prune(done)
             pruned = now_ms(device)

@@ -121,7 +121,7 @@ def run_phases(stages: int) -> dict[str, float]:
         served = ServedModel.of(deployment)
         prompt = served.encode(PROMPT)
         mark("tokenizer")
-        fitted = fit_context(deployment, len(prompt))
+        fitted = fit_context(deployment, len(prompt), requests=1)
         with (
             session.start(fitted, agents, loaded) as cluster,
             asking(cluster, served) as asker,

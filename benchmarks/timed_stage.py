@@ -24,7 +24,7 @@ from pipespec.engine.runner import SliceRunner
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import Tree
 
-REQUEST = 1
+SEQUENCE = 1
 SIBLINGS = 4  # at most, of a random tree
 
 
@@ -83,9 +83,9 @@ class TimedStage(SliceRunner):
         """Hold `context` committed tokens and nothing else; K and V are what the pools hold."""
         self.tables.clear()
         self.slots = SlotPool(self.slots.num_slots)  # anew, so that the text's slots lie together
-        text = Context(REQUEST, [0] * context, list(range(context)))
-        self.open(REQUEST)
-        sequence = self.tables[REQUEST]
+        text = Context(SEQUENCE, [0] * context, list(range(context)))
+        self.open(SEQUENCE)
+        sequence = self.tables[SEQUENCE]
         sequence.lineage.admit(text.rows(0))
         slots = self.slots.allocate(context)
         # In two parts: then there is room for more, as in a text that has grown.
@@ -143,4 +143,4 @@ def random_tree(nodes: int, context: int, vocab: int) -> Tree:
 
 def guesses(tree: Tree) -> np.ndarray:
     """All nodes but the root as rows of a batch."""
-    return tree.rows(REQUEST, np.arange(1, len(tree)))
+    return tree.rows(SEQUENCE, np.arange(1, len(tree)))

@@ -1,18 +1,19 @@
--- accept: appends accepted tokens to a request and shows them to its readers.
+-- accept: appends accepted tokens to requests and shows them to their readers.
 --
 -- KEYS[1]  epoch
--- KEYS[2]  request
--- KEYS[3]  events of the request
+-- KEYS[2]  prefix of a request's keys
 -- ARGV[1]  epoch of the caller
--- ARGV[2]  id of the request
--- ARGV[3]  base: length of the sequence before the tokens
--- ARGV[4]  tokens, joined by spaces
--- ARGV[5]  notes on the tokens (opaque words, one per token), joined by spaces; or nothing
+-- ARGV[2..] for each piece four:
+--          id of the request
+--          base: length of the sequence before the tokens
+--          tokens, joined by spaces
+--          notes on the tokens (opaque words, one per token), joined by spaces; or nothing
 -- Reply    how many tokens were appended
 -- Errors   STALE
 --          REQUEST  unknown, finished, or base beyond the end of the sequence
 --
--- Idempotent: tokens at positions that the sequence already has are skipped.
+-- Idempotent: tokens at positions that the sequence already has are skipped. Several pieces may
+-- be of one request, in their order.
 --- @include "fence"
 --- @include "request"
 
@@ -20,36 +21,53 @@ local stale = fence(KEYS[1], ARGV[1])
 if stale then
   return stale
 end
-local known = redis.call('HMGET', KEYS[2], 'length', 'reason')
-local length, base = tonumber(known[1]), tonumber(ARGV[3])
-if not length then
-  return unknown(ARGV[2])
-end
-if base > length then
-  return refuse('REQUEST', 'request ' .. ARGV[2] .. ' has ' .. length .. ' tokens, and none can be accepted at ' .. base)
-end
-local function fresh_part(words)
-  local part, position = {}, base
+
+local function from(words, skip)
+  local part, position = {}, 0
   for word in string.gmatch(words, '%S+') do
-    if position >= length then
+    position = position + 1
+    if position > skip then
       part[#part + 1] = word
     end
-    position = position + 1
   end
   return part
 end
-local fresh, notes = fresh_part(ARGV[4]), fresh_part(ARGV[5])
-if #fresh == 0 then
-  return 0
+
+-- First look at everything, then write: a refusal leaves nothing behind.
+local lengths, reasons, pieces = {}, {}, {}
+for i = 2, #ARGV, 4 do
+  local id, base = ARGV[i], tonumber(ARGV[i + 1])
+  if not lengths[id] then
+    local known = redis.call('HMGET', KEYS[2] .. ':' .. id, 'length', 'reason')
+    if not known[1] then
+      return unknown(id)
+    end
+    lengths[id], reasons[id] = tonumber(known[1]), known[2]
+  end
+  local length = lengths[id]
+  if base > length then
+    return refuse('REQUEST', 'request ' .. id .. ' has ' .. length .. ' tokens, and none can be accepted at ' .. base)
+  end
+  local fresh = from(ARGV[i + 2], length - base)
+  if #fresh > 0 then
+    if reasons[id] then
+      return refuse('REQUEST', 'request ' .. id .. ' is finished (' .. reasons[id] .. ')')
+    end
+    local entry = { 'base', length, 'tokens', table.concat(fresh, ' ') }
+    local notes = from(ARGV[i + 3], length - base)
+    if #notes > 0 then
+      entry[5], entry[6] = 'notes', table.concat(notes, ' ')
+    end
+    lengths[id] = length + #fresh
+    pieces[#pieces + 1] = { id, lengths[id], entry, #fresh }
+  end
 end
-if known[2] then
-  return refuse('REQUEST', 'request ' .. ARGV[2] .. ' is finished (' .. known[2] .. ')')
+
+local count = 0
+for _, piece in ipairs(pieces) do
+  local request = KEYS[2] .. ':' .. piece[1]
+  redis.call('HSET', request, 'length', piece[2])
+  redis.call('XADD', request .. ':events', piece[2] .. '-0', unpack(piece[3]))
+  count = count + piece[4]
 end
-local position = length + #fresh
-local entry = { 'base', length, 'tokens', table.concat(fresh, ' ') }
-if #notes > 0 then
-  entry[5], entry[6] = 'notes', table.concat(notes, ' ')
-end
-redis.call('HSET', KEYS[2], 'length', position)
-redis.call('XADD', KEYS[3], position .. '-0', unpack(entry))
-return #fresh
+return count

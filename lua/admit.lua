@@ -1,4 +1,4 @@
--- admit: takes the next request off the queue for this epoch.
+-- admit: takes the next requests off the queue for this epoch.
 --
 -- KEYS[1]  epoch
 -- KEYS[2]  queue of requests
@@ -6,11 +6,15 @@
 -- KEYS[4]  prefix of a request's keys
 -- KEYS[5]  whether the queue is closed in this epoch
 -- KEYS[6]  number of finished requests
+-- KEYS[7]  whether the head was told that something arrived (includes/arrived.lua)
 -- ARGV[1]  epoch of the caller
 -- ARGV[2]  seconds for which the log keeps a request that has ended
--- Reply    {id, what was asked for}; if the queue is empty, 1 if it is closed, else 0
+-- ARGV[3]  how many requests to take at most
+-- Reply    {closed, {id, what was asked for, length of the sequence so far}, ...}; closed is 1
+--          if the queue is empty and closed, else 0
 -- Errors   STALE
 --
+-- Fewer than asked for: the queue is empty, and the head is told when something arrives.
 -- Requests that were cancelled in an epoch that did not come to end them are ended here.
 --- @include "fence"
 --- @include "ending"
@@ -19,16 +23,21 @@ local stale = fence(KEYS[1], ARGV[1])
 if stale then
   return stale
 end
-while true do
+local found, most = { 0 }, tonumber(ARGV[3])
+while #found <= most do
   local id = redis.call('LPOP', KEYS[2])
   if not id then
-    return redis.call('EXISTS', KEYS[5])
+    redis.call('DEL', KEYS[7])
+    found[1] = redis.call('EXISTS', KEYS[5])
+    break
   end
   local request = KEYS[4] .. ':' .. id
   local known = redis.call('HMGET', request, 'asked', 'length', 'cancelled')
-  if not known[3] then
+  if known[3] then
+    ending(request, request .. ':events', KEYS[6], known[2], known[3], ARGV[2])
+  else
     redis.call('RPUSH', KEYS[3], id)
-    return { tonumber(id), known[1] }
+    found[#found + 1] = { tonumber(id), known[1], tonumber(known[2]) }
   end
-  ending(request, request .. ':events', KEYS[6], known[2], known[3], ARGV[2])
 end
+return found

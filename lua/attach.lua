@@ -2,9 +2,11 @@
 --
 -- KEYS[1]  epoch
 -- KEYS[2]  ranks of the epoch (hash: rank, process id)
+-- KEYS[3]  tokens that their KV holds (hash by rank)
 -- ARGV[1]  epoch of the caller
 -- ARGV[2]  rank
 -- ARGV[3]  process id
+-- ARGV[4]  tokens that its KV holds; nothing: it needs none
 -- Reply    1
 -- Errors   STALE
 --
@@ -21,5 +23,8 @@ if redis.call('HSETNX', KEYS[2], ARGV[2], ARGV[3]) == 0 then
   if holder ~= ARGV[3] then
     return refuse('STALE', 'rank ' .. ARGV[2] .. ' of epoch ' .. ARGV[1] .. ' was process ' .. holder)
   end
+end
+if ARGV[4] ~= '' then
+  redis.call('HSET', KEYS[3], ARGV[2], ARGV[4])
 end
 return 1

@@ -4,8 +4,6 @@
 -- KEYS[2]  queue of requests
 -- KEYS[3]  admitted requests
 -- KEYS[4]  epochs (stream; its newest entry is the current epoch, with the assignment)
--- KEYS[5]  counter of requests
--- KEYS[6]  arrivals (stream; wakes who waits for a request)
 -- ARGV[1]  prefix of the keys of an epoch; "<prefix>:<epoch>:..." are deleted
 -- ARGV[2]  seconds for which a rank of the old epoch can still learn that it is over
 -- ARGV[3]  assignment of the new epoch (opaque)
@@ -13,7 +11,8 @@
 -- Errors   none
 --
 -- Requests that the old epoch admitted and did not finish return to the head of the queue,
--- in their order. A rank that still waits for a task of the old epoch is woken with "STALE".
+-- in their order. A rank that still waits for a task of the old epoch, or the head for a request,
+-- is woken with "STALE".
 
 local epoch = redis.call('INCR', KEYS[1])
 local old = ARGV[1] .. ':' .. (epoch - 1)
@@ -21,17 +20,16 @@ local graph = old .. ':graph'
 for _, step in ipairs(redis.call('SMEMBERS', graph .. ':steps')) do
   redis.call('DEL', graph .. ':' .. step)
 end
+-- The head may have been told without ever having come.
+redis.call('DEL', old .. ':arrived', old .. ':ready:0')
 for _, rank in ipairs(redis.call('HKEYS', old .. ':ranks')) do
   local ready = old .. ':ready:' .. rank
   redis.call('DEL', ready)
   redis.call('RPUSH', ready, 'STALE')
   redis.call('EXPIRE', ready, ARGV[2])
 end
-redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':closed', old .. ':meeting')
+redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':closed', old .. ':meeting')
 while redis.call('RPOPLPUSH', KEYS[3], KEYS[2]) do
 end
--- The stream's ids are those of requests: spend one.
-local id = redis.call('INCR', KEYS[5])
-redis.call('XADD', KEYS[6], 'MAXLEN', 1, id .. '-0', 'epoch', epoch)
 redis.call('XADD', KEYS[4], 'MAXLEN', 1, epoch .. '-0', 'assignment', ARGV[3])
 return epoch

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # whoever only asks a cluster needs no torch
     import torch
 
 # Columns of `Batch.rows`.
-REQUEST, NODE, PARENT, TOKEN, POSITION, KIND = range(6)
+SEQUENCE, NODE, PARENT, TOKEN, POSITION, KIND = range(6)
 NUM_COLUMNS = 6
 
 # Kinds of rows. A decided row (of a prompt, or an accepted token replayed after a failure)
@@ -22,28 +22,63 @@ GUESS, DECIDED, LAST_DECIDED = range(3)
 # Which guesses are accepted (`Sampling.acceptance`).
 EXACT, RELAXED, STRICT = "exact", "relaxed", "strict"
 
-# A node id that no node has: the parent of a request's first row.
+# A node id that no node has: the parent of a sequence's first row.
 NO_NODE = -1
+
+# Bytes of all openings of one batch, at most.
+MAX_OPENED_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the stages must know of a sequence beside its rows.
+
+    A *sequence* is one life of a request in the pipeline. Its number stands on the wire and in
+    verdicts, and no other sequence of the epoch has it: of a request that was put back and opened
+    again, late word of the first life is no word of the second.
+
+    Attributes:
+        sequence: its number.
+        request: the number of the request in the request log.
+        prompt: how many tokens the prompt has.
+        known: how many tokens were decided before, prompt included; they come as decided rows.
+        terms: how its tokens are to be decided (`pipespec.sampling.terms`).
+    """
+
+    sequence: int
+    request: int
+    prompt: int
+    known: int
+    terms: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on the wire (`pipespec.transport.wire`)."""
+        return 5 * 8 + -(-len(self.terms) // 8) * 8
 
 
 @dataclass(slots=True)
 class Batch:
     """The rows that one stage computes in one step.
 
-    Rows are nodes of any depth, of any number of requests, and prompt chunks; a parent
-    always stands before its children, here or in an earlier batch. A request's rows stand together.
+    Rows are nodes of any depth, of any number of sequences, and prompt chunks; a parent
+    always stands before its children, here or in an earlier batch. A sequence's rows stand
+    together.
 
-    `rows` is int64 `[rows, 6]`: request, node, parent, token, position, kind.
+    `rows` is int64 `[rows, 6]`: sequence, node, parent, token, position, kind.
     `hidden` is `[rows, hidden]` in the model's dtype, or None where token ids enter the
-    first stage. `released` names requests that end here: a stage frees all they hold.
-    `stop` ends the worker that receives it, after it has passed the batch on. `sent_ns` is when
-    it was sent, on the sender's clock, where a network is emulated.
+    first stage. `opened` are the sequences whose first rows are here. `released` names those that
+    have ended and `preempted` those that were put back into the queue: before a stage computes
+    the batch it frees all they hold. `stop` ends the worker that receives it, after it has passed
+    the batch on. `sent_ns` is when it was sent, on the sender's clock, where a network is emulated.
     """
 
     step: int
     rows: np.ndarray = field(default_factory=lambda: np.empty((0, NUM_COLUMNS), np.int64))
     hidden: torch.Tensor | None = None
+    opened: tuple[Opening, ...] = ()
     released: tuple[int, ...] = ()
+    preempted: tuple[int, ...] = ()
     stop: bool = False
     sent_ns: int = 0
 
@@ -78,14 +113,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the last stage decided for one request in one step.
+    """What the last stage decided for one sequence in one step.
 
     `tokens` follow the committed sequence; `base` is that sequence's length (prompt
     included) before them, so that a verdict told twice is recognised. `logprobs` has one
     entry per token if the request asked for them, else none.
     """
 
-    request: int
+    sequence: int
     base: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipespec.cli.arguments import finish, overrides
@@ -84,6 +84,7 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
         "open": seen.open,
         "queued": seen.queued,
         "finished": seen.finished,
+        "statistics": seen.statistics,
     }
 
 
@@ -103,9 +104,26 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
             known["ranks"] = f"{cluster['ranks']}/{cluster['num_ranks']}"
         since = duration(cluster["up_s"]) if "up_s" in cluster else "-"
         table.add_row(cluster["name"], *known.values(), since)
-        told = (cluster.get("problem"), cluster.get("last_fault"))
+        problem, fault = cluster.get("problem"), cluster.get("last_fault")
+        told = (problem, fault, work(cluster.get("statistics", {})))
         notes += [f"{cluster['name']}: {note}" for note in told if note is not None]
     show(table, *notes)
+
+
+def work(statistics: Mapping[str, int]) -> str | None:
+    """What a cluster has done since its epoch began, in one line; None: nothing yet."""
+    if not statistics.get("steps"):
+        return None
+
+    def per_step(name: str) -> str:
+        return f"{statistics[name] / statistics['steps']:.2f}"
+
+    return (
+        f"{per_step('tokens')} tokens per step; rows per step: {per_step('root_rows')} roots, "
+        f"{per_step('prompt_rows')} of prompts, {per_step('guess_rows')} guesses; "
+        f"{per_step('rounds')} draft rounds per step; KV {statistics['kv_slots_held']} of "
+        f"{statistics['kv_slots']} slots; {statistics['preemptions']} preemptions."
+    )
 
 
 def duration(seconds: float) -> str:

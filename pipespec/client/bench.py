@@ -63,7 +63,7 @@ def bench(
     with session.prepare(deployment) as agents:
         served = ServedModel.of(deployment)
         prompts = encode(served, settings, samples, prompt_tokens)
-        deployment = fit_context(deployment, max(map(len, prompts)))
+        deployment = fit_context(deployment, max(map(len, prompts)), len(prompts))
         with (
             session.start(deployment, agents, on_loaded) as cluster,
             asking(cluster, served) as client,

@@ -57,7 +57,7 @@ def generate(
     with session.prepare(deployment) as agents:
         served = ServedModel.of(deployment)
         ids = served.encode(prompt, chat=settings.decode.chat)
-        deployment = fit_context(deployment, len(ids))
+        deployment = fit_context(deployment, len(ids), requests=1)
         with (
             session.start(deployment, agents, on_loaded) as cluster,
             asking(cluster, served) as client,

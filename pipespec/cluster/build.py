@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from pipespec.cluster import memory
 from pipespec.cluster.deployment import ControllerAddress, Deployment
 from pipespec.controller.client import Controller
 from pipespec.core import Request
@@ -18,7 +19,7 @@ from pipespec.head.scheduler import Scheduler, SchedulerConfig
 from pipespec.head.sequence import StopCheck
 from pipespec.head.source.draft_model import DraftModelSource
 from pipespec.head.source.protocol import TokenSource
-from pipespec.planning.placement import num_slots
+from pipespec.planning.placement import guess_slots
 from pipespec.stage.loop import StageLoop, StageSettings
 from pipespec.text import StopChecker
 from pipespec.trace import Timeline
@@ -26,27 +27,25 @@ from pipespec.transport.paced import PacedTransport
 from pipespec.transport.protocol import Transport
 
 
-def load_model(deployment: Deployment, rank: int) -> ModelSlice | None:
-    """The rank's part of the target, or at rank 0 the whole draft, if there is one."""
+def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlice | None:
+    """The rank's part of the target, or at rank 0 the whole draft, if there is one.
+
+    `sharing` ranks are on its device, this one included: each takes its part of what is free.
+    """
     info = deployment.target if rank else deployment.draft
     if info is None:
         return None
-    layers = deployment.layers[rank - 1] if rank else range(info.num_layers)
-    slots = num_slots(
-        deployment.config,
-        context=deployment.context,
-        num_ranks=deployment.num_ranks,
-        head=rank == 0,
-    )
+    device = deployment.devices[rank]
+    slots = memory.kv_slots(deployment, rank, memory.free_bytes(device) // sharing)
     name = "quantization" if rank else "draft_quantization"
     quantization = getattr(deployment.config.model, name)
     info.require_quantizer(f"model.{name}", quantization)
     return ModelSlice.load(
         info.path,
-        layers,
+        memory.layers_of(deployment, info, rank),
         dtype=getattr(torch, deployment.dtype_of(info)),
         quantization=quantization,
-        device=deployment.devices[rank],
+        device=device,
         num_slots=slots,
     )
 
@@ -68,9 +67,10 @@ def serve(
     delay_ms = config.link.latency_ms * config.pace.scale * (2 if rank else 1)
     timeline = Timeline(record=config.trace is not None)
     runner = None if model is None else SliceRunner(model, model.num_slots)
+    tokens = None if model is None else memory.kv_tokens(deployment, rank, model.num_slots)
     # Joining the controller tells whoever waits that this rank has loaded its model.
     with Controller.connect(
-        where.url, namespace=where.namespace, epoch=where.epoch, rank=rank
+        where.url, namespace=where.namespace, epoch=where.epoch, rank=rank, kv_tokens=tokens
     ) as controller:
         link = inner = connect()
         if config.link:
@@ -83,7 +83,7 @@ def serve(
                     StageLoop(runner, link, controller, settings, timeline).run()
                 else:
                     HeadLoop(
-                        Scheduler(scheduler_config(deployment)),
+                        Scheduler(scheduler_config(deployment, controller.kv_tokens())),
                         make_source(deployment, runner),
                         link,
                         controller,
@@ -96,9 +96,10 @@ def serve(
             link.close()
 
 
-def scheduler_config(deployment: Deployment) -> SchedulerConfig:
-    """What the head decides by."""
+def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
+    """What the head decides by; every rank has KV slots for `kv_tokens` tokens of text."""
     config = deployment.config
+    guesses = guess_slots(config, num_ranks=deployment.num_ranks, head=False)
     return SchedulerConfig(
         policy=config.feed,
         num_steps=deployment.layout.num_steps,
@@ -107,6 +108,7 @@ def scheduler_config(deployment: Deployment) -> SchedulerConfig:
         context_limit=deployment.context,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_rows=config.max_rows,
+        num_slots=kv_tokens + guesses,
     )
 
 

@@ -208,7 +208,11 @@ def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
     return tuple(devices)
 
 
-def fit_context(deployment: Deployment, prompt_length: int) -> Deployment:
-    """The deployment with KV pools for one request and no longer context than it can reach."""
-    reach = prompt_length + deployment.config.decode.max_new_tokens
-    return replace(deployment, context=min(deployment.context, reach))
+def fit_context(deployment: Deployment, prompt_length: int, requests: int) -> Deployment:
+    """The deployment with KV pools for so many requests at once and no longer context than they
+    can reach."""
+    config = deployment.config
+    reach = prompt_length + config.decode.max_new_tokens
+    most = min(config.scheduler.max_num_seqs, requests)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=most))
+    return replace(deployment, config=config, context=min(deployment.context, reach))

@@ -1,7 +1,7 @@
 """The memory and the open files that a deployment asks for, and what is free.
 
 Of memory only that is counted which is surely taken, so that nothing is refused that would run:
-the KV pools, which are written when they are made, one batch of the largest size on its way
+the KV of one sequence or what `model.kv_memory` names, one batch of the largest size on its way
 through a rank, the tree, and the weights. On a CPU weights of the checkpoint's own type are no
 more than its files, mapped into memory, of which the system keeps as much as it has room for;
 they count where loading makes others of them.
@@ -17,12 +17,13 @@ from pathlib import Path
 import psutil
 
 from pipespec.cluster.deployment import Deployment
+from pipespec.config.schema import KV_SHARE, kv_amount
 from pipespec.core import NUM_COLUMNS
 from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.errors import ConfigError
 from pipespec.planning.partition import GIB
-from pipespec.planning.placement import slots_by_setting
+from pipespec.planning.placement import guess_slots, slots_by_setting
 
 WEIGHTS = "the weights"
 # What a node of `pipespec.head.tree.Tree` takes: seven numbers of 8 bytes and two flags.
@@ -37,7 +38,7 @@ FILES, REDIS_FILES, FILES_PER_WORKER = 30, 35, 4
 REMEDIES = {
     WEIGHTS: "use more hosts or devices, a smaller model, or model.quantization",
     "model.context": "lower model.context",
-    "scheduler.max_num_seqs": "lower scheduler.max_num_seqs",
+    "model.kv_memory": "lower model.kv_memory",
     "feed.width": "lower feed.width",
     "feed.capacity": "lower feed.capacity, or feed.width and feed.children",
     "decode.prefill_chunk": "lower decode.prefill_chunk",
@@ -49,18 +50,13 @@ def needs(deployment: Deployment, rank: int) -> Counter[str]:
     info = deployment.target if rank else deployment.draft
     if info is None:
         return Counter()
-    found: Counter[str] = Counter()
     item = ITEM_BYTES[deployment.dtype_of(info)]
-    layers = deployment.layers[rank - 1] if rank else range(info.num_layers)
-    slots = slots_by_setting(
-        deployment.config,
-        context=deployment.context,
-        num_ranks=deployment.num_ranks,
-        head=rank == 0,
-    )
-    for setting, count in slots.items():
-        found[setting] += count * (len(layers) * info.kv_size * item + SLOT_BYTES)
+    layers = layers_of(deployment, info, rank)
+    slot = slot_bytes(deployment, info, rank)
     config = deployment.config
+    found = Counter({name: n * slot for name, n in least_slots(deployment, rank).items()})
+    if kv_amount(config.model.kv_memory)[1] is not None:
+        found["model.kv_memory"] += (kv_slots(deployment, rank, 0) * slot) - found.total()
     logits = config.fed_rows * info.vocab_size * item
     if rank == 0:
         nodes = config.scheduler.max_num_seqs * config.feed.capacity
@@ -73,6 +69,58 @@ def needs(deployment: Deployment, rank: int) -> Counter[str]:
             found["feed.width"] += logits
     found[WEIGHTS] += weight_bytes(deployment, info, rank, layers)
     return found
+
+
+def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
+    """The layers of `info` that a rank holds."""
+    return deployment.layers[rank - 1] if rank else range(info.num_layers)
+
+
+def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
+    """What a token takes in the KV pool of a rank."""
+    item = ITEM_BYTES[deployment.dtype_of(info)]
+    return len(layers_of(deployment, info, rank)) * info.kv_size * item + SLOT_BYTES
+
+
+def least_slots(deployment: Deployment, rank: int) -> Counter[str]:
+    """KV slots without which a rank cannot decode the longest sequence, by setting."""
+    return slots_by_setting(
+        deployment.config,
+        context=deployment.context,
+        num_ranks=deployment.num_ranks,
+        head=rank == 0,
+    )
+
+
+def kv_slots(deployment: Deployment, rank: int, free: int) -> int:
+    """How many KV slots a rank makes, which has `free` bytes before its weights are loaded.
+
+    As many as `max_num_seqs` of the longest sequences need, if `model.kv_memory` holds them; as
+    many as one needs, even if not. Raises ConfigError if what that names is too little.
+    """
+    info = deployment.target if rank else deployment.draft
+    assert info is not None
+    device = deployment.devices[rank]
+    least = least_slots(deployment, rank).total()
+    slot = slot_bytes(deployment, info, rank)
+    share, amount = kv_amount(deployment.config.model.kv_memory)
+    if amount is None:
+        share = share or KV_SHARE[device.partition(":")[0]]
+        weights = weight_bytes(deployment, info, rank, layers_of(deployment, info, rank))
+        amount = int(share * max(free - weights, 0))
+    elif amount < least * slot:
+        raise ConfigError(
+            f"model.kv_memory is {deployment.config.model.kv_memory}, but rank {rank} needs "
+            f"{least * slot / 2**20:.3g} MiB for one sequence of {deployment.context} tokens and "
+            "its guesses; raise it, or lower model.context."
+        )
+    most = least + (deployment.config.scheduler.max_num_seqs - 1) * deployment.context
+    return min(most, max(least, amount // slot))
+
+
+def kv_tokens(deployment: Deployment, rank: int, slots: int) -> int:
+    """Tokens of text that so many KV slots of a rank hold, beside guesses."""
+    return slots - guess_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
 
 
 def weight_bytes(deployment: Deployment, info: CheckpointInfo, rank: int, layers: range) -> int:
@@ -101,7 +149,8 @@ def free_bytes(device: str) -> int:
 def require_memory(
     deployment: Deployment, ranks: Iterable[int], free_on: Callable[[str], int] = free_bytes
 ) -> None:
-    """Raise ConfigError unless this machine has the memory that these ranks surely take.
+    """Raise ConfigError unless this machine has the memory that these ranks surely take, and
+    `model.kv_memory`, if it is an amount, holds the longest sequence.
 
     `free_on`: what is free on a device, in bytes.
     """

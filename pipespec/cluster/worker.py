@@ -75,7 +75,10 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
                 epoch_where = replace(where, epoch=number)
                 if not (weights.loaded or hosts[worker].local):  # whoever started these has asked
                     require_memory(mine, [rank])
-                model = weights.of(mine, rank)
+                places = [
+                    (hosts[each].name, deployment.device_of(each)) for each in assignment.workers
+                ]
+                model = weights.of(mine, rank, sharing=places.count(places[rank]))
                 log.info("epoch %d: rank %d of %d", number, rank, mine.num_ranks)
                 serve(mine, epoch_where, rank, model, assignment, hosts, heartbeat)
                 return
@@ -124,14 +127,14 @@ class Weights:
         """Whether anything was ever loaded: the device may then keep what is free."""
         return self._what is not None
 
-    def of(self, deployment: Deployment, rank: int) -> ModelSlice | None:
-        """What a rank needs; loaded unless it is here already."""
+    def of(self, deployment: Deployment, rank: int, sharing: int) -> ModelSlice | None:
+        """What a rank needs, one of `sharing` on its device; loaded unless it is here already."""
         layers = deployment.layers[rank - 1] if rank else None
         what = (rank > 0, layers, deployment.devices[rank], deployment.num_ranks, deployment.dtype)
         if what != self._what:
             # Freed first: the device may not hold both.
             self._model = None
-            self._model = build.load_model(deployment, rank)
+            self._model = build.load_model(deployment, rank, sharing)
             self._what = what
         return self._model
 

@@ -42,12 +42,34 @@ A_FREE_PORT = "; 0 is a free one"
 NAMESPACE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
+# The share of what a device has free that KV may take, by the kind of device: a GPU is there for
+# nothing else.
+KV_SHARE = {"cpu": 0.5, "cuda": 0.9}
+AMOUNT = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])iB")
+
+
+def kv_amount(setting: float | str | None) -> tuple[float | None, int | None]:
+    """What `model.kv_memory` says: a share, or an amount in bytes; neither. Raises ConfigError."""
+    if setting is None:
+        return None, None
+    if isinstance(setting, str) and (found := AMOUNT.fullmatch(setting)):
+        return None, int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2])))
+    if isinstance(setting, float | int) and 0 < setting <= 1:
+        return float(setting), None
+    raise ConfigError(
+        f"model.kv_memory is {setting}, but must be a share of the free memory, above 0 and up to "
+        "1, or an amount such as 8GiB."
+    )
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Folders of the two checkpoints; `context` is the longest sequence in tokens.
 
     `draft` may be None where the source needs no draft model. `quantization` keeps the weights
     of the target's layers in fewer bits than `dtype`, `draft_quantization` those of the draft's.
+    `kv_memory` is what a rank may take for KV: a share of what its device has free, or an amount
+    ("8GiB"); None: KV_SHARE of it.
     """
 
     target: str
@@ -56,8 +78,10 @@ class ModelConfig:
     quantization: str | None = None
     draft_quantization: str | None = None
     context: int | None = None
+    kv_memory: float | str | None = None
 
     def __post_init__(self) -> None:
+        kv_amount(self.kv_memory)
         for name in ("target", "draft"):
             if getattr(self, name) == "":
                 raise ConfigError(f"model.{name} is empty, but must name a model folder.")
@@ -155,7 +179,7 @@ class SchedulingConfig:
     as a single request feeds, and at least `decode.prefill_chunk`.
     """
 
-    max_num_seqs: int = 1
+    max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
 
     def __post_init__(self) -> None:

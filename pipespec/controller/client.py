@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import Graph, Kind, Task
 from pipespec.controller.guesses import NO_MORE, pack, unpack
 from pipespec.controller.keys import Keys
-from pipespec.controller.records import entries_of
+from pipespec.controller.records import entries_of, unpack_request
 from pipespec.controller.requests import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.scripts import evalsha, load
-from pipespec.core import Guesses
+from pipespec.core import Guesses, Request
 from pipespec.errors import ControllerError, StaleEpoch
 
 # More open steps than this are a mistake (a rank completes nothing), not a deep pipeline.
@@ -27,6 +27,8 @@ KEEP_STALE_S = 60
 AGAIN_S = 0.0005
 # What lua/cancel.lua puts before the number of a request.
 CANCEL = b"CANCEL "
+# What lua/includes/arrived.lua says.
+ARRIVED = b"ARRIVED"
 
 
 class Controller(RequestLog):
@@ -38,7 +40,9 @@ class Controller(RequestLog):
     a round trip.
     """
 
-    def __init__(self, url: str, *, namespace: str, epoch: int, rank: int):
+    def __init__(
+        self, url: str, *, namespace: str, epoch: int, rank: int, kv_tokens: int | None = None
+    ):
         # An epoch ends with a rank's connection.
         super().__init__(url, namespace=namespace, epoch=epoch, patience=0)
         self.rank = rank
@@ -51,19 +55,26 @@ class Controller(RequestLog):
         # The newest step whose task of a kind this rank has completed; it completes them in
         # order, so an announcement of an older one comes too late to be of use.
         self._completed: dict[Kind, int] = {}
-        keys = (self._keys.epoch, self._keys.ranks(epoch))
-        self._call("attach", keys, epoch, rank, os.getpid())
+        keys = (self._keys.epoch, self._keys.ranks(epoch), self._keys.kv_tokens(epoch))
+        self._call("attach", keys, epoch, rank, os.getpid(), "" if kv_tokens is None else kv_tokens)
         self._announcements = Pipe(url)
         self._listening = False
         self._cancelled: set[int] = set()
-        # Of a lossy request: the last entry that was read, and its step.
+        # Whether there may be something in the queue, and whether it was empty and closed when
+        # this rank, the head, asked last. When an epoch begins nobody says what is there.
+        self._arrived = True
+        self._closed = False
+        # Of a lossy sequence: the last entry that was read, and its step.
         self._told: dict[int, tuple[str, int]] = {}
         self._listen()
 
     @classmethod
-    def connect(cls, url: str, *, namespace: str, epoch: int, rank: int) -> Self:
-        """A client of the controller. Raises Unreachable or StaleEpoch."""
-        return cls(url, namespace=namespace, epoch=epoch, rank=rank)
+    def connect(
+        cls, url: str, *, namespace: str, epoch: int, rank: int, kv_tokens: int | None = None
+    ) -> Self:
+        """A client of the controller, of a rank that holds `kv_tokens` tokens of text (None: it
+        holds none and needs not to). Raises Unreachable or StaleEpoch."""
+        return cls(url, namespace=namespace, epoch=epoch, rank=rank, kv_tokens=kv_tokens)
 
     @staticmethod
     def new_epoch(url: str, namespace: str, assignment: str = "") -> int:
@@ -83,8 +94,6 @@ class Controller(RequestLog):
                         keys.queue,
                         keys.admitted,
                         keys.assignments,
-                        keys.counter,
-                        keys.arrivals,
                     ),
                     keys.epochs,
                     KEEP_STALE_S,
@@ -167,37 +176,90 @@ class Controller(RequestLog):
                 return None
         return payload
 
+    def kv_tokens(self) -> int:
+        """How many tokens of text every rank holds that has joined this epoch."""
+        found = self._pipe.call("HVALS", self._keys.kv_tokens(self._epoch))
+        return min(map(int, found))
+
+    def next_requests(
+        self, count: int, *, wait: bool
+    ) -> list[tuple[Request, tuple[int, ...]]] | None:
+        """Takes up to `count` requests off the queue, at least one, each with the tokens of its
+        answer that an earlier epoch has decided. Only for the head.
+
+        Redis is asked only when it has said that something arrived. []: there is nothing now;
+        with `wait` this waits until there is. None: the queue is empty and closed. Raises
+        StaleEpoch when a new epoch has begun.
+        """
+        while self._hear(0.0):
+            pass
+        while True:
+            if self._arrived and (found := self._admit(count)):
+                return found
+            if self._closed:
+                return None
+            if not wait:
+                return []
+            self._pipe.drain()
+            self._hear(LOOK_S)
+
     def report(self, request: int, stats: dict[str, Any]) -> None:
         """Adds what this rank has to say about a request (anything that JSON can hold)."""
         self._send_report(self.rank, request, stats)
 
-    def tell(self, request: int, guesses: Guesses) -> None:
-        """Tells the last stage what this rank, the head, feeds of a lossy request in a step."""
-        key = self._keys.guesses(self._epoch, request)
+    def tell(self, sequence: int, guesses: Guesses) -> None:
+        """Tells the last stage what this rank, the head, feeds of a lossy sequence in a step."""
+        key = self._keys.guesses(self._epoch, sequence)
         self._pipe.send("XADD", key, "MAXLEN", "~", MAX_OPEN_STEPS, "*", "guesses", pack(guesses))
         self._pipe.send("EXPIRE", key, KEEP_STALE_S if guesses is NO_MORE else KEEP_FINISHED_S)
         self._pipe.drain()
 
-    def told(self, request: int, until: int | None) -> list[Guesses]:
-        """What the head has told of a request since this was asked last.
+    def told(self, sequence: int, until: int | None) -> list[Guesses]:
+        """What the head has told of a sequence since this was asked last.
 
         Waits until it has told of the step `until`; None: what there is. Raises StaleEpoch.
         """
-        key = self._keys.guesses(self._epoch, request)
+        key = self._keys.guesses(self._epoch, sequence)
         found: list[Guesses] = []
         while True:
-            seen = self._told.get(request, ("0", -1))
+            seen = self._told.get(sequence, ("0", -1))
             reply = self._pipe.call("XREAD", "STREAMS", key, seen[0])
             for entry, fields in entries_of(reply[0][1]) if reply else []:
                 found.append(unpack(fields[b"guesses"]))
-                self._told[request] = seen = entry, found[-1].step
+                self._told[sequence] = seen = entry, found[-1].step
             if until is None or seen[1] >= until:
                 return found
             self._hear(AGAIN_S)
 
+    def publish(self, statistics: Mapping[str, int]) -> None:
+        """Show whoever asks how the cluster is what this rank, the head, is doing."""
+        pairs = [item for pair in statistics.items() for item in pair]
+        self._pipe.send("HSET", self._keys.statistics(self._epoch), *pairs)
+        self._pipe.drain()
+
     def cancelled(self, request: int) -> bool:
         """Whether a user has cancelled the request, as far as this rank, the head, has heard."""
         return request in self._cancelled
+
+    def _admit(self, count: int) -> list[tuple[Request, tuple[int, ...]]]:
+        keys = self._keys
+        names = (
+            keys.epoch,
+            keys.queue,
+            keys.admitted,
+            keys.requests,
+            keys.closed(self._epoch),
+            keys.finished,
+            keys.arrived(self._epoch),
+        )
+        closed, *taken = self._call("admit", names, self._epoch, KEEP_FINISHED_S, count)
+        self._arrived, self._closed = len(taken) == count, bool(closed)
+        found = []
+        for number, asked, length in taken:
+            request = unpack_request(number, asked)
+            decided = length > len(request.prompt)
+            found.append((request, self.tokens(number) if decided else ()))
+        return found
 
     def _take(self, task: Task) -> bytes | None:
         assert task.rank == self.rank, f"task {task.id} is not of rank {self.rank}"
@@ -217,6 +279,9 @@ class Controller(RequestLog):
         _, item = self._announcements.read()
         if item == b"STALE":
             raise StaleEpoch(f"Epoch {self._epoch} is over: a newer one has begun.")
+        if item == ARRIVED:
+            self._arrived = True
+            return True
         if item.startswith(CANCEL):
             self._cancelled.add(int(item[len(CANCEL) :]))
             return True

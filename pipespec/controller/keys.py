@@ -53,15 +53,27 @@ class Keys:
     def ranks(self, epoch: int) -> str:
         return self._key("epochs", epoch, "ranks")
 
+    def kv_tokens(self, epoch: int) -> str:
+        """How many tokens of text each rank has KV slots for (hash by rank)."""
+        return self._key("epochs", epoch, "kv_tokens")
+
+    def statistics(self, epoch: int) -> str:
+        """What the head says of its requests, rows and steps (hash)."""
+        return self._key("epochs", epoch, "statistics")
+
     def closed(self, epoch: int) -> str:
         return self._key("epochs", epoch, "closed")
+
+    def arrived(self, epoch: int) -> str:
+        """Whether the head was told that something arrived (lua/includes/arrived.lua)."""
+        return self._key("epochs", epoch, "arrived")
 
     def graph(self, epoch: int) -> str:
         return self._key("epochs", epoch, "graph")
 
-    def guesses(self, epoch: int, request: int) -> str:
-        """The stream of what the head has fed of a lossy request."""
-        return self._key("epochs", epoch, "guesses", request)
+    def guesses(self, epoch: int, sequence: int) -> str:
+        """The stream of what the head has fed of a lossy sequence."""
+        return self._key("epochs", epoch, "guesses", sequence)
 
     def ready(self, epoch: int) -> str:
         """The prefix of the ready lists: one per rank, `<prefix>:<rank>`."""
@@ -83,10 +95,6 @@ class Keys:
     @property
     def admitted(self) -> str:
         return self._key("admitted")
-
-    @property
-    def arrivals(self) -> str:
-        return self._key("arrivals")
 
     @property
     def requests(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipespec.controller.connection import Pipe
 from pipespec.controller.keys import Keys
@@ -14,7 +14,8 @@ class Overview:
 
     `joined` ranks have loaded their models and take part in `epoch`. Of the requests so far,
     `open` are being decoded, `queued` wait and `finished` are answered or cancelled. `last_fault`
-    says which epoch ended last, and why; None if none has.
+    says which epoch ended last, and why; None if none has. `statistics` is what the head said of
+    this epoch last (`Scheduler.statistics`); nothing if it has not begun.
     """
 
     epoch: int
@@ -23,6 +24,7 @@ class Overview:
     queued: int
     finished: int
     last_fault: str | None
+    statistics: dict[str, int] = field(default_factory=dict)
 
 
 def look(url: str, namespace: str) -> Overview | None:
@@ -43,7 +45,8 @@ def look(url: str, namespace: str) -> Overview | None:
         pipe.call("LLEN", keys.queue)
         pipe.call("LLEN", keys.admitted)
         pipe.call("GET", keys.fault)
-        joined, finished, queued, admitted, fault = pipe.call("EXEC")
+        pipe.call("HGETALL", keys.statistics(int(epoch)))
+        joined, finished, queued, admitted, fault, told = pipe.call("EXEC")
     finally:
         pipe.close()
     return Overview(
@@ -53,4 +56,7 @@ def look(url: str, namespace: str) -> Overview | None:
         queued=queued,
         finished=int(finished or 0),
         last_fault=fault.decode() if fault else None,
+        statistics={
+            name.decode(): int(value) for name, value in zip(told[::2], told[1::2], strict=True)
+        },
     )

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pipespec.controller.reader import PATIENCE_S, RequestReader
-from pipespec.controller.records import CANCELLED, pack_logprobs, pack_request, unpack_request
+from pipespec.controller.records import CANCELLED, Accepted, pack_logprobs, pack_request
 from pipespec.controller.scripts import evalsha
-from pipespec.core import Request, TokenLogprobs
+from pipespec.core import Request
 
 # How long a finished request can still be read.
 KEEP_FINISHED_S = 3600
@@ -25,16 +24,15 @@ KEEP_TICKET_S = 600
 class RequestLog(RequestReader):
     """A client of the request log, for one epoch, that also writes. Not for several threads.
 
-    Users enqueue, stream and cancel; the head takes requests, accepts tokens and finishes; every
-    rank reports. What a stale epoch writes is refused with StaleEpoch. `accept`, `finish`
-    and `report` do not wait for Redis: an error of theirs surfaces at a later call, and they
-    are not repeated when Redis goes away.
+    Users enqueue, stream and cancel; the head takes requests (`Controller.next_requests`),
+    accepts tokens and finishes; every rank reports. What a stale epoch writes is refused with
+    StaleEpoch. `accept`, `finish` and `report` do not wait for Redis: an error of theirs
+    surfaces at a later call, and they are not repeated when Redis goes away.
     """
 
     def __init__(self, url: str, *, namespace: str, epoch: int, patience: float = PATIENCE_S):
         super().__init__(url, namespace=namespace, patience=patience)
         self._epoch = epoch
-        self._arrival = "0"
 
     def enqueue(self, **asked: Any) -> int:
         """Puts a request, given as the fields of `Request` except `id`, in the queue.
@@ -45,7 +43,8 @@ class RequestLog(RequestReader):
         keys = self._keys
         return self._call(
             "enqueue",
-            (keys.counter, keys.queue, keys.arrivals, keys.requests),
+            (keys.epoch, keys.counter, keys.queue, keys.requests),
+            keys.epochs,
             pack_request(request),
             len(request.prompt),
             # If the reply is lost with the connection, the second try finds the first.
@@ -57,59 +56,19 @@ class RequestLog(RequestReader):
         """Says that no request will follow those that are in the queue, in this epoch or
         another."""
         keys, epoch = self._keys, self._epoch if epoch is None else epoch
-        closed = keys.closed(epoch)
-        self._call("close_queue", (keys.epoch, keys.counter, keys.arrivals, closed), epoch)
+        self._call("close_queue", (keys.epoch, keys.closed(epoch)), epoch, keys.epochs)
 
-    def next_request(self, timeout: float | None = None) -> Request | None:
-        """Takes the next request off the queue.
-
-        None if none comes within `timeout` seconds, or ever: the queue is empty and closed.
-        """
-        keys = self._keys
-        deadline = None if timeout is None else time.monotonic() + timeout
-        names = (
-            keys.epoch,
-            keys.queue,
-            keys.admitted,
-            keys.requests,
-            keys.closed(self._epoch),
-            keys.finished,
-        )
-        while True:
-            found = self._call("admit", names, self._epoch, KEEP_FINISHED_S)
-            if isinstance(found, list):
-                return unpack_request(found[0], found[1])
-            if found or timeout == 0:
-                return None
-            entries = self._read_stream(keys.arrivals, self._arrival, deadline)
-            if entries is None:
-                return None
-            self._arrival = entries[-1][0]
-
-    def accept(
-        self,
-        request: int,
-        base: int,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:
-        """Appends tokens to a request whose sequence has `base` tokens (prompt included).
-
-        `logprobs` has one entry per token, or none.
+    def accept(self, pieces: Iterable[tuple[int, Accepted]]) -> None:
+        """Appends tokens to requests, each named with what joins its sequence.
 
         Positions that the sequence already has are skipped. A base beyond its end, and new
-        tokens of a finished request, are refused.
+        tokens of a finished request, are refused; then nothing of all this is written.
         """
-        keys = self._keys
-        self._send(
-            "accept",
-            (keys.epoch, keys.request(request), keys.events(request)),
-            self._epoch,
-            request,
-            base,
-            " ".join(map(str, tokens)),
-            " ".join(map(pack_logprobs, logprobs)),
-        )
+        words: list[int | str] = []
+        for request, piece in pieces:
+            tokens = " ".join(map(str, piece.tokens))
+            words += (request, piece.base, tokens, " ".join(map(pack_logprobs, piece.logprobs)))
+        self._send("accept", (self._keys.epoch, self._keys.requests), self._epoch, *words)
 
     def finish(self, request: int, reason: str) -> None:
         """Ends a request. The first reason stays."""

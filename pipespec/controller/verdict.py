@@ -17,13 +17,13 @@ from pipespec.trace import Timeline
 def pack(verdicts: Sequence[Verdict], drawn_ns: int) -> bytes:
     """Little-endian int64: when it was drawn; then the verdicts, one by one.
 
-    A verdict is request, base, count, the tokens, and whether log-probabilities follow. If so:
+    A verdict is sequence, base, count, the tokens, and whether log-probabilities follow. If so:
     for every token how many are the most probable ones, their ids, and as the bits of float64
     its own log-probability and theirs.
     """
     flat: list[int] = [drawn_ns]
     for verdict in verdicts:
-        flat += (verdict.request, verdict.base, len(verdict.tokens), *verdict.tokens)
+        flat += (verdict.sequence, verdict.base, len(verdict.tokens), *verdict.tokens)
         flat.append(bool(verdict.logprobs))
         for token in verdict.logprobs:
             values = (token.logprob, *(value for _, value in token.top))
@@ -45,7 +45,7 @@ def unpack(payload: bytes) -> tuple[list[Verdict], int]:
     (drawn_ns,) = take(1)
     verdicts: list[Verdict] = []
     while at < len(numbers):
-        request, base, count = take(3)
+        sequence, base, count = take(3)
         tokens = tuple(take(count))
         (reported,) = take(1)
         logprobs = []
@@ -54,7 +54,7 @@ def unpack(payload: bytes) -> tuple[list[Verdict], int]:
             ids = take(num_top)
             own, *values = take(1 + num_top, "<f8")
             logprobs.append(TokenLogprobs(own, tuple(zip(ids, values, strict=True))))
-        verdicts.append(Verdict(request, base, tokens, tuple(logprobs)))
+        verdicts.append(Verdict(sequence, base, tokens, tuple(logprobs)))
     return verdicts, drawn_ns
 
 

@@ -1,4 +1,4 @@
-"""Batches through a slice of layers: the KV of every request, and the parent rule over both."""
+"""Batches through a slice of layers: the KV of every sequence, and the parent rule over both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipespec.core import (
     NODE,
     PARENT,
     POSITION,
-    REQUEST,
+    SEQUENCE,
     TOKEN,
     Batch,
     Verdict,
@@ -30,7 +30,7 @@ from pipespec.sampling.verifier import Verifier
 
 @dataclass(slots=True)
 class SlotTable:
-    """One request at one stage: its lineage, and a slot for every row that the lineage holds."""
+    """One sequence at one stage: its lineage, and a slot for every row that the lineage holds."""
 
     lineage: Lineage = field(default_factory=Lineage)
     committed: np.ndarray = field(default_factory=lambda: np.zeros(256, np.int64))
@@ -54,7 +54,7 @@ class SlotTable:
         self.slot_of[local] = slots
 
     def held(self) -> np.ndarray:
-        """Every slot this request owns."""
+        """Every slot this sequence owns."""
         live = np.flatnonzero(self.lineage.live)
         return np.concatenate((self.committed[: self.num_slots], self.slot_of[live]))
 
@@ -67,13 +67,17 @@ class SliceRunner:
         self.slots = SlotPool(num_slots)
         self.tables: dict[int, SlotTable] = {}
 
-    def open(self, request: int) -> None:
-        """Know a request before its first row comes, so that verdicts about it are kept."""
-        self.tables[request] = SlotTable()
+    def open(self, sequence: int) -> None:
+        """Know a sequence before its first row comes, so that verdicts about it are kept."""
+        self.tables[sequence] = SlotTable()
 
-    def length(self, request: int) -> int:
-        """How many decided tokens of the request are computed here."""
-        return self.tables[request].lineage.length
+    def length(self, sequence: int) -> int:
+        """How many decided tokens of the sequence are computed here."""
+        return self.tables[sequence].lineage.length
+
+    def has_room(self, batch: Batch) -> bool:
+        """Whether every row of the batch could have a slot."""
+        return len(batch) <= self.slots.num_free
 
     def compute(self, batch: Batch) -> Batch:
         """Run the batch's valid rows through the slice.
@@ -101,9 +105,9 @@ class SliceRunner:
         write: list[np.ndarray] = []
         segments: list[Segment] = []
         start = 0
-        for request, span in _spans(batch.rows):
+        for sequence, span in _spans(batch.rows):
             rows = batch.rows[span]
-            table = self.tables.setdefault(request, SlotTable())
+            table = self.tables.setdefault(sequence, SlotTable())
             local = table.lineage.admit(rows).local
             kept[span] = valid = local >= 0
             if not valid.any():
@@ -123,7 +127,7 @@ class SliceRunner:
         `nodes`: see `Lineage.apply`, of a single verdict.
         """
         for verdict in verdicts:
-            table = self.tables.get(verdict.request)
+            table = self.tables.get(verdict.sequence)
             if table is None:
                 continue
             outcome = table.lineage.apply(verdict, nodes)
@@ -137,35 +141,35 @@ class SliceRunner:
         if not len(batch):
             return batch
         keep = batch.rows[:, KIND] != GUESS
-        for request, span in _spans(batch.rows):
-            keep[span] |= self.tables[request].lineage.holds(batch.rows[span, NODE].tolist())
+        for sequence, span in _spans(batch.rows):
+            keep[span] |= self.tables[sequence].lineage.holds(batch.rows[span, NODE].tolist())
         return batch.select(keep)
 
     def verdicts(self, batch: Batch, verifier_of: Callable[[int], Verifier]) -> list[Verdict]:
         """What follows each request's tip, as far as this batch tells (last stage only).
 
-        `verifier_of` gives the verifier of a request.
+        `verifier_of` gives the verifier of a sequence.
         """
         found: list[Verdict] = []
-        for request, span in _spans(batch.rows):
-            lineage = self.tables[request].lineage
+        for sequence, span in _spans(batch.rows):
+            lineage = self.tables[sequence].lineage
             mine = span.start + np.flatnonzero(batch.rows[span, KIND] != DECIDED)
             if not (batch.rows[mine, NODE] == lineage.tip).any():
                 continue
             assert batch.hidden is not None
-            verifier = verifier_of(request)
+            verifier = verifier_of(sequence)
             assert verifier.length == lineage.decided, "the verifier has missed a token"
             logits = self.model.logits(batch.hidden[torch.from_numpy(mine)])
             nodes, parents, guesses = (
                 batch.rows[mine, column].tolist() for column in (NODE, PARENT, TOKEN)
             )
             tokens, logprobs = verifier.decide(lineage.tip, nodes, parents, guesses, logits)
-            found.append(Verdict(request, lineage.decided, tuple(tokens), tuple(logprobs)))
+            found.append(Verdict(sequence, lineage.decided, tuple(tokens), tuple(logprobs)))
         return found
 
-    def release(self, request: int) -> None:
-        """Forget a request and free all it held."""
-        table = self.tables.pop(request, None)
+    def release(self, sequence: int) -> None:
+        """Forget a sequence and free all it held."""
+        table = self.tables.pop(sequence, None)
         if table is not None:
             self.slots.release(table.held())
 
@@ -182,19 +186,19 @@ class SliceRunner:
 
 
 def _spans(rows: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Each request of a batch, whose rows stand together, and where they stand."""
+    """Each sequence of a batch, whose rows stand together, and where they stand."""
     if not len(rows):
         return
-    request = rows[:, REQUEST]
-    bounds = [0, *(np.flatnonzero(request[1:] != request[:-1]) + 1).tolist(), len(rows)]
+    sequence = rows[:, SEQUENCE]
+    bounds = [0, *(np.flatnonzero(sequence[1:] != sequence[:-1]) + 1).tolist(), len(rows)]
     for start, stop in pairwise(bounds):
-        yield int(request[start]), slice(start, stop)
+        yield int(sequence[start]), slice(start, stop)
 
 
 def _segment(
     table: SlotTable, rows: np.ndarray, local: np.ndarray, slots: np.ndarray, start: int
 ) -> Segment:
-    """One request's part of the plan, and its new slots entered into the books.
+    """One sequence's part of the plan, and its new slots entered into the books.
 
     The keys beside the prefix are the rows committed in this batch (a prompt chunk, causal)
     and then every live node.

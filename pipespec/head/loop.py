@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, step_graph, transfer
 from pipespec.controller.guesses import NO_MORE
-from pipespec.controller.records import CANCELLED
+from pipespec.controller.records import CANCELLED, Accepted
 from pipespec.controller.verdict import VerdictReceiver
 from pipespec.core import Batch, Request, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.head.scheduler import DraftWork, Scheduler
-from pipespec.head.sequence import Sequence, StopCheck
+from pipespec.head.sequence import NOT_OPEN, Sequence, StopCheck
 from pipespec.head.source.protocol import TokenSource
 from pipespec.head.timing import SendTiming
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
+
+# How often the head says what it is doing.
+PUBLISH_NS = 10**9
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,9 @@ class HeadLoop:
         self._began = 0  # when this step began, on the timeline's clock
         self._done: list[Task] = []
         self._submitted = 0  # steps
-        self._unlogged: list[Verdict] = []  # applied, but neither logged nor told to the source
+        # Applied, but neither logged nor told to the source; with the request of each.
+        self._unlogged: list[tuple[int, Verdict]] = []
+        self._published: int | None = None  # when what is shown was said last
         self._control_ns: dict[int, int] = {}  # what the controller had taken when each was opened
 
     def run(self) -> None:
@@ -76,9 +81,11 @@ class HeadLoop:
             self.grow()
             self.hear()
             self.drop_cancelled()
+            self.make_room()
             self.send()
             self.log_accepted()
             self.scheduler.end(self._elapsed_ms())
+            self.publish()
         self.stop()
 
     def admit(self) -> bool:
@@ -87,28 +94,38 @@ class HeadLoop:
         While batches are on their way the pipeline must keep stepping, so only an empty one
         is left to wait.
         """
-        while self.scheduler.has_room:
+        while self.scheduler.room > 0:
             busy = not self.scheduler.idle or self.scheduler.draining
-            request = self.controller.next_request(timeout=0 if busy else None)
-            if request is not None:
-                self.open(request)
-            elif busy:
+            if not busy:
+                self.publish(now=True)  # it may be the last for long
+            found = self.controller.next_requests(self.scheduler.room, wait=not busy)
+            if not found:
+                if not busy:
+                    return False
                 break
-            else:
-                return False
+            for request, answer in found:
+                self.open(request, answer)
+        for sequence in self.scheduler.admit():
+            self.source.begin(sequence.context)
         return True
 
-    def open(self, request: Request) -> None:
+    def open(self, request: Request, answer: tuple[int, ...]) -> None:
         """Begin with a request, or go on with what an earlier epoch has left of it."""
         stops = self.settings.stop_check(request)
         if self.scheduler.idle:
             self.timeline.take()
         self._control_ns[request.id] = self.timeline.totals["control"]
-        answer = self.controller.tokens(request.id)
         sequence = self.scheduler.add(request, stops, self.timeline.clock(), answer)
-        self.source.begin(sequence.context)
         if sequence.ended:
             self.finish(sequence, sequence.ended)
+
+    def publish(self, *, now: bool = False) -> None:
+        """Show how many requests are open and what is fed, every second or `now`."""
+        at = self.timeline.clock()
+        if now or self._published is None or at - self._published > PUBLISH_NS:
+            self._published = at
+            with self.timeline("control"):
+                self.controller.publish(self.scheduler.statistics())
 
     def begin(self) -> None:
         """A step begins."""
@@ -177,18 +194,24 @@ class HeadLoop:
                 progress = self.scheduler.apply(verdict, self.timeline.clock())
                 if progress is None:
                     continue
-                self._unlogged.append(progress.accepted)
+                self._unlogged.append((progress.sequence.request.id, progress.accepted))
                 if progress.reason:
                     self.finish(progress.sequence, progress.reason)
         self._done.append(prune(0, self.receiver.heard - 1))
 
     def drop_cancelled(self) -> None:
         """End the requests for which nobody waits any more."""
-        for request in list(self.scheduler.sequences):
-            if self.controller.cancelled(request):
-                sequence = self.scheduler.cancel(request)
-                assert sequence is not None
+        for sequence in self.scheduler.requests:
+            if self.controller.cancelled(sequence.request.id):
+                self.scheduler.cancel(sequence.request.id)
                 self.finish(sequence, CANCELLED)
+
+    def make_room(self) -> None:
+        """Put requests back for which the stages have no slots."""
+        if put_back := self.scheduler.make_room():
+            self.log_accepted()
+            for sequence in put_back:
+                self.forget(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Log that a request is over, after all that was accepted."""
@@ -200,14 +223,25 @@ class HeadLoop:
         report = {"rank": 0, "control_ns": control, "events": events}
         self.controller.report(request.id, report | sequence.statistics())
         self.controller.finish(request.id, reason)
-        if request.sampling.lossy:
-            self.controller.tell(request.id, NO_MORE)
-        self.source.end(request.id)
+        self.forget(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has left the pipeline, if it was there: its number is nobody's now."""
+        if sequence.number == NOT_OPEN:
+            return
+        if sequence.request.sampling.lossy:
+            self.controller.tell(sequence.number, NO_MORE)
+        self.source.end(sequence.number)
+        sequence.number = NOT_OPEN
 
     def log_accepted(self) -> None:
         """Log what was accepted and tell the source; the next batch is on its way already."""
-        for verdict in self._unlogged:
-            self.controller.accept(verdict.request, verdict.base, verdict.tokens, verdict.logprobs)
+        if self._unlogged:
+            self.controller.accept(
+                (request, Accepted(verdict.base, verdict.tokens, verdict.logprobs))
+                for request, verdict in self._unlogged
+            )
+        for _, verdict in self._unlogged:
             self.source.accept(verdict)
         self._unlogged.clear()
 
@@ -231,10 +265,10 @@ class HeadLoop:
 
     def tell_guesses(self, batch: Batch) -> None:
         """Lossy rules prefer what was guessed, so the last stage must know it ahead."""
-        for request, sequence in self.scheduler.sequences.items():
+        for number, sequence in self.scheduler.sequences.items():
             if sequence.request.sampling.lossy:
                 with self.timeline("control"):
-                    self.controller.tell(request, sequence.guesses(batch))
+                    self.controller.tell(number, sequence.guesses(batch))
 
     def stop(self) -> None:
         """Send the last batch, and lay out the steps in which it passes the stages."""

@@ -37,7 +37,10 @@ class Meter:
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
-        self._in_flight: deque[int] = deque(maxlen=num_stages)  # rows of the batches on the way
+        # Rows of the batches on the way, and how many of them are of prompts.
+        self._in_flight: deque[tuple[int, int]] = deque(maxlen=num_stages)
+        self._quiet = Ema()  # ms per step without rows of prompts
+        self._computed = (0, 0)  # the most of both that a stage computes in this step
         self._draft = Ema()
         self._verdict = Ema()
         self._by_rows: dict[int, tuple[Ema, Ema]] = {}  # rows, ms; by rows' bit length
@@ -51,7 +54,11 @@ class Meter:
         self._last_round_ms = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins, in which the stages compute what is on its way."""
+        self._computed = (
+            max((rows for rows, _ in self._in_flight), default=0),
+            max((of_prompts for _, of_prompts in self._in_flight), default=0),
+        )
         self.rounds = 0
         self._last_round_ms = 0.0
 
@@ -96,15 +103,32 @@ class Meter:
         elif self._streak > self.num_stages:
             self._guessing.add(ms)
             self._tokens.add(tokens)
-        rows = max(self._in_flight, default=0)
+        rows, of_prompts = self._computed
+        if not of_prompts:
+            self._quiet.add(ms)
         if rows:
             seen = self._by_rows.setdefault(rows.bit_length(), (Ema(), Ema()))
             seen[0].add(rows)
             seen[1].add(ms)
 
-    def fed(self, rows: int) -> None:
-        """A batch of so many rows entered the pipeline."""
-        self._in_flight.append(rows)
+    def fed(self, rows: int, of_prompts: int = 0) -> None:
+        """A batch of so many rows entered the pipeline, `of_prompts` of them of prompts."""
+        self._in_flight.append((rows, of_prompts))
+
+    def rows_within(self, stretch: float) -> int | None:
+        """The largest batch with which a step lasts at most `stretch` times as long as one
+        without rows of prompts; twice the largest seen, if that did; None: nothing was measured.
+        """
+        curve = self._curve()
+        if self._quiet.value is None or not curve:
+            return None
+        most_ms = stretch * self._quiet.value
+        fits = [point for point in curve if point[1] <= most_ms]
+        if len(fits) == len(curve):
+            return 2 * curve[-1][0]
+        rows, ms = fits[-1] if fits else (0, 0.0)
+        next_rows, next_ms = curve[len(fits)]
+        return int(rows + (next_rows - rows) * (most_ms - ms) / (next_ms - ms))
 
     def state(self, step: int, *, end: int, elapsed_ms: float, requests: int = 1) -> PipelineState:
         """The state at this moment of a step."""

@@ -5,11 +5,13 @@ do. Two drive it: the loop of rank 0 (`pipespec.head.loop`) with a running clust
 simulation of `pipespec plan` (`pipespec.planning.simulation`) with an imagined one. Requests come
 and go at any step (`add`, `cancel`). A step is
 
+    scheduler.admit()                                   # who waits and fits is opened
     scheduler.begin()
     while work := scheduler.expansion(elapsed_ms):      # while the stages compute
         scheduler.graft(work, source.expand(...), ms)
     scheduler.apply(verdict, now)                       # each one that comes
     scheduler.heard(drafted_ms, wait_ms)
+    scheduler.make_room()                               # or the youngest is put back
     while isinstance(todo := scheduler.next_batch(elapsed_ms), DraftWork):
         scheduler.graft(todo, source.expand(...), ms)   # what must be there before anything is fed
     send(todo)
@@ -17,17 +19,23 @@ and go at any step (`add`, `cancel`). A step is
 
 One batch mixes the rows of all requests: unfed roots, pieces of prompts, guesses
 (`pipespec.head.choice`).
+
+KV slots are counted here as the stages will hold them (`Sequence.held`), so nobody is asked. When
+they run short no guesses are fed; when a root has none, the youngest request is put back: the
+stages forget it, and it is opened again later and reads what it had said. That is recovery, of one
+request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from pipespec.core import Batch, Request, Verdict
+from pipespec.core import GUESS, KIND, MAX_OPENED_BYTES, Batch, Opening, Request, Verdict
 from pipespec.head.choice import Offer, certain, choose, share
 from pipespec.head.feed.policy import FeedPolicy, PipelineState
 from pipespec.head.feed.rounds import fits
@@ -35,6 +43,9 @@ from pipespec.head.meter import Meter
 from pipespec.head.sequence import Sequence, StopCheck
 from pipespec.head.source.protocol import Asked, Candidates
 from pipespec.head.tree import ROOT
+
+# How much longer a step may last with rows of prompts, while answers are running, than without.
+PROMPT_STRETCH = 1.5
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class SchedulerConfig:
         max_num_seqs: requests that are open at once.
         max_rows: rows of one batch, and nodes that one draft round expands, of all requests.
             0: as many as one request needs.
+        num_slots: tokens and guesses of all requests that every stage can hold.
     """
 
     policy: FeedPolicy
@@ -59,6 +71,7 @@ class SchedulerConfig:
     context_limit: int
     max_num_seqs: int = 1
     max_rows: int = 0
+    num_slots: int = 2**62
 
     @property
     def rows(self) -> int:
@@ -92,12 +105,26 @@ class DraftWork:
         return [part.asked for part in self.parts]
 
 
+@dataclass(slots=True)
+class Totals:
+    """What was done since the scheduler began: steps, tokens decided, draft rounds, rows fed of
+    each kind, and requests that were put back."""
+
+    steps: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    root_rows: int = 0
+    prompt_rows: int = 0
+    guess_rows: int = 0
+    preemptions: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What a verdict brought to a request.
 
     `accepted` is the verdict without the tokens beyond the end of the text; `reason` says why
-    the request is over, None: it is not. `sequence` is the request's, also where it is closed.
+    the request is over, None: it is not.
     """
 
     sequence: Sequence
@@ -111,31 +138,56 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.step = 0  # of the next batch
-        self.sequences: dict[int, Sequence] = {}  # by request, in the order in which they came
+        self.sequences: dict[int, Sequence] = {}  # that are open, by number, in their order
+        self.waiting: deque[Sequence] = deque()  # to be opened, in their order
+        self.totals = Totals()
+        self._next_number = 0
         self._policy = config.policy
         self._meter = Meter(config.num_steps)
         self._decoding = 0  # requests that were past their first tokens when this step began
         self._guesses = False  # whether any of theirs were on their way
         self._decided = 0  # tokens that this step decided
-        self._released: list[int] = []  # requests that the stages have not been told to free
+        self._fruitless = False  # whether the draft had no room for any node of its last round
+        self._released: list[int] = []  # sequences that the stages have not been told to free
+        self._preempted: list[int] = []  # the same of those that were put back
         self._busy_until = 0  # the step in which the last batch that matters leaves the pipeline
 
     # --- requests -----------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
-        """Whether no request is open."""
-        return not self.sequences
+        """Whether there is no request."""
+        return not self.sequences and not self.waiting
 
     @property
-    def has_room(self) -> bool:
-        """Whether one more request can be opened: the stages hold others until they are told."""
-        return len(self.sequences) + len(self._released) < self.config.max_num_seqs
+    def room(self) -> int:
+        """How many more requests can be added."""
+        return self.config.max_num_seqs - len(self.sequences) - len(self.waiting)
 
     @property
     def draining(self) -> bool:
         """Whether batches are on their way, so that the pipeline must keep stepping."""
-        return bool(self._released) or self.step <= self._busy_until
+        return bool(self._released or self._preempted) or self.step <= self._busy_until
+
+    @property
+    def requests(self) -> list[Sequence]:
+        """Of every request that is open or waits."""
+        return [*self.sequences.values(), *self.waiting]
+
+    @property
+    def free_slots(self) -> int:
+        """KV slots that every stage will have when the next batch comes there."""
+        return self.config.num_slots - sum(each.held for each in self.sequences.values())
+
+    def statistics(self) -> dict[str, int]:
+        """How many requests are open and wait, what they hold, and what was done so far."""
+        return {
+            "running": len(self.sequences),
+            "waiting": len(self.waiting),
+            "kv_slots": self.config.num_slots,
+            "kv_slots_held": self.config.num_slots - self.free_slots,
+            **asdict(self.totals),
+        }
 
     @property
     def misses_per_step(self) -> float:
@@ -146,34 +198,87 @@ class Scheduler:
     def add(
         self, request: Request, stops: StopCheck, now: int, answer: tuple[int, ...] = ()
     ) -> Sequence:
-        """Open a request, of which `answer` was decided before, at a moment of the caller's clock.
+        """Take in a request, of which `answer` was decided before, at a moment of the caller's
+        clock. It waits until it is opened.
 
-        If that answer is the whole of it (`Sequence.ended`), it is closed at once.
+        If that answer is the whole of it (`Sequence.ended`), it is over.
         """
-        assert self.has_room, "more requests than the stages have memory for"
+        assert self.room > 0, "more requests than were asked for"
         sequence = Sequence.open(request, stops, self.config.context_limit, now, answer)
-        self.sequences[request.id] = sequence
-        if sequence.ended:
-            self._close(sequence)
+        if not sequence.ended:
+            self.waiting.append(sequence)
         return sequence
+
+    def admit(self) -> Iterator[Sequence]:
+        """Open those that wait, in their order, as long as there are slots for their text.
+
+        The source is to be told of each before the next draft round.
+        """
+        while self.waiting and self._fits(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            sequence.begin(self._next_number)
+            self.sequences[self._next_number] = sequence
+            self._next_number += 1
+            yield sequence
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether there are slots for its text beside what is promised to others, and for a batch
+        more, so that it is not put back at once. The only one always fits."""
+        if not self.sequences:
+            return True
+        wanted = len(sequence.context.tokens) + self.config.rows
+        return wanted <= self.free_slots - self._promised
+
+    @property
+    def _promised(self) -> int:
+        """Slots that open sequences need for the text that they have not read, and for a root."""
+        return sum(each.prompt_left + 1 for each in self.sequences.values())
 
     def cancel(self, request: int) -> Sequence | None:
-        """Close a request for which nobody waits any more; None: it is not open."""
-        sequence = self.sequences.get(request)
-        if sequence is not None:
-            self._close(sequence)
-        return sequence
+        """Drop a request for which nobody waits any more; None: there is none of that number."""
+        for sequence in self.requests:
+            if sequence.request.id == request:
+                if sequence in self.waiting:
+                    self.waiting.remove(sequence)
+                else:
+                    self._close(sequence, self._released)
+                return sequence
+        return None
 
-    def _close(self, sequence: Sequence) -> None:
-        """The next batch tells the stages to free what the request holds."""
-        self._released.append(sequence.request.id)
-        del self.sequences[sequence.request.id]
+    def make_room(self) -> list[Sequence]:
+        """Put the youngest back until the root that has waited longest has slots.
+
+        The source is to be told of who is put back.
+        """
+        put_back = []
+        while len(self.sequences) > 1 and self.free_slots < self._needed:
+            youngest = max(self.sequences.values(), key=lambda each: each.request.id)
+            put_back.append(youngest)
+            self._close(youngest, self._preempted)
+            self.waiting.appendleft(youngest)
+            self.totals.preemptions += 1
+        return put_back
+
+    @property
+    def _needed(self) -> int:
+        """Slots that a root needs now, if one is to be fed."""
+        for each in self.sequences.values():
+            if not each.prompt_left and not each.tree.fed[ROOT]:
+                return self._policy.max_rows if self._policy.whole else 1
+        return 0
+
+    def _close(self, sequence: Sequence, told: list[int]) -> None:
+        """The next batch tells the stages to free what the sequence holds, if they know it."""
+        if sequence.prefilled:
+            told.append(sequence.number)
+        del self.sequences[sequence.number]
 
     # --- a step -------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A step begins."""
         self._decided = 0
+        self._fruitless = False
         decoding = [each for each in self.sequences.values() if each.decoding]
         self._decoding = len(decoding)
         self._guesses = any(each.guesses_in_flight for each in decoding)
@@ -193,6 +298,8 @@ class Scheduler:
 
         There is one answer for each part. None: the source is still reading that prompt.
         """
+        self._fruitless = all(each is not None and not len(each.parents) for each in candidates)
+        self.totals.rounds += 1
         self._meter.round(ms, measured=any(answer is not None for answer in candidates))
         for part, answer in zip(work.parts, candidates, strict=True):
             part.sequence.counts["rounds"] += 1
@@ -206,7 +313,7 @@ class Scheduler:
 
         `now` is a moment of the caller's clock. None: the request ended while this was on its way.
         """
-        sequence = self.sequences.get(verdict.request)
+        sequence = self.sequences.get(verdict.sequence)
         if sequence is None:
             return None
         assert verdict.base == len(sequence.context.tokens), "a verdict is missing"
@@ -218,13 +325,14 @@ class Scheduler:
             if reason:
                 break
         self._decided += count
+        self.totals.tokens += count
         if not sequence.tree.fed[ROOT]:
             sequence.waits_since = self.step
         accepted = replace(
             verdict, tokens=verdict.tokens[:count], logprobs=verdict.logprobs[:count]
         )
         if reason:
-            self._close(sequence)
+            self._close(sequence, self._released)
         return Progress(sequence, accepted, reason)
 
     def heard(self, drafted_ms: float, wait_ms: float) -> None:
@@ -237,7 +345,7 @@ class Scheduler:
 
     def has_work(self, elapsed_ms: float) -> bool:
         """Whether a batch of this step would carry anything."""
-        if self._released:
+        if self._released or self._preempted:
             return True
         if any(each.prompt_left or not each.tree.fed[ROOT] for each in self.sequences.values()):
             return True
@@ -250,14 +358,16 @@ class Scheduler:
         Or a draft round without which nothing can be fed, the pipeline idling meanwhile; ask
         again after it.
         """
-        rows = self._next_rows(elapsed_ms)
-        if isinstance(rows, DraftWork):
-            return rows
-        batch = Batch(self.step, rows, released=tuple(self._released))
-        if len(batch) or batch.released:
+        batch = self._next_rows(elapsed_ms)
+        if isinstance(batch, DraftWork):
+            return batch
+        batch.released, batch.preempted = tuple(self._released), tuple(self._preempted)
+        if len(batch) or batch.released or batch.preempted:
             self._busy_until = self.step + self.config.num_steps
         self._released.clear()
-        self._meter.fed(len(batch))
+        self._preempted.clear()
+        self._meter.fed(len(batch), int(np.count_nonzero(batch.rows[:, KIND] != GUESS)))
+        self.totals.steps += bool(len(batch))
         self.step += 1
         return batch
 
@@ -321,45 +431,72 @@ class Scheduler:
             own = replace(state, end=sequence.last_position)
             nodes = sequence.useful(self._policy.feed(sequence.tree, own))
             offers.append(Offer(sequence.tree, nodes, self._policy.whole))
-        budget = self._budget(len(offers))
-        prompts = self._prompts(self.config.rows - min(certain(offers), budget))
-        left = self.config.rows - sum(end - each.prefilled for each, end in prompts)
-        chosen = choose(offers, min(budget, left), self._policy.row_cost, state)
+        slots = self.free_slots
+        budget = min(self._budget(len(offers)), slots)
+        first = min(certain(offers), budget)
+        most = self._rows(first)
+        prompts = self._prompts(min(most, slots) - first)
+        left = most - sum(end - each.prefilled for each, end in prompts)
+        spare = max(slots - self._promised, 0)  # guesses come last
+        budget = min(budget, left, max(first, spare))
+        chosen = choose(offers, budget, self._policy.row_cost, state)
         return list(zip(decoding, chosen, strict=True)), prompts
+
+    def _rows(self, first: int) -> int:
+        """Rows of this step's batch, `first` of which are roots.
+
+        Where prompts are read beside running answers, no more than keep their pace.
+        """
+        if not self._decoding or not any(each.prompt_left for each in self.sequences.values()):
+            return self.config.rows
+        within = self._meter.rows_within(PROMPT_STRETCH)
+        return self.config.rows if within is None else min(self.config.rows, max(within, first + 1))
 
     def _prompts(self, room: int) -> list[tuple[Sequence, int]]:
         """Up to where prompts are read next, in `room` rows; who is read first changes from step
         to step, so that a short prompt does not wait for a long one."""
         room = min(room, self.config.prefill_chunk)
+        openings = MAX_OPENED_BYTES
         reading = [each for each in self.sequences.values() if each.prompt_left]
         first = self.step % max(len(reading), 1)
         found = []
         for sequence in (*reading[first:], *reading[:first]):
             end = min(sequence.prefilled + room, sequence.known)
-            if end > sequence.prefilled:
+            if not sequence.prefilled:
+                openings -= sequence.opening.num_bytes
+            if end > sequence.prefilled and openings >= 0:
                 found.append((sequence, end))
                 room -= end - sequence.prefilled
         return found
 
-    def _next_rows(self, elapsed_ms: float) -> np.ndarray | DraftWork:
+    def _next_rows(self, elapsed_ms: float) -> Batch | DraftWork:
         state = self._state(elapsed_ms)
         choice, prompts = self._choice(state)
         if not prompts and not any(len(nodes) for _, nodes in choice):
             stuck = [each for each, _ in choice if not each.tree.fed[ROOT]]
             work, urgent = self._growth(stuck, state)
             if work is not None and urgent:
-                return work
+                if not self._fruitless:
+                    return work
+                choice = [(each, np.array([ROOT])) for each in stuck[: self.free_slots]]
         found = [Batch(self.step).rows]
+        opened: list[Opening] = []
         for sequence, end in prompts:
+            if not sequence.prefilled:
+                opened.append(sequence.opening)
             rows = sequence.context.rows(sequence.prefilled, end)
             sequence.prefilled = end
             sequence.counts["rows"] += len(rows)
+            self.totals.prompt_rows += len(rows)
             found.append(rows)
         for sequence, nodes in choice:
             if len(nodes):
-                found.append(sequence.tree.rows(sequence.request.id, nodes))
+                found.append(sequence.tree.rows(sequence.number, nodes))
                 sequence.tree.fed[nodes] = True
                 if not self._policy.keeps_unfed:
                     sequence.tree.drop_unfed()
                 sequence.counts["rows"] += len(nodes)
-        return np.concatenate(found)
+                roots = int(nodes[0] == ROOT)
+                self.totals.root_rows += roots
+                self.totals.guess_rows += len(nodes) - roots
+        return Batch(self.step, np.concatenate(found), opened=tuple(opened))

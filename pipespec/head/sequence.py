@@ -1,4 +1,4 @@
-"""A request that the head decodes: its text, its tree, what has been counted."""
+"""A request at the head: its text, its tree, what has been counted."""
 
 from __future__ import annotations
 
@@ -8,25 +8,48 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.core import GUESS, KIND, NODE, PARENT, REQUEST, TOKEN, Batch, Guesses, Request
+from pipespec.core import (
+    GUESS,
+    KIND,
+    NODE,
+    PARENT,
+    SEQUENCE,
+    TOKEN,
+    Batch,
+    Guesses,
+    Opening,
+    Request,
+)
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
+from pipespec.sampling.terms import pack
 
 # Says whether the text so far ends the request: given one more token, True if a stop string
 # is complete.
 StopCheck = Callable[[int], bool]
 
 
-@dataclass(slots=True)
+# The number of a sequence that is not in the pipeline.
+NOT_OPEN = -1
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """One request that is being decoded: its text, its tree, its counts."""
+    """One request that is being decoded, or waits for it: its text, its tree, its counts.
+
+    `number` is that of `pipespec.core.Opening`, and `known` how many tokens were decided before
+    it got it, prompt included; they are read as a prompt is. `replayed` of the answer's were
+    decided in an earlier epoch.
+    """
 
     request: Request
     context: Context
     tree: Tree
     stops: StopCheck
     last_position: int
-    replayed: int  # tokens of the answer that were decided before this sequence was opened
+    replayed: int
+    known: int
+    number: int = NOT_OPEN
     prefilled: int = 0
     waits_since: int = 0  # the step in which the root became one that was not fed
     generated: int = 0
@@ -48,15 +71,13 @@ class Sequence:
         now: int,
         answer: tuple[int, ...] = (),
     ) -> Sequence:
-        """Positions are numbered from 0; a decided row's node id is its position.
+        """What waits until it is opened (`begin`).
 
         `answer` is what an earlier epoch decided: it is read like the prompt, and counts as
         decided now.
         """
-        known = [*request.prompt, *answer]
-        context = Context(request.id, known, list(range(len(known))), request.sampling)
-        root = len(known) - 1
-        tree = Tree(root, root - 1, known[-1], root, fed=True)
+        tokens = [*request.prompt, *answer]
+        context, tree = _planted(NOT_OPEN, tokens, request)
         last = min(len(request.prompt) + request.max_new_tokens, context_limit) - 1
         sequence = cls(
             request,
@@ -65,6 +86,7 @@ class Sequence:
             stops,
             last_position=last,
             replayed=len(answer),
+            known=len(tokens),
             generated=len(answer),
             started_ns=now,
             token_ns=[now] * len(answer),
@@ -73,23 +95,42 @@ class Sequence:
             sequence.ended = sequence.ending(token)
         return sequence
 
-    @property
-    def known(self) -> int:
-        """How many tokens were decided before this sequence was opened, prompt included."""
-        return len(self.request.prompt) + self.replayed
+    def begin(self, number: int) -> None:
+        """Enter the pipeline; all that was decided is to be read there."""
+        self.number, self.prefilled = number, 0
+        self.known = len(self.context.tokens)
+        self.context, self.tree = _planted(number, self.context.tokens, self.request)
 
     @property
-    def prompt_left(self) -> bool:
-        return self.prefilled < self.known
+    def opening(self) -> Opening:
+        """What the stages must know of it."""
+        request = self.request
+        terms = pack(request.sampling, request.eos)
+        return Opening(self.number, request.id, len(request.prompt), self.known, terms)
+
+    @property
+    def prompt_left(self) -> int:
+        """Tokens that were decided before and have not entered the pipeline."""
+        return self.known - self.prefilled
 
     @property
     def decoding(self) -> bool:
         """Whether a token was decided since this sequence was opened."""
-        return self.generated > self.replayed
+        return len(self.context.tokens) > self.known
+
+    @property
+    def held(self) -> int:
+        """KV slots that a stage holds for it at most: of the text that was fed, and of guesses.
+
+        A batch comes to a stage after the verdicts that the head knew when it fed it.
+        """
+        if self.prompt_left:
+            return self.prefilled
+        return len(self.context.tokens) - 1 + int(np.count_nonzero(self.tree.fed))
 
     def accept(self, token: int, now: int) -> str | None:
         """One decided token moves the root; the reason if it is the last one."""
-        if not self.decoding:
+        if not self.first_token:
             self.first_token = dict(self.counts)
         self.tree.advance(token)
         # A hit had entered the pipeline before it was decided; a miss must be fed now.
@@ -124,9 +165,9 @@ class Sequence:
         return nodes[self.tree.position[nodes] < self.last_position]
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Which rows of a batch are guesses of this request, and how likely its source found
+        """Which rows of a batch are guesses of this sequence, and how likely its source found
         them."""
-        mine = (batch.rows[:, KIND] == GUESS) & (batch.rows[:, REQUEST] == self.request.id)
+        mine = (batch.rows[:, KIND] == GUESS) & (batch.rows[:, SEQUENCE] == self.number)
         rows = batch.rows[mine]
         by_id = np.argsort(self.tree.id)
         nodes = by_id[np.searchsorted(self.tree.id, rows[:, NODE], sorter=by_id)]
@@ -144,3 +185,10 @@ class Sequence:
             "counts": self.counts,
             "first_token": self.first_token,
         }
+
+
+def _planted(number: int, tokens: list[int], request: Request) -> tuple[Context, Tree]:
+    """Positions are numbered from 0; a decided row's node id is its position."""
+    root = len(tokens) - 1
+    context = Context(number, list(tokens), list(range(len(tokens))), request.sampling)
+    return context, Tree(root, root - 1, tokens[-1], root, fed=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipespec.core import NODE, NUM_COLUMNS, PARENT, POSITION, REQUEST, TOKEN
+from pipespec.core import NODE, NUM_COLUMNS, PARENT, POSITION, SEQUENCE, TOKEN
 
 ROOT = 0
 
@@ -20,7 +20,7 @@ class Tree:
     """Guesses below a root, as parallel arrays of `len(tree)` nodes.
 
     Attributes (all `[nodes]`, in breadth-first order):
-        id: unique within the request.
+        id: unique within the sequence.
         parent: index of the parent; the root is its own parent.
         parent_id: id of the parent; the root's is the id of the token before it.
         token, position: what the node says and where in the text.
@@ -174,10 +174,10 @@ class Tree:
             candidates = candidates[_largest(self.cum[candidates], count)]
         return candidates
 
-    def rows(self, request: int, nodes: np.ndarray) -> np.ndarray:
+    def rows(self, sequence: int, nodes: np.ndarray) -> np.ndarray:
         """The nodes as rows of a batch, `[k, 6]`."""
         rows = np.zeros((len(nodes), NUM_COLUMNS), np.int64)
-        rows[:, REQUEST] = request
+        rows[:, SEQUENCE] = sequence
         rows[:, NODE] = self.id[nodes]
         rows[:, PARENT] = self.parent_id[nodes]
         rows[:, TOKEN] = self.token[nodes]

@@ -140,26 +140,31 @@ def _numbers(value: Any) -> Iterator[Number]:
 
 
 def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
-    """Token slots in the KV pool of a stage, or of the head's draft."""
+    """Token slots that the KV pool of a stage, or of the head's draft, has at least: one
+    sequence's text, and guesses."""
     return sum(slots_by_setting(config, context=context, num_ranks=num_ranks, head=head).values())
 
 
+def guess_slots(config: Config, *, num_ranks: int, head: bool) -> int:
+    """Those of them that are not for text."""
+    return num_slots(config, context=0, num_ranks=num_ranks, head=head)
+
+
 def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool) -> Counter[str]:
-    """The same, by the setting that asks for them.
+    """The slots of `num_slots`, by the setting that asks for them.
 
     Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it has
-    expanded. One batch more of each is on its way in before a verdict frees the last.
+    expanded: of many requests as much as of two, as they share its rounds. One batch more of each
+    is on its way in before a verdict frees the last.
     """
     feed, chunk = config.feed, config.decode.prefill_chunk
     # Running free, every link can hold a batch, and so can every rank.
     in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
-    requests = config.scheduler.max_num_seqs
     found = Counter({"model.context": context})
-    found["scheduler.max_num_seqs"] += (requests - 1) * context
     found["feed.width"] += max(config.max_rows - chunk, 0)
     found["decode.prefill_chunk"] += min(config.max_rows, chunk)
     if head:
-        found["feed.capacity"] += requests * feed.capacity
+        found["feed.capacity"] += min(config.scheduler.max_num_seqs, 2) * feed.capacity
     else:
         found["feed.width"] += in_flight * config.fed_rows
     return found

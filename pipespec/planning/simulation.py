@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.core import NODE, REQUEST, Batch, Request, Verdict
+from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
 from pipespec.emulation import TimeCurve
 from pipespec.errors import ConfigError
 from pipespec.head.feed.policy import FeedPolicy
@@ -194,7 +194,9 @@ class SimulatedPipeline:
         self.fed_at = [np.zeros(1 << 12, np.int64) for _ in self.texts]
         for i, text in enumerate(self.texts):
             request = Request(i, tuple(text[:1]), max_new_tokens=len(text))
-            self.source.begin(self.scheduler.add(request, lambda token: False, now=0).context)
+            self.scheduler.add(request, lambda token: False, now=0)
+        for sequence in self.scheduler.admit():
+            self.source.begin(sequence.context)
         self.result = Simulation(np.zeros(machine.num_stages + 1, np.int64))
 
     def step(self) -> Batch:
@@ -239,7 +241,7 @@ class SimulatedPipeline:
 
     def enter(self, batch: Batch) -> None:
         """Remember when the rows of a batch were fed."""
-        owners = batch.rows[:, REQUEST]
+        owners = batch.rows[:, SEQUENCE]
         for request in dict.fromkeys(owners.tolist()):
             ids = batch.rows[owners == request, NODE]
             fed_at = self.fed_at[request]

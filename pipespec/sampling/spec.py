@@ -16,6 +16,7 @@ from pipespec.errors import ConfigError
 
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+MAX_BIASED = 1024  # tokens, as in OpenAI's interface; they travel with the request's first rows
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 
@@ -147,6 +148,8 @@ def check_sampling(sampling: Sampling, section: str = "verify") -> None:
     for name in ("presence_penalty", "frequency_penalty"):
         if not -MAX_PENALTY <= getattr(s, name) <= MAX_PENALTY:
             refuse(name, getattr(s, name), f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}")
+    if len(s.logit_bias) > MAX_BIASED:
+        refuse("logit_bias", f"of {len(s.logit_bias)} tokens", f"of {MAX_BIASED} at most")
     for token, bias in s.logit_bias:
         if token < 0 or not -MAX_BIAS <= bias <= MAX_BIAS:
             limits = f"a token id and a bias from {-MAX_BIAS:g} to {MAX_BIAS:g}"

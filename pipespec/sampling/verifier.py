@@ -13,31 +13,37 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from pipespec.core import RELAXED, STRICT, Guesses, Request, TokenLogprobs
+from pipespec.core import RELAXED, STRICT, Guesses, Opening, TokenLogprobs
 from pipespec.sampling.distribution import Tally, adjust, distribution, logprobs
 from pipespec.sampling.draw import draw
+from pipespec.sampling.terms import unpack
 
 
 class Verifier:
-    """Decides the tokens of one request, at the last stage.
+    """Decides the tokens of one sequence, at the last stage.
 
     It keeps the length of the text and, if there are penalties, its tally. All tokens that it
     decides join the text, so both only ever move forward.
-
-    Args:
-        request: what was asked for.
-        answer: what was accepted before this verifier existed (after a failure), in order.
     """
 
-    def __init__(self, request: Request, answer: Sequence[int] = ()):
-        self.sampling = request.sampling
-        self.eos = request.eos
-        self.length = len(request.prompt) + len(answer)
-        self._text = (request.prompt, tuple(answer))
+    def __init__(self, opening: Opening):
+        self.sampling, self.eos = unpack(opening.terms)
+        self.length = opening.known
+        self._prompt = opening.prompt
+        self._read: list[int] = []  # of the text before the first decision, if it matters
         self._tally: Tally | None = None
         # What was guessed below each node and how likely the draft found it, and in which step.
         self._guessed: dict[int, dict[int, float]] = {}
         self._steps: deque[Guesses] = deque()
+
+    @property
+    def reads(self) -> bool:
+        """Whether it must know the tokens of the text, and not only how many there are."""
+        return self.sampling.penalises
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """The decided text goes on with `tokens`: what the sequence was opened with."""
+        self._read += tokens
 
     def guess(self, guesses: Guesses, since: int) -> None:
         """Know what the head has fed in a step; what it fed before the step `since` is decided
@@ -89,7 +95,9 @@ class Verifier:
         """
         sampling = self.sampling
         if sampling.penalises and self._tally is None:
-            self._tally = Tally(*self._text, len(logits), logits.device)
+            assert len(self._read) == self.length, "the text before was not read"
+            prompt, answer = self._read[: self._prompt], self._read[self._prompt :]
+            self._tally = Tally(prompt, answer, len(logits), logits.device)
         scores = adjust(logits, sampling, self._tally)
         token = None
         if sampling.acceptance == RELAXED:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, transfer
 from pipespec.controller.verdict import VerdictReceiver, pack
-from pipespec.core import REQUEST, Batch, Verdict
+from pipespec.core import GUESS, KIND, SEQUENCE, TOKEN, Batch, Opening, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.engine.runner import SliceRunner
 from pipespec.sampling.verifier import Verifier
-from pipespec.stats import blank
+from pipespec.stats import PERIOD
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
 
@@ -70,11 +71,11 @@ class StageLoop:
         self.step = 0
         self._done: list[Task] = []
         self._verdicts: list[Verdict] = []  # of this step, at the last stage
-        self._verifiers: dict[int, Verifier] = {}  # of the open requests, at the last stage
-        self._counts = Counter[str]()  # since no request was open
+        self._verifiers: dict[int, Verifier] = {}  # of the open sequences, at the last stage
+        self._counts = Counter[str]()  # since no sequence was open
         self._since = 0  # when that ended
-        # What had been counted, of work and of time, when the first row of each request came.
-        self._opened: dict[int, Counter[str]] = {}
+        # Of each open sequence: what had been counted, of work and of time, when it was opened.
+        self._opened: dict[int, tuple[Opening, Counter[str]]] = {}
 
     def run(self) -> None:
         """Work until a batch says stop."""
@@ -82,14 +83,16 @@ class StageLoop:
             batch = self.receive()
             if self.free:
                 self.catch_up()
+            ended = self.release(batch)
+            self.open(batch)
             computed = self.compute(batch)
             if self.joins_next:
                 self.send(computed)
             self.hear()
             if not (self.last or self.joins_next):
                 self.send(self.prune(computed))
-            for request in batch.released:
-                self.release(request)
+            for request, report in ended.items():
+                self.controller.report(request, report)
             if batch.stop:
                 while not self.last and self.receiver.heard <= self.step:
                     self.follow(self.receiver.verdict())
@@ -111,22 +114,22 @@ class StageLoop:
         """Run the batch through the slice; at the last stage, draw the verdict too.
 
         Under a pace both belong to the stage's time, as they do on the machine that is emulated.
+        Running free, a verdict that the head knew when it fed the batch may not have come yet,
+        and only that frees the slots that the batch needs.
         """
+        while self.free and not self.last and not self.runner.has_room(batch):
+            assert self.receiver.heard <= batch.step, (
+                "the head feeds no more than there is room for"
+            )
+            self.follow(self.receiver.verdict())
         start = self.timeline.clock()
-        for request in dict.fromkeys(batch.rows[:, REQUEST].tolist()):
-            if not self._opened:
-                self.timeline.take()
-                self._counts.clear()
-                self._since = start
-            if request not in self._opened:
-                self._opened[request] = self.counted(start)
         self._counts["steps"] += bool(self._opened)
         with self.timeline("compute"):
             computed = self.runner.compute(batch)
         if self.last:
             start += self.hear_guesses(computed)  # which is not this stage's work
             with self.timeline("verify"):
-                self._verdicts = self.runner.verdicts(computed, self.verifier)
+                self._verdicts = self.runner.verdicts(computed, self._verifiers.__getitem__)
         with self.timeline("pace"):
             paced = wait_until(
                 start, self.settings.pace.of_stage(self.rank, self.step, len(computed))
@@ -164,26 +167,18 @@ class StageLoop:
             self.runner.apply(verdicts)
         self._done.append(prune(self.rank, self.receiver.heard - 1))
 
-    def verifier(self, request: int) -> Verifier:
-        """Who decides the tokens of a request; what it asks for is looked up at its first row."""
-        verifier = self._verifiers.get(request)
-        if verifier is None:
-            verifier = Verifier(self.controller.request(request), self.controller.tokens(request))
-            self._verifiers[request] = verifier
-        return verifier
-
     def hear_guesses(self, batch: Batch) -> int:
-        """Take in what the head has fed meanwhile of the lossy requests in a batch: in lockstep,
+        """Take in what the head has fed meanwhile of the lossy sequences in a batch: in lockstep,
         at least in the step after that whose batch is here, so that a node's children are known
         when it is decided. Returns how long that took, in nanoseconds."""
         begun = self.timeline.clock()
         here = self.step - self.layout.num_steps
         waits = not self.free and self.layout.num_steps > 1
-        for request in dict.fromkeys(batch.rows[:, REQUEST].tolist()):
-            verifier = self.verifier(request)
+        for sequence in dict.fromkeys(batch.rows[:, SEQUENCE].tolist()):
+            verifier = self._verifiers[sequence]
             if verifier.sampling.lossy:
                 with self.timeline("wait"):
-                    for guesses in self.controller.told(request, here + 1 if waits else None):
+                    for guesses in self.controller.told(sequence, here + 1 if waits else None):
                         verifier.guess(guesses, since=here)
         return self.timeline.clock() - begun
 
@@ -198,29 +193,48 @@ class StageLoop:
             self.link.send(batch)
         self._done.append(transfer(self.rank, self.step))
 
-    def release(self, request: int) -> None:
-        """A request is over: free what it held here, report where the time went.
+    def open(self, batch: Batch) -> None:
+        """Know the sequences that begin with a batch, before its rows are computed."""
+        for opening in batch.opened:
+            if not self._opened:
+                self.timeline.take()
+                self._counts.clear()
+                self._since = self.timeline.clock()
+            self._opened[opening.sequence] = opening, self.counted()
+            if self.last:
+                self._verifiers[opening.sequence] = Verifier(opening)
+        for sequence, verifier in self._verifiers.items():
+            if verifier.reads:
+                decided = (batch.rows[:, SEQUENCE] == sequence) & (batch.rows[:, KIND] != GUESS)
+                verifier.read(batch.rows[decided, TOKEN].tolist())
 
-        `period` is what this stage did since it was last without a request, so that what it did
+    def release(self, batch: Batch) -> dict[int, dict[str, Any]]:
+        """Free what sequences held that are open no more; what is to be reported on those that
+        have ended, by request.
+
+        `period` is what this stage did since it was last without a sequence, so that what it did
         for several at once can be counted once.
         """
-        self.runner.release(request)
-        self._verifiers.pop(request, None)
-        before = self._opened.pop(request, None)
-        now = self.counted(self.timeline.clock())
-        since = {name: now[name] - (before or now)[name] for name in now}
-        period = blank(self.rank)["period"]
-        if before is not None:
-            elapsed = {"since_ns": self._since, "elapsed_ns": now["elapsed_ns"] - self._since}
-            period = {name: now[name] for name in period} | elapsed
-        told = {"rank": self.rank, **since, "period": period}
-        self.controller.report(request, told | {"events": list(self.timeline.events)})
+        ended = {}
+        for sequence in (*batch.released, *batch.preempted):
+            self.runner.release(sequence)
+            self._verifiers.pop(sequence, None)
+            opening, before = self._opened.pop(sequence)
+            if sequence in batch.released:
+                now = self.counted()
+                since = {name: now[name] - before[name] for name in now}
+                events = list(self.timeline.events)
+                elapsed = {"since_ns": self._since, "elapsed_ns": now["elapsed_ns"] - self._since}
+                period = {name: now[name] for name in PERIOD} | elapsed
+                told = {"rank": self.rank, **since, "period": period}
+                ended[opening.request] = told | {"events": events}
+        return ended
 
-    def counted(self, now: int) -> Counter[str]:
-        """This rank's part of a request's statistics, as totals so far at the moment `now`."""
+    def counted(self) -> Counter[str]:
+        """This rank's part of a request's statistics, as totals so far."""
         totals = self.timeline.totals
         return Counter(
-            elapsed_ns=now,
+            elapsed_ns=self.timeline.clock(),
             busy_ns=totals["compute"] + totals["verify"] + totals["pace"],
             control_ns=totals["control"],
             **{name: self._counts[name] for name in COUNTS},

@@ -1,8 +1,11 @@
 """A batch as the bytes that travel between neighbours, and back. Pure packing, no I/O.
 
-    message   [ header 8 x int64 | rows num_rows x 6 x int64 | released num_released x int64 |
-                0..63 bytes | hidden states ]
-    header    epoch, step, num_rows, flags, num_released, sent_ns, token (2)
+    message   [ header 10 x int64 | rows num_rows x 6 x int64 | released x int64 |
+                preempted x int64 | opened | 0..63 bytes | hidden states ]
+    header    epoch, step, num_rows, flags, num_released, num_preempted, opened_ints, sent_ns,
+              token (2)
+    opened    sequence, request, prompt, known, length of terms: int64 each; the terms, up to a
+              multiple of 8 bytes; and the next
 
 The hidden states start at a multiple of 64 bytes, so that the receiver uses them where they
 arrived. A message is only as long as its rows need; the receiver keeps `capacity` bytes ready.
@@ -12,17 +15,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from pipespec.core import NUM_COLUMNS, Batch
+from pipespec.core import MAX_OPENED_BYTES, NUM_COLUMNS, Batch, Opening
 from pipespec.errors import RankFailed, StaleEpoch
 
-_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_RELEASED, _SENT = range(6)
-_TOKEN = slice(6, 8)
-_HEADER = 8
+_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_RELEASED, _NUM_PREEMPTED, _OPENED, _SENT = range(8)
+_TOKEN = slice(8, 10)
+_HEADER = 10
 _STOP, _HIDDEN = 1, 2
 _INT = np.dtype(np.int64).itemsize
 _ALIGNMENT = 64
@@ -44,7 +48,7 @@ class Wire:
 
     `inline` tells whether hidden states are part of the message or travel apart from it;
     `token` is what the function of that name made of the cluster's secret. A batch names at most
-    `max_released` requests that have ended.
+    `max_released` sequences that are to be freed.
     """
 
     epoch: int
@@ -58,7 +62,7 @@ class Wire:
     @property
     def capacity(self) -> int:
         """The length of the longest message, in bytes."""
-        start = self._hidden_start(self.max_rows, self.max_released)
+        start = self._hidden_start(self.max_rows, self.max_released + MAX_OPENED_BYTES // _INT)
         return start + self._hidden_bytes(self.max_rows)
 
     def pack(self, batch: Batch) -> torch.Tensor:
@@ -67,13 +71,16 @@ class Wire:
         assert rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
         assert batch.rows.shape == (rows, NUM_COLUMNS)
         assert batch.rows.dtype == np.int64
-        released = len(batch.released)
-        assert released <= self.max_released, f"{released} released requests"
+        released = (*batch.released, *batch.preempted)
+        assert len(released) <= self.max_released, f"{len(released)} sequences to free"
+        opened = b"".join(map(_pack_opening, batch.opened))
+        assert len(opened) <= MAX_OPENED_BYTES, f"{len(opened)} bytes of openings"
+        tail = len(released) + len(opened) // _INT
         if hidden is not None:
             assert hidden.shape == (rows, self.hidden_size), f"hidden {tuple(hidden.shape)}"
             assert hidden.dtype == self.dtype, f"hidden {hidden.dtype}, wire {self.dtype}"
 
-        start = self._hidden_start(rows, released)
+        start = self._hidden_start(rows, tail)
         carried = self._hidden_bytes(rows) if hidden is not None else 0
         message = torch.empty(start + carried, dtype=torch.uint8)
         ints = message.numpy()[:start].view(np.int64)
@@ -82,12 +89,15 @@ class Wire:
         ints[_STEP] = batch.step
         ints[_NUM_ROWS] = rows
         ints[_FLAGS] = _STOP * batch.stop | _HIDDEN * (hidden is not None)
-        ints[_NUM_RELEASED] = released
+        ints[_NUM_RELEASED] = len(batch.released)
+        ints[_NUM_PREEMPTED] = len(batch.preempted)
+        ints[_OPENED] = len(opened) // _INT
         ints[_SENT] = batch.sent_ns
         ints[_TOKEN] = self.token
         end = _HEADER + rows * NUM_COLUMNS
         ints[_HEADER:end] = batch.rows.reshape(-1)
-        ints[end : end + released] = batch.released
+        ints[end : end + len(released)] = released
+        ints[end + len(released) : end + tail] = np.frombuffer(opened, np.int64)
         if hidden is not None and carried:
             message[start:].view(self.dtype).view(rows, self.hidden_size).copy_(hidden)
         return message
@@ -114,21 +124,26 @@ class Wire:
                 "network of the ranks to yourself."
             )
         rows = int(ints[_NUM_ROWS])
-        released = int(ints[_NUM_RELEASED])
+        released, preempted, opened = ints[_NUM_RELEASED : _OPENED + 1].tolist()
         assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
-        assert 0 <= released <= self.max_released, f"{released} released requests"
+        assert 0 <= released + preempted <= self.max_released, "too many sequences to free"
+        assert 0 <= opened * _INT <= MAX_OPENED_BYTES, f"{opened} integers of openings"
         end = rows * NUM_COLUMNS
-        table = message.numpy()[_HEADER * _INT : (_HEADER + end + released) * _INT].view(np.int64)
+        tail = released + preempted + opened
+        table = message.numpy()[_HEADER * _INT : (_HEADER + end + tail) * _INT].view(np.int64)
+        freed = table[end : end + released + preempted].tolist()
         hidden = None
         if self.inline and self.has_hidden(message):
-            start = self._hidden_start(rows, released)
+            start = self._hidden_start(rows, tail)
             bytes_ = message[start : start + self._hidden_bytes(rows)]
             hidden = bytes_.view(self.dtype).view(rows, self.hidden_size)
         return Batch(
             step=int(ints[_STEP]),
             rows=table[:end].reshape(rows, NUM_COLUMNS).copy(),
             hidden=hidden,
-            released=tuple(table[end:].tolist()),
+            opened=tuple(_unpack_openings(table[end + len(freed) :])),
+            released=tuple(freed[:released]),
+            preempted=tuple(freed[released:]),
             stop=bool(ints[_FLAGS] & _STOP),
             sent_ns=int(ints[_SENT]),
         )
@@ -140,9 +155,24 @@ class Wire:
     def _header(self, message: torch.Tensor) -> np.ndarray:
         return message.numpy()[: _HEADER * _INT].view(np.int64)
 
-    def _hidden_start(self, rows: int, released: int) -> int:
-        ints = (_HEADER + rows * NUM_COLUMNS + released) * _INT
+    def _hidden_start(self, rows: int, tail: int) -> int:
+        """Where they start behind so many rows and `tail` more integers."""
+        ints = (_HEADER + rows * NUM_COLUMNS + tail) * _INT
         return -(-ints // _ALIGNMENT) * _ALIGNMENT
 
     def _hidden_bytes(self, rows: int) -> int:
         return rows * self.hidden_size * self.dtype.itemsize if self.inline else 0
+
+
+def _pack_opening(opening: Opening) -> bytes:
+    terms = opening.terms
+    numbers = (opening.sequence, opening.request, opening.prompt, opening.known, len(terms))
+    return np.array(numbers, np.int64).tobytes() + terms + bytes(-len(terms) % _INT)
+
+
+def _unpack_openings(ints: np.ndarray) -> Iterator[Opening]:
+    while len(ints):
+        sequence, request, prompt, known, length = ints[:5].tolist()
+        end = 5 + -(-length // _INT)
+        yield Opening(sequence, request, prompt, known, ints[5:end].tobytes()[:length])
+        ints = ints[end:]

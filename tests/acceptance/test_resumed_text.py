@@ -26,6 +26,7 @@ from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Sampling, TokenLogprobs
 from pipespec.system.resources import resource_dir
 from tests.helpers import models
+from tests.helpers.log import accept, take
 from tools.rig import cluster
 
 NUM_TOKENS = 10
@@ -93,13 +94,13 @@ def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Aske
     with Controller.connect(redis.url, namespace=cluster.NAMESPACE, epoch=first, rank=0) as earlier:
         numbers = [earlier.enqueue(**asked.fields) for asked in requests]
         for number, asked in zip(numbers, requests, strict=True):
-            earlier.next_request(timeout=10)
+            take(earlier)
             base = len(asked.fields["prompt"])
             # In portions, as verdicts bring them.
             borders = [0, *range(1, len(asked.tokens), 3), len(asked.tokens)]
             for start, end in pairwise(borders):
                 new = slice(start, end)
-                earlier.accept(number, base + start, asked.tokens[new], asked.logprobs[new])
+                accept(earlier, number, base + start, asked.tokens[new], asked.logprobs[new])
     second = Controller.new_epoch(redis.url, cluster.NAMESPACE)
     with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=second) as log:
         log.close_queue()

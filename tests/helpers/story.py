@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 
 from pipespec.controller.graph import Graph, Kind, Task
+from pipespec.controller.records import Accepted
 from pipespec.controller.verdict import pack
 from pipespec.core import (
     DECIDED,
     KIND,
     NODE,
     PARENT,
-    REQUEST,
+    SEQUENCE,
     TOKEN,
     Batch,
     Guesses,
     Request,
-    TokenLogprobs,
     Verdict,
 )
 from pipespec.engine.lineage import Lineage
@@ -54,12 +54,17 @@ class StoryController:
         self.completed: list[Task] = []
         self.payloads: list[bytes] = []
         self.accepted: dict[int, list[int]] = {}
+        self.logged: list[list[int]] = []  # the requests of each call of `accept`
         self.finished: dict[int, str] = {}
         self.reports: dict[int, dict[str, Any]] = {}
-        self.guesses: dict[int, list[Guesses]] = {}
+        self.guesses: dict[int, list[Guesses]] = {}  # by sequence
+        self.statistics: dict[str, int] = {}
 
-    def next_request(self, timeout: float | None = None) -> Request | None:
-        return self._queue.pop(0) if self._queue else None
+    def next_requests(
+        self, count: int, *, wait: bool
+    ) -> list[tuple[Request, tuple[int, ...]]] | None:
+        taken, self._queue = self._queue[:count], self._queue[count:]
+        return [(request, self._answers.get(request.id, ())) for request in taken] or None
 
     def request(self, request: int) -> Request:
         return self._requests[request]
@@ -67,8 +72,11 @@ class StoryController:
     def tokens(self, request: int) -> tuple[int, ...]:
         return self._answers.get(request, ())
 
-    def tell(self, request: int, guesses: Guesses) -> None:
-        self.guesses.setdefault(request, []).append(guesses)
+    def tell(self, sequence: int, guesses: Guesses) -> None:
+        self.guesses.setdefault(sequence, []).append(guesses)
+
+    def publish(self, statistics: Mapping[str, int]) -> None:
+        self.statistics = dict(statistics)
 
     def cancelled(self, request: int) -> bool:
         return request in self._cancels
@@ -89,14 +97,11 @@ class StoryController:
     def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
         return self.wait(task)
 
-    def accept(
-        self,
-        request: int,
-        base: int,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> None:
-        self.accepted.setdefault(request, []).extend(tokens)
+    def accept(self, pieces: Iterable[tuple[int, Accepted]]) -> None:
+        self.logged.append([])
+        for request, piece in pieces:
+            self.logged[-1].append(request)
+            self.accepted.setdefault(request, []).extend(piece.tokens)
 
     def finish(self, request: int, reason: str) -> None:
         self.finished[request] = reason
@@ -139,25 +144,31 @@ class StoryStages:
 
     def __init__(self, link: StoryLink, num_steps: int, texts: Mapping[int, Sequence[int]]):
         self._link, self._num_steps, self._texts = link, num_steps, texts
-        self._lineages = {request: Lineage() for request in texts}
+        self._open: dict[int, tuple[Sequence[int], Lineage]] = {}
 
     def verdicts(self, step: int) -> list[Verdict]:
         """What the last stage says after a step."""
         leaving = step - self._num_steps
-        rows = self._link.sent[leaving].rows if leaving >= 0 else []
+        if leaving < 0:
+            return []
+        batch = self._link.sent[leaving]
+        for number in (*batch.released, *batch.preempted):
+            del self._open[number]
+        for opening in batch.opened:
+            self._open[opening.sequence] = self._texts[opening.request], Lineage()
         found = []
-        for request, lineage in self._lineages.items():
-            mine = np.array([row for row in rows if row[REQUEST] == request])
+        for number, (text, lineage) in self._open.items():
+            mine = batch.rows[batch.rows[:, SEQUENCE] == number]
             if not len(mine):
                 continue
             lineage.admit(mine)
             asked = mine[mine[:, KIND] != DECIDED]
             nodes, parents, tokens = (asked[:, i].tolist() for i in (NODE, PARENT, TOKEN))
-            following = iter(self._texts[request][lineage.decided :])
+            following = iter(text[lineage.decided :])
             accepted = walk(
                 lineage.tip, nodes, parents, tokens, lambda row, text=following: next(text)
             )
             if accepted:
-                found.append(Verdict(request, lineage.decided, tuple(accepted)))
+                found.append(Verdict(number, lineage.decided, tuple(accepted)))
                 lineage.apply(found[-1])
         return found

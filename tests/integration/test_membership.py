@@ -21,6 +21,7 @@ from pipespec.controller.graph import Layout, compute, prune, step_graph, transf
 from pipespec.controller.membership import Epoch, Membership, Suspicion
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
+from tests.helpers.log import accept, take
 
 # For what comes; tests end as soon as it has.
 PATIENCE_S = 20.0
@@ -183,10 +184,10 @@ def test_progress_is_the_length_of_every_admitted_sequence(life: Life) -> None:
     first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
     assert shared.progress() == ()
     assert not shared.idle()  # both wait
-    head.next_request(timeout=PATIENCE_S)
+    take(head)
     assert shared.progress() == ((first, 3),)
-    head.accept(first, 3, [8, 9])
-    head.next_request(timeout=PATIENCE_S)
+    accept(head, first, 3, [8, 9])
+    take(head)
     assert shared.progress() == ((first, 5), (second, 3))
     assert not shared.idle()  # both are open
     head.finish(first, "length")

@@ -23,6 +23,7 @@ from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ConfigError, ControllerError, Unreachable
+from tests.helpers.log import accept, take
 from tools.rig import testbed
 from tools.rig.testbed import Testbed
 
@@ -54,7 +55,7 @@ def head(server: EmbeddedRedis) -> Iterator[Controller]:
 
 def queued(controller: Controller) -> list[int]:
     """Takes all requests off the queue; their ids."""
-    return [request.id for request in iter(lambda: controller.next_request(timeout=0), None)]
+    return [request.id for request in iter(lambda: take(controller, wait=False), None)]
 
 
 def kill(server: EmbeddedRedis) -> None:
@@ -179,7 +180,7 @@ def test_the_task_graph_is_not_kept(server: EmbeddedRedis) -> None:
         controller.submit(step_graph(Layout(2), 0))
         controller.complete([compute(0, 0)])
         request = controller.enqueue(**ASKED)
-        controller.accept(request, 3, [8])
+        accept(controller, request, 3, [8])
     server.restart()
     pipe = Pipe(server.url)
     names = {name.decode() for name in pipe.call("KEYS", "*")}
@@ -196,15 +197,15 @@ def test_a_reader_goes_on_after_a_restart_and_hears_each_token_once(
     request = user.enqueue(**ASKED)
     events = user.stream(request)
     with head(server) as first:
-        first.accept(request, 3, [10, 11])
+        accept(first, request, 3, [10, 11])
     assert next(events) == Accepted(3, (10, 11))
     with head(server) as second:
-        second.accept(request, 5, [12])
+        accept(second, request, 5, [12])
     kill(server)
     server.restart()
     with head(server) as third:
         # What a new head has decoded again is not told again.
-        third.accept(request, 4, [11, 12, 13, 14])
+        accept(third, request, 4, [11, 12, 13, 14])
         third.finish(request, "length")
     assert list(events) == [Accepted(5, (12,)), Accepted(6, (13, 14)), Finished("length")]
 
@@ -219,7 +220,7 @@ def test_a_reader_that_waits_is_told_after_the_restart(
     for _ in range(3):
         server.restart()
     with head(server) as controller:
-        controller.accept(request, 3, [10])
+        accept(controller, request, 3, [10])
         controller.finish(request, "stop")
     reader.join(60)
     assert found == [Accepted(3, (10,)), Finished("stop")]
@@ -242,7 +243,7 @@ def test_no_token_is_lost_or_doubled_over_many_crashes(
                         while turns <= token:
                             allowed.acquire()
                             turns += 1
-                        controller.accept(request, 3 + token, [token])
+                        accept(controller, request, 3 + token, [token])
                         controller.tokens(request)  # waits for Redis
                     controller.finish(request, "length")
                 return
@@ -400,11 +401,11 @@ def test_scripts_that_redis_lost_are_given_to_it_again(
 def test_a_rank_does_not_come_back(server: EmbeddedRedis) -> None:
     """Its epoch has ended: what it had sent may be lost."""
     epoch = Controller.new_epoch(server.url, NAMESPACE)
-    rank = Controller.connect(server.url, namespace=NAMESPACE, epoch=epoch, rank=1)
+    rank = Controller.connect(server.url, namespace=NAMESPACE, epoch=epoch, rank=0)
     request = rank.enqueue(**ASKED)
     server.restart()
     attempts: list[Callable[[], object]] = [
-        lambda: rank.next_request(timeout=5),
+        lambda: take(rank),
         lambda: rank.tokens(request),
         lambda: rank.enqueue(**ASKED),
     ]

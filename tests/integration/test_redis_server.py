@@ -26,6 +26,7 @@ from pipespec.controller.listen import free_port
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis, find_redis
 from pipespec.errors import ConfigError, ControllerError, Unreachable
+from tests.helpers.log import accept, take
 
 REPOSITORY = Path(pipespec.__file__).parent.parent
 
@@ -101,11 +102,11 @@ def test_the_request_log_outlives_a_server_that_keeps_a_file(tmp_path: Path) -> 
         with EmbeddedRedis(data=tmp_path / "data") as server:
             epoch = Controller.new_epoch(server.url, "n")
             assert epoch == start + 1
-            with RequestLog(server.url, namespace="n", epoch=epoch) as log:
+            with Controller.connect(server.url, namespace="n", epoch=epoch, rank=0) as log:
                 if start == 0:
                     request = log.enqueue(prompt=(1,), max_new_tokens=5)
-                    log.next_request(timeout=1)
-                    log.accept(request, 1, [7, 8])
+                    take(log)
+                    accept(log, request, 1, [7, 8])
                 assert log.tokens(request) == (7, 8)
                 assert log.request(request).max_new_tokens == 5
 
@@ -321,7 +322,7 @@ def test_a_server_behind_tls_can_be_used(
     epoch = Controller.new_epoch(url, "tls")
     with Controller.connect(url, namespace="tls", epoch=epoch, rank=0) as controller:
         request = controller.enqueue(prompt=(1,), max_new_tokens=5)
-        controller.accept(request, 1, [7])
+        accept(controller, request, 1, [7])
         assert controller.tokens(request) == (7,)
 
 

@@ -13,6 +13,7 @@ from pipespec.controller.connection import check_server
 from pipespec.controller.listen import TlsFiles
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ConfigError, Unreachable
+from tests.helpers.log import accept
 
 LOOPBACK = "127.0.0.1"
 HOST = "127.0.0.2"
@@ -48,7 +49,7 @@ def test_another_host_connects_with_nothing_but_the_url(server: EmbeddedRedis) -
     epoch = Controller.new_epoch(url, "tls")
     with Controller.connect(url, namespace="tls", epoch=epoch, rank=0) as controller:
         request = controller.enqueue(prompt=(1,), max_new_tokens=5)
-        controller.accept(request, 1, [7])
+        accept(controller, request, 1, [7])
         assert controller.tokens(request) == (7,)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,13 +12,16 @@ import pytest
 
 from pipespec.controller import records, requests
 from pipespec.controller.client import Controller
+from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import compute
+from pipespec.controller.keys import Keys
 from pipespec.controller.records import CANCELLED, Accepted, Finished
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Request, TokenLogprobs
 from pipespec.core import Sampling as Asked
 from pipespec.errors import ControllerError, StaleEpoch
+from tests.helpers.log import accept, take
 
 names = count()
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9, "eos": (2,), "stop": ("\n\n", "é")}
@@ -35,6 +39,13 @@ def head(server: EmbeddedRedis) -> Iterator[Controller]:
         yield controller
 
 
+@pytest.fixture
+def pipe(server: EmbeddedRedis) -> Iterator[Pipe]:
+    pipe = Pipe(server.url)
+    yield pipe
+    pipe.close()
+
+
 def rank(server: EmbeddedRedis, namespace: str) -> Controller:
     epoch = Controller.new_epoch(server.url, namespace)
     return Controller.connect(server.url, namespace=namespace, epoch=epoch, rank=0)
@@ -42,20 +53,180 @@ def rank(server: EmbeddedRedis, namespace: str) -> Controller:
 
 def test_requests_are_taken_in_the_order_in_which_they_came(head: Controller) -> None:
     ids = [head.enqueue(**{**ASKED, "max_new_tokens": n}) for n in (1, 2, 3)]
-    taken = [head.next_request(timeout=5) for _ in ids]
+    taken = [take(head) for _ in ids]
     assert taken == [Request(id=i, **{**ASKED, "max_new_tokens": n + 1}) for n, i in enumerate(ids)]
     assert head.request(ids[1]) == taken[1]
-    assert head.next_request(timeout=0.01) is None
+    assert take(head, wait=False) is None
 
 
 def test_a_head_that_waits_is_woken_by_a_request(server: EmbeddedRedis, head: Controller) -> None:
     found: list[Request | None] = []
-    waiter = threading.Thread(target=lambda: found.append(head.next_request(timeout=20)))
+    waiter = threading.Thread(target=lambda: found.append(take(head)))
     waiter.start()
     with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
         request = user.enqueue(**ASKED)
         waiter.join(20)
     assert found == [Request(id=request, **ASKED)]
+
+
+def commands(pipe: Pipe, kind: str = "") -> int:
+    """How many commands Redis has run, of one kind or of all but this question and what a rank
+    always has under way."""
+    told = pipe.call("INFO", "commandstats").decode()
+    calls = re.findall(r"^cmdstat_(\w+)\S*:calls=(\d+)", told, re.MULTILINE)
+    apart = ("info", "blpop")
+    return sum(int(n) for name, n in calls if name not in apart and kind in ("", name))
+
+
+def test_redis_is_not_asked_while_nothing_arrives(head: Controller, pipe: Pipe) -> None:
+    assert head.next_requests(4, wait=False) == []  # an epoch begins: it is asked once
+    before = commands(pipe)
+    for _ in range(50):
+        assert head.next_requests(4, wait=False) == []
+    assert commands(pipe) == before
+    head.close_queue()
+    assert head.next_requests(4, wait=True) is None
+    before = commands(pipe)
+    for wait in (True, False) * 20:
+        assert head.next_requests(4, wait=wait) is None
+    assert commands(pipe) == before
+
+
+def test_many_requests_are_announced_once(server: EmbeddedRedis, pipe: Pipe) -> None:
+    namespace = f"log-{next(names)}"
+    epoch = Controller.new_epoch(server.url, namespace)
+    announced = f"{Keys(namespace).ready(epoch)}:0"
+    with RequestLog(server.url, namespace=namespace, epoch=epoch) as user:
+        ids = [user.enqueue(**ASKED) for _ in range(100)]
+        user.close_queue()
+        assert pipe.call("LRANGE", announced, 0, -1) == [b"ARRIVED"]
+        with Controller.connect(server.url, namespace=namespace, epoch=epoch, rank=0) as head:
+            before = commands(pipe, "evalsha")
+            found = head.next_requests(99, wait=True) or []
+            assert [request.id for request, _ in found] == ids[:99]
+            assert commands(pipe, "evalsha") == before + 1
+            ids.append(user.enqueue(**ASKED))
+            # There was more than was asked for, so nothing has to be said.
+            found = head.next_requests(99, wait=True) or []
+            assert [request.id for request, _ in found] == ids[99:]
+            assert head.next_requests(99, wait=True) is None
+            assert commands(pipe, "evalsha") <= before + 4  # one of them is enqueue's
+            ids.append(user.enqueue(**ASKED))  # is told again, though the queue was closed
+            while (found := head.next_requests(99, wait=False)) is None:
+                pass  # it has not heard
+            assert [request.id for request, _ in found] == ids[-1:]
+
+
+def test_an_epoch_to_which_no_head_came_leaves_nothing(server: EmbeddedRedis, pipe: Pipe) -> None:
+    namespace = f"log-{next(names)}"
+    epoch = Controller.new_epoch(server.url, namespace)
+    with RequestLog(server.url, namespace=namespace, epoch=epoch) as user:
+        request = user.enqueue(**ASKED)
+    assert pipe.call("KEYS", f"{Keys(namespace).epochs}:*")
+    with rank(server, namespace) as head:
+        assert not pipe.call("KEYS", f"{Keys(namespace).epochs}:{epoch}:*")
+        assert head.next_requests(1, wait=False) == [(Request(request, **ASKED), ())]
+
+
+def test_a_request_that_comes_before_the_first_epoch_waits_for_it(server: EmbeddedRedis) -> None:
+    namespace = f"log-{next(names)}"
+    with RequestLog(server.url, namespace=namespace, epoch=0) as user:
+        request = user.enqueue(**ASKED)
+    with rank(server, namespace) as head:
+        assert head.next_requests(1, wait=False) == [(Request(request, **ASKED), ())]
+
+
+def test_no_request_is_missed_or_taken_twice_while_users_ask(
+    server: EmbeddedRedis, head: Controller
+) -> None:
+    asked: list[list[int]] = [[] for _ in range(3)]
+
+    def ask(mine: list[int]) -> None:
+        with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+            mine += [user.enqueue(**ASKED) for _ in range(60)]
+
+    users = [threading.Thread(target=ask, args=(mine,)) for mine in asked]
+    for thread in users:
+        thread.start()
+    taken: list[int] = []
+    for turn in range(1000):
+        if len(taken) == 180:
+            break
+        most = 1 + turn % 4
+        found = head.next_requests(most, wait=turn % 3 == 0)
+        assert found is not None and len(found) <= most
+        taken += [request.id for request, _ in found]
+    for thread in users:
+        thread.join(20)
+    while len(taken) < 180:
+        taken += [request.id for request, _ in head.next_requests(9, wait=True) or []]
+    assert taken == sorted(request for mine in asked for request in mine)
+    head.close_queue()
+    assert head.next_requests(1, wait=True) is None
+
+
+class Waiting:
+    """A head that waits for requests in a thread of its own, which has begun to."""
+
+    def __init__(self, head: Controller):
+        self._found: list[object] = []
+        assert head.next_requests(4, wait=False) == []
+        self._thread = threading.Thread(target=self._wait, args=(head,))
+        self._thread.start()
+
+    def _wait(self, head: Controller) -> None:
+        try:
+            self._found.append(head.next_requests(4, wait=True))
+        except ControllerError as error:
+            self._found.append(error)
+
+    def found(self) -> object:
+        self._thread.join(20)
+        (found,) = self._found
+        return found
+
+
+def test_a_head_that_waits_learns_that_nothing_will_come(
+    server: EmbeddedRedis, head: Controller
+) -> None:
+    waiting = Waiting(head)
+    with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+        user.close_queue()
+        assert waiting.found() is None
+
+
+def test_a_head_that_waits_hears_what_is_cancelled(server: EmbeddedRedis, head: Controller) -> None:
+    first = head.enqueue(**ASKED)
+    assert take(head)
+    waiting = Waiting(head)
+    with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+        user.cancel(first)
+        user.cancel(user.enqueue(**ASKED))  # may be in the queue no more when the head asks
+        last = user.enqueue(**ASKED)
+        found = waiting.found()
+    assert head.cancelled(first)
+    assert isinstance(found, list)
+    while last not in [request.id for request, _ in found]:
+        found += head.next_requests(4, wait=True) or []
+
+
+def test_a_head_that_waits_learns_that_its_epoch_is_over(
+    server: EmbeddedRedis, head: Controller
+) -> None:
+    waiting = Waiting(head)
+    Controller.new_epoch(server.url, head._keys.namespace)
+    assert isinstance(waiting.found(), StaleEpoch)
+
+
+def test_a_head_that_waits_learns_that_it_was_refused(head: Controller) -> None:
+    assert head.next_requests(1, wait=False) == []
+
+    def finish_and_wait() -> None:
+        head.finish(99, "stop")
+        head.next_requests(1, wait=True)
+
+    with pytest.raises(ControllerError, match="equest 99 is not in the log"):
+        finish_and_wait()
 
 
 def test_a_reader_sees_tokens_as_they_are_accepted_and_then_the_reason(
@@ -64,9 +235,9 @@ def test_a_reader_sees_tokens_as_they_are_accepted_and_then_the_reason(
     request = head.enqueue(**ASKED)
     events = head.stream(request, heartbeat=0.01)
     assert next(events) is None
-    head.accept(request, 3, [10])
+    accept(head, request, 3, [10])
     assert next(event for event in events if event) == Accepted(3, (10,))
-    head.accept(request, 4, [11, 12])
+    accept(head, request, 4, [11, 12])
     assert next(event for event in events if event) == Accepted(4, (11, 12))
     head.finish(request, "length")
     assert [event for event in events if event] == [Finished("length")]
@@ -75,8 +246,8 @@ def test_a_reader_sees_tokens_as_they_are_accepted_and_then_the_reason(
 
 def test_a_reader_may_come_late_or_again(head: Controller) -> None:
     request = head.enqueue(**ASKED)
-    head.accept(request, 3, [10, 11])
-    head.accept(request, 5, [12, 13])
+    accept(head, request, 3, [10, 11])
+    accept(head, request, 5, [12, 13])
     head.finish(request, "stop")
     head.tokens(request)
     end = Finished("stop")
@@ -89,8 +260,8 @@ def test_a_reader_may_come_late_or_again(head: Controller) -> None:
 def test_log_probabilities_stay_with_their_tokens(head: Controller) -> None:
     request = head.enqueue(**ASKED)
     told = [TokenLogprobs(-0.1 * i, ((i, -1e-17), (9, -2.5))) for i in range(1, 4)]
-    head.accept(request, 3, [10, 11], told[:2])
-    head.accept(request, 4, [11, 12], told[1:])  # one of them told before
+    accept(head, request, 3, [10, 11], told[:2])
+    accept(head, request, 4, [11, 12], told[1:])  # one of them told before
     head.finish(request, "stop")
     head.tokens(request)
     assert list(head.stream(request)) == [
@@ -101,24 +272,45 @@ def test_log_probabilities_stay_with_their_tokens(head: Controller) -> None:
     assert next(iter(head.stream(request, base=4))) == Accepted(4, (11,), (told[1],))
 
 
+def test_what_joins_several_requests_is_told_at_once(head: Controller, pipe: Pipe) -> None:
+    first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
+    told = [TokenLogprobs(-0.5, ((4, -1.5),)), TokenLogprobs(-0.25)]
+    before = commands(pipe, "evalsha")
+    pieces = [
+        (first, Accepted(3, (10, 11))),
+        (second, Accepted(3, (20, 21), tuple(told))),
+        (first, Accepted(4, (11, 12, 13))),  # one of them told before
+        (second, Accepted(5, ())),
+    ]
+    head.accept(pieces)
+    head.accept(pieces)
+    head.finish(first, "stop")
+    head.finish(second, "stop")
+    head.tokens(first)
+    assert commands(pipe, "evalsha") == before + 4
+    end = Finished("stop")
+    assert list(head.stream(first)) == [Accepted(3, (10, 11)), Accepted(5, (12, 13)), end]
+    assert list(head.stream(second)) == [Accepted(3, (20, 21), tuple(told)), end]
+
+
 def test_sampling_parameters_travel_exactly(head: Controller) -> None:
     sampling = Asked(
         temperature=0.1 + 0.2, logit_bias=((3, -1.5), (4, 1e-3)), seed=2**63 - 1, logprobs=0
     )
     request = head.enqueue(**ASKED, sampling=sampling)
-    assert head.next_request(timeout=5) == Request(id=request, **ASKED, sampling=sampling)
+    assert take(head) == Request(id=request, **ASKED, sampling=sampling)
 
 
 def test_a_verdict_told_twice_is_accepted_once(head: Controller) -> None:
     request = head.enqueue(**ASKED)
-    head.accept(request, 3, [10, 11])
-    head.accept(request, 3, [10, 11])
-    head.accept(request, 3, [10])
-    head.accept(request, 4, [11, 12])  # drawn in other portions after a failure
-    head.accept(request, 6, [])
+    accept(head, request, 3, [10, 11])
+    accept(head, request, 3, [10, 11])
+    accept(head, request, 3, [10])
+    accept(head, request, 4, [11, 12])  # drawn in other portions after a failure
+    accept(head, request, 6, [])
     assert head.tokens(request) == (10, 11, 12)
     head.finish(request, "stop")
-    head.accept(request, 4, [11])
+    accept(head, request, 4, [11])
     head.finish(request, "length")
     assert list(head.stream(request))[-1] == Finished("stop")
 
@@ -132,18 +324,38 @@ def perform(head: Controller, write: Callable[[], object]) -> None:
 def test_tokens_that_cannot_follow_are_refused(head: Controller) -> None:
     request = head.enqueue(**ASKED)
     with pytest.raises(ControllerError, match="has 3 tokens, and none can be accepted at 5"):
-        perform(head, lambda: head.accept(request, 5, [1]))
+        perform(head, lambda: accept(head, request, 5, [1]))
     head.finish(request, "stop")
     with pytest.raises(ControllerError, match=r"finished \(stop\)"):
-        perform(head, lambda: head.accept(request, 3, [1]))
+        perform(head, lambda: accept(head, request, 3, [1]))
     assert head.tokens(request) == ()
+
+
+def test_of_several_pieces_with_one_refused_nothing_is_accepted(head: Controller) -> None:
+    first, second, over = (head.enqueue(**ASKED) for _ in range(3))
+    head.finish(over, "stop")
+    good, also_good = (first, Accepted(3, (10,))), (second, Accepted(3, (20,)))
+    beyond = (first, Accepted(5, (1,)))
+    finished = (over, Accepted(3, (1,)))
+    unknown = (99, Accepted(0, (1,)))
+    for pieces, said in (
+        ([good, beyond], "has 4 tokens, and none can be accepted at 5"),
+        ([also_good, beyond, good], "has 3 tokens, and none can be accepted at 5"),
+        ([good, finished, also_good], r"finished \(stop\)"),
+        ([good, also_good, unknown], "equest 99 is not in the log"),
+    ):
+        with pytest.raises(ControllerError, match=said):
+            perform(head, lambda pieces=pieces: head.accept(pieces))
+        assert head.tokens(first) == head.tokens(second) == head.tokens(over) == ()
+    head.accept([good, also_good])
+    assert head.tokens(first) + head.tokens(second) == (10, 20)
 
 
 def test_a_request_that_is_not_in_the_log_is_named(head: Controller) -> None:
     for call in (
         lambda: head.request(99),
         lambda: next(head.stream(99)),
-        lambda: head.accept(99, 0, [1]),
+        lambda: accept(head, 99, 0, [1]),
         lambda: head.finish(99, "stop"),
         lambda: head.report(99, {}),
     ):
@@ -155,10 +367,10 @@ def test_what_a_stale_epoch_writes_is_refused(server: EmbeddedRedis, head: Contr
     request = head.enqueue(**ASKED)
     Controller.new_epoch(server.url, head._keys.namespace)
     for write in (
-        lambda: head.accept(request, 3, [1]),
+        lambda: accept(head, request, 3, [1]),
         lambda: head.finish(request, "stop"),
         lambda: head.report(request, {}),
-        lambda: head.next_request(timeout=1),
+        lambda: take(head),
         lambda: head.close_queue(),
     ):
         with pytest.raises(StaleEpoch):
@@ -169,17 +381,17 @@ def test_what_a_stale_epoch_writes_is_refused(server: EmbeddedRedis, head: Contr
 def test_a_closed_queue_ends_when_it_is_empty(server: EmbeddedRedis, head: Controller) -> None:
     request = head.enqueue(**ASKED)
     head.close_queue()
-    taken = head.next_request(timeout=5)
+    taken = take(head)
     assert taken is not None
     assert taken.id == request
-    assert head.next_request() is None  # at once: nothing will come
+    assert take(head) is None  # at once: nothing will come
     with rank(server, head._keys.namespace) as successor:
-        again = successor.next_request(timeout=5)
+        again = take(successor)
         assert again is not None
         assert again.id == request
-        assert successor.next_request(timeout=0) is None
+        assert take(successor, wait=False) is None
         successor.enqueue(**ASKED)
-        assert successor.next_request(timeout=5) is not None
+        assert take(successor) is not None
 
 
 def test_a_new_epoch_takes_up_unfinished_requests_where_they_stood(
@@ -187,22 +399,41 @@ def test_a_new_epoch_takes_up_unfinished_requests_where_they_stood(
 ) -> None:
     first, second, third, fourth = (head.enqueue(**ASKED) for _ in range(4))
     for _ in range(3):
-        head.next_request(timeout=5)
-    head.accept(second, 3, [10, 11])
+        take(head)
+    accept(head, second, 3, [10, 11])
     head.finish(first, "stop")
     head.tokens(second)
     with rank(server, head._keys.namespace) as successor:
-        order = [successor.next_request(timeout=5) for _ in range(3)]
+        order = [take(successor) for _ in range(3)]
         assert [request.id for request in order if request] == [second, third, fourth]
         assert successor.tokens(second) == (10, 11)
-        successor.accept(second, 5, [12])
+        assert take(successor, wait=False) is None
+        accept(successor, second, 5, [12])
         assert successor.tokens(second) == (10, 11, 12)
+
+
+def test_requests_come_with_what_an_earlier_epoch_has_decided(
+    server: EmbeddedRedis, head: Controller, pipe: Pipe
+) -> None:
+    ids = [head.enqueue(**ASKED) for _ in range(4)]
+    assert len(head.next_requests(3, wait=True) or []) == 3
+    head.accept([(ids[0], Accepted(3, (10, 11))), (ids[2], Accepted(3, (30,)))])
+    head.tokens(ids[0])
+    with rank(server, head._keys.namespace) as successor:
+        asked, looked_up = commands(pipe, "evalsha"), commands(pipe, "xrange")
+        found = successor.next_requests(9, wait=True) or []
+        assert [(request.id, answer) for request, answer in found] == list(
+            zip(ids, [(10, 11), (), (30,), ()], strict=True)
+        )
+        # Only of those with an answer the tokens are looked up.
+        assert commands(pipe, "evalsha") == asked + 1
+        assert commands(pipe, "xrange") == looked_up + 2
 
 
 def test_a_request_finished_in_the_queue_is_not_taken(head: Controller) -> None:
     first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
     head.finish(first, "cancelled")
-    taken = head.next_request(timeout=5)
+    taken = take(head)
     assert taken is not None
     assert taken.id == second
 
@@ -211,7 +442,7 @@ def test_a_request_cancelled_in_the_queue_ends_at_once(head: Controller) -> None
     first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
     head.cancel(first)
     assert [*head.stream(first)] == [Finished("cancelled")]
-    taken = head.next_request(timeout=5)
+    taken = take(head)
     assert taken is not None
     assert taken.id == second
     head.finish(second, "stop")
@@ -223,13 +454,13 @@ def test_the_head_hears_of_a_request_that_is_cancelled(
     server: EmbeddedRedis, head: Controller
 ) -> None:
     first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
-    head.next_request(timeout=5)
+    take(head)
     with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
         user.cancel(first)
     while not head.cancelled(first):
         assert head.poll(compute(0, 0), timeout=0.01) is None
     assert not head.cancelled(second)
-    head.accept(first, 3, [10])  # what was on its way is accepted still
+    accept(head, first, 3, [10])  # what was on its way is accepted still
     head.finish(first, CANCELLED)
     assert [*head.stream(first)] == [Accepted(3, (10,)), Finished("cancelled")]
 
@@ -239,14 +470,14 @@ def test_an_epoch_that_begins_meanwhile_does_not_take_up_what_was_cancelled(
 ) -> None:
     first, second, third = (head.enqueue(**ASKED) for _ in range(3))
     for _ in range(2):
-        head.next_request(timeout=5)
-    head.accept(first, 3, [10, 11])
+        take(head)
+    accept(head, first, 3, [10, 11])
     head.tokens(first)
     with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
         user.cancel(first)
         with rank(server, head._keys.namespace) as successor:
             user.cancel(second)  # is back in the queue
-            taken = successor.next_request(timeout=5)
+            taken = take(successor)
             assert taken is not None
             assert taken.id == third
             assert [*user.stream(first)] == [Accepted(3, (10, 11)), Finished("cancelled")]
@@ -256,7 +487,7 @@ def test_an_epoch_that_begins_meanwhile_does_not_take_up_what_was_cancelled(
 
 def test_a_finished_request_does_not_stay_forever(head: Controller) -> None:
     request = head.enqueue(**ASKED)
-    head.accept(request, 3, [1])
+    accept(head, request, 3, [1])
     head.report(request, {})
     keys = head._keys
     names = (keys.request(request), keys.events(request), keys.reports(request))
@@ -288,7 +519,7 @@ def test_fields_added_to_a_request_travel(
     monkeypatch.setattr(records, "Request", Later)
     sampling = Sampling(temperature=0.7, penalties=(1.0, 2.0))
     request = head.enqueue(prompt=(1,), sampling=sampling)
-    assert head.next_request(timeout=5) == Later(request, (1,), sampling, None)
+    assert take(head) == Later(request, (1,), sampling, None)
 
 
 @dataclass(frozen=True)

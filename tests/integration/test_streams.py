@@ -14,6 +14,7 @@ from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.controller.streams import Streams
 from pipespec.errors import ControllerError, Unreachable
+from tests.helpers.log import accept
 
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9}
 names = count()
@@ -52,13 +53,13 @@ def test_events_of_all_come_as_they_happen(head: Controller, streams: Streams) -
     streams.add(first)
     assert streams.next(0.01) == []
     streams.add(second)
-    head.accept(second, 3, [20])
+    accept(head, second, 3, [20])
     assert streams.next(5) == [(second, Accepted(3, (20,)))]
-    head.accept(first, 3, [10])
+    accept(head, first, 3, [10])
     assert streams.next(5) == [(first, Accepted(3, (10,)))]
-    head.accept(first, 4, [11])
+    accept(head, first, 4, [11])
     head.finish(second, "stop")
-    head.accept(first, 5, [12])
+    accept(head, first, 5, [12])
     head.tokens(first)
     assert streams.next(5) == [
         (first, Accepted(4, (11,))),
@@ -85,7 +86,7 @@ def test_who_has_finished_is_forgotten(head: Controller, streams: Streams) -> No
 def test_who_comes_late_is_told_from_where_he_is(head: Controller, streams: Streams) -> None:
     ids = [head.enqueue(**ASKED) for _ in range(2)]
     for request in ids:
-        head.accept(request, 3, [10, 11])
+        accept(head, request, 3, [10, 11])
         head.finish(request, "stop")
     head.tokens(ids[0])
     streams.add(ids[0])
@@ -123,7 +124,7 @@ def test_all_go_on_after_a_restart_and_each_event_is_told_once(namespace: str) -
         with rank(server, namespace) as head:
             ids = [head.enqueue(**ASKED) for _ in range(3)]
             for request in ids:
-                head.accept(request, 3, [request])
+                accept(head, request, 3, [request])
             head.tokens(ids[0])
         with Streams(server.url, namespace=namespace, patience=30.0) as streams:
             for request in ids:
@@ -131,7 +132,7 @@ def test_all_go_on_after_a_restart_and_each_event_is_told_once(namespace: str) -
             assert streams.next() == [(request, Accepted(3, (request,))) for request in ids]
             server.restart()
             with rank(server, namespace) as head:
-                head.accept(ids[1], 3, [ids[1], 8, 9])  # decoded again
+                accept(head, ids[1], 3, [ids[1], 8, 9])  # decoded again
                 for request in ids:
                     head.finish(request, "length")
             found = []

@@ -37,14 +37,14 @@ class _Scored:
 
 @dataclass
 class Confidence:
-    """The sharpness of one source, over all of its requests."""
+    """The sharpness of one source, over all of its sequences."""
 
     sharpness: float = 1.0
     _scored: dict[int, dict[int, _Scored]] = field(default_factory=dict)
 
     def propose(
         self,
-        request: int,
+        sequence: int,
         nodes: np.ndarray,
         tokens: np.ndarray,
         scores: np.ndarray,
@@ -65,7 +65,7 @@ class Confidence:
         stated = weights / weights.sum(1, keepdims=True)
         expected = (stated * np.where(stated > 0, scores, 0.0)).sum(1)
         kept = slice(min(children, tokens.shape[1]))
-        scored = self._scored.setdefault(request, {})
+        scored = self._scored.setdefault(sequence, {})
         for i, node in enumerate(nodes.tolist()):
             # Copies, for the rest of a row is long.
             scored[node] = _Scored(
@@ -74,9 +74,9 @@ class Confidence:
         with np.errstate(divide="ignore"):  # what is too far behind is no candidate
             return tokens[:, kept], np.log(share[:, None] * stated[:, kept])
 
-    def learn(self, request: int, node: int, token: int) -> None:
+    def learn(self, sequence: int, node: int, token: int) -> None:
         """`token` was decided after `node`."""
-        scored = self._scored.get(request, {}).pop(node, None)
+        scored = self._scored.get(sequence, {}).pop(node, None)
         if scored is None:
             return
         place = np.flatnonzero(scored.tokens == token)
@@ -90,10 +90,10 @@ class Confidence:
         step = RATE * weight * min(max(slope, -STEEPEST), STEEPEST)
         self.sharpness = math.exp(min(max(math.log(self.sharpness) + step, LEAST), MOST))
 
-    def keep(self, request: int, nodes: np.ndarray) -> None:
+    def keep(self, sequence: int, nodes: np.ndarray) -> None:
         """Forget what was proposed below other nodes than these, once that is the most."""
-        forget(self._scored.get(request, {}), nodes)
+        forget(self._scored.get(sequence, {}), nodes)
 
-    def end(self, request: int) -> None:
-        """The request is over."""
-        self._scored.pop(request, None)
+    def end(self, sequence: int) -> None:
+        """The sequence is over."""
+        self._scored.pop(sequence, None)

@@ -109,20 +109,20 @@ class HybridSource:
         self._proposed: dict[int, dict[int, Proposals]] = {}
 
     def begin(self, context: Context) -> None:
-        self._context[context.request] = context
-        self._proposed[context.request] = {}
+        self._context[context.sequence] = context
+        self._proposed[context.sequence] = {}
         for worker in self.workers.values():
             worker.begin(context)
 
-    def end(self, request: int) -> None:
-        del self._context[request], self._proposed[request]
+    def end(self, sequence: int) -> None:
+        del self._context[sequence], self._proposed[sequence]
         for worker in self.workers.values():
-            worker.end(request)
+            worker.end(sequence)
 
     def accept(self, verdict: Verdict) -> None:
         for worker in self.workers.values():
             worker.accept(verdict)
-        context, proposed = self._context[verdict.request], self._proposed[verdict.request]
+        context, proposed = self._context[verdict.sequence], self._proposed[verdict.sequence]
         for position in range(verdict.base, len(context.tokens)):
             proposals = proposed.pop(context.nodes[position - 1], {})
             for name, candidates in proposals.items():
@@ -141,15 +141,23 @@ class HybridSource:
         return found
 
     def _of_one(self, asked: Asked, answers: Mapping[str, Candidates], children: int) -> Candidates:
-        """What the sources have proposed for one request, merged."""
-        proposed = self._proposed[asked.context.request]
+        """What the sources have proposed for one sequence, merged: for the nodes that all of
+        them have answered."""
+        proposed = self._proposed[asked.context.sequence]
         forget(proposed, asked.tree.id)
-        rows = []
-        for i, node in enumerate(asked.tree.id[asked.nodes].tolist()):
-            proposals = {name: _row(candidates, i) for name, candidates in answers.items()}
-            proposed[node] = proposals
-            rows.append(self._merge(proposals, children))
-        return Candidates.of(asked.nodes, rows)
+        place = {
+            name: {node: row for row, node in enumerate(candidates.parents.tolist())}
+            for name, candidates in answers.items()
+        }
+        nodes = [
+            node for node in asked.nodes.tolist() if all(node in rows for rows in place.values())
+        ]
+        merged = []
+        for node in nodes:
+            proposals = {name: _row(answers[name], rows[node]) for name, rows in place.items()}
+            proposed[int(asked.tree.id[node])] = proposals
+            merged.append(self._merge(proposals, children))
+        return Candidates.of(np.array(nodes, np.int64), merged)
 
     def _merge(self, proposals: Proposals, children: int) -> list[tuple[int, float]]:
         best: dict[int, float] = {}

@@ -88,7 +88,7 @@ class Occurrences:
 
 
 class NGramSource:
-    """Looks a node's path up in the decided text of its request, prompt and output."""
+    """Looks a node's path up in the decided text of its sequence, prompt and output."""
 
     def __init__(self, longest: int, *, foresight: bool = True):
         self.longest = longest
@@ -96,19 +96,19 @@ class NGramSource:
         self._occurrences: dict[int, Occurrences] = {}
 
     def begin(self, context: Context) -> None:
-        self._occurrences[context.request] = Occurrences(self.longest)
+        self._occurrences[context.sequence] = Occurrences(self.longest)
 
     def accept(self, verdict: Verdict) -> None:
         """The context holds the new tokens; they are read when next asked."""
 
-    def end(self, request: int) -> None:
-        del self._occurrences[request]
+    def end(self, sequence: int) -> None:
+        del self._occurrences[sequence]
 
     def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
         return [self._of_one(each.context, each.tree, each.nodes, children) for each in asked]
 
     def _of_one(self, context: Context, tree: Tree, nodes: np.ndarray, children: int) -> Candidates:
-        occurrences = self._occurrences[context.request]
+        occurrences = self._occurrences[context.sequence]
         occurrences.read(context.tokens)
         endings = (self._ending(context, tree, node) for node in nodes.tolist())
         found = Candidates.of(nodes, [occurrences.next(text, children) for text in endings])

@@ -21,7 +21,7 @@ from pipespec.core import (
     NUM_COLUMNS,
     PARENT,
     POSITION,
-    REQUEST,
+    SEQUENCE,
     TOKEN,
     Sampling,
     Verdict,
@@ -31,13 +31,13 @@ from pipespec.head.tree import Tree
 
 @dataclass(slots=True)
 class Context:
-    """The decided text of one request: token and node id of each position, root included.
+    """The decided text of one sequence: token and node id of each position, root included.
 
     `sampling` is how its tokens are decided, noise included: a source may know what it proposes
     for, though it decides nothing.
     """
 
-    request: int
+    sequence: int
     tokens: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     sampling: Sampling = field(default_factory=Sampling)
@@ -53,7 +53,7 @@ class Context:
         positions = np.arange(start, stop)
         before = self.nodes[start - 1 : start] or [NO_NODE]
         rows = np.zeros((len(positions), NUM_COLUMNS), np.int64)
-        rows[:, REQUEST] = self.request
+        rows[:, SEQUENCE] = self.sequence
         rows[:, NODE] = self.nodes[start:stop]
         rows[:, PARENT] = (before + self.nodes[start:stop])[: stop - start]
         rows[:, TOKEN] = self.tokens[start:stop]
@@ -88,7 +88,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one request asks of a draft round: children for `nodes`, indices into its tree."""
+    """What one sequence asks of a draft round: children for `nodes`, indices into its tree."""
 
     context: Context
     tree: Tree
@@ -105,11 +105,11 @@ def forget(by_node: dict[int, Any], alive: np.ndarray) -> None:
 
 class TokenSource(Protocol):
     def begin(self, context: Context) -> None:
-        """A request starts; `context` is its prompt, and grows as tokens are decided."""
+        """A sequence starts; `context` is what is known of it, and grows as tokens are decided."""
         ...
 
     def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
-        """Propose at most `children` children for each node that the requests ask for.
+        """Propose at most `children` children for each node that the sequences ask for.
 
         One answer for each of `asked`. None: not ready yet (still reading its prompt); ask again.
         """
@@ -119,8 +119,8 @@ class TokenSource(Protocol):
         """The target decided these tokens; those that count are in the context already."""
         ...
 
-    def end(self, request: int) -> None:
-        """The request is over."""
+    def end(self, sequence: int) -> None:
+        """The sequence is over."""
         ...
 
 

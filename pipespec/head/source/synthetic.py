@@ -224,16 +224,16 @@ class SyntheticSource:
         for text in self.truth:
             if list(text[: len(prompt)]) == prompt:
                 key = np.array([zlib.crc32(np.array(prompt).tobytes())])
-                self._answers[context.request] = context, np.array(text), key
+                self._answers[context.sequence] = context, np.array(text), key
                 return
         raise ConfigError(
-            f"source.truth holds no text that begins with the prompt of request {context.request} "
+            f"source.truth holds no text that begins with the prompt of a request "
             f"({len(prompt)} tokens); record what the target says after it first."
         )
 
     def accept(self, verdict: Verdict) -> None:
         """Raises ConfigError if the target says something else than the file."""
-        context, answer, _ = self._answers[verdict.request]
+        context, answer, _ = self._answers[verdict.sequence]
         told = context.tokens[verdict.base :][: max(0, len(answer) - verdict.base)]
         expected = answer[verdict.base : verdict.base + len(told)].tolist()
         if told != expected:
@@ -242,14 +242,14 @@ class SyntheticSource:
                 f"{expected}, the target said {told}; record it anew."
             )
 
-    def end(self, request: int) -> None:
-        del self._answers[request]
+    def end(self, sequence: int) -> None:
+        del self._answers[sequence]
 
     def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
         return [self._of_one(each.context, each.tree, each.nodes, children) for each in asked]
 
     def _of_one(self, context: Context, tree: Tree, nodes: np.ndarray, children: int) -> Candidates:
-        _, answer, prompt = self._answers[context.request]
+        _, answer, prompt = self._answers[context.sequence]
         right = self._path(tree, answer)[nodes]
         position = tree.position[nodes]
         key = np.where(right, position, tree.id[nodes])

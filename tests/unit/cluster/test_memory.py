@@ -16,10 +16,13 @@ from pipespec.cluster.memory import (
     WEIGHTS,
     cgroup_free,
     free_bytes,
+    kv_slots,
+    kv_tokens,
     local_ranks,
     needs,
     require_files,
     require_memory,
+    slot_bytes,
 )
 from pipespec.config.compose import compose
 from pipespec.config.hosts import this_machine
@@ -37,7 +40,11 @@ def planned(*settings: str) -> Deployment:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) -> None:
     deployment = planned(
-        f"model.dtype={dtype}", "model.context=64", "feed.width=2", "feed.children=2"
+        f"model.dtype={dtype}",
+        "model.context=64",
+        "feed.width=2",
+        "feed.children=2",
+        "scheduler.max_num_seqs=1",
     )
     model = build.load_model(deployment, rank)
     assert model is not None
@@ -51,6 +58,38 @@ def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) ->
     beside = wanted.total() - wanted[WEIGHTS] - pool
     assert 0 <= beside < pool  # a batch and a tree of a few nodes
     assert wanted["model.context"] == model.num_kv_bytes * 64 // slots + 64 * SLOT_BYTES
+
+
+# --- KV by memory -----------------------------------------------------------------------------
+
+
+def test_slots_are_what_memory_holds_between_one_sequence_and_all_that_may_be_open() -> None:
+    deployment = planned("model.context=100", "scheduler.max_num_seqs=5", "model.dtype=float32")
+    info = deployment.target
+    least = num_slots(deployment.config, context=100, num_ranks=3, head=False)
+    slot = slot_bytes(deployment, info, 1)
+    assert kv_slots(deployment, 1, 0) == least, "one sequence always"
+    free = needs(deployment, 1)[WEIGHTS] + 2 * (least + 150) * slot
+    assert kv_slots(deployment, 1, free) == least + 150, "half of what the weights leave"
+    assert kv_slots(deployment, 1, 10**12) == least + 400, "no more than can be used"
+    assert kv_tokens(deployment, 1, least) == 100
+    assert kv_tokens(deployment, 0, kv_slots(deployment, 0, 10**12)) == 500
+
+
+def test_an_amount_of_kv_is_taken_whatever_is_free_and_must_hold_one_sequence() -> None:
+    settings = ("model.context=100", "scheduler.max_num_seqs=50", "model.dtype=float32")
+    plain = planned(*settings)
+    least = num_slots(plain.config, context=100, num_ranks=3, head=False)
+    wanted = 8 * 2**20
+    assert wanted < (least + 4900) * slot_bytes(plain, plain.target, 1)
+    given = planned(*settings, "model.kv_memory=8MiB")
+    slots = kv_slots(given, 1, free=0)
+    assert slots == wanted // slot_bytes(plain, plain.target, 1)
+    assert needs(given, 1).total() - needs(plain, 1).total() == pytest.approx(
+        (slots - least) * slot_bytes(plain, plain.target, 1)
+    )
+    with pytest.raises(ConfigError, match=r"kv_memory is 4KiB, but rank 1 needs .* 100 tokens"):
+        require_memory(planned(*settings, "model.kv_memory=4KiB"), [1])
 
 
 def test_a_source_without_a_draft_needs_none_on_the_head() -> None:

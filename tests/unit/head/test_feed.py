@@ -397,10 +397,11 @@ def test_a_row_is_worth_less_the_more_requests_share_the_step():
 
 def test_the_time_curve_of_a_step_rises_with_the_largest_batch_in_the_pipeline():
     meter = Meter(num_stages=2)
-    for rows, ms in ((1, 10.0), (1, 10.0), (16, 20.0), (1, 22.0), (1, 12.0), (1, 10.0), (4, 9.0)):
+    for rows, ms in ((1, 5.0), (16, 9.5), (1, 20.0), (1, 22.0), (1, 12.0), (4, 10.0), (1, 9.0)):
+        meter.begin()
         meter.fed(rows)
         meter.step(ms, 0, guesses=True)
-    # The steps of 20 and 22 ms had the batch of 16 rows on its way.
+    # The steps of 20 and 22 ms, after the one that fed it, computed the batch of 16 rows.
     assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == ((1, 10.5), (4, 10.5), (16, 21.0))
 
 

@@ -17,7 +17,7 @@ from pipespec.core import (
     KIND,
     PARENT,
     RELAXED,
-    REQUEST,
+    SEQUENCE,
     STRICT,
     TOKEN,
     Batch,
@@ -49,6 +49,7 @@ def head(
     *,
     rounds: int = 2,
     chunk: int = 1,
+    at_once: int = 1,
     most: int = 1000,
     **told: object,
 ) -> tuple[HeadLoop, StoryLink, StoryController]:
@@ -57,7 +58,7 @@ def head(
     stages = StoryStages(link, NUM_STAGES, texts)
     controller = StoryController(requests, stages.verdicts, **told)
     loop = HeadLoop(
-        Scheduler(SchedulerConfig(policy, NUM_STAGES, rounds, chunk, 1000)),
+        Scheduler(SchedulerConfig(policy, NUM_STAGES, rounds, chunk, 1000, at_once)),
         SyntheticSource(DRAFT, list(texts.values()), VOCABULARY, 1),
         link,
         controller,
@@ -108,7 +109,8 @@ def test_what_is_accepted_is_logged_and_the_request_ends_with_its_report():
     assert controller.finished == {3: "length"}
     report = controller.reports[3]
     assert report["completion_tokens"] == 20 and report["counts"]["rounds"] > 0
-    assert [batch.released for batch in sent if batch.released] == [(3,)]
+    assert [opening.request for batch in sent for opening in batch.opened] == [3]
+    assert [batch.released for batch in sent if batch.released] == [(0,)]
     assert sent[-1].stop and not any(batch.stop for batch in sent[:-1])
     assert [batch.step for batch in sent] == list(range(len(sent)))
     # The tasks of every step until the last batch has passed all stages are laid out.
@@ -121,8 +123,17 @@ def test_requests_follow_one_another_without_a_gap():
     requests = [Request(i, tuple(TEXT[i : i + 3]), max_new_tokens=5) for i in (1, 2)]
     sent, controller = run(Level(8, 4), requests, {i: TEXT[i:] for i in (1, 2)}, chunk=8)
     assert controller.accepted == {i: TEXT[i + 3 : i + 8] for i in (1, 2)}
-    released = next(batch.step for batch in sent if batch.released == (1,))
+    released = next(batch.step for batch in sent if batch.released == (0,))
     assert sent[released + 1].rows[:, KIND].tolist() == [1, 1, 2]
+
+
+def test_what_a_step_decides_for_several_requests_is_logged_at_once():
+    requests = [Request(i, tuple(TEXT[i : i + 3]), max_new_tokens=5) for i in range(3)]
+    texts = {i: TEXT[i:] for i in range(3)}
+    _, controller = run(Root(), requests, texts, chunk=16, at_once=3)
+    assert controller.accepted == {i: TEXT[i + 3 : i + 8] for i in range(3)}
+    assert [0, 1, 2] in controller.logged
+    assert all(controller.logged)
 
 
 def test_an_answer_of_an_earlier_epoch_is_read_like_the_prompt():
@@ -139,7 +150,7 @@ def test_a_request_that_nobody_waits_for_is_dropped():
     assert controller.finished == {3: CANCELLED}
     assert controller.accepted == {}
     assert sum(len(batch) for batch in sent) == 0
-    assert [batch.released for batch in sent if batch.released] == [(3,)]
+    assert not any(batch.released for batch in sent), "the stages have not heard of it"
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -151,15 +162,15 @@ def test_of_a_lossy_request_every_step_is_told_until_it_is_over(cancelled: bool)
     texts = dict.fromkeys(range(3), TEXT)
     cancels = [0] if cancelled else []
     sent, controller = run(Level(8, 4), requests, texts, chunk=4, cancels=cancels)
-    assert controller.guesses.keys() == {0, 2}
-    for request, told in controller.guesses.items():
+    assert controller.guesses.keys() == {0, 2}, "sequences are numbered as they are opened"
+    for number, told in controller.guesses.items():
         steps = [guesses.step for guesses in told[:-1]]
         assert told[-1] is NO_MORE
         assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else cancelled
         # What is told are the guesses of that step's batch, as they were sent.
         for guesses in told[:-1]:
             rows = sent[guesses.step].rows
-            mine = rows[(rows[:, REQUEST] == request) & (rows[:, KIND] == GUESS)]
+            mine = rows[(rows[:, SEQUENCE] == number) & (rows[:, KIND] == GUESS)]
             assert guesses.parents.tolist() == mine[:, PARENT].tolist()
             assert guesses.tokens.tolist() == mine[:, TOKEN].tolist()
             assert (guesses.logps <= 0).all()

@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.core import KIND, LAST_DECIDED, NODE, PARENT, REQUEST, Request, Verdict
+from pipespec.core import (
+    GUESS,
+    KIND,
+    LAST_DECIDED,
+    MAX_OPENED_BYTES,
+    NODE,
+    PARENT,
+    SEQUENCE,
+    Request,
+    Sampling,
+    Verdict,
+)
 from pipespec.emulation import TimeCurve
 from pipespec.head.feed.adaptive import Adaptive
 from pipespec.head.feed.best_first import BestFirst
@@ -52,54 +63,64 @@ class Stages:
     """What the last stage has to decide: tokens follow a row that has passed the pipeline."""
 
     def __init__(self) -> None:
-        self.entered: dict[tuple[int, int], int] = {}  # step by request and node
+        self.entered: dict[tuple[int, int], int] = {}  # step by sequence and node
 
     def take(self, rows: np.ndarray, step: int) -> None:
         for row in rows.tolist():
-            key = row[REQUEST], row[NODE]
+            key = row[SEQUENCE], row[NODE]
             assert key not in self.entered, "fed twice"
-            parent = row[REQUEST], row[PARENT]
+            parent = row[SEQUENCE], row[PARENT]
             assert parent in self.entered or row[PARENT] == -1, "before its parent"
             self.entered[key] = step
 
-    def has_passed(self, request: int, node: int, step: int) -> bool:
-        return self.entered.get((request, node), step) <= step - NUM_STEPS
+    def has_passed(self, sequence: int, node: int, step: int) -> bool:
+        return self.entered.get((sequence, node), step) <= step - NUM_STEPS
 
 
-@given(st.sampled_from(POLICIES), st.integers(1, 3), st.integers(0, 2**32 - 1))
+@given(
+    st.sampled_from(POLICIES),
+    st.integers(1, 3),
+    st.sampled_from([2**62, 60, 24]),
+    st.integers(0, 2**32 - 1),
+)
 def test_whoever_comes_and_goes_all_are_served_and_nothing_is_fed_twice(
-    policy: FeedPolicy, rounds: int, seed: int
+    policy: FeedPolicy, rounds: int, num_slots: int, seed: int
 ):
+    """Also where slots are short: one request alone takes up to 16 of them."""
     rng = np.random.default_rng(seed)
-    on = Scheduler(SchedulerConfig(policy, NUM_STEPS, rounds, 3, 60, MOST, ROWS))
-    stages, held, ends = Stages(), set(), {}
-    waiting = [
+    on = Scheduler(SchedulerConfig(policy, NUM_STEPS, rounds, 3, 60, MOST, ROWS, num_slots))
+    stages, ends = Stages(), {}
+    arriving = [
         Request(i, tuple(range(1, 1 + int(rng.integers(1, 9)))), int(rng.integers(1, 9)))
         for i in range(int(rng.integers(1, 9)))
     ]
-    asked = len(waiting)
-    for _ in range(300):
-        while on.has_room and waiting and rng.random() < 0.5:
-            request = waiting.pop(0)
-            on.add(request, lambda token: False, 0)
-            held.add(request.id)
+    asked = len(arriving)
+    known = set()  # sequences that the stages know
+    for _ in range(600):
+        while on.room and arriving and rng.random() < 0.5:
+            on.add(arriving.pop(0), lambda token: False, 0)
+        for sequence in on.admit():
+            assert sequence.prefilled == 0
         on.begin()
         while work := on.expansion(0.0):
             on.graft(work, candidates(work, rng), 1.0)
-        for request, sequence in list(on.sequences.items()):
+        for number, sequence in list(on.sequences.items()):
             tip = sequence.context.nodes[-1]
-            if not sequence.prompt_left and stages.has_passed(request, tip, on.step):
+            if not sequence.prompt_left and stages.has_passed(number, tip, on.step):
                 base = len(sequence.context.tokens)
                 tokens = tuple(rng.integers(1, 4, size=int(rng.integers(1, 3))).tolist())
                 first = tokens[: 1 + bool(stages_know(sequence, tokens[0], stages, on.step))]
-                progress = on.apply(Verdict(request, base, first), now=0)
+                progress = on.apply(Verdict(number, base, first), now=0)
                 if progress is not None and progress.reason:
-                    ends[request] = progress.reason
-        if on.sequences and rng.random() < 0.05:
-            request = next(iter(on.sequences))
-            on.cancel(request)
+                    assert progress.sequence.request.id not in ends, "it ends once"
+                    ends[progress.sequence.request.id] = progress.reason
+        if on.requests and rng.random() < 0.05:
+            request = on.requests[int(rng.integers(len(on.requests)))].request.id
+            assert on.cancel(request) is not None and on.cancel(request) is None
             ends[request] = "cancelled"
         on.heard(0.0, 1.0)
+        for sequence in on.make_room():
+            assert sequence in on.waiting
         oldest = min(
             (
                 each
@@ -113,19 +134,26 @@ def test_whoever_comes_and_goes_all_are_served_and_nothing_is_fed_twice(
             on.graft(batch, candidates(batch, rng), 1.0)
         on.end(1.0)
         assert len(batch) <= ROWS
+        assert on.free_slots >= 0, "slots are never over-committed"
         if oldest is not None and not policy.whole:
             assert oldest.tree.fed[ROOT], "the root that has waited longest is always fed"
-        owners = batch.rows[:, REQUEST].tolist()
-        assert owners == sorted(owners, key=owners.index), "a request's rows stand together"
-        assert set(owners) <= held
+        owners = batch.rows[:, SEQUENCE].tolist()
+        assert owners == sorted(owners, key=owners.index), "a sequence's rows stand together"
+        freed = {*batch.released, *batch.preempted}
+        assert freed <= known, "nothing is freed that was not opened"
+        opened = {opening.sequence for opening in batch.opened}
+        assert not opened & known and opened <= set(owners)
+        known = (known - freed) | opened
+        assert set(owners) <= known
         stages.take(batch.rows, batch.step)
-        held -= set(batch.released)
         for sequence in on.sequences.values():
             sequence.tree.check()
-        if not waiting and on.idle:
+        requests = [each.request.id for each in on.requests]
+        assert sorted([*requests, *ends, *(each.id for each in arriving)]) == list(range(asked))
+        if not arriving and on.idle:
             break
-    assert len(ends) == asked
-    assert on.next_batch(0.0).released == tuple(held)
+    assert len(ends) == asked, "nobody starves"
+    assert set(on.next_batch(0.0).released) == known
 
 
 def stages_know(sequence, token: int, stages: Stages, step: int) -> bool:
@@ -133,13 +161,51 @@ def stages_know(sequence, token: int, stages: Stages, step: int) -> bool:
     child = sequence.tree.child(ROOT, token)
     if child is None or not sequence.tree.fed[child]:
         return False
-    return stages.has_passed(sequence.request.id, int(sequence.tree.id[child]), step)
+    return stages.has_passed(sequence.number, int(sequence.tree.id[child]), step)
+
+
+def test_when_slots_run_short_guesses_are_shed_and_then_the_youngest_is_put_back():
+    """Two requests with 10 tokens each to come, and room for 20."""
+    on = Scheduler(SchedulerConfig(BestFirst(4, 2), NUM_STEPS, 2, 4, 30, 2, 4, 20))
+    rng = np.random.default_rng(0)
+    for i in range(2):
+        on.add(Request(i, (1, 2), 12), lambda token: False, 0)
+    stages = Stages()
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    fed_guesses: list[tuple[int, int]] = []  # free slots before, guesses fed
+    while not on.idle:
+        list(on.admit())
+        on.begin()
+        while work := on.expansion(0.0):
+            on.graft(work, candidates(work, rng), 1.0)
+        for number, sequence in list(on.sequences.items()):
+            if stages.has_passed(number, sequence.context.nodes[-1], on.step):
+                base = len(sequence.context.tokens)
+                progress = on.apply(Verdict(number, base, (3,)), now=0)
+                texts[sequence.request.id].append(base)
+                assert progress is not None
+        on.heard(0.0, 1.0)
+        (put_back,) = on.make_room() or [None]
+        assert put_back is None or put_back.request.id == 1, "the youngest"
+        free = on.free_slots - sum(each.prompt_left + 1 for each in on.sequences.values())
+        batch = on.next_batch(0.0)
+        roots = {each.context.nodes[-1] for each in on.sequences.values()}
+        guesses = (batch.rows[:, KIND] == GUESS) & ~np.isin(batch.rows[:, NODE], list(roots))
+        fed_guesses.append((free, int(np.count_nonzero(guesses))))
+        stages.take(batch.rows, batch.step)
+        on.end(1.0)
+    assert on.totals.preemptions >= 1
+    assert all(count <= max(free, 0) for free, count in fed_guesses)
+    assert any(free <= 0 for free, _ in fed_guesses)
+    # Every position was decided once, before it was put back or after.
+    assert texts == {0: list(range(2, 14)), 1: list(range(2, 14))}
 
 
 def test_prompts_of_several_requests_share_a_step_and_take_turns():
     on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 4, 60, MOST, ROWS))
     for i, length in enumerate((9, 2, 2)):
         on.add(Request(i, tuple(range(length)), 5), lambda token: False, 0)
+    list(on.admit())
     ends = {}
     for step in range(5):
         on.begin()
@@ -147,19 +213,67 @@ def test_prompts_of_several_requests_share_a_step_and_take_turns():
         batch = on.next_batch(0.0)
         assert isinstance(batch.rows, np.ndarray) and len(batch) <= 4
         for row in batch.rows[batch.rows[:, KIND] == LAST_DECIDED].tolist():
-            ends[row[REQUEST]] = step
+            ends[row[SEQUENCE]] = step
     assert max(ends[1], ends[2]) <= 1, "short prompts do not wait for a long one"
     assert ends[0] == 3
 
 
-def test_a_request_is_let_in_once_the_stages_are_told_of_one_that_has_ended():
+def test_a_long_prompt_does_not_hold_up_a_running_answer():
+    """A stage takes 10 ms, and half a millisecond for every row."""
+
+    def gaps(prompt: int) -> tuple[list[float], int]:
+        """The times of the steps in which the answer runs, and how many of them the prompt
+        takes that comes in the midst of it."""
+        on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 256, 9000, 2, 256))
+        on.add(Request(0, (1, 2), 4000), lambda token: False, 0)
+        stages, times, in_flight = Stages(), [], [0] * NUM_STEPS
+        read = 0
+        for step in range(900):
+            if step == 100 and prompt:
+                on.add(Request(1, tuple(range(prompt)), 9), lambda token: False, 0)
+            list(on.admit())
+            on.begin()
+            answer = on.sequences[0]
+            if stages.has_passed(0, answer.context.nodes[-1], step):
+                on.apply(Verdict(0, len(answer.context.tokens), (1,)), now=0)
+            ms = 10 + 0.5 * max(in_flight)
+            on.heard(0.0, ms)
+            batch = on.next_batch(ms)
+            in_flight = [*in_flight[1:], len(batch)]
+            stages.take(batch.rows, step)
+            on.end(ms)
+            times.append(ms)
+            read += bool((batch.rows[:, SEQUENCE] == 1).any())
+        return times, read
+
+    times, read = gaps(1000)
+    assert max(times) <= 2 * float(np.median(gaps(0)[0]))
+    assert read <= 120, "and the prompt is read as fast as that allows"
+
+
+def test_no_more_are_asked_for_than_can_be_open():
     on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 4, 60, 1, 0))
     on.add(Request(0, (1, 2), 5), lambda token: False, 0)
-    assert not on.has_room
+    assert on.room == 0
+    list(on.admit())
+    on.next_batch(0.0)
     on.cancel(0)
-    assert on.idle and not on.has_room and on.draining
+    assert on.idle and on.room == 1 and on.draining
     assert on.next_batch(0.0).released == (0,)
-    assert on.has_room
+
+
+def test_as_many_are_opened_in_a_step_as_their_terms_fit_into_a_batch():
+    on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 64, 60, 64, 0))
+    bias = tuple((100_000 + i, 0.123456789) for i in range(1000))
+    for i in range(5):
+        on.add(Request(i, (1, 2), 5, sampling=Sampling(logit_bias=bias)), lambda token: False, 0)
+    list(on.admit())
+    sizes = []
+    for _ in range(4):
+        batch = on.next_batch(0.0)
+        sizes.append(len(batch.opened))
+        assert sum(opening.num_bytes for opening in batch.opened) <= MAX_OPENED_BYTES
+    assert sizes == [3, 2, 0, 0]
 
 
 @pytest.mark.parametrize(

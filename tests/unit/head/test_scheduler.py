@@ -26,7 +26,9 @@ def scheduler(policy: FeedPolicy, rounds: int = 1, chunk: int = 4, context: int 
 
 
 def opened(on: Scheduler, length: int = 1, tokens: int = 50, answer: tuple[int, ...] = ()):
-    return on.add(Request(7, tuple(range(length)), tokens), lambda token: False, 0, answer)
+    sequence = on.add(Request(7, tuple(range(length)), tokens), lambda token: False, 0, answer)
+    assert list(on.admit()) == ([] if sequence.ended else [sequence])
+    return sequence
 
 
 def candidates(work: DraftWork) -> list[Candidates]:
@@ -52,8 +54,8 @@ def step(on: Scheduler, *tokens: int):
     grow(on)
     progress = None
     if tokens:
-        base = len(on.sequences[7].context.tokens)
-        progress = on.apply(Verdict(7, base, tokens), now=on.step)
+        base = len(on.sequences[0].context.tokens)
+        progress = on.apply(Verdict(0, base, tokens), now=on.step)
     on.heard(0.0, 1.0)
     while isinstance(batch := on.next_batch(0.0), DraftWork):
         on.graft(batch, candidates(batch), 1.0)
@@ -113,21 +115,21 @@ def test_the_end_of_a_text_cuts_the_verdict_and_frees_the_request():
     batch, progress = step(on, 4, 5, 6, 7)
     assert progress.accepted.tokens == (4, 5, 6)
     assert progress.reason == "length"
-    assert batch.released == (7,) and not len(batch)
+    assert batch.released == (0,) and not len(batch)
     assert on.idle and on.draining
-    assert on.apply(Verdict(7, 4, (7,)), now=0) is None, "late word of a closed request"
+    assert on.apply(Verdict(0, 4, (7,)), now=0) is None, "late word of a closed request"
     for _ in range(NUM_STEPS):
         batch, _ = step(on)
         assert batch.released == ()
     assert not on.draining
 
 
-def test_an_answer_that_was_whole_is_only_released():
+def test_an_answer_that_was_whole_never_enters_the_pipeline():
     on = scheduler(Root())
     sequence = opened(on, tokens=2, answer=(3, 4))
     assert sequence.ended == "length" and on.idle
     batch, _ = step(on)
-    assert batch.released == (7,) and not len(batch)
+    assert batch.released == batch.opened == () and not len(batch)
 
 
 def test_a_cancelled_request_is_released_once_and_another_is_not_touched():
@@ -136,7 +138,7 @@ def test_a_cancelled_request_is_released_once_and_another_is_not_touched():
     step(on)
     assert on.cancel(8) is None and not on.idle
     assert on.cancel(7) is sequence and on.idle
-    assert step(on)[0].released == (7,)
+    assert step(on)[0].released == (0,)
     assert on.cancel(7) is None
 
 
@@ -148,7 +150,7 @@ def test_there_is_work_exactly_if_a_batch_would_carry_something():
     step(on)
     assert not on.has_work(0.0), "its only row is on its way"
     on.begin()
-    on.apply(Verdict(7, 2, (9,)), now=0)
+    on.apply(Verdict(0, 2, (9,)), now=0)
     assert on.has_work(0.0), "a root that was not fed"
     on.cancel(7)
     assert on.has_work(0.0), "the stages must be told"

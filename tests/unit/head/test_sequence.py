@@ -15,6 +15,7 @@ from pipespec.text import StopChecker
 
 PROMPT = "tell: "
 LONG = 1000
+NUMBER = 5
 THEN, LATER = 500, 900  # moments of the clock
 
 
@@ -39,7 +40,9 @@ def opened(
     prompt = tuple(map(ord, PROMPT))
     request = Request(7, prompt, max_new_tokens, eos=tuple(map(ord, eos)), stop=tuple(stop))
     stops = StopChecker(Letters(), stop, prompt)
-    return Sequence.open(request, stops, context, THEN, tuple(map(ord, answer)))
+    sequence = Sequence.open(request, stops, context, THEN, tuple(map(ord, answer)))
+    sequence.begin(NUMBER)
+    return sequence
 
 
 def guess(sequence: Sequence, letter: str, *, fed: bool) -> None:
@@ -58,7 +61,8 @@ def test_an_earlier_answer_follows_the_prompt_as_if_it_were_part_of_it(answer: s
     known = PROMPT + answer
     assert "".join(map(chr, sequence.context.tokens)) == known
     assert sequence.context.nodes == list(range(len(known)))
-    assert sequence.context.request == 7
+    assert sequence.context.sequence == sequence.opening.sequence == NUMBER
+    assert (sequence.opening.prompt, sequence.opening.known) == (len(PROMPT), len(known))
     root = len(known) - 1
     assert (sequence.tree.id[ROOT], sequence.tree.parent_id[ROOT]) == (root, root - 1)
     assert (chr(sequence.tree.token[ROOT]), sequence.tree.position[ROOT]) == (known[-1], root)

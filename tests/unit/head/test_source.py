@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.core import GUESS, KIND, POSITION, REQUEST, Batch, Verdict
+from pipespec.core import GUESS, KIND, POSITION, SEQUENCE, Batch, Verdict
+from pipespec.engine.kv import SlotPool
 from pipespec.errors import ConfigError
 from pipespec.head.source.draft_model import DraftModelSource
 from pipespec.head.source.hybrid import Hybrid, HybridSource
@@ -267,24 +268,26 @@ class Rows:
 
     vocab_size = 9
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int = 1000) -> None:
         self.model = self
+        self.slots = SlotPool(num_slots)
         self.read: dict[int, int] = {}
-        self.passes: list[list[tuple[int, int]]] = []  # request, position
+        self.passes: list[list[tuple[int, int]]] = []  # sequence, position
 
-    def open(self, request: int) -> None:
-        self.read[request] = 0
+    def open(self, sequence: int) -> None:
+        self.read[sequence] = 0
 
     def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None: ...
 
-    def length(self, request: int) -> int:
-        return self.read[request]
+    def length(self, sequence: int) -> int:
+        return self.read[sequence]
 
     def compute(self, batch: Batch) -> Batch:
-        rows = batch.rows[:, [REQUEST, POSITION, KIND]].tolist()
-        self.passes.append([(request, position) for request, position, _ in rows])
-        for request, _, kind in rows:
-            self.read[request] += kind != GUESS
+        rows = batch.rows[:, [SEQUENCE, POSITION, KIND]].tolist()
+        self.passes.append([(sequence, position) for sequence, position, _ in rows])
+        self.slots.allocate(len(rows))
+        for sequence, _, kind in rows:
+            self.read[sequence] += kind != GUESS
         return replace(batch, hidden=torch.zeros(len(rows), 1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -389,3 +392,23 @@ def test_settings_of_a_hybrid():
             cls(longest=0)
         with pytest.raises(ConfigError, match=r"source\.rounds is 0"):
             cls(rounds=0)
+
+
+def test_a_draft_without_room_expands_the_likeliest_and_then_nothing():
+    draft = Rows(num_slots=6)
+    source = DraftModelSource(draft, chunk=8, vocabulary=9)
+    context = Context(0, [1, 1], [0, 1])
+    source.begin(context)
+    tree = Tree(1, 0, 1, 1, fed=True)
+    (candidates,) = source.expand([Asked(context, tree, np.array([ROOT]))], 8)
+    assert candidates is not None and len(candidates.parents) == 1
+    tree.append(np.array([ROOT]), np.arange(1, 9)[None], np.log(np.arange(1, 9) / 36)[None])
+    (candidates,) = source.expand([Asked(context, tree, np.arange(1, 9))], 2)
+    assert candidates is not None and candidates.parents.tolist() == [5, 6, 7, 8]
+    late = Context(1, [1], [0])
+    source.begin(late)
+    asked = [Asked(late, Tree(0, -1, 1, 0, fed=True), np.array([ROOT]))]
+    asked.append(Asked(context, tree, np.array([1])))
+    answers = source.expand(asked, 2)
+    assert [answer is not None and len(answer.parents) for answer in answers] == [0, 0]
+    assert len(draft.passes) == 2

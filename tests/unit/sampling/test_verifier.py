@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 
 from pipespec.controller.guesses import pack, unpack
-from pipespec.core import RELAXED, Guesses, Request, Sampling
+from pipespec.core import RELAXED, Guesses, Opening, Sampling
+from pipespec.sampling import terms
 from pipespec.sampling.distribution import Tally
 from pipespec.sampling.spec import Greedy, Relaxed, Sample, Strict, VerifierSpec
 from pipespec.sampling.verifier import Verifier
@@ -20,7 +23,17 @@ CPU = torch.device("cpu")
 
 
 def verifier(**asked: object) -> Verifier:
-    return Verifier(Request(1, PROMPT, 9, sampling=Sampling(**asked)))
+    return opened(Sampling(**asked))
+
+
+def opened(asked: Sampling, answer: Sequence[int] = (), eos: tuple[int, ...] = ()) -> Verifier:
+    """The verifier of a sequence that begins with what was decided before."""
+    text = (*PROMPT, *answer)
+    mine = Verifier(Opening(1, 1, len(PROMPT), len(text), terms.pack(asked, eos)))
+    if mine.reads:
+        mine.read(text[:1])
+        mine.read(text[1:])
+    return mine
 
 
 def chain(*guesses: int) -> tuple[list[int], list[int], list[int]]:
@@ -51,7 +64,7 @@ def test_a_judge_says_in_any_portions_what_single_draws_say(asked):
     rows = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(1))
     text = expected_text(asked, rows)
     for width in (1, 2, 3, 8):
-        mine = Verifier(Request(1, PROMPT, 9, sampling=asked))
+        mine = opened(asked)
         said: list[int] = []
         while len(said) < len(text):
             part = text[len(said) : len(said) + width]
@@ -68,7 +81,7 @@ def test_a_judge_goes_on_where_an_earlier_one_ended():
     asked = Sampling(1.0, presence_penalty=2.0, seed=2)
     rows = torch.zeros(6, VOCAB)
     text = expected_text(asked, rows)
-    successor = Verifier(Request(1, PROMPT, 9, sampling=asked), text[:4])
+    successor = opened(asked, text[:4])
     nodes, parents, guesses = chain(text[4])
     assert successor.decide(TIP, nodes, parents, guesses, rows[4:])[0] == text[4:]
 
@@ -95,8 +108,7 @@ LOGITS = torch.tensor([5.0, 4.9, 3.0, 2.2, -9.0, -9.0])
 
 def decided(spec: VerifierSpec, guesses: dict[int, float], *, eos: tuple[int, ...] = ()) -> int:
     """The token after the tip, whose guessed children have these log-probabilities."""
-    request = Request(1, PROMPT, 9, eos=eos, sampling=spec.sampling(0))
-    mine = Verifier(request)
+    mine = opened(spec.sampling(0), eos=eos)
     mine.guess(told(0, dict.fromkeys([TIP], guesses)), since=0)
     return mine.decide(TIP, [TIP], [0], [PROMPT[-1]], LOGITS[None])[0][0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,12 @@ import torch
 
 from pipespec.controller.graph import Kind, Layout
 from pipespec.controller.verdict import unpack
-from pipespec.core import NODE, NUM_COLUMNS, Batch, Request, Verdict
+from pipespec.core import NODE, NUM_COLUMNS, Batch, Opening, Sampling, Verdict
 from pipespec.emulation import Pace
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
 from pipespec.head.source.protocol import Context
+from pipespec.sampling.terms import pack
 from pipespec.stage.loop import StageLoop, StageSettings
 from pipespec.stats import together
 from pipespec.trace import Timeline
@@ -24,6 +26,8 @@ from tests.helpers.story import StoryController, StoryLink
 NUM_SLOTS = 64
 PROMPT = [3, 1, 4]
 TIP = len(PROMPT) - 1
+# The seventh sequence is the one life of the fifth request.
+OPENING = Opening(7, 5, len(PROMPT), len(PROMPT), pack(Sampling(), ()))
 A, B, BELOW_A, BELOW_B = 10, 11, 12, 13  # nodes
 
 
@@ -43,11 +47,11 @@ def last(folder: Path) -> ModelSlice:
 
 
 def prompt(step: int) -> Batch:
-    return Batch(step, Context(7, PROMPT, [0, 1, 2]).rows(0))
+    return Batch(step, Context(7, PROMPT, [0, 1, 2]).rows(0), opened=(OPENING,))
 
 
 def guesses(step: int, *rows: tuple[int, int, int, int]) -> Batch:
-    """Rows of (node, parent, token, position) of request 7."""
+    """Rows of (node, parent, token, position) of that sequence."""
     found = np.zeros((len(rows), NUM_COLUMNS), np.int64)
     found[:, :5] = [(7, *row) for row in rows]
     return Batch(step, found)
@@ -65,7 +69,7 @@ def ran(
     stop = [Batch(len(batches) + i) for i in range(after)]
     stop.append(Batch(len(batches) + after, stop=True))
     told = verdicts or {}
-    controller = StoryController([Request(7, tuple(PROMPT), 50)], lambda step: told.get(step, []))
+    controller = StoryController(verdicts=lambda step: told.get(step, []))
     link = StoryLink(rank, [*batches, *stop])
     stage = SliceRunner(model, NUM_SLOTS)
     settings = StageSettings(layout or Layout(2), Pace(), 0.0)
@@ -109,8 +113,40 @@ def test_a_released_request_holds_nothing_and_is_reported(first):
     sent, controller, stage = ran(first, 1, [prompt(0), over])
     assert len(stage.slots.free()) == NUM_SLOTS
     assert sent[2].released == (7,)
-    report = controller.reports[7]
+    report = controller.reports[5]
     assert (report["rank"], report["rows"], report["dropped"]) == (1, 3, 0)
+
+
+def test_a_sequence_that_was_put_back_holds_nothing_and_reports_nothing(first):
+    again = replace(OPENING, sequence=8)
+    rows = Context(8, PROMPT, [0, 1, 2]).rows(0)
+    back = Batch(1, rows, opened=(again,), preempted=(7,))
+    sent, controller, stage = ran(first, 1, [prompt(0), back])
+    assert len(stage.slots.free()) == NUM_SLOTS - 3
+    assert (sent[2].preempted, sent[2].opened, len(sent[2])) == ((7,), (again,), 3)
+    assert controller.reports == {}
+
+
+def test_slots_are_freed_before_they_are_needed(first):
+    pool = SliceRunner(first, 3)
+    link = StoryLink(
+        1,
+        [
+            prompt(0),
+            Batch(
+                1,
+                Context(8, PROMPT, [0, 1, 2]).rows(0),
+                opened=(replace(OPENING, sequence=8),),
+                released=(7,),
+            ),
+            Batch(2, stop=True),
+        ],
+    )
+    controller = StoryController()
+    settings = StageSettings(Layout(2), Pace(), 0.0)
+    StageLoop(pool, link, controller, settings, Timeline()).run()
+    assert controller.reports[5]["rows"] == 3
+    assert pool.length(8) == 3
 
 
 def test_the_last_stage_says_what_follows_and_forgets_what_it_ruled_out(first, last):
@@ -137,7 +173,8 @@ def test_inside_a_group_a_batch_goes_on_within_its_step(first):
 
 def test_what_is_done_for_several_requests_at_once_is_told_as_one_period(first):
     def begins(step: int, request: int) -> Batch:
-        return Batch(step, Context(request, PROMPT, [0, 1, 2]).rows(0))
+        opening = replace(OPENING, sequence=request, request=request)
+        return Batch(step, Context(request, PROMPT, [0, 1, 2]).rows(0), opened=(opening,))
 
     batches = [
         begins(0, 7),
@@ -149,10 +186,10 @@ def test_what_is_done_for_several_requests_at_once_is_told_as_one_period(first):
     ]
     _, controller, _ = ran(first, 1, batches)
     told = controller.reports
-    assert [told[request]["steps"] for request in (7, 8, 9)] == [3, 3, 2]
+    assert [told[request]["steps"] for request in (7, 8, 9)] == [2, 2, 1]
     periods = [told[request]["period"] for request in (7, 8, 9)]
     assert periods[0]["since_ns"] == periods[1]["since_ns"] < periods[2]["since_ns"]
     whole = together(periods)
-    assert (whole["steps"], whole["rows"]) == (4 + 2, 9)
+    assert (whole["steps"], whole["rows"]) == (3 + 1, 9)
     assert whole["elapsed_ns"] == periods[1]["elapsed_ns"] + periods[2]["elapsed_ns"]
     assert 0 < whole["busy_ns"] < whole["elapsed_ns"]

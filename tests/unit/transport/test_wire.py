@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.core import NUM_COLUMNS, Batch
+from pipespec.core import MAX_OPENED_BYTES, NUM_COLUMNS, Batch, Opening
 from pipespec.errors import RankFailed, StaleEpoch
 from pipespec.transport.wire import Wire, token
 
@@ -30,7 +30,9 @@ def batch_of(rows: int, dtype: torch.dtype | None = torch.float32, **fields) -> 
 
 
 def assert_same(got: Batch, sent: Batch) -> None:
-    assert (got.step, got.released, got.stop) == (sent.step, sent.released, sent.stop)
+    assert (got.step, got.stop) == (sent.step, sent.stop)
+    freed = got.released, got.preempted
+    assert (*freed, got.opened) == (sent.released, sent.preempted, sent.opened)
     assert got.rows.dtype == np.int64
     assert np.array_equal(got.rows, sent.rows)
     if sent.hidden is None:
@@ -46,13 +48,17 @@ def assert_same(got: Batch, sent: Batch) -> None:
     step=st.integers(0, 2**63 - 1),
     values=st.lists(st.tuples(*[int64s] * NUM_COLUMNS), max_size=8),
     dtype=st.sampled_from([None, *DTYPES]),
-    released=st.lists(int64s, max_size=MAX_RELEASED).map(tuple),
+    released=st.lists(int64s, max_size=MAX_RELEASED - 4).map(tuple),
+    preempted=st.lists(int64s, max_size=4).map(tuple),
+    opened=st.lists(st.builds(Opening, *[int64s] * 4, st.binary(max_size=99)), max_size=5),
     stop=st.booleans(),
 )
-def test_a_batch_comes_back_as_it_was_sent(epoch, step, values, dtype, released, stop):
+def test_a_batch_comes_back_as_it_was_sent(
+    epoch, step, values, dtype, released, preempted, opened, stop
+):
     rows = np.array(values, np.int64).reshape(len(values), NUM_COLUMNS)
     hidden = None if dtype is None else torch.randn(len(values), HIDDEN).to(dtype)
-    sent = Batch(step, rows, hidden, released, stop)
+    sent = Batch(step, rows, hidden, tuple(opened), released, preempted, stop)
     link = wire(epoch=epoch, dtype=dtype or torch.float32)
     message = link.pack(sent)
     assert message.dtype == torch.uint8
@@ -65,7 +71,10 @@ def test_a_batch_comes_back_as_it_was_sent(epoch, step, values, dtype, released,
 
 def test_the_largest_batch_fills_the_capacity():
     link = wire()
-    assert len(link.pack(batch_of(8, released=tuple(range(MAX_RELEASED))))) == link.capacity
+    fixed = Opening(1, 2, 3, 4, b"").num_bytes
+    opened = (Opening(1, 2, 3, 4, bytes(MAX_OPENED_BYTES - fixed)),)
+    largest = batch_of(8, released=tuple(range(MAX_RELEASED)), opened=opened)
+    assert len(link.pack(largest)) == link.capacity
 
 
 def test_a_message_is_only_as_long_as_its_rows():
@@ -131,13 +140,14 @@ def test_a_sender_without_the_secret_is_refused():
     "batch",
     [
         batch_of(9),
-        batch_of(1, released=tuple(range(MAX_RELEASED + 1))),
+        batch_of(1, released=tuple(range(MAX_RELEASED)), preempted=(1,)),
+        batch_of(1, opened=(Opening(1, 2, 3, 4, bytes(MAX_OPENED_BYTES)),)),
         batch_of(1, torch.bfloat16),
         Batch(0, np.zeros((2, NUM_COLUMNS), np.int64), torch.zeros(1, HIDDEN)),
         Batch(0, np.zeros((2, NUM_COLUMNS - 1), np.int64)),
         Batch(0, np.zeros((2, NUM_COLUMNS), np.int32)),
     ],
-    ids=["rows", "released", "dtype", "hidden shape", "columns", "row type"],
+    ids=["rows", "released", "opened", "dtype", "hidden shape", "columns", "row type"],
 )
 def test_what_the_wire_cannot_carry_is_a_programming_error(batch):
     with pytest.raises(AssertionError):

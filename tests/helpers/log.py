@@ -1,0 +1,27 @@
+"""What a head does with the request log, one request at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipespec.controller.client import Controller
+from pipespec.controller.records import Accepted
+from pipespec.controller.requests import RequestLog
+from pipespec.core import Request, TokenLogprobs
+
+
+def accept(
+    log: RequestLog,
+    request: int,
+    base: int,
+    tokens: Sequence[int],
+    logprobs: Sequence[TokenLogprobs] = (),
+) -> None:
+    """Appends tokens to one request."""
+    log.accept([(request, Accepted(base, tuple(tokens), tuple(logprobs)))])
+
+
+def take(head: Controller, *, wait: bool = True) -> Request | None:
+    """The next request off the queue; None: there is none, or there will be none."""
+    found = head.next_requests(1, wait=wait)
+    return found[0][0] if found else None
