@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 Report = dict[str, Any]
+# What a stage says, beside its part in a request, of the time since it was last without one.
+PERIOD = ("since_ns", "elapsed_ns", "busy_ns", "steps", "rows", "overruns")
 
 
 def blank(rank: int) -> Report:
     """The report of a rank that was lost before it could make one."""
     if rank:
         counts = dict.fromkeys(("elapsed_ns", "busy_ns", "steps", "rows", "dropped", "overruns"), 0)
-        return {"rank": rank, "control_ns": 0, "events": [], **counts}
+        period = dict.fromkeys(PERIOD, 0)
+        return {"rank": rank, "control_ns": 0, "events": [], "period": period, **counts}
     return {
         "rank": 0,
         "control_ns": 0,
@@ -72,3 +77,19 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         "stage_busy": [stage["busy_ns"] / max(stage["elapsed_ns"], 1) for stage in stages],
         "overruns": sum(stage["overruns"] for stage in stages) + counts["overruns"],
     }
+
+
+def together(periods: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """What a stage did in the periods that its reports on some requests tell of.
+
+    Requests that were open at the same time tell of the same period, each up to its own end: the
+    longest counts, so that no step counts twice.
+    """
+    longest: dict[int, Mapping[str, int]] = {}
+    for period in periods:
+        known = longest.setdefault(period["since_ns"], period)
+        longest[period["since_ns"]] = max(known, period, key=lambda each: each["elapsed_ns"])
+    whole = Counter[str]()
+    for period in longest.values():
+        whole.update({name: period[name] for name in PERIOD if name != "since_ns"})
+    return whole

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from pipespec.cli.arguments import add_on, finish, overrides
 from pipespec.cli.terminal import labelled, progress, show, shown, write
 from pipespec.client import dataset
+from pipespec.client.arrivals import Load, check_rate
 from pipespec.config.schema import check_new_file, masked
 from pipespec.errors import ConfigError, PipespecError
-from pipespec.limits import MAX_COUNT, check_whole
+from pipespec.limits import MAX_COUNT, MAX_SEED, check_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,10 +35,16 @@ LATENCIES = {
 FIGURES = {
     "request_throughput": "requests per second",
     "output_throughput": "output tokens per second",
-    "tokens_per_step": "tokens per step",
+    "max_output_tokens_per_s": "output tokens in the best second",
+    "total_token_throughput": "tokens per second, prompts included",
+    "max_concurrent_requests": "requests at once, at most",
+    "tokens_per_step": "tokens per step of a request",
     "accepted_per_batch": "tokens per verdict that decided any",
     "hit_rate": "hit rate",
-    "rows_per_step": "rows per step",
+    "rows_per_step": "rows per step of a request",
+    "pipeline_steps": "steps of the pipeline, prompts included",
+    "pipeline_tokens_per_step": "tokens per step of the pipeline",
+    "pipeline_rows_per_step": "rows per step of the pipeline",
     "stage_busy": "share of time each stage computed",
     "overruns": "overruns",
     "seed": "seed",
@@ -52,10 +59,11 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="decode a data set of prompts and measure",
         usage="pipespec bench [--on NAME] [--json] [--output FILE] [dataset=PATH] [concurrency=N] "
-        "[num_prompts=N] [prompt_tokens=N] [SETTING=VALUE ...]",
+        "[request_rate=R] [arrival_seed=N] [num_prompts=N] [prompt_tokens=N] [SETTING=VALUE ...]",
         description="Decode a data set of prompts on one cluster: latencies and throughput, named "
         "as by `vllm bench serve`, and what guessing brought. --dataset, --concurrency, "
-        "--num-prompts and --prompt-tokens may also be written like settings: concurrency=4.",
+        "--request-rate, --arrival-seed, --num-prompts and --prompt-tokens may also be written "
+        "like settings: concurrency=4.",
     )
     command.add_argument(
         "--dataset",
@@ -64,8 +72,18 @@ def add(commands: Commands) -> None:
         "(benchmarks/data in a source checkout; elsewhere it must be given)",
     )
     command.add_argument(
-        "--concurrency", metavar="N", help="requests handed in and not yet finished, at most (1)"
+        "--concurrency",
+        metavar="N",
+        help="requests handed in and not yet finished, at most; the next is handed in when one "
+        "finishes (1; with a rate: any number)",
     )
+    command.add_argument(
+        "--request-rate",
+        metavar="R",
+        help="requests handed in per second, at random moments (Poisson), as far as --concurrency "
+        "allows; of the emulated machine's seconds, if there is one (inf: each at once)",
+    )
+    command.add_argument("--arrival-seed", metavar="N", help="the seed of these random moments (0)")
     command.add_argument(
         "--num-prompts", metavar="N", help="take so many, at equal distances from all (all)"
     )
@@ -89,14 +107,19 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             raise ConfigError(f"{name} is given twice, as {option} and as a setting; give it once.")
         if value is not None:
             ours[name] = value
-    concurrency = _number(ours, "concurrency") or 1
+    load: dict[str, Any] = {
+        "concurrency": _number(ours, "concurrency"),
+        "request_rate": _rate(ours),
+        "arrival_seed": _number(ours, "arrival_seed", 0, MAX_SEED) or 0,
+    }
+    Load.of(**load)  # what is wrong is said before anything is read
     prompt_tokens = _number(ours, "prompt_tokens")
     where = Path(ours["dataset"]) if "dataset" in ours else default_dataset()
     samples = dataset.load(where, _number(ours, "num_prompts"))
     if arguments.output is not None:
         check_output(arguments.output)
 
-    result, inherited = measured(samples, settings, arguments.on, concurrency, prompt_tokens)
+    result, inherited = measured(samples, settings, arguments.on, load, prompt_tokens)
     figures = {
         **result.summary(),
         "dataset": str(where),
@@ -118,11 +141,11 @@ def measured(
     samples: Sequence[dataset.Sample],
     settings: list[str],
     on: str | None,
-    concurrency: int,
+    load: dict[str, Any],
     prompt_tokens: int | None,
 ) -> tuple[BenchResult, tuple[str, ...]]:
     """Decode a data set on the running cluster of that name, or on one of its own; the settings
-    that the running one was started with."""
+    that the running one was started with. `load` are arguments of `arrivals.Load.of`."""
     if on is not None:
         from pipespec.client import registry
         from pipespec.client.bench import bench_on
@@ -136,7 +159,7 @@ def measured(
                 client,
                 chosen,
                 samples,
-                concurrency=concurrency,
+                **load,
                 prompt_tokens=prompt_tokens,
                 on_done=on_done,
             )
@@ -152,7 +175,7 @@ def measured(
         result = bench(
             config,
             samples,
-            concurrency=concurrency,
+            **load,
             prompt_tokens=prompt_tokens,
             on_done=on_done,
             on_loaded=on_loaded,
@@ -162,7 +185,14 @@ def measured(
 
 # --- settings of the bench itself -------------------------------------------------------------
 
-NAMES = ("dataset", "concurrency", "num_prompts", "prompt_tokens")
+NAMES = (
+    "dataset",
+    "concurrency",
+    "request_rate",
+    "arrival_seed",
+    "num_prompts",
+    "prompt_tokens",
+)
 
 
 def split(texts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -182,15 +212,26 @@ def split(texts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return ours, others
 
 
-def _number(ours: dict[str, str], name: str) -> int | None:
-    """The value of a setting that is a number, if it is given. Raises ConfigError."""
+def _number(ours: dict[str, str], name: str, least: int = 1, most: int = MAX_COUNT) -> int | None:
+    """The value of a setting that is a whole number, if it is given. Raises ConfigError."""
     text = ours.get(name)
     if text is None:
         return None
     # `int` refuses a text of thousands of digits, and so does the sentence about it.
     value = int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
-    check_whole(name, value, 1, MAX_COUNT)
+    check_whole(name, value, least, most)
     return int(value)
+
+
+def _rate(ours: dict[str, str]) -> float | None:
+    """The requests per second, if they are given. Raises ConfigError."""
+    text = ours.get("request_rate")
+    if text is None:
+        return None
+    plain = r"[+-]?([0-9]{1,18}(\.[0-9]{0,18})?|\.[0-9]{1,18})(e[+-]?[0-9]{1,2})?|inf"
+    value = float(text) if re.fullmatch(plain, text) else text
+    check_rate(value)
+    return float(value)
 
 
 def default_dataset() -> Path:
@@ -225,8 +266,11 @@ def print_figures(result: BenchResult) -> None:
     """Three tables: latencies, what guessing brought, and each benchmark by itself."""
     figures = result.summary()
     label = labelled(figures)
+    at_once = figures["max_concurrency"] or "any number"
+    rate = figures["request_rate"]
+    often = "" if rate == "inf" else f"{shown(rate)} handed in per second, "
     summary = (
-        f"{figures['completed']} requests, {figures['max_concurrency']} at once, "
+        f"{figures['completed']} requests, {at_once} at once, {often}"
         f"{figures['total_output_tokens']} tokens after {figures['total_input_tokens']} of the "
         f"prompts in {figures['duration']:.1f} s{label}"
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from pipespec.client import answers
+from pipespec.client.arrivals import Arrivals, Load
 from pipespec.client.client import Client
 from pipespec.client.dataset import Sample
 from pipespec.client.figures import BenchResult, RequestResult
@@ -16,17 +18,24 @@ from pipespec.clock import monotonic_ns
 from pipespec.cluster import session
 from pipespec.cluster.deployment import decide, fit_context
 from pipespec.config.schema import Config
+from pipespec.controller.records import Accepted, Finished
+from pipespec.core import Sampling
 from pipespec.errors import ConfigError, PromptError, RankFailed
 from pipespec.limits import MAX_COUNT, check_whole
 from pipespec.stats import Report
 from pipespec.text import Detokenizer, StopStrings
+
+# Reports are read at the end, when there is nothing to hand in, but while the log keeps them.
+READ_REPORTS_S = 600.0
 
 
 def bench(
     config: Config,
     samples: Sequence[Sample],
     *,
-    concurrency: int = 1,
+    concurrency: int | None = None,
+    request_rate: float | None = None,
+    arrival_seed: int = 0,
     prompt_tokens: int | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
@@ -34,8 +43,11 @@ def bench(
     """Decode all samples on one cluster, started for them.
 
     Args:
-        concurrency: requests that are handed in and not yet finished, at most. The head
-            decodes `scheduler.max_num_seqs` at once; what the others wait is part of their TTFT.
+        concurrency, request_rate, arrival_seed: when requests are handed in (`Load.of`): as many
+            as `concurrency` are unfinished as long as there are, unless the rate brings fewer.
+            One that is held back is handed in when another finishes, and its times count from
+            then. The head decodes `scheduler.max_num_seqs` at once; what the others wait is
+            part of their TTFT.
         prompt_tokens: cut every prompt to its first so many tokens.
         on_done: called with how many requests are finished, and of how many.
         on_loaded: called with how many ranks have loaded their models, and of how many.
@@ -44,7 +56,8 @@ def bench(
         ConfigError, Unreachable: before any rank starts, if anything is wrong.
         RankFailed: a rank died; the others have been ended.
     """
-    check(samples, concurrency, prompt_tokens)
+    load = Load.of(concurrency, request_rate, arrival_seed)
+    check(samples, prompt_tokens)
     deployment = decide(config)
     settings = RequestSettings.of(config)
     with session.prepare(deployment) as agents:
@@ -55,7 +68,7 @@ def bench(
             session.start(deployment, agents, on_loaded) as cluster,
             asking(cluster, served) as client,
         ):
-            result, reports = measure(client, settings, samples, prompts, concurrency, on_done)
+            result, reports = measure(client, settings, samples, prompts, load, on_done)
     answers.write_trace(deployment, reports)
     return result
 
@@ -65,19 +78,21 @@ def bench_on(
     settings: RequestSettings,
     samples: Sequence[Sample],
     *,
-    concurrency: int = 1,
+    concurrency: int | None = None,
+    request_rate: float | None = None,
+    arrival_seed: int = 0,
     prompt_tokens: int | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> BenchResult:
     """The same on a cluster that runs. Raises ConfigError, PromptError, RankFailed."""
-    check(samples, concurrency, prompt_tokens)
+    load = Load.of(concurrency, request_rate, arrival_seed)
+    check(samples, prompt_tokens)
     prompts = encode(client.served, settings, samples, prompt_tokens)
-    return measure(client, settings, samples, prompts, concurrency, on_done)[0]
+    return measure(client, settings, samples, prompts, load, on_done)[0]
 
 
-def check(samples: Sequence[Sample], concurrency: int, prompt_tokens: int | None) -> None:
+def check(samples: Sequence[Sample], prompt_tokens: int | None) -> None:
     """Raise ConfigError unless a bench can be run so."""
-    check_whole("concurrency", concurrency, 1, MAX_COUNT)
     if prompt_tokens is not None:
         check_whole("prompt_tokens", prompt_tokens, 1, MAX_COUNT)
     if not samples:
@@ -110,61 +125,98 @@ def measure(
     settings: RequestSettings,
     samples: Sequence[Sample],
     prompts: Sequence[list[int]],
-    concurrency: int,
+    load: Load,
     on_done: Callable[[int, int], None],
 ) -> tuple[BenchResult, list[Report]]:
     """Decode the prompts of all samples, and what the ranks say of all requests."""
-    served, decode = client.served, settings.decode
+    served = client.served
     sampling = settings.verify.sampling(fresh_seed=answers.fresh_seed())
-    results: list[RequestResult] = []
-    told: list[Report] = []
-    waiting = deque(prompts)
-    open_requests: deque[tuple[int, int]] = deque()  # number, when it was handed in
-
-    def submit() -> None:
-        now = monotonic_ns()
-        number = client.submit(
-            waiting.popleft(),
-            sampling,
-            max_new_tokens=decode.max_new_tokens,
-            stop=decode.stop,
-            eos=() if decode.ignore_eos else served.eos,
-        )
-        open_requests.append((number, now))
-
+    scale = served.time_scale or 1.0
+    arrivals = Arrivals.of(load, len(samples))
+    asked: list[_Asked] = []
     began = ended = monotonic_ns()
-    while waiting and len(open_requests) < concurrency:
-        submit()
     on_done(0, len(samples))
-    for sample, prompt in zip(samples, prompts, strict=True):
-        number, enqueued = open_requests.popleft()
-        answer = answers.gather(
-            client.events(number),
-            Detokenizer(served.tokenizer, prompt),
-            StopStrings(decode.stop),
-        )
-        ended = monotonic_ns()
-        if waiting:
-            submit()
-        reports = client.reports(number)
-        told += reports
-        results.append(_result(served, sample, prompt, answer, enqueued, reports))
-        on_done(len(results), len(samples))
-    duration_s = (ended - began) / 1e9 / (served.time_scale or 1.0)
-    return BenchResult(results, duration_s, concurrency, answers.labels(served, sampling)), told
+    with client.follow() as followed:
+        unfinished: dict[int, _Asked] = {}
+        finished: deque[_Asked] = deque()  # whose reports were not read
+        while len(asked) < len(samples) or unfinished:
+            now = monotonic_ns()
+            wait = arrivals.wait_s(len(asked), len(unfinished), (now - began) / 1e9 / scale)
+            if wait == 0:
+                one = _submit(client, settings, sampling, prompts[len(asked)])
+                followed.add(one.number)
+                asked.append(one)
+                unfinished[one.number] = one
+                continue
+            while finished and now - finished[0].ended_ns > READ_REPORTS_S * 1e9:
+                one = finished.popleft()
+                one.reports = client.reports(one.number)
+            for number, event in followed.next(None if wait is None else wait * scale):
+                unfinished[number].events.append(event)
+                if isinstance(event, Finished):
+                    one = unfinished.pop(number)
+                    one.ended_ns = ended = monotonic_ns()
+                    finished.append(one)
+                    on_done(len(asked) - len(unfinished), len(samples))
+    for one in finished:
+        one.reports = client.reports(one.number)
+    results = [
+        _result(served, settings, sample, prompt, one, began)
+        for sample, prompt, one in zip(samples, prompts, asked, strict=True)
+    ]
+    done = BenchResult(
+        results,
+        (ended - began) / 1e9 / scale,
+        load.concurrency,
+        answers.labels(served, sampling),
+        load.request_rate,
+        load.arrival_seed,
+    )
+    return done, [report for one in asked for report in one.reports]
+
+
+@dataclass
+class _Asked:
+    """A request of the run: when it was handed in, what came of it."""
+
+    number: int
+    enqueued_ns: int
+    events: list[Accepted | Finished] = field(default_factory=list)
+    ended_ns: int = 0
+    reports: list[Report] = field(default_factory=list)
+
+
+def _submit(
+    client: Client, settings: RequestSettings, sampling: Sampling, prompt: list[int]
+) -> _Asked:
+    decode = settings.decode
+    now = monotonic_ns()
+    number = client.submit(
+        prompt,
+        sampling,
+        max_new_tokens=decode.max_new_tokens,
+        stop=decode.stop,
+        eos=() if decode.ignore_eos else client.served.eos,
+    )
+    return _Asked(number, now)
 
 
 def _result(
     served: ServedModel,
+    settings: RequestSettings,
     sample: Sample,
     prompt: list[int],
-    answer: answers.Answer,
-    enqueued: int,
-    reports: list[Report],
+    asked: _Asked,
+    began: int,
 ) -> RequestResult:
-    (head,) = (report for report in reports if report["rank"] == 0)
+    answer = answers.gather(
+        asked.events,
+        Detokenizer(served.tokenizer, prompt),
+        StopStrings(settings.decode.stop),
+    )
+    head, *stages = sorted(asked.reports, key=lambda report: report["rank"])
     scale = served.time_scale or 1.0
-    arrivals = [(at - enqueued) / 1e6 / scale for at in head["token_ns"]]
+    arrivals = [(at - asked.enqueued_ns) / 1e6 / scale for at in head["token_ns"]]
     if len(arrivals) != len(answer.token_ids):
         raise RankFailed(
             f"The times of {sample.id!r} were lost with the head, which was killed as it ended; "
@@ -179,5 +231,8 @@ def _result(
         finish_reason=answer.finish_reason,
         ttft_ms=arrivals[0],
         token_ms=arrivals,
-        stats=answers.statistics(served, enqueued, reports),
+        stats=answers.statistics(served, asked.enqueued_ns, asked.reports),
+        started_ms=(asked.enqueued_ns - began) / 1e6 / scale,
+        draft_overruns=head["counts"]["overruns"],
+        periods=[stage["period"] for stage in stages],
     )

@@ -5,13 +5,15 @@
         for event in client.events(request):
             ...
 
+Who hands in several hears of all of them through `client.follow()`.
+
 It is the same whether the cluster is of this process (`pipespec.cluster.session`) or was started
 by another (`pipespec up`). Several may ask one cluster: the head takes requests in their order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -21,6 +23,7 @@ from pipespec.clock import Clock, monotonic_ns
 from pipespec.controller.overview import look
 from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.requests import RequestLog
+from pipespec.controller.streams import Streams
 from pipespec.core import Sampling
 from pipespec.errors import ControllerError, RankFailed, Unreachable
 from pipespec.stats import Report, blank
@@ -103,22 +106,23 @@ class Client:
 
         Raises RankFailed if the cluster ends before the request does.
         """
-        for event in self._heard(request):
-            if event is None:
-                self._cluster.check()
-                continue
-            if isinstance(event, Accepted):
-                self._first_seen.setdefault(request, self._clock())
-            else:
-                self._open.discard(request)
-            yield event
+        with self.follow() as followed:
+            followed.add(request)
+            while len(followed):
+                for _, event in followed.next():
+                    yield event
 
-    def _heard(self, request: int) -> Iterator[Accepted | Finished | None]:
-        try:
-            yield from self._log.stream(request, heartbeat=self._cluster.heartbeat_s)
-        except Unreachable:
-            self._cluster.check()
-            raise
+    @contextmanager
+    def follow(self) -> Iterator[Followed]:
+        """Follow any number of requests at once, over one connection."""
+        with self._log.streams() as streams:
+            yield Followed(self._cluster, streams, self._heard)
+
+    def _heard(self, request: int, event: Accepted | Finished) -> None:
+        if isinstance(event, Accepted):
+            self._first_seen.setdefault(request, self._clock())
+        else:
+            self._open.discard(request)
 
     def reports(self, request: int) -> list[Report]:
         """What every rank says of a finished request whose events were read, the head's first.
@@ -149,6 +153,57 @@ class Client:
                     return  # a cluster that is gone decodes nothing
                 except ControllerError:  # the log has forgotten it
                     continue
+
+
+class Followed:
+    """Requests whose events are heard as they come, until each has finished."""
+
+    def __init__(
+        self,
+        cluster: Asked,
+        streams: Streams,
+        on_event: Callable[[int, Accepted | Finished], None],
+    ):
+        self._cluster = cluster
+        self._streams = streams
+        self._on_event = on_event
+        self._heard_ns = monotonic_ns()  # when an event came or the cluster was looked at
+
+    def __len__(self) -> int:
+        """How many have not finished."""
+        return len(self._streams)
+
+    def add(self, request: int) -> None:
+        """Follow a request too, from its first event on."""
+        self._streams.add(request)
+
+    def next(self, timeout: float | None = None) -> list[tuple[int, Accepted | Finished]]:
+        """The next events, each with its request; [] if none comes within `timeout` seconds.
+
+        Raises RankFailed if the cluster ends before what is followed does.
+        """
+        deadline = None if timeout is None else monotonic_ns() + timeout * 1e9
+        while True:
+            now = monotonic_ns()
+            until = self._heard_ns + self._cluster.heartbeat_s * 1e9
+            if deadline is not None:
+                until = min(until, deadline)
+            try:
+                events = self._streams.next(max(0.0, (until - now) / 1e9))
+            except Unreachable:
+                self._cluster.check()
+                raise
+            now = monotonic_ns()
+            if events:
+                self._heard_ns = now
+                for request, event in events:
+                    self._on_event(request, event)
+                return events
+            if now >= self._heard_ns + self._cluster.heartbeat_s * 1e9:
+                self._cluster.check()
+                self._heard_ns = monotonic_ns()
+            if deadline is not None and now >= deadline:
+                return []
 
 
 @contextmanager

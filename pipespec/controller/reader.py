@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Self
 
-from pipespec.controller.connection import RETRY_S, PatientPipe, Pipe
+from pipespec.controller.connection import PatientPipe
 from pipespec.controller.keys import Keys
 from pipespec.controller.records import (
     Accepted,
@@ -18,11 +18,10 @@ from pipespec.controller.records import (
     unpack_request,
 )
 from pipespec.controller.scripts import load
+from pipespec.controller.streams import LISTEN_S, Streams, not_in_log
 from pipespec.core import Request
-from pipespec.errors import ControllerError, Unreachable
+from pipespec.errors import ControllerError
 
-# A blocking read is renewed this often, so that a silent Redis is noticed.
-LISTEN_S = 5.0
 # How long a user waits for a Redis that is away.
 PATIENCE_S = 30.0
 
@@ -57,13 +56,20 @@ class RequestReader:
 
     def request(self, request: int) -> Request:
         """What was asked for in a request. Raises ControllerError if it is not in the log."""
-        return unpack_request(request, self._asked(self._pipe, request))
+        asked = self._pipe.call("HGET", self._keys.request(request), "asked")
+        if asked is None:
+            raise not_in_log(request)
+        return unpack_request(request, asked)
 
     def tokens(self, request: int) -> tuple[int, ...]:
         """The tokens accepted so far, prompt excluded."""
         entries = entries_of(self._pipe.call("XRANGE", self._keys.events(request), "-", "+"))
         events = [event_from(fields) for _, fields in entries]
         return tuple(t for event in events if isinstance(event, Accepted) for t in event.tokens)
+
+    def streams(self) -> Streams:
+        """What follows any number of requests, on a connection of its own."""
+        return Streams(self._url, namespace=self._keys.namespace, patience=self._patience)
 
     def stream(
         self, request: int, *, base: int = 0, heartbeat: float | None = None
@@ -77,42 +83,14 @@ class RequestReader:
         None comes also while Redis is away, for at most `patience` seconds.
         Raises ControllerError if the request is not in the log.
         """
-        pipe: Pipe | None = None
-        position = f"{base}-0"
-        give_up: float | None = None
-        try:
-            while True:
-                deadline = None if heartbeat is None else time.monotonic() + heartbeat
-                try:
-                    if pipe is None:
-                        pipe = Pipe(self._url)
-                        self._asked(pipe, request)
-                    entries = self._read_stream(
-                        self._keys.events(request), position, deadline, pipe
-                    )
-                    give_up = None
-                except Unreachable:
-                    now = time.monotonic()
-                    give_up = give_up or now + self._patience
-                    if now >= give_up:
-                        raise
-                    if pipe:
-                        pipe.close()
-                    pipe = entries = None
-                    time.sleep(RETRY_S)
-                if entries is None:
-                    if heartbeat is not None:
-                        yield None
-                    continue
-                position = entries[-1][0]
-                for _, fields in entries:
-                    event = event_from(fields)
-                    yield event.since(base) if isinstance(event, Accepted) else event
-                    if isinstance(event, Finished):
-                        return
-        finally:
-            if pipe:
-                pipe.close()
+        with self.streams() as streams:
+            streams.add(request, base)
+            while len(streams):
+                found = streams.next(heartbeat)
+                if not found:
+                    yield None
+                for _, event in found:
+                    yield event
 
     def reports(
         self, request: int, count: int, timeout: float, *, partial: bool = False
@@ -139,21 +117,13 @@ class RequestReader:
                 found[int(fields[b"rank"])] = json.loads(fields[b"report"])
         return dict(sorted(found.items()))
 
-    def _asked(self, pipe: Pipe, request: int) -> bytes:
-        asked = pipe.call("HGET", self._keys.request(request), "asked")
-        if asked is None:
-            raise ControllerError(f"Request {request} is not in the log.")
-        return bytes(asked)
-
-    def _read_stream(
-        self, key: str, after: str, deadline: float | None, pipe: Pipe | None = None
-    ) -> list[Entry] | None:
+    def _read_stream(self, key: str, after: str, deadline: float | None) -> list[Entry] | None:
         """The entries of a stream after `after`, waiting for the first; None at `deadline`."""
-        pipe = pipe or self._pipe
         while True:
             left = LISTEN_S if deadline is None else min(deadline - time.monotonic(), LISTEN_S)
             block = max(1, int(left * 1000))
-            found = pipe.call("XREAD", "BLOCK", block, "STREAMS", key, after, timeout=block / 1000)
+            command = ("XREAD", "BLOCK", block, "STREAMS", key, after)
+            found = self._pipe.call(*command, timeout=block / 1000)
             if found:
                 return entries_of(found[0][1])
             if deadline is not None and time.monotonic() >= deadline:

@@ -13,6 +13,7 @@ from pipespec.core import GUESS, KIND, SEQUENCE, TOKEN, Batch, Opening, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.engine.runner import SliceRunner
 from pipespec.sampling.verifier import Verifier
+from pipespec.stats import PERIOD
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
 
@@ -72,6 +73,7 @@ class StageLoop:
         self._verdicts: list[Verdict] = []  # of this step, at the last stage
         self._verifiers: dict[int, Verifier] = {}  # of the open sequences, at the last stage
         self._counts = Counter[str]()  # since no sequence was open
+        self._since = 0  # when that ended
         # Of each open sequence: what had been counted, of work and of time, when it was opened.
         self._opened: dict[int, tuple[Opening, Counter[str]]] = {}
 
@@ -197,6 +199,7 @@ class StageLoop:
             if not self._opened:
                 self.timeline.take()
                 self._counts.clear()
+                self._since = self.timeline.clock()
             self._opened[opening.sequence] = opening, self.counted()
             if self.last:
                 self._verifiers[opening.sequence] = Verifier(opening)
@@ -207,7 +210,11 @@ class StageLoop:
 
     def release(self, batch: Batch) -> dict[int, dict[str, Any]]:
         """Free what sequences held that are open no more; what is to be reported on those that
-        have ended, by request."""
+        have ended, by request.
+
+        `period` is what this stage did since it was last without a sequence, so that what it did
+        for several at once can be counted once.
+        """
         ended = {}
         for sequence in (*batch.released, *batch.preempted):
             self.runner.release(sequence)
@@ -217,7 +224,10 @@ class StageLoop:
                 now = self.counted()
                 since = {name: now[name] - before[name] for name in now}
                 events = list(self.timeline.events)
-                ended[opening.request] = {"rank": self.rank, **since, "events": events}
+                elapsed = {"since_ns": self._since, "elapsed_ns": now["elapsed_ns"] - self._since}
+                period = {name: now[name] for name in PERIOD} | elapsed
+                told = {"rank": self.rank, **since, "period": period}
+                ended[opening.request] = told | {"events": events}
         return ended
 
     def counted(self) -> Counter[str]:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from pipespec.client.bench import bench_on
+from pipespec.client.dataset import load
 from pipespec.client.own import Running
+from pipespec.client.settings import RequestSettings
 from pipespec.config.compose import compose
 from pipespec.controller.membership import Membership
 from pipespec.controller.records import Accepted, Finished
@@ -104,6 +107,26 @@ def test_texts_are_drawn_as_they_are_alone(clusters, prompts, expected):
     found = answers(running, mixed, lambda i: GREEDY if i % 2 else SAMPLED, cancelled=cancelled)
     for i, (got, full) in enumerate(zip(found, wanted, strict=True)):
         assert got == (full[: len(got)] if i in cancelled else full)
+
+
+def test_a_bench_keeps_as_many_at_work_as_it_was_asked_to(clusters, prompts, expected):
+    """At a rate, and then all at once on the cluster of a crowd."""
+    client = clusters.running(*CROWD, *WAYS[0]).client
+    settings = RequestSettings.of(compose([f"decode.max_new_tokens={TOKENS}"]))
+    samples = load(Path(__file__).parent.parent / "data" / "prompts.jsonl")[: len(prompts)]
+    results = [
+        bench_on(client, settings, samples, concurrency=4),
+        bench_on(client, settings, samples, request_rate=100.0),
+    ]
+    for result in results:
+        assert [request.token_ids for request in result.requests] == expected
+        figures = result.summary()
+        assert 0 < figures["pipeline_steps"] < sum(r.stats["steps"] for r in result.requests)
+        assert all(0 < busy < 1 for busy in figures["stage_busy"])
+    assert results[0].summary()["max_concurrent_requests"] == 4
+    came = [request.started_ms for request in results[1].requests]
+    assert came == sorted(came)
+    assert came[-1] >= 1000 * len(prompts) / 100.0
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])

@@ -365,6 +365,7 @@ def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
     assert err == ""
     figures = json.loads(out)
     assert (figures["completed"], figures["max_concurrency"]) == (4, 3)
+    assert (figures["max_concurrent_requests"], figures["request_rate"]) == (3, "inf")
     assert figures["settings"] == [*SETTINGS, *length]
     assert figures["total_output_tokens"] == 4 * num_tokens
     assert figures["total_input_tokens"] == sum(len(prompt) for prompt, _ in expected.values())
@@ -372,7 +373,8 @@ def test_the_figures_of_bench_are_one_object_and_the_file_has_every_request(
     for name in (
         "duration", "request_throughput", "output_throughput", "mean_ttft_ms", "p99_ttft_ms",
         "mean_tpot_ms", "median_itl_ms", "p90_tbt_ms", "mean_e2el_ms", "tokens_per_step",
-        "hit_rate", "accepted_per_batch",
+        "hit_rate", "accepted_per_batch", "pipeline_steps", "pipeline_tokens_per_step",
+        "pipeline_rows_per_step", "max_output_tokens_per_s",
     ):  # fmt: skip
         assert figures[name] > 0, name
     assert figures["mean_tbt_ms"] <= figures["mean_itl_ms"]

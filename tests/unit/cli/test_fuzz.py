@@ -146,6 +146,7 @@ def assert_concluded(run: Callable[[], int]) -> None:
 WORDS = [
     *("--json", "--on", "--prompt", "--prompt-file", "--chat", "--name", "--profile", "--measured"),
     *("--dataset", "--num-prompts", "--concurrency", "--prompt-tokens", "--output", "--version"),
+    *("--request-rate", "request_rate=", "--arrival-seed", "arrival_seed="),
     *("dataset=", "num_prompts=", "concurrency=", "prompt_tokens=", "-", "--help", "lab"),
 ]
 COMMANDS = ["generate", "bench", "up", "launch", "partition", "status", "down", "check"]

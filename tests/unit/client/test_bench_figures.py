@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,25 @@ from pipespec.client.served import ServedModel
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.core import Sampling
+from pipespec.stats import PERIOD
 
 LABELS = {"emulated": False, "synthetic": False, "lossy": False, "seed": None}
 
 
-def request(name: str, token_ms: list[float], **stats: Any) -> RequestResult:
+def request(
+    name: str,
+    token_ms: list[float],
+    *,
+    started_ms: float = 0.0,
+    periods: Sequence[dict[str, int]] = (),
+    draft_overruns: int = 0,
+    **stats: Any,
+) -> RequestResult:
     known = {
         "steps": 10,
         "tokens_per_step": 0.5,
         "hit_rate": 0.5,
         "rows_per_step": 4.0,
-        "stage_busy": [0.2, 0.4],
-        "overruns": 0,
     }
     return RequestResult(
         id="q",
@@ -36,7 +44,15 @@ def request(name: str, token_ms: list[float], **stats: Any) -> RequestResult:
         ttft_ms=token_ms[0],
         token_ms=token_ms,
         stats=known | stats,
+        started_ms=started_ms,
+        periods=list(periods),
+        draft_overruns=draft_overruns,
     )
+
+
+def period(since: int, elapsed: int, busy: int, steps: int, rows: int = 0) -> dict[str, int]:
+    """What a stage says of the time since it was last without a request."""
+    return dict(zip(PERIOD, (since, elapsed, busy, steps, rows, steps), strict=True))
 
 
 def figures(*requests: RequestResult, duration_s: float = 2.0) -> dict[str, Any]:
@@ -80,15 +96,48 @@ def test_rates_weigh_what_they_count() -> None:
             hit_rate=0.0,
             steps=30,
             rows_per_step=8.0,
-            stage_busy=[0.6, 0.8],
-            overruns=3,
         ),
     )
     assert got["tokens_per_step"] == pytest.approx(6 / 6)
     assert got["hit_rate"] == pytest.approx(2 / 8)
     assert got["rows_per_step"] == pytest.approx((4 * 10 + 8 * 30) / 40)
-    assert got["stage_busy"] == pytest.approx([0.5, 0.7])
-    assert got["overruns"] == 3
+
+
+def test_a_step_that_served_several_requests_counts_once_for_the_pipeline() -> None:
+    got = figures(
+        # The first two were open at the same time, and the third after a pause.
+        request("a", [1.0, 2.0], periods=[period(5, 20, 10, 4, 30), period(7, 20, 4, 4)]),
+        request(
+            "a",
+            [1.0, 2.0, 3.0],
+            periods=[period(5, 40, 30, 9, 60), period(7, 40, 8, 9)],
+            draft_overruns=2,
+        ),
+        request("a", [1.0], periods=[period(90, 60, 20, 1, 4), period(95, 60, 12, 1)]),
+    )
+    assert got["pipeline_steps"] == 10
+    assert got["pipeline_tokens_per_step"] == pytest.approx(6 / 10)
+    assert got["pipeline_rows_per_step"] == pytest.approx(64 / 10)
+    assert got["stage_busy"] == pytest.approx([50 / 100, 20 / 100])
+    assert got["overruns"] == 10 + 10 + 2, "one per step of a stage, and the draft's"
+
+
+def test_peaks_are_those_of_the_best_second_and_of_any_moment() -> None:
+    got = figures(
+        request("a", [500.0, 900.0, 2500.0], started_ms=100.0),
+        request("a", [500.0, 1200.0], started_ms=300.0),
+        request("a", [10.0, 20.0], started_ms=1500.0),
+    )
+    # Since the first was handed in: 500, 700, 900, then 1400, 1410, 1420, then 2500.
+    assert got["max_output_tokens_per_s"] == 3
+    assert got["max_concurrent_requests"] == 2, "the second ends when the third comes"
+
+
+def test_the_load_is_told_with_the_names_of_vllm() -> None:
+    one = [request("a", [1.0])]
+    got = BenchResult(one, 1.0, None, LABELS, request_rate=2.5, arrival_seed=3).summary()
+    assert (got["max_concurrency"], got["request_rate"], got["arrival_seed"]) == (None, 2.5, 3)
+    assert BenchResult(one, 1.0, 8, LABELS).summary()["request_rate"] == "inf"
 
 
 def test_a_single_token_has_no_time_between_tokens() -> None:

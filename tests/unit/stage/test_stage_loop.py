@@ -18,6 +18,7 @@ from pipespec.engine.runner import SliceRunner
 from pipespec.head.source.protocol import Context
 from pipespec.sampling.terms import pack
 from pipespec.stage.loop import StageLoop, StageSettings
+from pipespec.stats import together
 from pipespec.trace import Timeline
 from tests.helpers import models
 from tests.helpers.story import StoryController, StoryLink
@@ -168,3 +169,27 @@ def test_inside_a_group_a_batch_goes_on_within_its_step(first):
     level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
     sent, _, _ = ran(first, 2, [prompt(0), level], {2: [Verdict(7, 3, (6,))]}, grouped)
     assert [len(batch) for batch in sent[1:3]] == [3, 2], "it was sent before the verdict came"
+
+
+def test_what_is_done_for_several_requests_at_once_is_told_as_one_period(first):
+    def begins(step: int, request: int) -> Batch:
+        opening = replace(OPENING, sequence=request, request=request)
+        return Batch(step, Context(request, PROMPT, [0, 1, 2]).rows(0), opened=(opening,))
+
+    batches = [
+        begins(0, 7),
+        begins(1, 8),
+        Batch(2, released=(7,)),
+        Batch(3, released=(8,)),
+        begins(4, 9),
+        Batch(5, released=(9,)),
+    ]
+    _, controller, _ = ran(first, 1, batches)
+    told = controller.reports
+    assert [told[request]["steps"] for request in (7, 8, 9)] == [2, 2, 1]
+    periods = [told[request]["period"] for request in (7, 8, 9)]
+    assert periods[0]["since_ns"] == periods[1]["since_ns"] < periods[2]["since_ns"]
+    whole = together(periods)
+    assert (whole["steps"], whole["rows"]) == (3 + 1, 9)
+    assert whole["elapsed_ns"] == periods[1]["elapsed_ns"] + periods[2]["elapsed_ns"]
+    assert 0 < whole["busy_ns"] < whole["elapsed_ns"]

@@ -179,6 +179,7 @@ def test_figures_of_wrong_types(
     [
         ["bench", f"num_prompts={DIGITS}"],
         ["bench", "--concurrency", DIGITS],
+        ["bench", f"request_rate={DIGITS}"],
         ["plan", "--tokens", DIGITS],
         ["plan", "--widths", f"8,{DIGITS}"],
         ["plan", "--curve", f"{DIGITS}:0.5"],
