@@ -66,7 +66,9 @@ def overrides(method: str, options: argparse.Namespace) -> list[str]:
 
 def simulated(config: Config, requests: int, options: argparse.Namespace) -> Simulation:
     """What the scheduler does with so many requests."""
-    stages = [TimeCurve.parse(str(text)) for text in np.resize(config.pace.stage_ms, options.stages)]
+    stages = [
+        TimeCurve.parse(str(text)) for text in np.resize(config.pace.stage_ms, options.stages)
+    ]
     plain = max(PLAIN_LEAST, PLAIN_TOKENS * requests)
     return simulate(
         config.feed,

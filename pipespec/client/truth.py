@@ -47,7 +47,11 @@ def record_truth(
         stop=[],
     )
     done = bench(
-        replace(config, decode=decode), samples, prompt_tokens=prompt_tokens, on_done=on_done
+        replace(config, decode=decode),
+        samples,
+        concurrency=min(len(samples), config.scheduler.max_num_seqs),
+        prompt_tokens=prompt_tokens,
+        on_done=on_done,
     )
     # The source takes the first text that begins with a prompt. Where one prompt begins
     # another, the shorter one must not find the text of the longer.

@@ -26,15 +26,18 @@ class Level:
 
     `levels_per_step` (SpecPipe 3.4) feeds so many levels at once, which needs as many draft
     rounds per step; a step with fewer feeds what there is.
+
+    With many requests each has a level of that width (SpecPipe-DB), or, `shared`, all of them
+    together.
     """
 
     width: int = 16
     children: int = 8
     levels_per_step: int = 1
     cut: str = AFTER
+    shared: bool = False
     keeps_unfed: ClassVar[bool] = False
     whole: ClassVar[bool] = False
-    shared: ClassVar[bool] = False
     row_cost: ClassVar[float | None] = 0.0
 
     def __post_init__(self) -> None:
