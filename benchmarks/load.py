@@ -35,18 +35,18 @@ from pipespec.emulation import TimeCurve
 from pipespec.head.source.synthetic import Accuracy
 from pipespec.planning.simulation import Machine, Simulation, simulate
 
-PLAIN = "root"
+PLAIN, OURS = "root", "best_first"
 # Level's width is each request's own, as SpecPipe-DB has it, or shared by all.
 METHODS = {
     PLAIN: [],
     "static_tree": [],
     "level": ["feed.width={width}", "feed.children={children}"],
     "level shared": ["feed.width={rows}", "feed.children={children}", "feed.shared=true"],
-    "best_first": ["feed.width={rows}", "feed.children={children}"],
+    OURS: ["feed.width={rows}", "feed.children={children}"],
 }
 # Tokens of each request under plain decoding, which all take the same time, and of all.
 PLAIN_TOKENS = 16
-PLAIN_LEAST = 200
+PLAIN_LEAST = 64
 # Tokens of one request at most, so that prompt and answer fit into the demo pair's context.
 MOST_TOKENS = 600
 MORE = 1.4  # tokens are decoded for each one that is counted
@@ -132,7 +132,12 @@ def tokens_each(method: str, requests: int, options: argparse.Namespace) -> int:
     """How long the answers of a run are."""
     if method == PLAIN:
         return max(PLAIN_TOKENS, int(PLAIN_LEAST / requests))
-    return min(MOST_TOKENS, int(MORE * options.tokens / requests) + PLAIN_TOKENS)
+    return min(MOST_TOKENS, int(MORE * wanted(method, options) / requests) + PLAIN_TOKENS)
+
+
+def wanted(method: str, options: argparse.Namespace) -> int:
+    """How many tokens are to be counted; of the methods beside ours a quarter."""
+    return options.tokens if method == OURS else options.tokens // 4
 
 
 def measured(
@@ -158,7 +163,7 @@ def measured(
         ]
     )
     windows, overruns, steps = [], 0, 0
-    runs = max(1, round(options.tokens / (tokens * requests))) if method != PLAIN else 1
+    runs = max(1, round(wanted(method, options) / (tokens * requests))) if method != PLAIN else 1
     with Progress(transient=True) as shown:
         task = shown.add_task(f"{method}, {requests} requests")
         for _ in range(runs):

@@ -82,8 +82,9 @@ def serve(
                     settings = StageSettings(deployment.layout, config.pace, delay_ms)
                     StageLoop(runner, link, controller, settings, timeline).run()
                 else:
+                    tokens = controller.kv_tokens(deployment.num_ranks - 1)
                     HeadLoop(
-                        Scheduler(scheduler_config(deployment, controller.kv_tokens())),
+                        Scheduler(scheduler_config(deployment, tokens)),
                         make_source(deployment, runner),
                         link,
                         controller,

@@ -176,10 +176,17 @@ class Controller(RequestLog):
                 return None
         return payload
 
-    def kv_tokens(self) -> int:
-        """How many tokens of text every rank holds that has joined this epoch."""
-        found = self._pipe.call("HVALS", self._keys.kv_tokens(self._epoch))
-        return min(map(int, found))
+    def kv_tokens(self, stages: int) -> int:
+        """How many tokens of text every rank holds, once so many stages have joined this epoch.
+
+        Raises StaleEpoch.
+        """
+        while True:
+            found = self._pipe.call("HGETALL", self._keys.kv_tokens(self._epoch))
+            held = {int(rank): int(n) for rank, n in zip(found[::2], found[1::2], strict=True)}
+            if len(held.keys() - {0}) >= stages:
+                return min(held.values())
+            self._hear(LOOK_S / 10)
 
     def next_requests(
         self, count: int, *, wait: bool

@@ -21,6 +21,7 @@ from pipespec.controller.scripts import load
 from pipespec.controller.streams import LISTEN_S, Streams, not_in_log
 from pipespec.core import Request
 from pipespec.errors import ControllerError
+from pipespec.stats import blank
 
 # How long a user waits for a Redis that is away.
 PATIENCE_S = 30.0
@@ -97,8 +98,9 @@ class RequestReader:
     ) -> dict[int, dict[str, Any]]:
         """The report of every rank on a request, by rank; a later report replaces an earlier.
 
-        Waits for `count` ranks. If they take longer than `timeout` seconds it raises
-        ControllerError or, if `partial`, returns what there is.
+        Waits for `count` ranks; of a request that never reached the stages only the head has
+        something to say. If they take longer than `timeout` seconds it raises ControllerError or,
+        if `partial`, returns what there is.
         """
         deadline = time.monotonic() + timeout
         found: dict[int, dict[str, Any]] = {}
@@ -115,6 +117,8 @@ class RequestReader:
             position = entries[-1][0]
             for _, fields in entries:
                 found[int(fields[b"rank"])] = json.loads(fields[b"report"])
+            if found.get(0, {}).get("alone"):
+                found = {rank: blank(rank) for rank in range(count)} | found
         return dict(sorted(found.items()))
 
     def _read_stream(self, key: str, after: str, deadline: float | None) -> list[Entry] | None:

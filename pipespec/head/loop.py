@@ -220,7 +220,8 @@ class HeadLoop:
         control = self.timeline.totals["control"] - self._control_ns.pop(request.id)
         # Events are of the whole pipeline: a trace is of one request alone.
         events = list(self.timeline.events)
-        report = {"rank": 0, "control_ns": control, "events": events}
+        alone = sequence.number == NOT_OPEN or not sequence.prefilled
+        report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
         self.controller.report(request.id, report | sequence.statistics())
         self.controller.finish(request.id, reason)
         self.forget(sequence)

@@ -32,6 +32,7 @@ from benchmarks import (
 from benchmarks.inflate import Shape, read_config
 from benchmarks.timed_stage import TimedStage, random_tree
 from benchmarks.traces import Span, Trace
+from pipespec.client.figures import BenchResult, RequestResult
 from pipespec.config.compose import compose
 from pipespec.core import Verdict
 from pipespec.emulation import Pace
@@ -383,13 +384,35 @@ def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
     assert experiment.overrides(given, tmp_path)[2] == "source.truth=truth.jsonl"
 
 
-def test_a_row_of_load_is_a_multiple_of_plain_decoding_with_as_many_requests():
+def test_a_row_of_load_is_a_multiple_of_plain_decoding_with_as_many_requests(tmp_path):
     options = argparse.Namespace(
-        rows=16, children=8, rounds=2, tokens=100, stages=4, stage_ms=10.0, draft_ms=4.0,
-        curve="1:0.7,8:0.95", spread=0.5,
+        rows=24, width=8, children=8, rounds=2, tokens=100, stages=4, pace="fixed", scale=1.0,
+        draft_ms=None, link="none", sync="lockstep", curve="1:0.7,8:0.95", spread=0.5,
+        emulate=False,
     )  # fmt: skip
-    plain = load.row("root", 3, options, 0.0)
+    plain = load.row("root", 3, options, tmp_path, {})
     assert plain["speed_up"] == 1
     assert plain["tokens_per_step"] == pytest.approx(3 / 4, abs=0.01)
-    guessed = load.row("best_first", 3, options, plain["tokens_per_s"])
-    assert guessed["speed_up"] == guessed["tokens_per_s"] / plain["tokens_per_s"] > 1.5
+    for method in load.METHODS:
+        found = load.row(method, 3, options, tmp_path, plain)
+        assert found["speed_up"] == found["tokens_per_s"] / plain["tokens_per_s"]
+        assert found["speed_up"] > 1.2 or method == "root"
+
+
+def test_what_is_counted_of_a_crowd_lies_between_its_last_first_and_its_first_last_token():
+    """Three requests, whose tokens come every 10, 20 and 10 ms."""
+    results = [
+        RequestResult(str(i), "b", [1], [], "", "length", 0.0, times, {}, started_ms=start)
+        for i, (start, times) in enumerate(
+            [
+                (0.0, [10.0 * k for k in range(1, 11)]),
+                (5.0, [25.0, 45.0, 65.0, 85.0, 105.0]),
+                (0.0, [20.0 + 10 * k for k in range(7)]),
+            ]
+        )
+    ]
+    window = load.Window.of(BenchResult(results, 1.0, 3, {}))
+    assert (window.tokens, window.ms) == (5 + 2 + 5, 50.0)
+    assert window.worst_ms == 20.0
+    both = load.together([window, window])
+    assert (both.tokens, both.ms, len(both.gaps)) == (24, 100.0, 2 * len(window.gaps))
