@@ -13,18 +13,27 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
+import torch
 
 from benchmarks import experiment
 from benchmarks.experiment import Row
-from pipespec.core import Verdict
+from pipespec.core import Batch, Verdict
+from pipespec.emulation import TimeCurve
 from pipespec.engine.kv import SlotPool
 from pipespec.engine.lineage import Lineage
-from pipespec.engine.runner import SlotTable
+from pipespec.engine.model import ModelSlice
+from pipespec.engine.runner import SliceRunner, SlotTable
 from pipespec.head.feed.best_first import BestFirst
 from pipespec.head.feed.policy import PipelineState
+from pipespec.head.source.protocol import Context
+from pipespec.head.source.synthetic import Accuracy
 from pipespec.head.tree import ROOT, Tree
+from pipespec.planning.simulation import Machine, SimulatedPipeline
+from pipespec.transport.wire import Wire
 
 WIDTH, CHILDREN, LIVE = 64, 16, 600
 STATE = PipelineState(num_stages=8, step=0)
@@ -94,6 +103,67 @@ def stage(repeats: int, context: int, width: int) -> float:
     return median_ms(lambda: copy.deepcopy((sequence, pool)), run, repeats)
 
 
+def head_of_many(steps: int, requests: int) -> float:
+    """Apply a step's verdicts on many requests, choose the next rows and pack them, while the
+    simulation plays draft and stages."""
+    machine = Machine((TimeCurve(((1, 1.0),)),) * STATE.num_stages)
+    draft = Accuracy({1: 0.74, 32: 0.99}, spread=0.8)
+    simulated = SimulatedPipeline(
+        BestFirst(WIDTH, CHILDREN), machine, draft, 2, 60 * requests, 0, requests, WIDTH
+    )
+    wire = Wire(1, WIDTH, 8, torch.float32, max_released=requests)
+    spent = [0]
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter_ns()
+            found = call(*arguments, **named)
+            if isinstance(found, Batch):
+                wire.pack(found)
+            spent[0] += time.perf_counter_ns() - start
+            return found
+
+        return run
+
+    scheduler: Any = simulated.scheduler
+    for name in ("apply", "heard", "make_room", "next_batch"):
+        setattr(scheduler, name, timed(getattr(scheduler, name)))
+    times = []
+    for _ in range(2 * STATE.num_stages + steps):
+        spent[0] = 0
+        simulated.step()
+        times.append(spent[0])
+    return statistics.median(times[2 * STATE.num_stages :]) / 1e6
+
+
+def stage_of_many(repeats: int, requests: int, context: int) -> tuple[float, float]:
+    """Give 64 rows of many sequences slots and a plan; apply a verdict on each of them."""
+    runner = SliceRunner(cast(ModelSlice, None), requests * (context + 8))
+    per_step = max(WIDTH // requests, 1)
+    rows, verdicts = [], []
+    for number in range(requests):
+        rng = np.random.default_rng(number)
+        text = Context(number, rng.integers(0, 99, context).tolist(), list(range(context)))
+        runner._admit(Batch(0, text.rows(0)))
+        tree = Tree(context - 1, context - 2, text.tokens[-1], context - 1, fed=True)
+        tree.append(np.array([ROOT]), np.arange(4)[None], np.log(np.full((1, 4), 0.25)))
+        runner._admit(Batch(0, tree.rows(number, np.arange(1, 3))))
+        rows.append(tree.rows(number, np.arange(3, 3 + per_step)))
+        verdicts.append(Verdict(number, context, (0,)))
+    batch = Batch(1, np.concatenate(rows))
+
+    def admit(state: object) -> None:
+        assert isinstance(state, SliceRunner)
+        state._admit(batch)
+
+    def apply(state: object) -> None:
+        assert isinstance(state, SliceRunner)
+        state.apply(verdicts)
+
+    fresh = partial(copy.deepcopy, runner)
+    return median_ms(fresh, admit, repeats), median_ms(fresh, apply, repeats)
+
+
 def main() -> None:
     parser = experiment.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=300)
@@ -104,6 +174,13 @@ def main() -> None:
         for width in (16, 64):
             name = f"stage: apply a verdict, width {width}, context {context}"
             rows.append(Row(name, stage(options.repeats, context, width), budget=0.1))
+    few = max(options.repeats // 10, 3)
+    name = f"head: verdicts, choice and packing of 64 requests, {WIDTH} rows"
+    rows.append(Row(name, head_of_many(few, 64), budget=1.5))
+    admitted, _ = stage_of_many(few, 32, 128)
+    rows.append(Row("stage: admit and plan 64 rows of 32 requests", admitted, budget=1.0))
+    _, applied = stage_of_many(few, 64, 128)
+    rows.append(Row("stage: apply a verdict on each of 64 requests", applied, budget=1.0))
     experiment.publish(options, "Runtime budgets, ms", [asdict(row) for row in rows], unit="ms")
 
 

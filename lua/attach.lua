@@ -3,10 +3,12 @@
 -- KEYS[1]  epoch
 -- KEYS[2]  ranks of the epoch (hash: rank, process id)
 -- KEYS[3]  tokens that their KV holds (hash by rank)
+-- KEYS[4]  how long their batches take (hash by rank)
 -- ARGV[1]  epoch of the caller
 -- ARGV[2]  rank
 -- ARGV[3]  process id
 -- ARGV[4]  tokens that its KV holds; nothing: it needs none
+-- ARGV[5]  how long its batches take (opaque); nothing: it does not know
 -- Reply    1
 -- Errors   STALE
 --
@@ -26,5 +28,8 @@ if redis.call('HSETNX', KEYS[2], ARGV[2], ARGV[3]) == 0 then
 end
 if ARGV[4] ~= '' then
   redis.call('HSET', KEYS[3], ARGV[2], ARGV[4])
+end
+if ARGV[5] ~= '' then
+  redis.call('HSET', KEYS[4], ARGV[2], ARGV[5])
 end
 return 1

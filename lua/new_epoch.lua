@@ -28,7 +28,7 @@ for _, rank in ipairs(redis.call('HKEYS', old .. ':ranks')) do
   redis.call('RPUSH', ready, 'STALE')
   redis.call('EXPIRE', ready, ARGV[2])
 end
-redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':closed', old .. ':meeting')
+redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':row_times', old .. ':closed', old .. ':meeting')
 while redis.call('RPOPLPUSH', KEYS[3], KEYS[2]) do
 end
 redis.call('XADD', KEYS[4], 'MAXLEN', 1, epoch .. '-0', 'assignment', ARGV[3])

@@ -20,7 +20,9 @@ from pipespec.head.sequence import StopCheck
 from pipespec.head.source.draft_model import DraftModelSource
 from pipespec.head.source.protocol import TokenSource
 from pipespec.planning.placement import guess_slots
+from pipespec.row_times import RowTimes
 from pipespec.stage.loop import StageLoop, StageSettings
+from pipespec.stage.profile import profile
 from pipespec.text import StopChecker
 from pipespec.trace import Timeline
 from pipespec.transport.paced import PacedTransport
@@ -36,7 +38,7 @@ def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlic
     if info is None:
         return None
     device = deployment.devices[rank]
-    slots = memory.kv_slots(deployment, rank, memory.free_bytes(device) // sharing)
+    slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing))
     name = "quantization" if rank else "draft_quantization"
     quantization = getattr(deployment.config.model, name)
     info.require_quantizer(f"model.{name}", quantization)
@@ -68,9 +70,21 @@ def serve(
     timeline = Timeline(record=config.trace is not None)
     runner = None if model is None else SliceRunner(model, model.num_slots)
     tokens = None if model is None else memory.kv_tokens(deployment, rank, model.num_slots)
+    times = RowTimes()
+    if rank and config.feed.row_cost is None:
+        assert runner is not None
+        last = rank == deployment.layout.last
+        times = profile(
+            runner, config.fed_rows, lambda rows: config.pace.of_stage(rank, 0, rows), last=last
+        )
     # Joining the controller tells whoever waits that this rank has loaded its model.
     with Controller.connect(
-        where.url, namespace=where.namespace, epoch=where.epoch, rank=rank, kv_tokens=tokens
+        where.url,
+        namespace=where.namespace,
+        epoch=where.epoch,
+        rank=rank,
+        kv_tokens=tokens,
+        row_times=times.points(),
     ) as controller:
         link = inner = connect()
         if config.link:
@@ -80,7 +94,7 @@ def serve(
                 if rank:
                     assert runner is not None
                     settings = StageSettings(deployment.layout, config.pace, delay_ms)
-                    StageLoop(runner, link, controller, settings, timeline).run()
+                    StageLoop(runner, link, controller, settings, timeline, times).run()
                 else:
                     tokens = controller.kv_tokens(deployment.num_ranks - 1)
                     HeadLoop(

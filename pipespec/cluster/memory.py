@@ -96,7 +96,7 @@ def kv_slots(deployment: Deployment, rank: int, free: int) -> int:
     """How many KV slots a rank makes, which has `free` bytes before its weights are loaded.
 
     As many as `max_num_seqs` of the longest sequences need, if `model.kv_memory` holds them; as
-    many as one needs, even if not. Raises ConfigError if what that names is too little.
+    many as one needs, even if not.
     """
     info = deployment.target if rank else deployment.draft
     assert info is not None
@@ -108,14 +108,24 @@ def kv_slots(deployment: Deployment, rank: int, free: int) -> int:
         share = share or KV_SHARE[device.partition(":")[0]]
         weights = weight_bytes(deployment, info, rank, layers_of(deployment, info, rank))
         amount = int(share * max(free - weights, 0))
-    elif amount < least * slot:
-        raise ConfigError(
-            f"model.kv_memory is {deployment.config.model.kv_memory}, but rank {rank} needs "
-            f"{least * slot / 2**20:.3g} MiB for one sequence of {deployment.context} tokens and "
-            "its guesses; raise it, or lower model.context."
-        )
     most = least + (deployment.config.scheduler.max_num_seqs - 1) * deployment.context
     return min(most, max(least, amount // slot))
+
+
+def require_kv(deployment: Deployment, rank: int) -> None:
+    """Raise ConfigError if `model.kv_memory` is an amount and a rank cannot decode the longest
+    sequence with it."""
+    info = deployment.target if rank else deployment.draft
+    _, amount = kv_amount(deployment.config.model.kv_memory)
+    if info is None or amount is None:
+        return
+    wanted = least_slots(deployment, rank).total() * slot_bytes(deployment, info, rank)
+    if amount < wanted:
+        raise ConfigError(
+            f"model.kv_memory is {deployment.config.model.kv_memory}, but rank {rank} needs "
+            f"{wanted / 2**20:.3g} MiB for one sequence of {deployment.context} tokens and its "
+            "guesses; raise it, or lower model.context."
+        )
 
 
 def kv_tokens(deployment: Deployment, rank: int, slots: int) -> int:
@@ -146,6 +156,19 @@ def free_bytes(device: str) -> int:
     return int(torch.cuda.mem_get_info(torch.device(device))[0])
 
 
+def share_bytes(device: str, sharing: int) -> int:
+    """What one of so many ranks on a device of this machine may take of it.
+
+    Those on a GPU load one after another, so what is free depends on who asks first; its whole
+    memory does not.
+    """
+    if device == "cpu" or sharing == 1:
+        return free_bytes(device) // sharing
+    import torch
+
+    return int(torch.cuda.mem_get_info(torch.device(device))[1]) // sharing
+
+
 def require_memory(
     deployment: Deployment, ranks: Iterable[int], free_on: Callable[[str], int] = free_bytes
 ) -> None:
@@ -156,6 +179,7 @@ def require_memory(
     """
     by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for rank in ranks:
+        require_kv(deployment, rank)
         by_device[deployment.devices[rank]] += needs(deployment, rank)
     for device, wanted in by_device.items():
         free = free_on(device)

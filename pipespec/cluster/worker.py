@@ -134,6 +134,8 @@ class Weights:
         if what != self._what:
             # Freed first: the device may not hold both.
             self._model = None
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # for what is measured to be free
             self._model = build.load_model(deployment, rank, sharing)
             self._what = what
         return self._model

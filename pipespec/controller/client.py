@@ -16,6 +16,9 @@ from pipespec.controller.requests import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.scripts import evalsha, load
 from pipespec.core import Guesses, Request
 from pipespec.errors import ControllerError, StaleEpoch
+from pipespec.row_times import Points
+from pipespec.row_times import pack as pack_times
+from pipespec.row_times import unpack as unpack_times
 
 # More open steps than this are a mistake (a rank completes nothing), not a deep pipeline.
 MAX_OPEN_STEPS = 1024
@@ -23,6 +26,8 @@ MAX_OPEN_STEPS = 1024
 LOOK_S = 0.5
 # How long a rank of an old epoch can still learn that it is over.
 KEEP_STALE_S = 60
+# How long what a rank says of itself is kept after it said so last.
+KEEP_TODAY_S = 86400
 # How often a last stage asks for guesses that the head is just telling.
 AGAIN_S = 0.0005
 # What lua/cancel.lua puts before the number of a request.
@@ -41,7 +46,14 @@ class Controller(RequestLog):
     """
 
     def __init__(
-        self, url: str, *, namespace: str, epoch: int, rank: int, kv_tokens: int | None = None
+        self,
+        url: str,
+        *,
+        namespace: str,
+        epoch: int,
+        rank: int,
+        kv_tokens: int | None = None,
+        row_times: Points = (),
     ):
         # An epoch ends with a rank's connection.
         super().__init__(url, namespace=namespace, epoch=epoch, patience=0)
@@ -55,8 +67,14 @@ class Controller(RequestLog):
         # The newest step whose task of a kind this rank has completed; it completes them in
         # order, so an announcement of an older one comes too late to be of use.
         self._completed: dict[Kind, int] = {}
-        keys = (self._keys.epoch, self._keys.ranks(epoch), self._keys.kv_tokens(epoch))
-        self._call("attach", keys, epoch, rank, os.getpid(), "" if kv_tokens is None else kv_tokens)
+        keys = (
+            self._keys.epoch,
+            self._keys.ranks(epoch),
+            self._keys.kv_tokens(epoch),
+            self._keys.row_times(epoch),
+        )
+        tokens = "" if kv_tokens is None else kv_tokens
+        self._call("attach", keys, epoch, rank, os.getpid(), tokens, pack_times(row_times))
         self._announcements = Pipe(url)
         self._listening = False
         self._cancelled: set[int] = set()
@@ -70,11 +88,26 @@ class Controller(RequestLog):
 
     @classmethod
     def connect(
-        cls, url: str, *, namespace: str, epoch: int, rank: int, kv_tokens: int | None = None
+        cls,
+        url: str,
+        *,
+        namespace: str,
+        epoch: int,
+        rank: int,
+        kv_tokens: int | None = None,
+        row_times: Points = (),
     ) -> Self:
         """A client of the controller, of a rank that holds `kv_tokens` tokens of text (None: it
-        holds none and needs not to). Raises Unreachable or StaleEpoch."""
-        return cls(url, namespace=namespace, epoch=epoch, rank=rank, kv_tokens=kv_tokens)
+        holds none and needs not to) and whose batches take `row_times`. Raises Unreachable or
+        StaleEpoch."""
+        return cls(
+            url,
+            namespace=namespace,
+            epoch=epoch,
+            rank=rank,
+            kv_tokens=kv_tokens,
+            row_times=row_times,
+        )
 
     @staticmethod
     def new_epoch(url: str, namespace: str, assignment: str = "") -> int:
@@ -241,8 +274,30 @@ class Controller(RequestLog):
     def publish(self, statistics: Mapping[str, int]) -> None:
         """Show whoever asks how the cluster is what this rank, the head, is doing."""
         pairs = [item for pair in statistics.items() for item in pair]
-        self._pipe.send("HSET", self._keys.statistics(self._epoch), *pairs)
+        self._keep_today(self._keys.statistics(self._epoch), *pairs)
+
+    def publish_times(self, points: Points) -> None:
+        """Tell the head how long this rank's batches take by their rows."""
+        self._keep_today(self._keys.row_times(self._epoch), self.rank, pack_times(points))
+
+    def _keep_today(self, key: str, *pairs: object) -> None:
+        """Sets fields of a hash of this epoch, which a later one may already have deleted."""
+        self._pipe.send("HSET", key, *pairs)
+        self._pipe.send("EXPIRE", key, KEEP_TODAY_S)
         self._pipe.drain()
+
+    def row_times(self) -> list[Points]:
+        """What the stages have told of that so far."""
+        found = self._pipe.call("HVALS", self._keys.row_times(self._epoch))
+        return [unpack_times(word.decode()) for word in found]
+
+    def finish(self, request: int, reason: str) -> None:
+        super().finish(request, reason)
+        self._cancelled.discard(request)
+
+    def drop_guesses(self, sequence: int) -> None:
+        """Nothing more will be told of a sequence."""
+        self._told.pop(sequence, None)
 
     def cancelled(self, request: int) -> bool:
         """Whether a user has cancelled the request, as far as this rank, the head, has heard."""

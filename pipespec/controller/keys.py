@@ -61,6 +61,10 @@ class Keys:
         """What the head says of its requests, rows and steps (hash)."""
         return self._key("epochs", epoch, "statistics")
 
+    def row_times(self, epoch: int) -> str:
+        """How long the batches of each stage take by their rows (hash by rank)."""
+        return self._key("epochs", epoch, "row_times")
+
     def closed(self, epoch: int) -> str:
         return self._key("epochs", epoch, "closed")
 

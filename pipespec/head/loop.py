@@ -21,6 +21,7 @@ from pipespec.head.scheduler import DraftWork, Scheduler
 from pipespec.head.sequence import NOT_OPEN, Sequence, StopCheck
 from pipespec.head.source.protocol import TokenSource
 from pipespec.head.timing import SendTiming
+from pipespec.row_times import together
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
 
@@ -120,12 +121,14 @@ class HeadLoop:
             self.finish(sequence, sequence.ended)
 
     def publish(self, *, now: bool = False) -> None:
-        """Show how many requests are open and what is fed, every second or `now`."""
+        """Show how many requests are open and what is fed, every second or `now`; and hear what
+        the stages have measured."""
         at = self.timeline.clock()
         if now or self._published is None or at - self._published > PUBLISH_NS:
             self._published = at
             with self.timeline("control"):
                 self.controller.publish(self.scheduler.statistics())
+                self.scheduler.learn(together(self.controller.row_times()))
 
     def begin(self) -> None:
         """A step begins."""

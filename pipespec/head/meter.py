@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+
+import numpy as np
 
 from pipespec.head.feed.policy import PipelineState, Rate
+from pipespec.row_times import Ema, Points, RowTimes, largest_like
 
-# Steps (or rounds) that an average remembers: a newer one weighs 1/MEMORY.
-MEMORY = 64
 # What it takes to hear a verdict that has been there.
 AT_ONCE_MS = 0.3
-
-
-@dataclass(slots=True)
-class Ema:
-    """A mean in which older samples fade; the first `memory` samples count alike."""
-
-    memory: int = MEMORY
-    value: float | None = None
-    samples: int = 0
-
-    def add(self, sample: float) -> None:
-        self.samples += 1
-        old = sample if self.value is None else self.value
-        self.value = old + (sample - old) / min(self.samples, self.memory)
 
 
 class Meter:
@@ -43,7 +29,9 @@ class Meter:
         self._computed = (0, 0)  # the most of both that a stage computes in this step
         self._draft = Ema()
         self._verdict = Ema()
-        self._by_rows: dict[int, tuple[Ema, Ema]] = {}  # rows, ms; by rows' bit length
+        self._by_rows = RowTimes()  # ms per step, by the largest batch on its way
+        self._stages: Points = ()  # ms of a stage, as the stages have measured it
+        self._beside = Ema()  # ms of a step beside its stages
         self._plain = Ema()  # ms per step
         self._plain_requests = Ema()  # that were decoding in such a step
         self._guessing = Ema()  # ms per step
@@ -107,28 +95,35 @@ class Meter:
         if not of_prompts:
             self._quiet.add(ms)
         if rows:
-            seen = self._by_rows.setdefault(rows.bit_length(), (Ema(), Ema()))
-            seen[0].add(rows)
-            seen[1].add(ms)
+            self._by_rows.add(rows, ms)
+            if self._stages:
+                self._beside.add(max(ms - _at(self._stages, rows), 0.0))
+
+    def stages(self, points: Points) -> None:
+        """How long the stages' own batches take, as they have measured it."""
+        self._stages = points
 
     def fed(self, rows: int, of_prompts: int = 0) -> None:
         """A batch of so many rows entered the pipeline, `of_prompts` of them of prompts."""
         self._in_flight.append((rows, of_prompts))
 
-    def rows_within(self, stretch: float) -> int | None:
-        """The largest batch with which a step lasts at most `stretch` times as long as one
-        without rows of prompts; twice the largest seen, if that did; None: nothing was measured.
+    def rows_within(self, stretch: float, roots: int) -> int | None:
+        """The largest batch with which a step lasts at most `stretch` times as long as without
+        rows of prompts, when so many roots are fed anyway; twice the largest seen, if that did;
+        None: nothing was measured.
         """
         curve = self._curve()
         if self._quiet.value is None or not curve:
             return None
-        most_ms = stretch * self._quiet.value
+        most_ms = stretch * max(self._quiet.value, _at(curve, roots))
         fits = [point for point in curve if point[1] <= most_ms]
         if len(fits) == len(curve):
             return 2 * curve[-1][0]
         rows, ms = fits[-1] if fits else (0, 0.0)
         next_rows, next_ms = curve[len(fits)]
-        return int(rows + (next_rows - rows) * (most_ms - ms) / (next_ms - ms))
+        between = int(rows + (next_rows - rows) * (most_ms - ms) / (next_ms - ms))
+        # Where the time leaps it does so after a size, not between.
+        return min(between, largest_like(rows)) if rows else between
 
     def state(self, step: int, *, end: int, elapsed_ms: float, requests: int = 1) -> PipelineState:
         """The state at this moment of a step."""
@@ -154,12 +149,15 @@ class Meter:
             return None
         return Rate(step_ms.value / tokens_per_step, step_ms.samples)
 
-    def _curve(self) -> tuple[tuple[int, float], ...]:
-        """Step time by rows; more rows never count as cheaper than fewer."""
-        points: list[tuple[int, float]] = []
-        highest = 0.0
-        for _, (rows, ms) in sorted(self._by_rows.items()):
-            assert rows.value is not None and ms.value is not None
-            highest = max(highest, ms.value)
-            points.append((round(rows.value), highest))
-        return tuple(points)
+    def _curve(self) -> Points:
+        """Step time by rows: as the stages know it, who see batches of more sizes, and what
+        steps last beside; without word of them by the steps alone."""
+        if not self._stages:
+            return self._by_rows.points()
+        beside = self._beside.value or 0.0
+        return tuple((rows, ms + beside) for rows, ms in self._stages)
+
+
+def _at(points: Points, rows: int) -> float:
+    known, ms = np.array(points).T
+    return float(np.interp(rows, known, ms))

@@ -43,6 +43,7 @@ from pipespec.head.meter import Meter
 from pipespec.head.sequence import Sequence, StopCheck
 from pipespec.head.source.protocol import Asked, Candidates
 from pipespec.head.tree import ROOT
+from pipespec.row_times import Points
 
 # How much longer a step may last with rows of prompts, while answers are running, than without.
 PROMPT_STRETCH = 1.5
@@ -288,7 +289,7 @@ class Scheduler:
         """The next draft round of a step that has lasted so long; None: none is wanted, or
         there is no time for it."""
         state = self._state(elapsed_ms)
-        if not self.sequences or not fits(self.config.rounds, state):
+        if not self.sequences or self._fruitless or not fits(self.config.rounds, state):
             return None
         work, _ = self._growth(self.sequences.values(), state)
         return work
@@ -299,8 +300,9 @@ class Scheduler:
         There is one answer for each part. None: the source is still reading that prompt.
         """
         self._fruitless = all(each is not None and not len(each.parents) for each in candidates)
+        drafted = any(each is not None and len(each.parents) for each in candidates)
         self.totals.rounds += 1
-        self._meter.round(ms, measured=any(answer is not None for answer in candidates))
+        self._meter.round(ms, measured=drafted)
         for part, answer in zip(work.parts, candidates, strict=True):
             part.sequence.counts["rounds"] += 1
             if answer is not None:
@@ -325,6 +327,7 @@ class Scheduler:
             if reason:
                 break
         self._decided += count
+        self._fruitless = False  # the draft may have room again
         self.totals.tokens += count
         if not sequence.tree.fed[ROOT]:
             sequence.waits_since = self.step
@@ -378,6 +381,10 @@ class Scheduler:
             self._meter.step(ms, self._decided, guesses=guesses, requests=self._decoding)
 
     # --- choices ------------------------------------------------------------------------------
+
+    def learn(self, points: Points) -> None:
+        """The stages have measured how long batches take by their rows."""
+        self._meter.stages(points)
 
     def _state(self, elapsed_ms: float) -> PipelineState:
         """What the policy may know at this moment of the step."""
@@ -449,7 +456,7 @@ class Scheduler:
         """
         if not self._decoding or not any(each.prompt_left for each in self.sequences.values()):
             return self.config.rows
-        within = self._meter.rows_within(PROMPT_STRETCH)
+        within = self._meter.rows_within(PROMPT_STRETCH, first)
         return self.config.rows if within is None else min(self.config.rows, max(within, first + 1))
 
     def _prompts(self, room: int) -> list[tuple[Sequence, int]]:
@@ -462,9 +469,9 @@ class Scheduler:
         found = []
         for sequence in (*reading[first:], *reading[:first]):
             end = min(sequence.prefilled + room, sequence.known)
-            if not sequence.prefilled:
-                openings -= sequence.opening.num_bytes
-            if end > sequence.prefilled and openings >= 0:
+            needed = 0 if sequence.prefilled else sequence.opening.num_bytes
+            if end > sequence.prefilled and needed <= openings:
+                openings -= needed
                 found.append((sequence, end))
                 room -= end - sequence.prefilled
         return found
@@ -478,7 +485,8 @@ class Scheduler:
             if work is not None and urgent:
                 if not self._fruitless:
                     return work
-                choice = [(each, np.array([ROOT])) for each in stuck[: self.free_slots]]
+                most = min(self.free_slots, self._budget(len(stuck)))
+                choice = [(each, np.array([ROOT])) for each in stuck[:most]]
         found = [Batch(self.step).rows]
         opened: list[Opening] = []
         for sequence, end in prompts:

@@ -189,6 +189,6 @@ class Sequence:
 
 def _planted(number: int, tokens: list[int], request: Request) -> tuple[Context, Tree]:
     """Positions are numbered from 0; a decided row's node id is its position."""
-    root = len(tokens) - 1
-    context = Context(number, list(tokens), list(range(len(tokens))), request.sampling)
+    root, prompt = len(tokens) - 1, len(request.prompt)
+    context = Context(number, list(tokens), list(range(len(tokens))), request.sampling, prompt)
     return context, Tree(root, root - 1, tokens[-1], root, fed=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipespec.head.meter import Ema
+from pipespec.row_times import Ema
 
 # Running free: a batch is sent when so much of the first stage's work on the one before is left.
 EARLY = 0.15

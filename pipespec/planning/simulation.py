@@ -35,6 +35,7 @@ from pipespec.head.scheduler import DraftWork, Scheduler, SchedulerConfig
 from pipespec.head.source.synthetic import Accuracy, SyntheticSource
 from pipespec.head.tree import ROOT
 from pipespec.limits import MAX_MS, MAX_SEED, check_number, check_whole
+from pipespec.row_times import RowTimes
 
 # The simulated text is random, and longer than what is decoded, so that no guess meets its end.
 VOCABULARY = 1 << 15
@@ -43,6 +44,9 @@ MAX_TOKENS = 10**6
 MAX_REQUESTS = 4096
 # A request may come so many times as far as the mean of all before the others are done.
 AHEAD = 4
+
+# Steps between two words of the stages on how long batches take.
+LEARNED_EVERY = 16
 
 Rounds = int | str
 
@@ -197,6 +201,11 @@ class SimulatedPipeline:
             self.scheduler.add(request, lambda token: False, now=0)
         for sequence in self.scheduler.admit():
             self.source.begin(sequence.context)
+        self.times = RowTimes()
+        for curve in machine.stages:  # as the stages measure them before they begin
+            for rows in (1, policy.max_rows):
+                self.times.add(rows, curve.ms(rows))
+        self.scheduler.learn(self.times.points())
         self.result = Simulation(np.zeros(machine.num_stages + 1, np.int64))
 
     def step(self) -> Batch:
@@ -210,7 +219,13 @@ class SimulatedPipeline:
             self.draft(work)
             drafted_ms += self.machine.draft_ms
             rounds += 1
-        computed_ms = self.machine.slowest_ms(self.rows_in_flight())
+        in_flight = self.rows_in_flight()
+        computed_ms = self.machine.slowest_ms(in_flight)
+        for curve, rows in zip(self.machine.stages, in_flight, strict=True):
+            if rows:
+                self.times.add(rows, curve.ms(rows))
+        if scheduler.step % LEARNED_EVERY == 0:
+            scheduler.learn(self.times.points())
         for request, sequence in list(scheduler.sequences.items()):
             if not sequence.prompt_left:
                 verdict = self.verdict(request, counts=waiting in ([], [request]))
@@ -220,6 +235,7 @@ class SimulatedPipeline:
         # slow draft hides the hop (PipeDec: max(T_draft, C T_c + T_t)).
         heard_ms = computed_ms + (self.machine.hop_ms if computed_ms else 0.0)
         scheduler.heard(drafted_ms, max(heard_ms - drafted_ms, 0.0))
+        scheduler.make_room()
         ms = max(heard_ms, drafted_ms)
         while isinstance(batch := scheduler.next_batch(ms), DraftWork):
             self.draft(batch)

@@ -12,6 +12,7 @@ from pipespec.controller.verdict import VerdictReceiver, pack
 from pipespec.core import GUESS, KIND, SEQUENCE, TOKEN, Batch, Opening, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.engine.runner import SliceRunner
+from pipespec.row_times import RowTimes
 from pipespec.sampling.verifier import Verifier
 from pipespec.stats import PERIOD
 from pipespec.trace import Timeline
@@ -19,6 +20,10 @@ from pipespec.transport.protocol import Transport
 
 # What a stage counts of its steps.
 COUNTS = ("steps", "rows", "dropped", "overruns")
+
+
+# How often the head is told how long batches take.
+TELL_NS = 10**9
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ class StageLoop:
         controller: Controller,
         settings: StageSettings,
         timeline: Timeline,
+        times: RowTimes | None = None,
     ):
+        """`times`: what is known of how long this stage's batches take."""
         layout = settings.layout
         self.runner = runner
         self.link = link
@@ -70,6 +77,8 @@ class StageLoop:
         self.receiver = VerdictReceiver(controller, self.rank, timeline, settings.delay_ms)
         self.step = 0
         self._done: list[Task] = []
+        self._times = times or RowTimes()
+        self._told = timeline.clock()  # when the head was told of them last
         self._verdicts: list[Verdict] = []  # of this step, at the last stage
         self._verifiers: dict[int, Verifier] = {}  # of the open sequences, at the last stage
         self._counts = Counter[str]()  # since no sequence was open
@@ -93,6 +102,7 @@ class StageLoop:
                 self.send(self.prune(computed))
             for request, report in ended.items():
                 self.controller.report(request, report)
+            self.tell_times()
             if batch.stop:
                 while not self.last and self.receiver.heard <= self.step:
                     self.follow(self.receiver.verdict())
@@ -135,6 +145,8 @@ class StageLoop:
                 start, self.settings.pace.of_stage(self.rank, self.step, len(computed))
             )
         self._counts["overruns"] += not paced
+        if len(computed):
+            self._times.add(len(computed), (self.timeline.clock() - start) / 1e6)
         self._counts["rows"] += len(computed)
         self._counts["dropped"] += len(batch) - len(computed)
         computed.step = self.step
@@ -218,7 +230,8 @@ class StageLoop:
         ended = {}
         for sequence in (*batch.released, *batch.preempted):
             self.runner.release(sequence)
-            self._verifiers.pop(sequence, None)
+            if self._verifiers.pop(sequence, None) is not None:
+                self.controller.drop_guesses(sequence)
             opening, before = self._opened.pop(sequence)
             if sequence in batch.released:
                 now = self.counted()
@@ -229,6 +242,14 @@ class StageLoop:
                 told = {"rank": self.rank, **since, "period": period}
                 ended[opening.request] = told | {"events": events}
         return ended
+
+    def tell_times(self) -> None:
+        """Tell the head now and then how long batches take here."""
+        now = self.timeline.clock()
+        if now - self._told > TELL_NS and (points := self._times.points()):
+            self._told = now
+            with self.timeline("control"):
+                self.controller.publish_times(points)
 
     def counted(self) -> Counter[str]:
         """This rank's part of a request's statistics, as totals so far."""

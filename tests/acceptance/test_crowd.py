@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pipespec.client.own import Running
 from pipespec.client.settings import RequestSettings
 from pipespec.config.compose import compose
 from pipespec.controller.membership import Membership
+from pipespec.controller.overview import look
 from pipespec.controller.records import Accepted, Finished
 from pipespec.core import Sampling
 from pipespec.system.resources import resource_dir
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.slow
 TOKENS = 24
 GREEDY = Sampling()
 SAMPLED = compose(["verify=sample", "verify.seed=11", "verify.temperature=0.9"]).verify.sampling(0)
+SHORT = ("feed.capacity=256", "model.context=128")
 CROWD = ("scheduler.max_num_seqs=6", "cluster.stages=3")
 WAYS = [
     ("feed=best_first",),
@@ -127,6 +130,24 @@ def test_a_bench_keeps_as_many_at_work_as_it_was_asked_to(clusters, prompts, exp
     came = [request.started_ms for request in results[1].requests]
     assert came == sorted(came)
     assert came[-1] >= 1000 * len(prompts) / 100.0
+
+
+def test_no_text_changes_though_requests_are_put_back(clusters, prompts):
+    """KV for some 150 tokens, and a crowd that wants 324: greedy and sampled, one cancelled."""
+    running = clusters.running(*CROWD, *WAYS[0], "model.kv_memory=800KiB", *SHORT)
+    asked = [prompt[:30] for prompt in prompts[:8]] * 2
+    greedy = cluster.reference(resource_dir("demo") / "target", asked[:8], TOKENS)
+    drawn = [answers(running, [prompt], lambda _: SAMPLED)[0] for prompt in asked[8:]]
+    found = answers(running, asked, lambda i: GREEDY if i < 8 else SAMPLED, cancelled=[1])
+    for i, (got, full) in enumerate(zip(found, [*greedy, *drawn], strict=True)):
+        assert got == (full[: len(got)] if i == 1 else full)
+    deadline = time.monotonic() + 60
+    while (told := look(running.cluster.url, running.cluster.namespace)) is not None:
+        if told.statistics["running"] == 0 or time.monotonic() > deadline:
+            break
+    assert told is not None
+    assert (told.statistics["running"], told.statistics["kv_slots_held"]) == (0, 0)
+    assert told.statistics["preemptions"] > 0, "else it shows nothing"
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])

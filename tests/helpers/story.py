@@ -23,6 +23,7 @@ from pipespec.core import (
     Verdict,
 )
 from pipespec.engine.lineage import Lineage
+from pipespec.row_times import Points
 from pipespec.sampling.verifier import walk
 
 
@@ -59,6 +60,7 @@ class StoryController:
         self.reports: dict[int, dict[str, Any]] = {}
         self.guesses: dict[int, list[Guesses]] = {}  # by sequence
         self.statistics: dict[str, int] = {}
+        self.times: Points = ()
 
     def next_requests(
         self, count: int, *, wait: bool
@@ -75,8 +77,17 @@ class StoryController:
     def tell(self, sequence: int, guesses: Guesses) -> None:
         self.guesses.setdefault(sequence, []).append(guesses)
 
+    def drop_guesses(self, sequence: int) -> None:
+        self.guesses.pop(sequence, None)
+
     def publish(self, statistics: Mapping[str, int]) -> None:
         self.statistics = dict(statistics)
+
+    def publish_times(self, points: Points) -> None:
+        self.times = points
+
+    def row_times(self) -> list[Points]:
+        return []
 
     def cancelled(self, request: int) -> bool:
         return request in self._cancels

@@ -36,7 +36,7 @@ class BestFirst:
     width: int = 16
     children: int = 8
     capacity: int = 0
-    row_cost: float | None = 0.0001
+    row_cost: float | None = None
     keeps_unfed: ClassVar[bool] = True
     whole: ClassVar[bool] = False
     shared: ClassVar[bool] = True

@@ -113,6 +113,8 @@ class DraftModelSource:
             parts.append(rows)
             start += len(rows)
         if not start:
+            for i, _, _ in ready:
+                found[i] = Candidates.of(NOTHING, [])
             return found
         hidden = self.runner.compute(Batch(step=0, rows=np.concatenate(parts))).hidden
         assert hidden is not None and len(hidden) == start, "the draft lost a parent"

@@ -33,6 +33,7 @@ from pipespec.head.tree import Tree
 class Context:
     """The decided text of one sequence: token and node id of each position, root included.
 
+    Its first `prompt` tokens are the prompt; what else was known when it began is answer.
     `sampling` is how its tokens are decided, noise included: a source may know what it proposes
     for, though it decides nothing.
     """
@@ -41,6 +42,7 @@ class Context:
     tokens: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     sampling: Sampling = field(default_factory=Sampling)
+    prompt: int = 0
 
     @property
     def drawn(self) -> bool:

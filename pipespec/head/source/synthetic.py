@@ -220,9 +220,10 @@ class SyntheticSource:
         self._answers: dict[int, tuple[Context, np.ndarray, np.ndarray]] = {}  # text, key of prompt
 
     def begin(self, context: Context) -> None:
-        prompt = context.tokens
+        known = context.tokens
+        prompt = known[: context.prompt or len(known)]
         for text in self.truth:
-            if list(text[: len(prompt)]) == prompt:
+            if list(text[: len(known)]) == known[: len(text)]:
                 key = np.array([zlib.crc32(np.array(prompt).tobytes())])
                 self._answers[context.sequence] = context, np.array(text), key
                 return

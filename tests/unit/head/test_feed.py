@@ -405,6 +405,17 @@ def test_the_time_curve_of_a_step_rises_with_the_largest_batch_in_the_pipeline()
     assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == ((1, 10.5), (4, 10.5), (16, 21.0))
 
 
+def test_what_the_stages_have_measured_stands_for_the_steps_and_what_these_last_beside():
+    meter = Meter(num_stages=2)
+    meter.stages(((1, 5.0), (16, 20.0)))
+    for rows, ms in ((16, 1.0), (1, 23.0), (1, 22.0), (1, 7.5), (1, 7.5)):
+        meter.begin()
+        meter.fed(rows)
+        meter.step(ms, 0, guesses=True)
+    # 3 and 2 ms beside the 20 of the batch of 16 rows, and 2.5 beside those of one row.
+    assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == ((1, 7.5), (16, 22.5))
+
+
 # --- adaptive ---------------------------------------------------------------------------------
 
 

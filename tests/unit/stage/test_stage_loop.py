@@ -164,6 +164,17 @@ def last_hidden(model: ModelSlice, batch: Batch) -> torch.Tensor:
     return SliceRunner(model, NUM_SLOTS).compute(batch).hidden
 
 
+def test_the_head_is_told_how_long_batches_take(first):
+    seconds = iter(range(1000))
+    timeline = Timeline(clock=lambda: next(seconds) * 10**8)
+    controller = StoryController()
+    link = StoryLink(1, [prompt(0), Batch(1), Batch(2, stop=True)])
+    settings = StageSettings(Layout(2), Pace(), 0.0)
+    StageLoop(SliceRunner(first, NUM_SLOTS), link, controller, settings, timeline).run()
+    ((rows, ms),) = controller.times
+    assert rows == 3 and ms > 0
+
+
 def test_inside_a_group_a_batch_goes_on_within_its_step(first):
     grouped = Layout(3, groups=(1, 2))
     level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))

@@ -1,0 +1,295 @@
+"""Thousands of requests, many at once, some cancelled, in a cluster whose processes are killed.
+
+    python -m benchmarks.soak --json benchmarks/results/soak.json --plot benchmarks/results/soak
+
+Prompts, lengths, greedy or drawn tokens, who is cancelled and who is killed are drawn from the
+seed. KV is so short that requests are put back again and again. Each text is compared with what
+the same request got alone, token by token; memory of every process is looked at all along. Ends
+with exit code 1 if a token is another, is lost or comes twice, if a request has no end or two, or
+if slots are held when nothing is open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks import emulated, experiment, plot
+from pipespec.client.client import Client
+from pipespec.client.dataset import load
+from pipespec.client.own import Running, running
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.controller.membership import Membership
+from pipespec.controller.overview import look
+from pipespec.controller.records import CANCELLED, Accepted, Finished
+from pipespec.core import Sampling
+
+CONTEXT = 256
+PROMPT_TOKENS = 48
+# What is open is kept so far above what can be decoded at once, so that some wait.
+WAITING = 8
+SETTLED_S = 30.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, how its tokens are decided, and the longest answer to it alone."""
+
+    prompt: list[int]
+    sampling: Sampling
+    answer: list[int]
+
+
+@dataclass
+class Asked:
+    """A request that has not finished."""
+
+    question: Question
+    length: int
+    doomed: int | None  # cancelled once it has so many tokens
+    tokens: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Soak:
+    """What came of it.
+
+    `memory` is MiB of each process that was there all along, by moments of the run.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    # The newest word of the head in each epoch.
+    statistics: dict[int, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(told.get("preemptions", 0) for told in self.statistics.values())
+
+    @property
+    def wrong(self) -> list[str]:
+        names = ("different", "lost", "doubled", "endless", "ended_twice", "slots_held")
+        return [f"{name}: {self.counts[name]}" for name in names if self.counts[name]]
+
+
+def questions(client: Client, options: argparse.Namespace) -> list[Question]:
+    """Every prompt greedy and drawn, each answered with nothing beside it."""
+    found = []
+    for i, sample in enumerate(load(emulated.DATA, options.num_prompts)):
+        prompt = client.served.encode(sample.prompt, bounded=False)[:PROMPT_TOKENS]
+        for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=i)):
+            number = client.submit(prompt, sampling, max_new_tokens=options.tokens)
+            events = [event for event in client.events(number) if isinstance(event, Accepted)]
+            answer = [token for event in events for token in event.tokens]
+            found.append(Question(prompt, sampling, answer))
+    return found
+
+
+def run(cluster: Running, options: argparse.Namespace) -> Soak:
+    """Ask, cancel and kill until all requests have ended."""
+    soak, drawn = Soak(), random.Random(options.seed)
+    client = cluster.client
+    asked = questions(client, options)
+    kills = sorted(drawn.sample(range(options.requests), options.kills))
+    open_: dict[int, Asked] = {}
+    left = options.requests
+    note(soak, cluster, 0)
+    with client.follow() as followed:
+        while left or open_:
+            while left and len(open_) < options.at_once + WAITING:
+                one = draw(drawn, asked, options)
+                number = client.submit(
+                    one.question.prompt, one.question.sampling, max_new_tokens=one.length
+                )
+                followed.add(number)
+                open_[number] = one
+                left -= 1
+            for number, event in followed.next():
+                hear(soak, cluster, open_, number, event)
+            ended = soak.counts["ended"]
+            while kills and ended >= kills[0]:
+                kills.pop(0)
+                note(soak, cluster, ended)
+                kill(cluster, drawn)
+                soak.counts["kills"] += 1
+            if ended >= options.every * len(soak.memory):
+                note(soak, cluster, ended)
+                print(f"{ended} of {options.requests}: {dict(soak.counts)}", file=sys.stderr)
+    soak.counts["slots_held"] = held_when_idle(cluster)
+    note(soak, cluster, soak.counts["ended"])
+    return soak
+
+
+def draw(drawn: random.Random, asked: list[Question], options: argparse.Namespace) -> Asked:
+    question = drawn.choice(asked)
+    length = drawn.randint(1, options.tokens)
+    doomed = drawn.randint(0, length) if drawn.random() < options.cancelled else None
+    return Asked(question, length, doomed)
+
+
+def hear(
+    soak: Soak, cluster: Running, open_: dict[int, Asked], number: int, event: Accepted | Finished
+) -> None:
+    """One event of a request: is it what was to come?"""
+    counts, one = soak.counts, open_.get(number)
+    if one is None:
+        counts["ended_twice"] += 1
+        return
+    if isinstance(event, Accepted):
+        expected = len(one.question.prompt) + len(one.tokens)
+        counts["lost"] += max(event.base - expected, 0)
+        counts["doubled"] += max(expected - event.base, 0)
+        one.tokens += event.tokens
+        counts["tokens"] += len(event.tokens)
+        if one.doomed is not None and len(one.tokens) >= one.doomed:
+            with cluster.cluster.open_log() as log:
+                log.cancel(number)
+            one.doomed = None
+            counts["cancels"] += 1
+        return
+    del open_[number]
+    counts["ended"] += 1
+    counts[event.reason] += 1
+    right = one.question.answer[: one.length]
+    counts["different"] += sum(a != b for a, b in zip(one.tokens, right, strict=False))
+    if event.reason != CANCELLED:
+        counts["lost"] += len(right) - len(one.tokens)
+
+
+def kill(cluster: Running, drawn: random.Random) -> None:
+    """End a worker with SIGKILL."""
+    session = cluster.cluster
+    with Membership(session.url, session.namespace) as shared:
+        alive = shared.alive(session.deployment.workers)
+    if alive:
+        os.kill(alive[drawn.choice(sorted(alive))], signal.SIGKILL)
+
+
+def note(soak: Soak, cluster: Running, ended: int) -> None:
+    """Look at the memory of all processes and at what the head says."""
+    session = cluster.cluster
+    told = look(session.url, session.namespace)
+    if told is not None and told.statistics:
+        soak.statistics[told.epoch] = told.statistics
+    everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    with Membership(session.url, session.namespace) as shared:
+        workers = {pid: name for name, pid in shared.alive(session.deployment.workers).items()}
+    sizes: dict[str, float] = {}
+    for process in everyone:
+        try:
+            name = workers.get(process.pid) or (
+                process.name() if "redis" in process.name() else None
+            )
+            if process.pid == os.getpid():
+                name = "launcher"
+            if name is not None:
+                sizes[f"{name} {process.pid}"] = process.memory_full_info().uss / 2**20
+        except psutil.NoSuchProcess:
+            continue
+    soak.memory.append({"ended": ended, "mib": sizes})
+
+
+def held_when_idle(cluster: Running) -> int:
+    """KV slots that the head counts as held though nothing is open."""
+    deadline = time.monotonic() + SETTLED_S
+    while time.monotonic() < deadline:
+        told = look(cluster.cluster.url, cluster.cluster.namespace)
+        if told is not None and told.statistics.get("running") == 0:
+            return told.statistics["kv_slots_held"]
+        time.sleep(0.1)
+    return -1
+
+
+def row(soak: Soak, seconds: float) -> dict[str, Any]:
+    counts = soak.counts
+    return {
+        "requests": counts["ended"],
+        "tokens": counts["tokens"],
+        "cancelled": counts[CANCELLED],
+        "kills": counts["kills"],
+        "epochs": len(soak.statistics),
+        "preemptions_at_least": soak.preemptions,
+        "different": counts["different"],
+        "lost": counts["lost"],
+        "doubled": counts["doubled"],
+        "slots_held": counts["slots_held"],
+        "seconds": seconds,
+    }
+
+
+def plotted(title: str, soak: Soak, path: Path) -> None:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for moment in soak.memory:
+        for name, mib in moment["mib"].items():
+            series.setdefault(name, []).append((moment["ended"], mib))
+    longest = {name: points for name, points in series.items() if len(points) > 2}
+    colours = dict(zip(longest, plot.COLOURS * 9, strict=False))
+    with plot.figure(path, title, size=(7.0, 3.6)) as (axes,):
+        plot.lines(
+            axes,
+            longest,
+            xlabel="requests that have ended",
+            ylabel="memory of a process, MiB",
+            colours=colours,
+        )
+
+
+def main() -> None:
+    parser = experiment.parser(__doc__, plot=True)
+    parser.add_argument("--requests", type=int, default=2000, help="(2000)")
+    parser.add_argument("--kills", type=int, default=10, help="of workers (10)")
+    parser.add_argument("--cancelled", type=float, default=0.1, help="share (0.1)")
+    parser.add_argument("--tokens", type=int, default=48, help="of an answer at most (48)")
+    parser.add_argument("--num-prompts", type=int, default=12, help="(12)")
+    parser.add_argument("--at-once", type=int, default=32, help="scheduler.max_num_seqs (32)")
+    parser.add_argument("--kv", default="4MiB", help="model.kv_memory (4MiB)")
+    parser.add_argument("--stages", type=int, default=2, help="(2)")
+    parser.add_argument("--every", type=int, default=100, help="requests between looks (100)")
+    parser.add_argument("--seed", type=int, default=1)
+    options = experiment.parse(parser, requests=60, kills=1, num_prompts=3, tokens=24, every=20)
+    settings = [
+        f"cluster.stages={options.stages}",
+        "cluster.devices=[cpu]",
+        f"model.context={CONTEXT}",
+        f"model.kv_memory={options.kv}",
+        f"scheduler.max_num_seqs={options.at_once}",
+        "decode.prefill_chunk=64",
+        "feed.capacity=256",
+    ]
+    began = time.monotonic()
+    with running(decide(compose(settings))) as cluster:
+        soak = run(cluster, options)
+    rows = [row(soak, time.monotonic() - began)]
+    title = (
+        f"{options.requests} requests, up to {options.at_once} at once, {options.stages} stages, "
+        f"KV of {options.kv} a rank"
+    )
+    experiment.publish(
+        options,
+        title,
+        rows,
+        draw=partial(plotted, title, soak),
+        counts=dict(soak.counts),
+        memory=soak.memory,
+        statistics={str(epoch): told for epoch, told in soak.statistics.items()},
+        settings=settings,
+    )
+    if soak.wrong:
+        sys.exit("; ".join(soak.wrong))
+    print("Every text is the one that its request gets alone, token for token.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""How long batches take by their rows, as averages of what was measured."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.row_times import RowTimes, largest_like, pack, together, unpack
+
+
+def measured(*batches: tuple[int, float]) -> RowTimes:
+    times = RowTimes()
+    for rows, ms in batches:
+        times.add(rows, ms)
+    return times
+
+
+def test_sizes_up_to_a_power_of_two_count_together():
+    times = measured((1, 5.0), (6, 8.0), (8, 10.0), (64, 20.0), (65, 40.0))
+    assert times.points() == ((1, 5.0), (7, 9.0), (64, 20.0), (65, 40.0))
+
+
+@given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.1, 99.0)), min_size=1))
+def test_more_rows_never_count_as_cheaper(batches: list[tuple[int, float]]):
+    points = measured(*batches).points()
+    assert [rows for rows, _ in points] == sorted({rows for rows, _ in points})
+    assert [ms for _, ms in points] == sorted(ms for _, ms in points)
+    assert together([points, points]) == points
+    for (rows, ms), (same, known) in zip(unpack(pack(points)), points, strict=True):
+        assert (rows, ms) == (same, pytest.approx(known, rel=1e-5))
+
+
+def test_stages_together_know_the_sizes_that_each_of_them_sees():
+    first = measured((64, 30.0)).points()
+    last = measured((2, 4.0), (60, 50.0)).points()
+    assert together([first, last, ()]) == ((2, 4.0), (62, 40.0))
+    assert [largest_like(rows) for rows in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
+    assert together([]) == unpack(pack(())) == ()
