@@ -92,6 +92,10 @@ def measure(deployment: Deployment) -> dict[str, float]:
     context = Context(1, [1] * ROWS, list(range(ROWS)))
     hidden = None if rank < 2 else torch.zeros(ROWS, model.hidden_size, dtype=model.dtype)
     SliceRunner(model, model.num_slots).compute(Batch(0, context.rows(0), hidden))
+    for state in model._attentions:  # pages count once they are used
+        assert state.pool is not None
+        state.pool.keys.zero_()
+        state.pool.values.zero_()
     memory = psutil.Process().memory_full_info()
     return {
         "rank": rank,
@@ -205,6 +209,7 @@ def main() -> None:
         f"cluster.stages={stages}",
         "cluster.devices=[cpu]",
         f"feed.width={options.width}",
+        "scheduler.max_num_seqs=1",  # of which the shape is predicted
     ]
     config = compose(overrides)
     deployment = decide(config)

@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="of an answer at most (48)")
     parser.add_argument("--num-prompts", type=int, default=12, help="(12)")
     parser.add_argument("--at-once", type=int, default=32, help="scheduler.max_num_seqs (32)")
-    parser.add_argument("--kv", default="4MiB", help="model.kv_memory (4MiB)")
+    parser.add_argument("--kv", default="2MiB", help="model.kv_memory (2MiB)")
     parser.add_argument("--stages", type=int, default=2, help="(2)")
     parser.add_argument("--every", type=int, default=100, help="requests between looks (100)")
     parser.add_argument("--seed", type=int, default=1)

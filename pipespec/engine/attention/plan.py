@@ -15,10 +15,12 @@ themselves. A backend sees no tree and no request, only this.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,14 +81,21 @@ class LayerPool:
     @classmethod
     def allocate(cls, num_slots: int, key: Tensor, value: Tensor) -> LayerPool:
         """A pool of `num_slots` rows like those of `key` and `value` (`[rows, kv_heads, dim]`)."""
-        return cls(
-            key.new_zeros((num_slots, *key.shape[1:])),
-            value.new_zeros((num_slots, *value.shape[1:])),
-        )
+        return cls(_zeros(num_slots, key), _zeros(num_slots, value))
 
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+
+def _zeros(num_slots: int, like: Tensor) -> Tensor:
+    """In main memory of pages that take none until a slot of theirs is used: many pools are made
+    for more requests than ever come."""
+    shape = (num_slots, *like.shape[1:])
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    pages = np.zeros(math.prod(shape) * like.itemsize, np.uint8)
+    return torch.from_numpy(pages).view(like.dtype).view(shape)
 
 
 class AttentionFn(Protocol):
