@@ -162,7 +162,12 @@ def test_foresight_changes_no_token_and_hits_more(tiny, redis, source):
     found = {}
     for foresight in (True, False):
         deployment = cluster.make_deployment(
-            tiny, tiny, "cluster.stages=2", f"source={source}", f"source.foresight={foresight}"
+            tiny,
+            tiny,
+            "cluster.stages=2",
+            "feed.row_cost=0.0001",  # not as measured, so that all that is found is fed
+            f"source={source}",
+            f"source.foresight={foresight}",
         )
         asked = Sampling(0.8, seed=1)
         request = {"prompt": tuple(CASES[0][0]) * 4, "max_new_tokens": 60, "sampling": asked}

@@ -75,7 +75,11 @@ def test_every_source_and_policy_gives_the_text_of_hugging_face(
 def test_ngram_needs_no_draft_and_finds_what_repeats(redis, tmp_path):
     target = resource_dir("demo") / "target"
     deployment = cluster.make_deployment(
-        target, tmp_path / "nowhere", "source=ngram", "model.draft=null"
+        target,
+        tmp_path / "nowhere",
+        "source=ngram",
+        "model.draft=null",
+        "feed.row_cost=0.0001",
     )
     assert deployment.draft is None
     assert build.load_model(deployment, 0) is None

@@ -102,7 +102,12 @@ def test_pipespec_decodes_an_inflated_target(tmp_path):
     prompt = AutoTokenizer.from_pretrained(tmp_path / "out").encode("Once upon a time there was")
     expected = cluster.reference(demo / "target", [prompt], 24)
     deployment = cluster.make_deployment(
-        tmp_path / "out", demo / "draft", "cluster.stages=3", "feed.width=8", "source.rounds=1"
+        tmp_path / "out",
+        demo / "draft",
+        "cluster.stages=3",
+        "feed.width=8",
+        "feed.row_cost=0.0001",
+        "source.rounds=1",
     )
     with EmbeddedRedis() as server:
         request = {"prompt": tuple(prompt), "max_new_tokens": 24}

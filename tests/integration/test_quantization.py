@@ -232,6 +232,7 @@ def test_target_and_draft_are_quantised_each_in_its_way(quantised):
             DEMO / "draft",
             "cluster.stages=4",
             "feed.width=8",
+            "feed.row_cost=0.0001",
             f"model.quantization={of_target or 'null'}",
             f"model.draft_quantization={of_draft or 'null'}",
             *(["model.dtype=float16"] if dtype == torch.float16 else []),
