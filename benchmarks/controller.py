@@ -45,7 +45,7 @@ def there_and_back(step: int) -> Graph:
 
 def echo(url: str, epoch: int, steps: int) -> None:
     """Rank 1 of the there-and-back."""
-    with Controller.connect(url, namespace=NAMESPACE, epoch=epoch, rank=1) as controller:
+    with Controller(url, namespace=NAMESPACE, epoch=epoch, rank=1) as controller:
         for step in range(steps):
             payload = controller.wait(prune(1, step))
             controller.complete([prune(1, step), compute(1, step)], payload)
@@ -60,7 +60,7 @@ def measure_hop(url: str, rounds: int) -> list[Row]:
     hops: list[float] = []
     payload = b"12345678" * 4
     pipe = Pipe(url)
-    with Controller.connect(url, namespace=NAMESPACE, epoch=epoch, rank=0) as controller:
+    with Controller(url, namespace=NAMESPACE, epoch=epoch, rank=0) as controller:
         for first in range(0, rounds * ROUND, ROUND):
             steps = range(first, first + ROUND)
             for step in steps:
@@ -101,10 +101,7 @@ def measure_work(url: str, stages: int, steps: int) -> list[Row]:
     layout = Layout(stages)
     last = layout.last
     epoch = Controller.new_epoch(url, NAMESPACE)
-    ranks = [
-        Controller.connect(url, namespace=NAMESPACE, epoch=epoch, rank=rank)
-        for rank in layout.ranks
-    ]
+    ranks = [Controller(url, namespace=NAMESPACE, epoch=epoch, rank=rank) for rank in layout.ranks]
     head = ranks[0]
     request = head.enqueue(prompt=(1,), max_new_tokens=steps)
     pipe = Pipe(url)

@@ -19,7 +19,6 @@ from pipespec.cluster import session
 from pipespec.cluster.deployment import decide, fit_context
 from pipespec.config.schema import Config
 from pipespec.controller.records import Accepted, Finished
-from pipespec.core import Sampling
 from pipespec.errors import ConfigError, PromptError, RankFailed
 from pipespec.limits import MAX_COUNT, check_whole
 from pipespec.stats import Report
@@ -143,7 +142,8 @@ def measure(
             now = monotonic_ns()
             wait = arrivals.wait_s(len(asked), len(unfinished), (now - began) / 1e9 / scale)
             if wait == 0:
-                one = _submit(client, settings, sampling, prompts[len(asked)])
+                now = monotonic_ns()
+                one = _Asked(client.ask(settings, prompts[len(asked)], sampling), now)
                 followed.add(one.number)
                 asked.append(one)
                 unfinished[one.number] = one
@@ -184,21 +184,6 @@ class _Asked:
     events: list[Accepted | Finished] = field(default_factory=list)
     ended_ns: int = 0
     reports: list[Report] = field(default_factory=list)
-
-
-def _submit(
-    client: Client, settings: RequestSettings, sampling: Sampling, prompt: list[int]
-) -> _Asked:
-    decode = settings.decode
-    now = monotonic_ns()
-    number = client.submit(
-        prompt,
-        sampling,
-        max_new_tokens=decode.max_new_tokens,
-        stop=decode.stop,
-        eos=() if decode.ignore_eos else client.served.eos,
-    )
-    return _Asked(number, now)
 
 
 def _result(

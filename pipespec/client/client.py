@@ -19,6 +19,7 @@ from typing import Protocol
 
 from pipespec.client.registry import RunningCluster
 from pipespec.client.served import ServedModel
+from pipespec.client.settings import RequestSettings
 from pipespec.clock import Clock, monotonic_ns
 from pipespec.controller.overview import look
 from pipespec.controller.records import Accepted, Finished
@@ -100,6 +101,17 @@ class Client:
         )
         self._open.add(request)
         return request
+
+    def ask(self, settings: RequestSettings, prompt: Sequence[int], sampling: Sampling) -> int:
+        """`submit` with the lengths and ends that settings name."""
+        decode = settings.decode
+        return self.submit(
+            prompt,
+            sampling,
+            max_new_tokens=decode.max_new_tokens,
+            stop=decode.stop,
+            eos=() if decode.ignore_eos else self.served.eos,
+        )
 
     def events(self, request: int) -> Iterator[Accepted | Finished]:
         """The events of a request, from its first on; Finished is the last.

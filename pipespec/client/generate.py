@@ -77,20 +77,14 @@ def ask(
 
     Raises Unreachable, RankFailed.
     """
-    served, decode = client.served, settings.decode
+    served = client.served
     sampling = settings.verify.sampling(fresh_seed=answers.fresh_seed())
     enqueued = monotonic_ns()
-    request = client.submit(
-        prompt,
-        sampling,
-        max_new_tokens=decode.max_new_tokens,
-        stop=decode.stop,
-        eos=() if decode.ignore_eos else served.eos,
-    )
+    request = client.ask(settings, prompt, sampling)
     answer = answers.gather(
         client.events(request),
         Detokenizer(served.tokenizer, prompt),
-        StopStrings(decode.stop),
+        StopStrings(settings.decode.stop),
         on_text,
     )
     reports = client.reports(request)

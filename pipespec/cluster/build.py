@@ -78,7 +78,7 @@ def serve(
             runner, config.fed_rows, lambda rows: config.pace.of_stage(rank, 0, rows), last=last
         )
     # Joining the controller tells whoever waits that this rank has loaded its model.
-    with Controller.connect(
+    with Controller(
         where.url,
         namespace=where.namespace,
         epoch=where.epoch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import Graph, Kind, Task
@@ -43,6 +43,12 @@ class Controller(RequestLog):
     call, or at once if Redis was quick. A second connection always has a blocking pop of the
     rank's ready list under way before it is needed, so an announced task costs its owner half
     a round trip.
+
+    Args:
+        kv_tokens: how many tokens of text the rank holds; None: it holds none and needs not to.
+        row_times: how long its batches take by their rows, as far as it knows.
+
+    Raises Unreachable or StaleEpoch.
     """
 
     def __init__(
@@ -85,29 +91,6 @@ class Controller(RequestLog):
         # Of a lossy sequence: the last entry that was read, and its step.
         self._told: dict[int, tuple[str, int]] = {}
         self._listen()
-
-    @classmethod
-    def connect(
-        cls,
-        url: str,
-        *,
-        namespace: str,
-        epoch: int,
-        rank: int,
-        kv_tokens: int | None = None,
-        row_times: Points = (),
-    ) -> Self:
-        """A client of the controller, of a rank that holds `kv_tokens` tokens of text (None: it
-        holds none and needs not to) and whose batches take `row_times`. Raises Unreachable or
-        StaleEpoch."""
-        return cls(
-            url,
-            namespace=namespace,
-            epoch=epoch,
-            rank=rank,
-            kv_tokens=kv_tokens,
-            row_times=row_times,
-        )
 
     @staticmethod
     def new_epoch(url: str, namespace: str, assignment: str = "") -> int:

@@ -230,13 +230,13 @@ class HeadLoop:
         self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has left the pipeline, if it was there: its number is nobody's now."""
+        """A sequence has left the pipeline, if it was there."""
         if sequence.number == NOT_OPEN:
             return
         if sequence.request.sampling.lossy:
             self.controller.tell(sequence.number, NO_MORE)
         self.source.end(sequence.number)
-        sequence.number = NOT_OPEN
+        sequence.leave()
 
     def log_accepted(self) -> None:
         """Log what was accepted and tell the source; the next batch is on its way already."""

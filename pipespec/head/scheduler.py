@@ -18,29 +18,25 @@ and go at any step (`add`, `cancel`). A step is
     scheduler.end(ms)
 
 One batch mixes the rows of all requests: unfed roots, pieces of prompts, guesses
-(`pipespec.head.choice`).
-
-KV slots are counted here as the stages will hold them (`Sequence.held`), so nobody is asked. When
-they run short no guesses are fed; when a root has none, the youngest request is put back: the
-stages forget it, and it is opened again later and reads what it had said. That is recovery, of one
-request.
+(`pipespec.head.choice`). Which requests are open, and that the stages have KV slots for them, is
+decided in `pipespec.head.admission`; here, that no guesses are fed when slots run short.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from pipespec.core import GUESS, KIND, MAX_OPENED_BYTES, Batch, Opening, Request, Verdict
+from pipespec.core import GUESS, KIND, MAX_OPENED_BYTES, Batch, Opening, Verdict
+from pipespec.head.admission import Admission
 from pipespec.head.choice import Offer, certain, choose, share
 from pipespec.head.feed.policy import FeedPolicy, PipelineState
 from pipespec.head.feed.rounds import fits
 from pipespec.head.meter import Meter
-from pipespec.head.sequence import Sequence, StopCheck
+from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Asked, Candidates
 from pipespec.head.tree import ROOT
 from pipespec.row_times import Points
@@ -108,8 +104,8 @@ class DraftWork:
 
 @dataclass(slots=True)
 class Totals:
-    """What was done since the scheduler began: steps, tokens decided, draft rounds, rows fed of
-    each kind, and requests that were put back."""
+    """What was done since the scheduler began: steps, tokens decided, draft rounds, and rows fed
+    of each kind."""
 
     steps: int = 0
     tokens: int = 0
@@ -117,7 +113,6 @@ class Totals:
     root_rows: int = 0
     prompt_rows: int = 0
     guess_rows: int = 0
-    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,62 +128,33 @@ class Progress:
     reason: str | None
 
 
-class Scheduler:
+class Scheduler(Admission):
     """The decisions of the head, for all requests that are open."""
 
     def __init__(self, config: SchedulerConfig):
+        policy = config.policy
+        super().__init__(
+            max_num_seqs=config.max_num_seqs,
+            num_slots=config.num_slots,
+            context_limit=config.context_limit,
+            batch_rows=config.rows,
+            root_rows=policy.max_rows if policy.whole else 1,
+        )
         self.config = config
         self.step = 0  # of the next batch
-        self.sequences: dict[int, Sequence] = {}  # that are open, by number, in their order
-        self.waiting: deque[Sequence] = deque()  # to be opened, in their order
         self.totals = Totals()
-        self._next_number = 0
-        self._policy = config.policy
+        self._policy = policy
         self._meter = Meter(config.num_steps)
         self._decoding = 0  # requests that were past their first tokens when this step began
         self._guesses = False  # whether any of theirs were on their way
         self._decided = 0  # tokens that this step decided
         self._fruitless = False  # whether the draft had no room for any node of its last round
-        self._released: list[int] = []  # sequences that the stages have not been told to free
-        self._preempted: list[int] = []  # the same of those that were put back
         self._busy_until = 0  # the step in which the last batch that matters leaves the pipeline
-
-    # --- requests -----------------------------------------------------------------------------
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is no request."""
-        return not self.sequences and not self.waiting
-
-    @property
-    def room(self) -> int:
-        """How many more requests can be added."""
-        return self.config.max_num_seqs - len(self.sequences) - len(self.waiting)
 
     @property
     def draining(self) -> bool:
         """Whether batches are on their way, so that the pipeline must keep stepping."""
-        return bool(self._released or self._preempted) or self.step <= self._busy_until
-
-    @property
-    def requests(self) -> list[Sequence]:
-        """Of every request that is open or waits."""
-        return [*self.sequences.values(), *self.waiting]
-
-    @property
-    def free_slots(self) -> int:
-        """KV slots that every stage will have when the next batch comes there."""
-        return self.config.num_slots - sum(each.held for each in self.sequences.values())
-
-    def statistics(self) -> dict[str, int]:
-        """How many requests are open and wait, what they hold, and what was done so far."""
-        return {
-            "running": len(self.sequences),
-            "waiting": len(self.waiting),
-            "kv_slots": self.config.num_slots,
-            "kv_slots_held": self.config.num_slots - self.free_slots,
-            **asdict(self.totals),
-        }
+        return self.untold or self.step <= self._busy_until
 
     @property
     def misses_per_step(self) -> float:
@@ -196,83 +162,16 @@ class Scheduler:
         rates = [sequence.misses_per_step for sequence in self.sequences.values()]
         return sum(rates) / len(rates) if rates else 0.0
 
-    def add(
-        self, request: Request, stops: StopCheck, now: int, answer: tuple[int, ...] = ()
-    ) -> Sequence:
-        """Take in a request, of which `answer` was decided before, at a moment of the caller's
-        clock. It waits until it is opened.
-
-        If that answer is the whole of it (`Sequence.ended`), it is over.
-        """
-        assert self.room > 0, "more requests than were asked for"
-        sequence = Sequence.open(request, stops, self.config.context_limit, now, answer)
-        if not sequence.ended:
-            self.waiting.append(sequence)
-        return sequence
-
-    def admit(self) -> Iterator[Sequence]:
-        """Open those that wait, in their order, as long as there are slots for their text.
-
-        The source is to be told of each before the next draft round.
-        """
-        while self.waiting and self._fits(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            sequence.begin(self._next_number)
-            self.sequences[self._next_number] = sequence
-            self._next_number += 1
-            yield sequence
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether there are slots for its text beside what is promised to others, and for a batch
-        more, so that it is not put back at once. The only one always fits."""
-        if not self.sequences:
-            return True
-        wanted = len(sequence.context.tokens) + self.config.rows
-        return wanted <= self.free_slots - self._promised
-
-    @property
-    def _promised(self) -> int:
-        """Slots that open sequences need for the text that they have not read, and for a root."""
-        return sum(each.prompt_left + 1 for each in self.sequences.values())
-
-    def cancel(self, request: int) -> Sequence | None:
-        """Drop a request for which nobody waits any more; None: there is none of that number."""
-        for sequence in self.requests:
-            if sequence.request.id == request:
-                if sequence in self.waiting:
-                    self.waiting.remove(sequence)
-                else:
-                    self._close(sequence, self._released)
-                return sequence
-        return None
-
-    def make_room(self) -> list[Sequence]:
-        """Put the youngest back until the root that has waited longest has slots.
-
-        The source is to be told of who is put back.
-        """
-        put_back = []
-        while len(self.sequences) > 1 and self.free_slots < self._needed:
-            youngest = max(self.sequences.values(), key=lambda each: each.request.id)
-            put_back.append(youngest)
-            self._close(youngest, self._preempted)
-            self.waiting.appendleft(youngest)
-            self.totals.preemptions += 1
-        return put_back
-
-    @property
-    def _needed(self) -> int:
-        """Slots that a root needs now, if one is to be fed."""
-        for each in self.sequences.values():
-            if not each.prompt_left and not each.tree.fed[ROOT]:
-                return self._policy.max_rows if self._policy.whole else 1
-        return 0
-
-    def _close(self, sequence: Sequence, told: list[int]) -> None:
-        """The next batch tells the stages to free what the sequence holds, if they know it."""
-        if sequence.prefilled:
-            told.append(sequence.number)
-        del self.sequences[sequence.number]
+    def statistics(self) -> dict[str, int]:
+        """How many requests are open and wait, what they hold, and what was done so far."""
+        return {
+            "running": len(self.sequences),
+            "waiting": len(self.waiting),
+            "preemptions": self.preemptions,
+            "kv_slots": self.num_slots,
+            "kv_slots_held": self.num_slots - self.free_slots,
+            **asdict(self.totals),
+        }
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -335,7 +234,7 @@ class Scheduler:
             verdict, tokens=verdict.tokens[:count], logprobs=verdict.logprobs[:count]
         )
         if reason:
-            self._close(sequence, self._released)
+            self.close(sequence)
         return Progress(sequence, accepted, reason)
 
     def heard(self, drafted_ms: float, wait_ms: float) -> None:
@@ -348,7 +247,7 @@ class Scheduler:
 
     def has_work(self, elapsed_ms: float) -> bool:
         """Whether a batch of this step would carry anything."""
-        if self._released or self._preempted:
+        if self.untold:
             return True
         if any(each.prompt_left or not each.tree.fed[ROOT] for each in self.sequences.values()):
             return True
@@ -364,11 +263,9 @@ class Scheduler:
         batch = self._next_rows(elapsed_ms)
         if isinstance(batch, DraftWork):
             return batch
-        batch.released, batch.preempted = tuple(self._released), tuple(self._preempted)
+        batch.released, batch.preempted = self.tell()
         if len(batch) or batch.released or batch.preempted:
             self._busy_until = self.step + self.config.num_steps
-        self._released.clear()
-        self._preempted.clear()
         self._meter.fed(len(batch), int(np.count_nonzero(batch.rows[:, KIND] != GUESS)))
         self.totals.steps += bool(len(batch))
         self.step += 1
@@ -444,7 +341,7 @@ class Scheduler:
         most = self._rows(first)
         prompts = self._prompts(min(most, slots) - first)
         left = most - sum(end - each.prefilled for each, end in prompts)
-        spare = max(slots - self._promised, 0)  # guesses come last
+        spare = max(slots - self.promised_slots, 0)  # guesses come last
         budget = min(budget, left, max(first, spare))
         chosen = choose(offers, budget, self._policy.row_cost, state)
         return list(zip(decoding, chosen, strict=True)), prompts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,8 @@ NOT_OPEN = -1
 class Sequence:
     """One request that is being decoded, or waits for it: its text, its tree, its counts.
 
-    `number` is that of `pipespec.core.Opening`, and `known` how many tokens were decided before
-    it got it, prompt included; they are read as a prompt is. `replayed` of the answer's were
-    decided in an earlier epoch.
+    `opening` is what the stages are told of it when its first rows enter the pipeline.
+    `replayed` tokens of the answer were decided in an earlier epoch.
     """
 
     request: Request
@@ -47,9 +46,8 @@ class Sequence:
     tree: Tree
     stops: StopCheck
     last_position: int
+    opening: Opening
     replayed: int
-    known: int
-    number: int = NOT_OPEN
     prefilled: int = 0
     waits_since: int = 0  # the step in which the root became one that was not fed
     generated: int = 0
@@ -79,14 +77,15 @@ class Sequence:
         tokens = [*request.prompt, *answer]
         context, tree = _planted(NOT_OPEN, tokens, request)
         last = min(len(request.prompt) + request.max_new_tokens, context_limit) - 1
+        terms = pack(request.sampling, request.eos)
         sequence = cls(
             request,
             context,
             tree,
             stops,
             last_position=last,
+            opening=Opening(NOT_OPEN, request.id, len(request.prompt), len(tokens), terms),
             replayed=len(answer),
-            known=len(tokens),
             generated=len(answer),
             started_ns=now,
             token_ns=[now] * len(answer),
@@ -97,16 +96,25 @@ class Sequence:
 
     def begin(self, number: int) -> None:
         """Enter the pipeline; all that was decided is to be read there."""
-        self.number, self.prefilled = number, 0
-        self.known = len(self.context.tokens)
-        self.context, self.tree = _planted(number, self.context.tokens, self.request)
+        tokens = self.context.tokens
+        self.opening = replace(self.opening, sequence=number, known=len(tokens))
+        self.prefilled = 0
+        self.context, self.tree = _planted(number, tokens, self.request)
+
+    def leave(self) -> None:
+        """Be in the pipeline no more: the number is nobody's now."""
+        self.opening = replace(self.opening, sequence=NOT_OPEN)
 
     @property
-    def opening(self) -> Opening:
-        """What the stages must know of it."""
-        request = self.request
-        terms = pack(request.sampling, request.eos)
-        return Opening(self.number, request.id, len(request.prompt), self.known, terms)
+    def number(self) -> int:
+        """Of the sequence in the pipeline, or NOT_OPEN."""
+        return self.opening.sequence
+
+    @property
+    def known(self) -> int:
+        """How many tokens were decided before it was opened, prompt included; they are read as a
+        prompt is."""
+        return self.opening.known
 
     @property
     def prompt_left(self) -> int:

@@ -28,7 +28,7 @@ class Verifier:
 
     def __init__(self, opening: Opening):
         self.sampling, self.eos = unpack(opening.terms)
-        self.length = opening.known
+        self.length = self._known = opening.known
         self._prompt = opening.prompt
         self._read: list[int] = []  # of the text before the first decision, if it matters
         self._tally: Tally | None = None
@@ -38,8 +38,9 @@ class Verifier:
 
     @property
     def reads(self) -> bool:
-        """Whether it must know the tokens of the text, and not only how many there are."""
-        return self.sampling.penalises
+        """Whether it must know tokens of the text that it was not told yet; else how many there
+        are is enough."""
+        return self.sampling.penalises and len(self._read) < self._known
 
     def read(self, tokens: Sequence[int]) -> None:
         """The decided text goes on with `tokens`: what the sequence was opened with."""
@@ -95,7 +96,7 @@ class Verifier:
         """
         sampling = self.sampling
         if sampling.penalises and self._tally is None:
-            assert len(self._read) == self.length, "the text before was not read"
+            assert not self.reads, "the text before was not read"
             prompt, answer = self._read[: self._prompt], self._read[self._prompt :]
             self._tally = Tally(prompt, answer, len(logits), logits.device)
         scores = adjust(logits, sampling, self._tally)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pipespec.controller.records import Accepted, Finished
 from pipespec.core import Sampling
 from pipespec.system.resources import resource_dir
 from tests.helpers.clusters import Clusters
+from tests.helpers.waiting import until
 from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
@@ -141,13 +141,15 @@ def test_no_text_changes_though_requests_are_put_back(clusters, prompts):
     found = answers(running, asked, lambda i: GREEDY if i < 8 else SAMPLED, cancelled=[1])
     for i, (got, full) in enumerate(zip(found, [*greedy, *drawn], strict=True)):
         assert got == (full[: len(got)] if i == 1 else full)
-    deadline = time.monotonic() + 60
-    while (told := look(running.cluster.url, running.cluster.namespace)) is not None:
-        if told.statistics["running"] == 0 or time.monotonic() > deadline:
-            break
-    assert told is not None
-    assert (told.statistics["running"], told.statistics["kv_slots_held"]) == (0, 0)
-    assert told.statistics["preemptions"] > 0, "else it shows nothing"
+
+    def told() -> dict[str, int]:
+        seen = look(running.cluster.url, running.cluster.namespace)
+        assert seen is not None
+        return seen.statistics
+
+    until(lambda: told()["running"] == 0)
+    assert told()["kv_slots_held"] == 0
+    assert told()["preemptions"] > 0, "else it shows nothing"
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])

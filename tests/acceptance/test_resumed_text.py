@@ -91,7 +91,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[int]:
     """Lets one epoch leave the requests as they are and another finish them; their ids."""
     first = Controller.new_epoch(redis.url, cluster.NAMESPACE)
-    with Controller.connect(redis.url, namespace=cluster.NAMESPACE, epoch=first, rank=0) as earlier:
+    with Controller(redis.url, namespace=cluster.NAMESPACE, epoch=first, rank=0) as earlier:
         numbers = [earlier.enqueue(**asked.fields) for asked in requests]
         for number, asked in zip(numbers, requests, strict=True):
             take(earlier)

@@ -1,4 +1,4 @@
-"""What a head does with the request log, one request at a time."""
+"""A head without a cluster, and what it does with the request log, one request at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pipespec.controller.client import Controller
 from pipespec.controller.records import Accepted
 from pipespec.controller.requests import RequestLog
+from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Request, TokenLogprobs
+
+
+def head_of(server: EmbeddedRedis, namespace: str) -> Controller:
+    """Rank 0 of the next epoch of a namespace."""
+    epoch = Controller.new_epoch(server.url, namespace)
+    return Controller(server.url, namespace=namespace, epoch=epoch, rank=0)
 
 
 def accept(

@@ -56,7 +56,7 @@ class Cluster:
         self.layout = Layout(num_stages)
         self.epoch = Controller.new_epoch(self.url, namespace)
         self.ranks = [
-            Controller.connect(self.url, namespace=namespace, epoch=self.epoch, rank=rank)
+            Controller(self.url, namespace=namespace, epoch=self.epoch, rank=rank)
             for rank in self.layout.ranks
         ]
 
@@ -269,7 +269,7 @@ def test_who_belongs_to_an_old_epoch_is_refused(cluster: Cluster) -> None:
     assert isinstance(error, StaleEpoch)
     assert f"epoch {cluster.epoch} is over" in str(error)
     with pytest.raises(StaleEpoch):
-        Controller.connect(cluster.url, namespace=cluster.namespace, epoch=cluster.epoch, rank=1)
+        Controller(cluster.url, namespace=cluster.namespace, epoch=cluster.epoch, rank=1)
 
 
 def test_a_rank_that_waits_learns_that_its_epoch_is_over(cluster: Cluster) -> None:

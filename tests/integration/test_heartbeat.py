@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -19,6 +18,7 @@ from pipespec.controller.keys import Keys
 from pipespec.controller.membership import LEASE_S, Epoch, Membership, Suspicion
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
+from tests.helpers.waiting import until
 
 NAMESPACE = "heartbeat"
 WORKER = "alpha/1"
@@ -44,14 +44,6 @@ def kill(server: EmbeddedRedis) -> None:
     """Ends the server as a crash would; returns when it is gone."""
     os.kill(server.pid, signal.SIGKILL)
     until(lambda: not server.alive())
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Waits until a condition holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.01)
 
 
 @contextmanager

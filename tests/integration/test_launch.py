@@ -10,7 +10,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from pipespec.cluster.launch import check_port, launch
 from pipespec.core import Batch
 from pipespec.errors import ConfigError, OutOfSlots, RankFailed
 from pipespec.transport.distributed import DistributedTransport, host_meeting, join_meeting
+from tests.helpers.waiting import until
 
 PATIENCE = 60
 # The promise to the user, from the death of a rank to the error.
@@ -82,13 +83,6 @@ def leave_with(code: int) -> None:
 
 
 # --- helpers ---------------------------------------------------------------------------------
-
-
-def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def pids_at(meeting: Path, num_ranks: int) -> list[int]:

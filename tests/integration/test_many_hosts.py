@@ -10,8 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 from pipespec.client.served import ServedModel
 from pipespec.system.interfaces import LOOPBACK
 from tests.helpers.listening import Listening, assert_private, listening, visit
+from tests.helpers.waiting import until
 from tools.rig.cluster import reference
 from tools.rig.driver import PROMPT
 from tools.rig.testbed import Testbed, missing
@@ -116,13 +116,6 @@ def leftovers(bed: Testbed, host: str, *others: bytes) -> list[int]:
             if any(name in line for name in (b"python", *others)):
                 found.append(pid)
     return found
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ class Life:
 
     def rank(self, epoch: int, rank: int) -> Controller:
         return self._stack.enter_context(
-            Controller.connect(self.url, namespace=self.namespace, epoch=epoch, rank=rank)
+            Controller(self.url, namespace=self.namespace, epoch=epoch, rank=rank)
         )
 
 

@@ -49,7 +49,7 @@ def user(server: EmbeddedRedis) -> Iterator[RequestLog]:
 def head(server: EmbeddedRedis) -> Iterator[Controller]:
     """Rank 0 of a new epoch."""
     epoch = Controller.new_epoch(server.url, NAMESPACE)
-    with Controller.connect(server.url, namespace=NAMESPACE, epoch=epoch, rank=0) as controller:
+    with Controller(server.url, namespace=NAMESPACE, epoch=epoch, rank=0) as controller:
         yield controller
 
 
@@ -401,7 +401,7 @@ def test_scripts_that_redis_lost_are_given_to_it_again(
 def test_a_rank_does_not_come_back(server: EmbeddedRedis) -> None:
     """Its epoch has ended: what it had sent may be lost."""
     epoch = Controller.new_epoch(server.url, NAMESPACE)
-    rank = Controller.connect(server.url, namespace=NAMESPACE, epoch=epoch, rank=0)
+    rank = Controller(server.url, namespace=NAMESPACE, epoch=epoch, rank=0)
     request = rank.enqueue(**ASKED)
     server.restart()
     attempts: list[Callable[[], object]] = [
@@ -435,7 +435,7 @@ from pipespec.controller.graph import prune
 url, kind = input(), sys.argv[1]
 try:
     if kind == "rank":
-        with Controller.connect(url, namespace="n", epoch=1, rank=1) as rank:
+        with Controller(url, namespace="n", epoch=1, rank=1) as rank:
             print("listening", flush=True)
             rank.wait(prune(1, 0))
     else:

@@ -102,7 +102,7 @@ def test_the_request_log_outlives_a_server_that_keeps_a_file(tmp_path: Path) -> 
         with EmbeddedRedis(data=tmp_path / "data") as server:
             epoch = Controller.new_epoch(server.url, "n")
             assert epoch == start + 1
-            with Controller.connect(server.url, namespace="n", epoch=epoch, rank=0) as log:
+            with Controller(server.url, namespace="n", epoch=epoch, rank=0) as log:
                 if start == 0:
                     request = log.enqueue(prompt=(1,), max_new_tokens=5)
                     take(log)
@@ -320,7 +320,7 @@ def test_a_server_behind_tls_can_be_used(
     url = f"rediss://:{password}@localhost:{secure_port}?ssl_ca_certs={tmp_path}/ca.pem"
     assert check_server(url)
     epoch = Controller.new_epoch(url, "tls")
-    with Controller.connect(url, namespace="tls", epoch=epoch, rank=0) as controller:
+    with Controller(url, namespace="tls", epoch=epoch, rank=0) as controller:
         request = controller.enqueue(prompt=(1,), max_new_tokens=5)
         accept(controller, request, 1, [7])
         assert controller.tokens(request) == (7,)

@@ -47,7 +47,7 @@ def test_another_host_connects_with_nothing_but_the_url(server: EmbeddedRedis) -
     url = server.url_at(HOST)
     assert url.startswith("rediss://")
     epoch = Controller.new_epoch(url, "tls")
-    with Controller.connect(url, namespace="tls", epoch=epoch, rank=0) as controller:
+    with Controller(url, namespace="tls", epoch=epoch, rank=0) as controller:
         request = controller.enqueue(prompt=(1,), max_new_tokens=5)
         accept(controller, request, 1, [7])
         assert controller.tokens(request) == (7,)

@@ -21,7 +21,7 @@ from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Request, TokenLogprobs
 from pipespec.core import Sampling as Asked
 from pipespec.errors import ControllerError, StaleEpoch
-from tests.helpers.log import accept, take
+from tests.helpers.log import accept, head_of, take
 
 names = count()
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9, "eos": (2,), "stop": ("\n\n", "é")}
@@ -35,7 +35,7 @@ def server() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def head(server: EmbeddedRedis) -> Iterator[Controller]:
-    with rank(server, f"log-{next(names)}") as controller:
+    with head_of(server, f"log-{next(names)}") as controller:
         yield controller
 
 
@@ -44,11 +44,6 @@ def pipe(server: EmbeddedRedis) -> Iterator[Pipe]:
     pipe = Pipe(server.url)
     yield pipe
     pipe.close()
-
-
-def rank(server: EmbeddedRedis, namespace: str) -> Controller:
-    epoch = Controller.new_epoch(server.url, namespace)
-    return Controller.connect(server.url, namespace=namespace, epoch=epoch, rank=0)
 
 
 def test_requests_are_taken_in_the_order_in_which_they_came(head: Controller) -> None:
@@ -100,7 +95,7 @@ def test_many_requests_are_announced_once(server: EmbeddedRedis, pipe: Pipe) -> 
         ids = [user.enqueue(**ASKED) for _ in range(100)]
         user.close_queue()
         assert pipe.call("LRANGE", announced, 0, -1) == [b"ARRIVED"]
-        with Controller.connect(server.url, namespace=namespace, epoch=epoch, rank=0) as head:
+        with Controller(server.url, namespace=namespace, epoch=epoch, rank=0) as head:
             before = commands(pipe, "evalsha")
             found = head.next_requests(99, wait=True) or []
             assert [request.id for request, _ in found] == ids[:99]
@@ -123,7 +118,7 @@ def test_an_epoch_to_which_no_head_came_leaves_nothing(server: EmbeddedRedis, pi
     with RequestLog(server.url, namespace=namespace, epoch=epoch) as user:
         request = user.enqueue(**ASKED)
     assert pipe.call("KEYS", f"{Keys(namespace).epochs}:*")
-    with rank(server, namespace) as head:
+    with head_of(server, namespace) as head:
         assert not pipe.call("KEYS", f"{Keys(namespace).epochs}:{epoch}:*")
         assert head.next_requests(1, wait=False) == [(Request(request, **ASKED), ())]
 
@@ -132,7 +127,7 @@ def test_a_request_that_comes_before_the_first_epoch_waits_for_it(server: Embedd
     namespace = f"log-{next(names)}"
     with RequestLog(server.url, namespace=namespace, epoch=0) as user:
         request = user.enqueue(**ASKED)
-    with rank(server, namespace) as head:
+    with head_of(server, namespace) as head:
         assert head.next_requests(1, wait=False) == [(Request(request, **ASKED), ())]
 
 
@@ -385,7 +380,7 @@ def test_a_closed_queue_ends_when_it_is_empty(server: EmbeddedRedis, head: Contr
     assert taken is not None
     assert taken.id == request
     assert take(head) is None  # at once: nothing will come
-    with rank(server, head._keys.namespace) as successor:
+    with head_of(server, head._keys.namespace) as successor:
         again = take(successor)
         assert again is not None
         assert again.id == request
@@ -403,7 +398,7 @@ def test_a_new_epoch_takes_up_unfinished_requests_where_they_stood(
     accept(head, second, 3, [10, 11])
     head.finish(first, "stop")
     head.tokens(second)
-    with rank(server, head._keys.namespace) as successor:
+    with head_of(server, head._keys.namespace) as successor:
         order = [take(successor) for _ in range(3)]
         assert [request.id for request in order if request] == [second, third, fourth]
         assert successor.tokens(second) == (10, 11)
@@ -419,7 +414,7 @@ def test_requests_come_with_what_an_earlier_epoch_has_decided(
     assert len(head.next_requests(3, wait=True) or []) == 3
     head.accept([(ids[0], Accepted(3, (10, 11))), (ids[2], Accepted(3, (30,)))])
     head.tokens(ids[0])
-    with rank(server, head._keys.namespace) as successor:
+    with head_of(server, head._keys.namespace) as successor:
         asked, looked_up = commands(pipe, "evalsha"), commands(pipe, "xrange")
         found = successor.next_requests(9, wait=True) or []
         assert [(request.id, answer) for request, answer in found] == list(
@@ -475,7 +470,7 @@ def test_an_epoch_that_begins_meanwhile_does_not_take_up_what_was_cancelled(
     head.tokens(first)
     with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
         user.cancel(first)
-        with rank(server, head._keys.namespace) as successor:
+        with head_of(server, head._keys.namespace) as successor:
             user.cancel(second)  # is back in the queue
             taken = take(successor)
             assert taken is not None
@@ -498,9 +493,7 @@ def test_a_finished_request_does_not_stay_forever(head: Controller) -> None:
 
 def test_every_rank_reports(server: EmbeddedRedis, head: Controller) -> None:
     request = head.enqueue(**ASKED)
-    with Controller.connect(
-        server.url, namespace=head._keys.namespace, epoch=head._epoch, rank=1
-    ) as stage:
+    with Controller(server.url, namespace=head._keys.namespace, epoch=head._epoch, rank=1) as stage:
         stage.report(request, {"busy": 0.5})
         head.report(request, {"steps": 7, "tbt": [1.5, 2]})
         assert head.reports(request, count=2, timeout=5) == {

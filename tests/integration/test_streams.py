@@ -14,7 +14,7 @@ from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.controller.streams import Streams
 from pipespec.errors import ControllerError, Unreachable
-from tests.helpers.log import accept
+from tests.helpers.log import accept, head_of
 
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9}
 names = count()
@@ -31,14 +31,9 @@ def namespace() -> str:
     return f"streams-{next(names)}"
 
 
-def rank(server: EmbeddedRedis, namespace: str) -> Controller:
-    epoch = Controller.new_epoch(server.url, namespace)
-    return Controller.connect(server.url, namespace=namespace, epoch=epoch, rank=0)
-
-
 @pytest.fixture
 def head(server: EmbeddedRedis, namespace: str) -> Iterator[Controller]:
-    with rank(server, namespace) as controller:
+    with head_of(server, namespace) as controller:
         yield controller
 
 
@@ -121,7 +116,7 @@ def test_a_request_that_is_not_in_the_log_does_not_hold_the_others_up(
 
 def test_all_go_on_after_a_restart_and_each_event_is_told_once(namespace: str) -> None:
     with EmbeddedRedis(port=0) as server:
-        with rank(server, namespace) as head:
+        with head_of(server, namespace) as head:
             ids = [head.enqueue(**ASKED) for _ in range(3)]
             for request in ids:
                 accept(head, request, 3, [request])
@@ -131,7 +126,7 @@ def test_all_go_on_after_a_restart_and_each_event_is_told_once(namespace: str) -
                 streams.add(request)
             assert streams.next() == [(request, Accepted(3, (request,))) for request in ids]
             server.restart()
-            with rank(server, namespace) as head:
+            with head_of(server, namespace) as head:
                 accept(head, ids[1], 3, [ids[1], 8, 9])  # decoded again
                 for request in ids:
                     head.finish(request, "length")
@@ -151,7 +146,7 @@ def test_all_go_on_after_a_restart_and_each_event_is_told_once(namespace: str) -
 
 def test_a_redis_that_stays_away_is_given_up(namespace: str) -> None:
     with EmbeddedRedis() as server:
-        with rank(server, namespace) as head:
+        with head_of(server, namespace) as head:
             request = head.enqueue(**ASKED)
         streams = Streams(server.url, namespace=namespace, patience=0.2)
         streams.add(request)

@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from pipespec.controller.membership import Membership
 from pipespec.system.interfaces import LOOPBACK
 from pipespec.system.resources import resource_dir
 from tests.helpers.listening import assert_private, family, watched
+from tests.helpers.waiting import until
 from tools.rig import cluster
 
 ROOT = Path(__file__).parents[2]
@@ -35,13 +35,6 @@ PROMPT = "Once upon a time there was a king who had three sons and"
 NUM_TOKENS = 32
 LENGTH = (f"decode.max_new_tokens={NUM_TOKENS}",)
 PATIENCE = 120
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def expected() -> list[int]:

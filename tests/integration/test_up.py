@@ -37,6 +37,7 @@ from pipespec.system.interfaces import LOOPBACK
 from pipespec.system.resources import resource_dir
 from tests.helpers.imports import slow_imports
 from tests.helpers.listening import assert_private, listening, visit
+from tests.helpers.waiting import until
 from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
@@ -185,13 +186,6 @@ def expected() -> dict[str, list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     return dict(zip(PROMPTS, cluster.reference(folder, prompts, NUM_TOKENS), strict=True))
-
-
-def until(condition: Callable[[], object], seconds: float = ENDING_S) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def ask_on(

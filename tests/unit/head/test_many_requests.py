@@ -194,7 +194,7 @@ def test_when_slots_run_short_guesses_are_shed_and_then_the_youngest_is_put_back
         fed_guesses.append((free, int(np.count_nonzero(guesses))))
         stages.take(batch.rows, batch.step)
         on.end(1.0)
-    assert on.totals.preemptions >= 1
+    assert on.preemptions >= 1
     assert all(count <= max(free, 0) for free, count in fed_guesses)
     assert any(free <= 0 for free, _ in fed_guesses)
     # Every position was decided once, before it was put back or after.

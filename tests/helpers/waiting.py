@@ -1,0 +1,19 @@
+"""Waiting for what another process brings about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+# A loaded machine takes its time to import torch.
+PATIENCE_S = 120.0
+
+
+def until(
+    condition: Callable[[], object], seconds: float = PATIENCE_S, what: str = "it did not happen"
+) -> None:
+    """Wait until a condition holds; fail after so many seconds, saying `what`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} within {seconds:g} s"
+        time.sleep(0.02)
