@@ -32,6 +32,7 @@ def add_cluster(parser: argparse.ArgumentParser, *, pace: str, stages: int = 8) 
     """Options that say what is emulated."""
     parser.add_argument("--stages", type=int, default=stages, help=f"({stages})")
     parser.add_argument("--pace", default=pace, help=f"a file of conf/pace/ ({pace})")
+    parser.add_argument("--stage-ms", help='of one stage by its rows, as in "1:20 64:60"')
     parser.add_argument("--draft-ms", type=float, help="a draft round (what the pace says)")
     parser.add_argument("--scale", type=float, default=1.0, help="emulate so much slower (1)")
     parser.add_argument("--link", default="none", help="a file of conf/link/ (none)")
@@ -49,6 +50,8 @@ def cluster(options: argparse.Namespace) -> list[str]:
     ]
     if options.pace != "none":
         settings.append(f"pace.scale={options.scale:g}")
+    if options.stage_ms is not None:
+        settings.append(f'pace.stage_ms=["{options.stage_ms}"]')
     if options.draft_ms is not None:
         settings.append(f"pace.draft_ms={options.draft_ms:g}")
     return settings

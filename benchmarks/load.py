@@ -261,9 +261,10 @@ def main() -> None:
             rows.append(plain)
             rows += [row(m, requests, options, Path(name), plain) for m in options.methods]
     kind = "EMULATED and SIMULATED" if options.emulate else "SIMULATED"
+    machine = options.pace if options.stage_ms is None else f"{options.stage_ms} (rows:ms)"
     slower = f", {options.scale:g} times slower" if options.scale != 1 else ""
     title = (
-        f"{kind} throughput, {options.pace}{slower}, {options.stages} stages, {options.rows} rows "
+        f"{kind} throughput, {machine}{slower}, {options.stages} stages, {options.rows} rows "
         f"a batch; SYNTHETIC draft ({options.curve}, spread {options.spread:g})"
     )
     experiment.publish(options, title, rows, draw=partial(draw, title, rows))

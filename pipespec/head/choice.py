@@ -18,6 +18,12 @@ import numpy as np
 from pipespec.head.feed.policy import NOTHING, PipelineState
 from pipespec.head.tree import ROOT, Tree
 
+# What is passed over is offered again when more is known of it, so the last rows of a batch bring
+# less than they promise. Simulated, their cost counts best 1.3 to 2 times (docs/feeding.md).
+LEFT_FOR_LATER = 1.5
+# Of sizes that are as good, the largest.
+ABOUT_AS_FAST = 0.99
+
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -38,63 +44,101 @@ class Offer:
         return int(len(self.nodes) > 0 and self.nodes[0] == ROOT)
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is fed: nodes of each offer. `chances` are those of everything that was offered to lie
+    on accepted paths, falling, `[rows]`."""
+
+    taken: list[np.ndarray]
+    chances: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Usual:
+    """How large batches are to be, and the time of a token with them."""
+
+    rows: int
+    ms_per_token: float
+
+
 def certain(offers: Sequence[Offer]) -> int:
     """Rows that come before prompts and guesses."""
     return sum(offer.certain for offer in offers)
 
 
 def choose(
-    offers: Sequence[Offer], budget: int, row_cost: float | None, state: PipelineState
-) -> list[np.ndarray]:
+    offers: Sequence[Offer],
+    budget: int,
+    row_cost: float | None,
+    state: PipelineState,
+    of_prompts: int = 0,
+) -> Choice:
     """Of each offer the nodes to feed now, in its order; `budget` rows or fewer in all.
 
     Args:
         offers: those with roots in the order in which they are to be served.
         row_cost: what one more row adds to a step, as a share of it; None: as measured.
+        of_prompts: rows that are in the batch already.
     """
+    if not offers:
+        return Choice([], np.empty(0))
+    guesses = [offer.nodes[offer.certain :] for offer in offers]
+    cum = np.concatenate(
+        [offer.tree.cum[nodes] for offer, nodes in zip(offers, guesses, strict=True)]
+    )
+    order = np.argsort(-cum, kind="stable")
+    chances = np.concatenate((np.ones(certain(offers)), np.exp(cum[order])))
+    usual = None if row_cost is not None else usual_batch(chances, state)
+    limit = budget if usual is None else min(budget, usual.rows)
     taken = [NOTHING] * len(offers)
-    pool: list[tuple[int, np.ndarray]] = []  # what may follow: offer, nodes
-    fed = 0
+    waits = np.zeros(len(cum), bool)  # what hangs from a root that waits
+    fed = begin = 0
     for i, offer in enumerate(offers):
         first = offer.certain
-        if fed + first > budget:
-            continue  # its root waits, and so does what hangs from it
-        taken[i] = offer.nodes[:first]
-        fed += first
-        pool.append((i, offer.nodes[first:]))
-    if fed == budget or not any(len(nodes) for _, nodes in pool):
-        return taken
-    cum = np.concatenate([offers[i].tree.cum[nodes] for i, nodes in pool])
-    order = np.argsort(-cum, kind="stable")[: budget - fed]
-    worth = paying(np.concatenate((np.ones(fed), np.exp(cum[order]))), row_cost, state)
-    split = _split([nodes for _, nodes in pool], order[: max(worth - fed, 0)])
-    for (i, _), guesses in zip(pool, split, strict=True):
-        taken[i] = np.concatenate((taken[i], guesses))
-    return taken
-
-
-def paying(probability: np.ndarray, row_cost: float | None, state: PipelineState) -> int:
-    """How many rows are worth their time, the likeliest first.
-
-    Args:
-        probability: of each row to lie on the accepted path of its request, `[rows]`, falling.
-        row_cost: what one more row adds to a step, as a share of it; None: as measured.
-
-    The rows that lie on accepted paths are the tokens, so a row yields its probability in
-    tokens. A token saves the time that one takes at present, at most what it takes without
-    guesses: every request then decides one in `num_stages` steps.
-    """
+        end = begin + len(guesses[i])
+        if fed + first > limit:
+            waits[begin:end] = True
+        else:
+            taken[i] = offer.nodes[:first]
+            fed += first
+        begin = end
+    order = order[~waits[order]][: limit - fed]
+    likeliest = np.concatenate((np.ones(fed), np.exp(cum[order])))
     if row_cost is not None:
         tokens_per_step = max(state.tokens_per_step or 0.0, state.requests / state.num_stages)
-        return int(np.count_nonzero(probability >= row_cost * tokens_per_step))
-    if not state.step_ms:
-        return len(probability)
-    rows, ms = np.array(state.step_ms).T
-    cost = np.interp(np.arange(1, len(probability) + 1), rows, ms)
-    ms_per_token = state.num_stages * cost[0] / state.requests
-    if state.guessing is not None:
-        ms_per_token = min(state.guessing.ms_per_token, ms_per_token)
-    return 1 + int(np.argmax(ms_per_token * np.cumsum(probability) - cost))
+        worth = int(np.count_nonzero(likeliest >= row_cost * tokens_per_step))
+    elif usual is not None and len(likeliest):
+        ms = curve(state, of_prompts + np.arange(1, len(likeliest) + 1))
+        worth = 1 + int(np.argmax(usual.ms_per_token * np.cumsum(likeliest) - ms))
+    else:
+        worth = len(likeliest)
+    for i, nodes in enumerate(_split(guesses, order[: max(worth - fed, 0)])):
+        taken[i] = np.concatenate((taken[i], nodes))
+    return Choice(taken, chances)
+
+
+def curve(state: PipelineState, rows: np.ndarray) -> np.ndarray:
+    """Milliseconds of a step whose largest batch has so many rows, as measured."""
+    known, ms = np.array(state.step_ms).T
+    return np.interp(rows, known, ms)
+
+
+def usual_batch(chances: np.ndarray, state: PipelineState) -> Usual | None:
+    """The batch that makes the text come fastest if all batches are like it; None: nothing was
+    measured.
+
+    A step lasts as long as the largest batch on its way, so one that is larger than the others
+    holds them all up: a size is chosen for all of them, and requests whose roots come in one
+    step are spread over several. What so many rows yield is what they would have yielded in the
+    steps so far; `chances` are those of this step.
+    """
+    if not state.step_ms or not len(chances):
+        return None
+    tokens = np.cumsum(chances) if state.offered is None else state.offered
+    ms = np.maximum(curve(state, np.arange(1, len(tokens) + 1)), state.drafting_ms)
+    rate = tokens / (ms[0] + LEFT_FOR_LATER * (ms - ms[0]))
+    rows = int(np.flatnonzero(rate >= ABOUT_AS_FAST * rate.max())[-1]) + 1
+    return Usual(rows, ms[rows - 1] / max(tokens[rows - 1], 1 / state.num_stages))
 
 
 def share(offers: Sequence[Offer], budget: int) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from pipespec.head.feed.policy import PipelineState, Rate
-from pipespec.row_times import Ema, Points, RowTimes, largest_like
+from pipespec.row_times import MEMORY, Ema, Points, RowTimes, largest_like
 
 # What it takes to hear a verdict that has been there.
 AT_ONCE_MS = 0.3
@@ -19,15 +19,25 @@ class Meter:
     The two ways of decoding, with guesses and without, are measured separately, each anew
     when it is taken up again. A guessing pipeline needs `num_stages` steps to fill, which
     are left out.
+
+    Args:
+        num_stages: steps that a batch takes through the pipeline.
+        rounds: draft rounds that a step has whatever time they take.
+        max_rows: rows of a batch.
     """
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, rounds: int = 1, max_rows: int = 1) -> None:
         self.num_stages = num_stages
+        self._rounds = rounds
+        self._offered = np.zeros(max_rows)  # tokens by rows
+        self._offers = 0  # steps of which that is the mean
         # Rows of the batches on the way, and how many of them are of prompts.
         self._in_flight: deque[tuple[int, int]] = deque(maxlen=num_stages)
         self._quiet = Ema()  # ms per step without rows of prompts
         self._computed = (0, 0)  # the most of both that a stage computes in this step
         self._draft = Ema()
+        self._drafting = Ema()  # ms of the rounds that a step has anyway
+        self._drafted_ms = 0.0  # of this step
         self._verdict = Ema()
         self._by_rows = RowTimes()  # ms per step, by the largest batch on its way
         self._stages: Points = ()  # ms of a stage, as the stages have measured it
@@ -48,12 +58,14 @@ class Meter:
             max((of_prompts for _, of_prompts in self._in_flight), default=0),
         )
         self.rounds = 0
-        self._last_round_ms = 0.0
+        self._last_round_ms = self._drafted_ms = 0.0
 
     def round(self, ms: float, *, measured: bool = True) -> None:
         """The draft expanded the tree once, or (not measured) read a piece of the prompt."""
         self.rounds += 1
         self._last_round_ms = ms
+        if self.rounds <= self._rounds:
+            self._drafted_ms += ms
         if measured:
             self._draft.add(ms)
 
@@ -103,6 +115,15 @@ class Meter:
         """How long the stages' own batches take, as they have measured it."""
         self._stages = points
 
+    def offered(self, chances: np.ndarray) -> None:
+        """Rows that were offered in this step, by their chances to lie on an accepted path,
+        `[rows]`, falling."""
+        tokens = np.zeros(len(self._offered))
+        tokens[: len(chances)] = chances[: len(tokens)]
+        self._offers += 1
+        self._offered += (np.cumsum(tokens) - self._offered) / min(self._offers, MEMORY)
+        self._drafting.add(self._drafted_ms)
+
     def fed(self, rows: int, of_prompts: int = 0) -> None:
         """A batch of so many rows entered the pipeline, `of_prompts` of them of prompts."""
         self._in_flight.append((rows, of_prompts))
@@ -138,6 +159,8 @@ class Meter:
             verdict_ms=self._verdict.value,
             tokens_per_step=self._tokens.value,
             step_ms=self._curve(),
+            offered=self._offered.copy() if self._offers else None,
+            drafting_ms=self._drafting.value or 0.0,
             plain=self._rate(self._plain, (self._plain_requests.value or 0) / self.num_stages),
             guessing=self._rate(self._guessing, self._tokens.value),
             made_guesses=self._made_guesses,

@@ -34,7 +34,7 @@ from pipespec.core import GUESS, KIND, MAX_OPENED_BYTES, Batch, Opening, Verdict
 from pipespec.head.admission import Admission
 from pipespec.head.choice import Offer, certain, choose, share
 from pipespec.head.feed.policy import FeedPolicy, PipelineState
-from pipespec.head.feed.rounds import fits
+from pipespec.head.feed.rounds import fits, least_rounds
 from pipespec.head.meter import Meter
 from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Asked, Candidates
@@ -144,7 +144,7 @@ class Scheduler(Admission):
         self.step = 0  # of the next batch
         self.totals = Totals()
         self._policy = policy
-        self._meter = Meter(config.num_steps)
+        self._meter = Meter(config.num_steps, least_rounds(config.rounds), config.rows)
         self._decoding = 0  # requests that were past their first tokens when this step began
         self._guesses = False  # whether any of theirs were on their way
         self._decided = 0  # tokens that this step decided
@@ -251,7 +251,7 @@ class Scheduler(Admission):
             return True
         if any(each.prompt_left or not each.tree.fed[ROOT] for each in self.sequences.values()):
             return True
-        choice, _ = self._choice(self._state(elapsed_ms))
+        choice, _, _ = self._choice(self._state(elapsed_ms))
         return any(len(nodes) for _, nodes in choice)
 
     def next_batch(self, elapsed_ms: float) -> Batch | DraftWork:
@@ -320,9 +320,9 @@ class Scheduler(Admission):
 
     def _choice(
         self, state: PipelineState
-    ) -> tuple[list[tuple[Sequence, np.ndarray]], list[tuple[Sequence, int]]]:
-        """The nodes to feed now of every sequence that is past its prompt, and up to where the
-        prompts of others are read.
+    ) -> tuple[list[tuple[Sequence, np.ndarray]], list[tuple[Sequence, int]], np.ndarray]:
+        """The nodes to feed now of every sequence that is past its prompt, up to where the
+        prompts of others are read, and the chances of all nodes that were offered.
 
         Roots come first, who has waited longest before all others, then prompts, then guesses.
         """
@@ -343,8 +343,9 @@ class Scheduler(Admission):
         left = most - sum(end - each.prefilled for each, end in prompts)
         spare = max(slots - self.promised_slots, 0)  # guesses come last
         budget = min(budget, left, max(first, spare))
-        chosen = choose(offers, budget, self._policy.row_cost, state)
-        return list(zip(decoding, chosen, strict=True)), prompts
+        of_prompts = most - left
+        choice = choose(offers, budget, self._policy.row_cost, state, of_prompts)
+        return list(zip(decoding, choice.taken, strict=True)), prompts, choice.chances
 
     def _rows(self, first: int) -> int:
         """Rows of this step's batch, `first` of which are roots.
@@ -375,7 +376,7 @@ class Scheduler(Admission):
 
     def _next_rows(self, elapsed_ms: float) -> Batch | DraftWork:
         state = self._state(elapsed_ms)
-        choice, prompts = self._choice(state)
+        choice, prompts, chances = self._choice(state)
         if not prompts and not any(len(nodes) for _, nodes in choice):
             stuck = [each for each, _ in choice if not each.tree.fed[ROOT]]
             work, urgent = self._growth(stuck, state)
@@ -384,6 +385,8 @@ class Scheduler(Admission):
                     return work
                 most = min(self.free_slots, self._budget(len(stuck)))
                 choice = [(each, np.array([ROOT])) for each in stuck[:most]]
+        if choice:
+            self._meter.offered(chances)
         found = [Batch(self.step).rows]
         opened: list[Opening] = []
         for sequence, end in prompts:

@@ -8,7 +8,7 @@ none of them. A new method is one new file beside these and one file in `conf/fe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +47,9 @@ class PipelineState:
         tokens_per_step: tokens decided per step, of all requests, while guesses are made.
         step_ms: a whole step by the largest batch in the pipeline, `(rows, ms)` by rising rows;
             empty if unknown.
+        offered: tokens that the likeliest so many rows of a step's offers would have yielded, on
+            average, `[rows]`; None if unknown.
+        drafting_ms: how long the draft's rounds take in a step whatever else it does.
         plain, guessing: the cost of a token while no guesses are made, and while some are.
         made_guesses: the last step made guesses or had some in the pipeline.
         streak: how many steps in a row, the last one included, were like it in that.
@@ -62,6 +65,8 @@ class PipelineState:
     verdict_ms: float | None = None
     tokens_per_step: float | None = None
     step_ms: tuple[tuple[int, float], ...] = ()
+    offered: np.ndarray | None = field(default=None, compare=False)
+    drafting_ms: float = 0.0
     plain: Rate | None = None
     guessing: Rate | None = None
     made_guesses: bool = False

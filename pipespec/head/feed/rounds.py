@@ -19,6 +19,11 @@ def check_rounds(rounds: int | str) -> None:
         check_whole("source.rounds", rounds, 1, MAX_ROUNDS, f", or {AUTO}")
 
 
+def least_rounds(rounds: int | str) -> int:
+    """The rounds that a step has whatever time they take."""
+    return 1 if rounds == AUTO else int(rounds)
+
+
 def fits(rounds: int | str, state: PipelineState) -> bool:
     """Whether this step has time for another draft round.
 

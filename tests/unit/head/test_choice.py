@@ -42,7 +42,7 @@ def offers_of(rng: np.random.Generator, count: int, *, whole: bool = False) -> l
 def test_roots_come_first_then_the_likeliest_of_all(seed, count, budget, row_cost):
     rng = np.random.default_rng(seed)
     offers = offers_of(rng, count)
-    chosen = choose(offers, budget, row_cost, STATE)
+    chosen = choose(offers, budget, row_cost, STATE).taken
     assert sum(map(len, chosen)) <= budget
     roots = [i for i, offer in enumerate(offers) if offer.certain]
     for place, i in enumerate(roots):
@@ -66,7 +66,7 @@ def test_roots_come_first_then_the_likeliest_of_all(seed, count, budget, row_cos
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(1, 60))
 def test_what_is_fed_whole_goes_in_whole_in_its_turn(seed, count, budget):
     offers = offers_of(np.random.default_rng(seed), count, whole=True)
-    chosen = choose(offers, budget, 0.0, STATE)
+    chosen = choose(offers, budget, 0.0, STATE).taken
     for offer, nodes in zip(offers, chosen, strict=True):
         assert len(nodes) in (0, len(offer.nodes))
     if certain(offers) <= budget:

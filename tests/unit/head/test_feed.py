@@ -29,7 +29,7 @@ STATE = PipelineState(num_stages=4, step=0)
 def chosen(policy: FeedPolicy, tree: Tree, state: PipelineState) -> np.ndarray:
     """What is fed of one request that is alone."""
     offer = Offer(tree, policy.feed(tree, state), policy.whole)
-    (nodes,) = choose([offer], policy.max_rows, policy.row_cost, state)
+    (nodes,) = choose([offer], policy.max_rows, policy.row_cost, state).taken
     return nodes
 
 
@@ -311,17 +311,26 @@ def test_the_root_is_fed_whatever_a_row_costs():
 def test_a_measured_curve_bounds_the_width_where_rows_become_dear():
     tree = one_level([0.09] * 10)
     policy = BestFirst(row_cost=None)
-    flat = replace(STATE, guessing=Rate(10.0, 9), step_ms=((1, 10.0), (16, 10.0)))
+    flat = replace(STATE, step_ms=((1, 10.0), (16, 10.0)))
     assert len(chosen(policy, tree, STATE)) == len(chosen(policy, tree, flat)) == 10
-    # Four rows cost what one does; each further one 2 ms, and yields .09 × 10 ms.
+    # Four rows cost what one does; each further one 2 ms.
     steep = replace(flat, step_ms=((1, 10.0), (4, 10.0), (16, 34.0)))
     assert len(chosen(policy, tree, steep)) == 4
-    # Where plain decoding takes 40 ms per token and guessing as much, a row yields 3.6 ms.
-    slow = replace(steep, guessing=Rate(40.0, 9))
-    assert len(chosen(policy, tree, slow)) == 10
+    # While the draft takes as long as eight of them, they are free.
+    assert len(chosen(policy, tree, replace(steep, drafting_ms=18.0))) == 8
     # A tile of rows that are dear together is entered if they pay together.
     tiled = replace(flat, step_ms=((1, 10.0), (4, 10.0), (5, 12.0), (16, 12.0)))
     assert len(chosen(policy, tree, tiled)) == 10
+
+
+def test_where_rows_are_dear_roots_that_come_in_one_step_are_spread_over_several():
+    offers = [Offer(one_level([0.5], fed=False), np.array([ROOT, 1])) for _ in range(12)]
+    usually = np.minimum(np.arange(1, 17), 4.0)  # steps have had four roots each
+    dear = replace(STATE, offered=usually, step_ms=((1, 10.0), (16, 40.0)))
+    taken = choose(offers, 16, None, dear).taken
+    assert [len(nodes) for nodes in taken] == [1] * 4 + [0] * 8
+    free = replace(dear, step_ms=((1, 10.0), (16, 10.0)))
+    assert sum(map(len, choose(offers, 16, None, free).taken)) == 16
 
 
 # --- rounds and measurements ------------------------------------------------------------------

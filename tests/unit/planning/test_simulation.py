@@ -26,6 +26,7 @@ from pipespec.planning.simulation import (
 
 PUBLISHED = Accuracy({1: 0.81, 8: 0.99}, spread=0.8)
 PERFECT = Accuracy({1: 1.0})
+POOR = Accuracy({1: 0.3, 32: 0.8}, spread=0.8)
 
 
 def machine(num_stages: int, stage_ms: float = 10.0, **times: float) -> Machine:
@@ -49,6 +50,18 @@ def test_a_perfect_draft_gives_level_one_token_per_step():
     ran = simulate(Level(4, 1), machine(8), PERFECT, rounds=1, num_tokens=50)
     assert ran.tokens_per_step == pytest.approx(1)
     assert ran.hits == ran.tokens
+
+
+@pytest.mark.parametrize("stage_ms", ["1:20 64:60", "1:20 64:1280"])
+@pytest.mark.parametrize("draft", [PUBLISHED, POOR], ids=["published", "poor"])
+@pytest.mark.parametrize("requests", [4, 16])
+def test_where_rows_are_dear_guesses_make_nothing_slower(stage_ms, draft, requests):
+    dear = Machine((TimeCurve.parse(stage_ms),) * 8, draft_ms=10.0)
+    plain, guessing = (
+        simulate(policy, dear, draft, rounds=1, num_tokens=240, num_requests=requests, max_rows=32)
+        for policy in (Root(), BestFirst(32, 8))
+    )
+    assert guessing.ms / guessing.tokens <= plain.ms / plain.tokens / 0.97
 
 
 @pytest.mark.parametrize("rounds", [2, 3])
