@@ -23,10 +23,8 @@ from benchmarks import experiment
 from benchmarks.experiment import Row
 from pipespec.core import Batch, Verdict
 from pipespec.emulation import TimeCurve
-from pipespec.engine.kv import SlotPool
-from pipespec.engine.lineage import Lineage
 from pipespec.engine.model import ModelSlice
-from pipespec.engine.runner import SliceRunner, SlotTable
+from pipespec.engine.runner import SliceRunner
 from pipespec.head.feed.best_first import BestFirst
 from pipespec.head.feed.policy import PipelineState
 from pipespec.head.source.protocol import Context
@@ -36,6 +34,7 @@ from pipespec.planning.simulation import Machine, SimulatedPipeline
 from pipespec.transport.wire import Wire
 
 WIDTH, CHILDREN, LIVE = 64, 16, 600
+CHUNK = 512  # rows of prompts in one batch
 STATE = PipelineState(num_stages=8, step=0)
 
 
@@ -82,25 +81,18 @@ def stage(repeats: int, context: int, width: int) -> float:
     """Apply a verdict of one token at a stage that holds 9 steps of `width` rows."""
     rng = np.random.default_rng(0)
     tree = grown_tree(rng, 9 * width)
-    tree.fed[:] = True
-    pool = SlotPool(context + 10 * width)
-    sequence = SlotTable(lineage=Lineage(16 * width))
-    sequence.lineage.tip, sequence.lineage.length = 0, context
-    sequence.lineage._index = {0: 0}
-    sequence.commit(pool.allocate(context))
-    rows = tree.rows(1, np.arange(1, len(tree)))
-    local = sequence.lineage.admit(rows).local
-    sequence.place(local, pool.allocate(len(rows)))
-    token = int(tree.token[1])
+    runner = SliceRunner(cast(ModelSlice, None), context + 10 * width)
+    text = Context(1, [0] * context, [*range(1, context), 0])  # ends with the tree's root
+    for start in range(0, context, CHUNK):
+        runner._admit(Batch(0, text.rows(start, min(start + CHUNK, context))))
+    runner._admit(Batch(0, tree.rows(1, np.arange(1, len(tree)))))
+    verdict = Verdict(1, context, (int(tree.token[1]),))
 
     def run(state: object) -> None:
-        assert isinstance(state, tuple)
-        mine, slots = state
-        outcome = mine.lineage.apply(Verdict(1, context, (token,)))
-        mine.commit(mine.slot_of[outcome.committed])
-        slots.release(mine.slot_of[outcome.dead])
+        assert isinstance(state, SliceRunner)
+        state.apply([verdict])
 
-    return median_ms(lambda: copy.deepcopy((sequence, pool)), run, repeats)
+    return median_ms(lambda: copy.deepcopy(runner), run, repeats)
 
 
 def head_of_many(steps: int, requests: int) -> float:

@@ -25,6 +25,7 @@ from pipespec.head.source.protocol import Context
 from pipespec.head.tree import Tree
 
 SEQUENCE = 1
+CHUNK = 512  # rows of the text in one batch
 SIBLINGS = 4  # at most, of a random tree
 
 
@@ -81,24 +82,20 @@ class TimedStage(SliceRunner):
 
     def hold_text(self, context: int) -> Context:
         """Hold `context` committed tokens and nothing else; K and V are what the pools hold."""
-        self.tables.clear()
+        self.release(SEQUENCE)
         self.slots = SlotPool(self.slots.num_slots)  # anew, so that the text's slots lie together
         text = Context(SEQUENCE, [0] * context, list(range(context)))
-        self.open(SEQUENCE)
-        sequence = self.tables[SEQUENCE]
-        sequence.lineage.admit(text.rows(0))
-        slots = self.slots.allocate(context)
-        # In two parts: then there is room for more, as in a text that has grown.
-        sequence.commit(slots[:-1])
-        sequence.commit(slots[-1:])
+        for start in range(0, context, CHUNK):
+            super()._admit(Batch(0, text.rows(start, min(start + CHUNK, context))))
         return text
 
     def remember(self) -> Callable[[], None]:
         """What puts the books back to where they are now, so that all runs are alike."""
-        saved = copy.deepcopy((self.tables, self.slots))
+        names = ("slots", "nodes", "pages", "lineages", "_page_of")
+        saved = copy.deepcopy({name: getattr(self, name) for name in names})
 
         def rewind() -> None:
-            self.tables, self.slots = copy.deepcopy(saved)
+            vars(self).update(copy.deepcopy(saved))
 
         return rewind
 

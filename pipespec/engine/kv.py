@@ -2,12 +2,12 @@
 
 Ownership. Slot ids `[0, num_slots)` are, at any time, each in exactly one place:
 
-    SlotPool._free                     nobody's
-    Sequence.committed[0, length)      the request's accepted text, slot i at position i
-    Sequence.slot_of[local], live      one live tree node
+    SlotPool._free                           nobody's
+    PageTable.slots[row, 0:length)           a request's accepted text, by position
+    LiveNodes.slot[local], of a live node    one live tree node (pipespec.engine.lineage)
 
 `allocate` moves ids out of the free list, committing a node moves its id from the tree to
-the sequence, pruning and `release` move ids back. No K or V is ever copied or moved.
+the page table, pruning and `release` move ids back. No K or V is ever copied or moved.
 """
 
 from __future__ import annotations
@@ -47,3 +47,40 @@ class SlotPool:
     def free(self) -> np.ndarray:
         """The free slots, for `check_integrity`."""
         return self._free[: self._num_free]
+
+
+class PageTable:
+    """The slots of every sequence's accepted text (page size one).
+
+    `slots` is int64 `[sequences, positions]`, a row for each open sequence. It only grows with the
+    text, so attention reads it in place.
+    """
+
+    def __init__(self) -> None:
+        self.slots = np.zeros((1, 256), np.int64)
+        self._free = [0]  # rows
+
+    def open(self) -> int:
+        """A row for another sequence."""
+        if not self._free:
+            sequences, positions = self.slots.shape
+            self._free = list(range(2 * sequences - 1, sequences - 1, -1))
+            self._grow(2 * sequences, positions)
+        return self._free.pop()
+
+    def close(self, row: int) -> None:
+        self._free.append(row)
+
+    def write(self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
+        """Text of these rows, at these positions, is in these slots; all `[tokens]`."""
+        if not len(slots):
+            return
+        sequences, room = self.slots.shape
+        if (end := int(positions.max()) + 1) > room:
+            self._grow(sequences, max(end, 2 * room))
+        self.slots[rows, positions] = slots
+
+    def _grow(self, sequences: int, positions: int) -> None:
+        old = self.slots
+        self.slots = np.zeros((sequences, positions), np.int64)
+        self.slots[: old.shape[0], : old.shape[1]] = old

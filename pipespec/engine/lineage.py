@@ -1,7 +1,7 @@
-"""The parent rule: which rows live, at one stage, for one request.
+"""The parent rule: which rows live, at one stage, for each request.
 
-A stage learns of rows and of verdicts in any relative order. It keeps the *tip* (the last
-committed row) and the live nodes, and
+A stage learns of rows and of verdicts in any relative order. Of a request it keeps the *tip* (the
+last committed row) and the live nodes, and
 
     a row is valid exactly if its parent is live here or is the tip.
 
@@ -10,37 +10,28 @@ tip. If the tip's child with that token is here, it becomes the tip; if not, eve
 the tip is dead, and the first row that arrives with that parent and that token is the tip.
 Nothing else is needed to keep the ranks consistent: no hit index, no version, no flush.
 
-This module is pure book-keeping; `pipespec.engine.runner` gives every node its KV slot.
+Each request has a `Lineage`, which applies the rule; the nodes of all of them stand in the columns
+of one `LiveNodes`, so that what a batch brings is written for all requests at once. This module
+is pure book-keeping; `pipespec.engine.runner` gives every node its KV slot.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.core import GUESS, KIND, NO_NODE, NODE, PARENT, POSITION, TOKEN, Verdict
+from pipespec.core import GUESS, KIND, NO_NODE, NODE, PARENT, POSITION, SEQUENCE, TOKEN, Verdict
 
-# Local index of the tip: a node's children find their parent there once it is committed.
+# Local index of the tip, in every sequence: a node's children find their parent there once it is
+# committed.
 TIP = 0
 DROPPED = -1
 
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What became of the rows of one batch, all `[rows]`.
-
-    `local` is a live node's index in this lineage, TIP for a row that was committed on
-    arrival, or DROPPED. Committed rows precede live ones.
-    """
-
-    local: np.ndarray
-
-    @property
-    def kept(self) -> np.ndarray:
-        return self.local != DROPPED
+# The sequence of a free local index: no sequence has that number.
+FREE = -(2**62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,117 +42,176 @@ class Outcome:
     dead: np.ndarray
 
 
-class Lineage:
-    """Committed tip and live nodes of one request, addressed by small reusable indices.
+class LiveNodes:
+    """The live nodes of all sequences of a stage, addressed by small reusable local indices.
 
-    `mask[i, j]` says whether live node i may attend to live node j (an ancestor or itself);
-    committed rows are visible to all and stand in no column. Columns of free indices are
-    False in every live row.
+    Columns, `[capacity]`: `sequence` (FREE: of none), `node` (its id), `parent` (the
+    local index), `token`, `position`, `slot` (set by whoever holds KV). `mask[i, j]` says whether
+    live node i may attend to live node j (an ancestor or itself); committed rows are visible to
+    all and stand in no column. Columns of free indices are False in every live row.
     """
 
+    _COLUMNS = ("sequence", "node", "parent", "token", "position", "slot")
+
     def __init__(self, capacity: int = 64):
+        self.sequence = np.full(capacity, FREE)
+        self.node, self.parent, self.token, self.position, self.slot = np.zeros(
+            (5, capacity), np.int64
+        )
+        self.mask = np.zeros((capacity, capacity), bool)
+        self._free = list(range(capacity - 1, TIP, -1))
+
+    def of(self, sequence: int) -> np.ndarray:
+        """Local indices of a sequence's live nodes, rising."""
+        return (self.sequence == sequence).nonzero()[0]  # which flatnonzero wraps, at a cost
+
+    def admit(self, rows: np.ndarray, lineages: Mapping[int, Lineage]) -> np.ndarray:
+        """Take in the rows `[rows, 6]` of a batch, in order, by the parent rule.
+
+        Returns for each row a live node's local index, TIP if it was committed on arrival, or
+        DROPPED. Of a sequence, committed rows precede live ones.
+        """
+        local = np.array([lineages[row[SEQUENCE]].admit(row) for row in rows.tolist()], np.int64)
+        arrived = np.flatnonzero(local > TIP)
+        self._enter(rows[arrived], local[arrived])
+        return local
+
+    def _enter(self, rows: np.ndarray, local: np.ndarray) -> None:
+        for name, column in zip(
+            ("sequence", "node", "token", "position"),
+            (SEQUENCE, NODE, TOKEN, POSITION),
+            strict=True,
+        ):
+            getattr(self, name)[local] = rows[:, column]
+        waits = np.zeros(len(self.node), bool)  # for the mask of its parent
+        waits[local] = True
+        while len(local):  # one generation after another
+            parent = self.parent[local]
+            ready = ~waits[parent]
+            here = local[ready]
+            self.mask[here] = self.mask[parent[ready]]
+            self.mask[here, here] = True
+            waits[here] = False
+            local = local[~ready]
+
+    def take(self) -> int:
+        """A free local index."""
+        if not self._free:
+            self._grow()
+        return self._free.pop()
+
+    def commit(self, child: int, live: np.ndarray) -> None:
+        """A child of the tip is the tip now; `live` are the nodes below it."""
+        self.mask[live, child] = False
+        self.parent[live[self.parent[live] == child]] = TIP
+        self.sequence[child] = FREE
+        self._free.append(child)
+
+    def free(self, local: np.ndarray) -> None:
+        self.sequence[local] = FREE
+        self._free += local.tolist()
+
+    def _grow(self) -> None:
+        old = len(self.node)
+        for name in self._COLUMNS:
+            values = getattr(self, name)
+            more = np.full(old, FREE if name == "sequence" else 0)
+            setattr(self, name, np.concatenate((values, more)))
+        mask = np.zeros((2 * old, 2 * old), bool)
+        mask[:old, :old] = self.mask
+        self.mask = mask
+        self._free = list(range(2 * old - 1, old - 1, -1))
+
+    def check(self) -> None:
+        """Assert the invariants, for tests."""
+        live = np.flatnonzero(self.sequence != FREE)
+        assert not self.mask[TIP].any() and self.sequence[TIP] == FREE
+        assert sorted([*self._free, *live.tolist()]) == list(range(1, len(self.node)))
+
+
+class Lineage:
+    """Committed tip of one request, and which of the live nodes are its own."""
+
+    def __init__(self, sequence: int, nodes: LiveNodes):
+        self.sequence = sequence
+        self.nodes = nodes
         self.tip = NO_NODE
         self.length = 0
         self.expected: deque[int] = deque()
-        self.live = np.zeros(capacity, bool)
-        self.node = np.zeros(capacity, np.int64)
-        self.parent = np.zeros(capacity, np.int64)
-        self.token = np.zeros(capacity, np.int64)
-        self.position = np.zeros(capacity, np.int64)
-        self.mask = np.zeros((capacity, capacity), bool)
         self._index = {NO_NODE: TIP}
-        self._free = list(range(capacity - 1, TIP, -1))
 
     @property
     def decided(self) -> int:
         """Length of the sequence as far as verdicts have told it, arrived here or not."""
         return self.length + len(self.expected)
 
-    def holds(self, nodes: Iterable[int]) -> np.ndarray:
-        """bool `[nodes]`: which of the nodes are live here, or the tip."""
-        return np.fromiter((node in self._index for node in nodes), bool)
+    @property
+    def live(self) -> np.ndarray:
+        """Local indices of its live nodes, rising."""
+        return self.nodes.of(self.sequence)
 
-    def admit(self, rows: np.ndarray) -> Admission:
-        """Take in one request's rows `[rows, 6]` of a batch, in order, by the parent rule."""
-        local = np.full(len(rows), DROPPED)
-        start = 0
-        while start < len(rows) and (rows[start, KIND] != GUESS or self.expected):
-            row = rows[start]
-            if row[PARENT] == self.tip and (row[KIND] != GUESS or row[TOKEN] == self.expected[0]):
-                if self.expected:
-                    expected = self.expected.popleft()
-                    assert expected == row[TOKEN], "a replayed row contradicts the verdict"
-                self._become_tip(int(row[NODE]))
-                local[start] = TIP
-            start += 1
-        self._admit_live(rows[start:], local[start:])
-        return Admission(local)
+    def holds(self, node: int) -> bool:
+        """Whether a node is live here, or the tip."""
+        return node in self._index
 
-    def _admit_live(self, rows: np.ndarray, local: np.ndarray) -> None:
-        """Fill `local` for tree rows when no token is awaited."""
-        if len(self._free) < len(rows):
-            self._grow(len(rows))
-        index, free = self._index, self._free
-        generations: list[list[int]] = []
-        generation_of: dict[int, int] = {}
-        parents = rows[:, PARENT].tolist()
-        for i, node in enumerate(rows[:, NODE].tolist()):
-            parent = index.get(parents[i])
-            if parent is None:
-                continue
-            assert node not in index, f"node {node} arrived twice"
-            here = index[node] = free.pop()
-            local[i] = here
-            self.parent[here] = parent
-            generation = generation_of.get(parent, -1) + 1
-            generation_of[here] = generation
-            if generation == len(generations):
-                generations.append([])
-            generations[generation].append(here)
-        kept = np.flatnonzero(local != DROPPED)
-        admitted = local[kept]
-        self.live[admitted] = True
-        self.node[admitted] = rows[kept, NODE]
-        self.token[admitted] = rows[kept, TOKEN]
-        self.position[admitted] = rows[kept, POSITION]
-        for workers in generations:  # parents of one generation are all of earlier ones
-            self.mask[workers] = self.mask[self.parent[workers]]
-            self.mask[workers, workers] = True
+    def admit(self, row: Sequence[int]) -> int:
+        """What becomes of a row of this request: see `LiveNodes.admit`, which calls this and
+        writes the columns of what comes to live."""
+        node, parent = row[NODE], row[PARENT]
+        if row[KIND] != GUESS or self.expected:
+            if parent != self.tip or (row[KIND] == GUESS and row[TOKEN] != self.expected[0]):
+                return DROPPED
+            if self.expected:
+                expected = self.expected.popleft()
+                assert expected == row[TOKEN], "a replayed row contradicts the verdict"
+            self._become_tip(node)
+            return TIP
+        above = self._index.get(parent)
+        if above is None:
+            return DROPPED
+        assert node not in self._index, f"node {node} arrived twice"
+        here = self._index[node] = self.nodes.take()
+        self.nodes.parent[here] = above
+        return here
 
-    def apply(self, verdict: Verdict, nodes: Sequence[int] | None = None) -> Outcome:
+    def apply(self, verdict: Verdict, ids: Sequence[int] | None = None) -> Outcome:
         """Walk the verdict's tokens down from the tip; tokens told before are skipped.
 
-        `nodes` are the ids of the tokens, if they are known: a row with another id is a guess that
-        was dropped and made again, and dies.
+        `ids` are the node ids of the tokens, if they are known: a row with another id is a guess
+        that was dropped and made again, and dies.
         """
         assert verdict.base <= self.decided, "a verdict is missing"
         committed: list[int] = []
         dead: list[np.ndarray] = []
         first = self.decided - verdict.base
         tokens = verdict.tokens[first:]
+        live = self.live
         for told, token in enumerate(tokens):
-            node = None if nodes is None else nodes[first + told]
-            child = None if self.expected else self._child_of_tip(token, node)
-            doomed = np.flatnonzero(
-                self.live if child is None else self.live & ~self.mask[:, child]
-            )
-            if len(doomed):
-                self._forget(doomed)
-                dead.append(doomed)
+            node = None if ids is None else ids[first + told]
+            child = None if self.expected else self._child_of_tip(live, token, node)
+            stays = np.zeros(len(live), bool) if child is None else self.nodes.mask[live, child]
+            doomed, live = live[~stays], live[stays]
+            self._forget(doomed, survivors=len(live))
+            dead.append(doomed)
             if child is None:
                 self.expected.extend(tokens[told:])
                 break
             committed.append(child)
-            self.live[child] = False
-            self.mask[:, child] = False
-            self.parent[self.live & (self.parent == child)] = TIP
-            self._free.append(child)
-            self._become_tip(int(self.node[child]))
+            live = live[live != child]
+            self.nodes.commit(child, live)
+            self._become_tip(int(self.nodes.node[child]))
         return Outcome(committed, np.concatenate(dead) if dead else np.empty(0, np.int64))
 
-    def _child_of_tip(self, token: int, node: int | None) -> int | None:
-        is_it = self.token == token if node is None else self.node == node
-        found = np.flatnonzero(self.live & (self.parent == TIP) & is_it)
+    def release(self) -> np.ndarray:
+        """Give its live nodes up; the local indices that they had."""
+        live = self.live
+        self.nodes.free(live)
+        return live
+
+    def _child_of_tip(self, live: np.ndarray, token: int, node: int | None) -> int | None:
+        nodes = self.nodes
+        is_it = nodes.token[live] == token if node is None else nodes.node[live] == node
+        found = live[is_it & (nodes.parent[live] == TIP)]
         return int(found[0]) if len(found) else None
 
     def _become_tip(self, node: int) -> None:
@@ -170,40 +220,27 @@ class Lineage:
         self.tip = node
         self.length += 1
 
-    def _forget(self, doomed: np.ndarray) -> None:
-        self.live[doomed] = False
-        self._free.extend(doomed.tolist())
-        if not self.live.any():  # a miss: one by one would take longer than a verdict may
+    def _forget(self, doomed: np.ndarray, survivors: int) -> None:
+        self.nodes.free(doomed)
+        if not survivors:  # a miss: one by one would take longer than a verdict may
             self._index = {self.tip: TIP}
             return
-        for node in self.node[doomed].tolist():
+        for node in self.nodes.node[doomed].tolist():
             del self._index[node]
-
-    def _grow(self, at_least: int) -> None:
-        old = len(self.live)
-        new = max(2 * old, old + at_least)
-        for name in ("live", "node", "parent", "token", "position"):
-            values = getattr(self, name)
-            setattr(self, name, np.concatenate((values, np.zeros(new - old, values.dtype))))
-        mask = np.zeros((new, new), bool)
-        mask[:old, :old] = self.mask
-        self.mask = mask
-        self._free[:0] = range(new - 1, old - 1, -1)
 
     def check(self) -> None:
         """Assert the invariants, for tests."""
-        live = np.flatnonzero(self.live)
-        assert not self.live[TIP] and not self.mask[TIP].any()
-        assert sorted([*self._free, *live.tolist()]) == list(range(1, len(self.live)))
+        nodes, live = self.nodes, self.live
+        nodes.check()
         assert {self.tip: TIP} | dict(
-            zip(self.node[live].tolist(), live.tolist(), strict=True)
+            zip(nodes.node[live].tolist(), live.tolist(), strict=True)
         ) == self._index
         for i in live.tolist():
             expected = {i}
-            at = int(self.parent[i])
+            at = int(nodes.parent[i])
             while at != TIP:
-                assert self.live[at], "the parent of a live node is live or the tip"
+                assert nodes.sequence[at] == self.sequence, "a parent is live or the tip"
                 expected.add(at)
-                at = int(self.parent[at])
-            assert set(np.flatnonzero(self.mask[i]).tolist()) == expected
+                at = int(nodes.parent[at])
+            assert set(np.flatnonzero(nodes.mask[i]).tolist()) == expected
         assert not self.expected or not len(live), "nothing lives under an absent tip"

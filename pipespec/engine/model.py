@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -183,7 +184,8 @@ class ModelSlice:
         row = position
         if not self.is_first:
             row = torch.zeros(1, self.hidden_size, dtype=self.dtype)
-        self.forward(row, position, causal_plan(position[:0], position))
+        slot = np.zeros(1, np.int64)
+        self.forward(row, position, causal_plan(slot[:0], slot))
 
 
 class _Done(nn.Module):

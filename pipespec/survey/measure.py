@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -231,14 +232,15 @@ class _Bench:
 
     def batch(self, model: ModelSlice) -> tuple[Tensor, Tensor, AttentionPlan]:
         """Inputs, positions and plan of a batch behind a text; each row sees those before it."""
-        slots = torch.arange(model.num_slots)
+        slots = np.arange(model.num_slots)
         length = model.num_slots - self.wish.rows
         if model.is_first:
             shape = (self.wish.rows,)
             inputs = torch.randint(model.vocab_size, shape, generator=self._random)
         else:
             inputs = self.hidden(model)
-        return inputs, slots[length:], causal_plan(slots[:length], slots[length:])
+        plan = causal_plan(slots[:length], slots[length:])
+        return inputs, torch.from_numpy(plan.positions), plan
 
     def hidden(self, model: ModelSlice) -> Tensor:
         """Hidden states that differ from row to row, so that experts are chosen by chance."""

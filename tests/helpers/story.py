@@ -22,7 +22,7 @@ from pipespec.core import (
     Request,
     Verdict,
 )
-from pipespec.engine.lineage import Lineage
+from pipespec.engine.lineage import Lineage, LiveNodes
 from pipespec.row_times import Points
 from pipespec.sampling.verifier import walk
 
@@ -166,13 +166,16 @@ class StoryStages:
         for number in (*batch.released, *batch.preempted):
             del self._open[number]
         for opening in batch.opened:
-            self._open[opening.sequence] = self._texts[opening.request], Lineage()
+            self._open[opening.sequence] = (
+                self._texts[opening.request],
+                Lineage(opening.sequence, LiveNodes()),
+            )
         found = []
         for number, (text, lineage) in self._open.items():
             mine = batch.rows[batch.rows[:, SEQUENCE] == number]
             if not len(mine):
                 continue
-            lineage.admit(mine)
+            lineage.nodes.admit(mine, {number: lineage})
             asked = mine[mine[:, KIND] != DECIDED]
             nodes, parents, tokens = (asked[:, i].tolist() for i in (NODE, PARENT, TOKEN))
             following = iter(text[lineage.decided :])

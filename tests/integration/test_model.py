@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +21,7 @@ from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.errors import ModelError
 from tests.helpers.models import CONFIGS, NUM_LAYERS, VOCAB_SIZE, build
+from tests.helpers.plans import joined
 
 NUM_SLOTS = 96
 NEW_TOKENS = 16
@@ -101,24 +104,14 @@ def test_tree_rows_have_the_logits_of_their_own_path(model):
 def test_requests_of_one_batch_do_not_see_each_other(checkpoint):
     path = checkpoint("gemma3_text")
     prompts = [_random_tokens(n, seed=n) for n in (7, 12, 1)]
-    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(0))
+    slots = np.random.default_rng(0).permutation(NUM_SLOTS)
     segments, start = [], 0
     for prompt in prompts:
-        alone = causal_plan(slots[:0], slots[start : start + len(prompt)]).segments[0]
-        segments.append(
-            Segment(
-                slice(start, start + len(prompt)),
-                alone.positions,
-                alone.prefix,
-                alone.tree,
-                alone.tree_positions,
-                alone.mask,
-            )
-        )
+        (alone,) = causal_plan(slots[:0], slots[start : start + len(prompt)]).segments()
+        segments.append(replace(alone, rows=slice(start, start + len(prompt))))
         start += len(prompt)
-    plan = AttentionPlan(slots[:start], segments)
-    positions = torch.cat([s.positions for s in segments])
-    logits = _run(_load(path, 2), torch.cat(prompts), positions, plan)
+    plan = joined(segments, slots[:start])
+    logits = _run(_load(path, 2), torch.cat(prompts), torch.from_numpy(plan.positions), plan)
     reference = _reference(path)
     for prompt, segment in zip(prompts, segments, strict=True):
         with torch.inference_mode():
@@ -218,7 +211,7 @@ def _run(slices: list[ModelSlice], ids: Tensor, positions: Tensor, plan: Attenti
 
 def _greedy(slices: list[ModelSlice], prompt: Tensor, chunk: int) -> list[int]:
     """Prefill `prompt` in chunks, then decode `NEW_TOKENS` tokens one by one."""
-    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(4))
+    slots = np.random.default_rng(4).permutation(NUM_SLOTS)
     ids, tokens, num_cached = prompt, [], 0
     while len(tokens) < NEW_TOKENS:
         for rows in ids.split(chunk):
@@ -248,7 +241,7 @@ class _RandomTree:
             int(torch.randint(max(-1, i - 6), i, (), generator=generator))
             for i in range(2, num_nodes)
         ]
-        self.slots = torch.randperm(NUM_SLOTS, generator=generator)
+        self.slots = np.random.default_rng(seed).permutation(NUM_SLOTS)
 
     def ancestry(self, node: int) -> list[int]:
         """From the child of the prompt down to the node itself."""
@@ -274,12 +267,12 @@ class _RandomTree:
                 mask[row, self.ancestry(node)] = True
             segment = Segment(
                 rows=slice(0, len(mask)),
-                positions=positions[batch],
+                positions=positions[batch].numpy(),
                 prefix=prefix,
                 tree=node_slots[:num_keys],
-                tree_positions=positions[:num_keys],
-                mask=mask,
+                tree_positions=positions[:num_keys].numpy(),
+                mask=mask.numpy(),
             )
-            plan = AttentionPlan(node_slots[batch], (segment,))
+            plan = joined([segment], node_slots[batch])
             logits.append(_run(slices, self.tokens[batch], positions[batch], plan))
         return torch.cat(logits)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -70,11 +71,11 @@ def logits(path: Path, **settings: Any) -> Tensor:
 
 def run(slices: list[ModelSlice], tokens: Tensor, cached: int) -> Tensor:
     """The logits of `tokens`, which follow `cached` others, in all rows."""
-    slots = torch.arange(cached + len(tokens))
+    slots = np.arange(cached + len(tokens))
     plan = causal_plan(slots[:cached], slots[cached:])
     hidden = tokens
     for part in slices:
-        hidden = part.forward(hidden, slots[cached:], plan)
+        hidden = part.forward(hidden, torch.from_numpy(plan.positions), plan)
     return slices[-1].logits(hidden)
 
 

@@ -5,19 +5,23 @@ slice alike (`[slots, kv_heads, head_dim]`), so one plan serves all of them:
 
     write                     the batch's rows store their K and V here first
     segment                   one request's rows: what they share, what each of them sees
-      prefix  p0 p1 p2 ...    the committed sequence; its positions are 0, 1, 2, ...
+      prefix  p0 p1 p2 ...    committed text that all of them see; its positions are 0, 1, 2, ...
       tree    t0 t1 t2 ...    live tree nodes, or the prompt chunk; who sees whom is `mask`
 
 A row attends to all of its segment's prefix and to the tree keys that its mask row allows,
-both only within the layer's sliding window, where it has one. The tree keys include the rows
-themselves. A backend sees no tree and no request, only this.
+both only within the layer's sliding window, where it has one. Prefix and tree keys include the
+rows themselves. A backend sees no tree and no request, only this.
+
+The plan is columns: the rows, tree keys and masks of all segments stand behind one another, with
+offsets; prefixes stay where they are, in a page table that outlives the batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +31,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """The rows of one request in one batch, and the keys they see. All tensors are on the CPU.
+    """The rows of one request in one batch, and the keys they see.
 
     `rows` is the segment's contiguous part of the batch; `positions` int64 `[rows]`. `prefix`
     int64 `[p]` holds the slots of positions 0..p-1; `tree` int64 `[t]` those of the tree keys at
@@ -35,25 +39,64 @@ class Segment:
     """
 
     rows: slice
-    positions: Tensor
-    prefix: Tensor
-    tree: Tensor
-    tree_positions: Tensor
-    mask: Tensor
+    positions: np.ndarray
+    prefix: np.ndarray
+    tree: np.ndarray
+    tree_positions: np.ndarray
+    mask: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
     """Where one batch's rows store their K and V, and what they attend to.
 
-    `write` int64 `[rows]`, on the CPU: the slot of each row. The segments cover the rows in order.
-    `cache` is scratch space of the backend: what it derives from the plan once (masks, gather
-    indices) and reuses in every layer. Neither it nor the plan outlives the batch.
+    Arrays are int64 but for `mask`. Segment i has the rows `row_start[i]` to `row_start[i + 1]`
+    and the tree keys `tree_start[i]` to `tree_start[i + 1]`.
+
+    Attributes:
+        write, positions: slot and position of each row, `[rows]`.
+        row_start, tree_start: `[segments + 1]`.
+        pages: the page table (`pipespec.engine.kv.PageTable`), `[sequences, positions]`. What a
+            segment reads of it does not change while the plan is used.
+        page_row, prefix_length: the segment's row of it, and how far it reads, `[segments]`.
+        tree, tree_positions: slot and position of each tree key, `[keys]`.
+        mask: for each segment its rows by its tree keys, row by row, behind one another.
+        cache: scratch space of the backend: what it derives from the plan once (masks, gather
+            indices) and reuses in every layer. Neither it nor the plan outlives the batch.
     """
 
-    write: Tensor
-    segments: Sequence[Segment]
+    write: np.ndarray
+    positions: np.ndarray
+    row_start: np.ndarray
+    pages: np.ndarray
+    page_row: np.ndarray
+    prefix_length: np.ndarray
+    tree: np.ndarray
+    tree_positions: np.ndarray
+    tree_start: np.ndarray
+    mask: np.ndarray
     cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def segments(self) -> Iterator[Segment]:
+        """Each segment by itself, in the order of their rows; nothing is copied."""
+        seen = 0
+        bounds = zip(
+            pairwise(self.row_start.tolist()),
+            pairwise(self.tree_start.tolist()),
+            self.page_row.tolist(),
+            self.prefix_length.tolist(),
+            strict=True,
+        )
+        for (row, end), (key, last), page, length in bounds:
+            first, seen = seen, seen + (end - row) * (last - key)
+            yield Segment(
+                rows=slice(row, end),
+                positions=self.positions[row:end],
+                prefix=self.pages[page, :length],
+                tree=self.tree[key:last],
+                tree_positions=self.tree_positions[key:last],
+                mask=self.mask[first:seen].reshape(end - row, last - key),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +159,22 @@ class AttentionFn(Protocol):
         ...
 
 
-def causal_plan(prefix: Tensor, write: Tensor) -> AttentionPlan:
+def causal_plan(prefix: np.ndarray, write: np.ndarray) -> AttentionPlan:
     """The plan of one plain chunk of text: each row sees `prefix` and the rows up to itself.
 
     `prefix` int64 `[p]` and `write` int64 `[rows]` are slots; the rows' positions are p, p+1, ...
     """
-    rows = len(write)
-    positions = torch.arange(len(prefix), len(prefix) + rows)
-    mask = torch.ones(rows, rows, dtype=torch.bool).tril()
+    length, rows = len(prefix), len(write)
+    positions = np.arange(length, length + rows)
     return AttentionPlan(
-        write, (Segment(slice(0, rows), positions, prefix, write, positions, mask),)
+        write=write,
+        positions=positions,
+        row_start=np.array([0, rows]),
+        pages=prefix[None],
+        page_row=np.array([0]),
+        prefix_length=np.array([length]),
+        tree=write,
+        tree_positions=positions,
+        tree_start=np.array([0, rows]),
+        mask=np.tri(rows, dtype=bool).ravel(),
     )

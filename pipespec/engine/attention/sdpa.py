@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -98,41 +99,67 @@ def _explicit(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions
 
 def _prepared(
     plan: AttentionPlan, window: int | None, group: int, like: Tensor
-) -> tuple[Tensor, tuple[_Keys, ...]]:
+) -> tuple[Tensor, list[_Keys]]:
+    """What the layers of a window share: made, and brought to the device, once for all segments."""
     prepared = plan.cache.get((window, group))
-    if prepared is None:
-        assert sum(s.rows.stop - s.rows.start for s in plan.segments) == len(like)
-        prepared = plan.cache[window, group] = (
-            plan.write.to(like.device),
-            tuple(_keys(segment, window, group, like) for segment in plan.segments),
+    if prepared is not None:
+        return prepared
+    assert len(plan.write) == plan.row_start[-1] == len(like)
+    segments = list(plan.segments())
+    read = [_read(segment, window) for segment in segments]
+    indices = iter(_joined([index for index, _ in read if not isinstance(index, slice)], like))
+    masks = [np.repeat(~seen, group, 0) for _, seen in read if seen is not None]
+    biases = iter(_joined([mask.ravel() for mask in masks], like, fill=-torch.inf))
+    keys = [
+        _Keys(
+            segment.rows,
+            index if isinstance(index, slice) else next(indices),
+            None if seen is None else next(biases).view(len(seen) * group, -1),
         )
+        for segment, (index, seen) in zip(segments, read, strict=True)
+    ]
+    prepared = plan.cache[window, group] = torch.from_numpy(plan.write).to(like.device), keys
     return prepared
 
 
-def _keys(segment: Segment, window: int | None, group: int, like: Tensor) -> _Keys:
+def _joined(parts: list[np.ndarray], like: Tensor, fill: float | None = None) -> tuple[Tensor, ...]:
+    """The parts, on the device; with `fill` numbers like `like`: that where a part is True, else 0.
+
+    All of them are one tensor, so that they are one copy.
+    """
+    if not parts:
+        return ()
+    tensor = torch.from_numpy(np.concatenate(parts))
+    if fill is not None:
+        tensor = torch.zeros(len(tensor), dtype=like.dtype).masked_fill_(tensor, fill)
+    return tensor.to(like.device).split([len(part) for part in parts])
+
+
+def _read(segment: Segment, window: int | None) -> tuple[slice | np.ndarray, np.ndarray | None]:
+    """The slots that a segment reads, and which of its rows sees which of them, `[rows, keys]`
+    (None: each sees all)."""
     prefix, mask = segment.prefix, segment.mask
-    first = 0
+    in_prefix = None  # which rows see which of the prefix; None: all
     if window is not None:
         # The window of the earliest row bounds what any row can see of the prefix.
         first = min(max(0, int(segment.positions.min()) - window + 1), len(prefix))
         prefix = prefix[first:]
         positions = segment.positions[:, None]
-        in_prefix = positions - torch.arange(first, first + len(prefix)) < window
+        in_prefix = positions - np.arange(first, first + len(prefix)) < window
         mask = mask & (positions - segment.tree_positions < window)
-    else:
-        in_prefix = mask.new_ones(len(mask), len(prefix))
-    slots = torch.cat([prefix, segment.tree])
-    seen = torch.cat([in_prefix, mask], dim=1)
+    slots = np.concatenate((prefix, segment.tree))
     lowest, highest = int(slots.min()), int(slots.max())
-    if highest - lowest < _MAX_SPREAD * len(slots):
-        index: slice | Tensor = slice(lowest, highest + 1)
-        spread = seen.new_zeros(len(seen), highest - lowest + 1)
+    dense = highest - lowest < _MAX_SPREAD * len(slots)
+    index = slice(lowest, highest + 1) if dense else slots
+    holes = dense and highest - lowest >= len(slots)
+    if not holes and mask.all() and (in_prefix is None or in_prefix.all()):
+        return index, None
+    seen = np.ones((len(mask), len(slots)), bool)
+    seen[:, len(prefix) :] = mask
+    if in_prefix is not None:
+        seen[:, : len(prefix)] = in_prefix
+    if dense:
+        spread = np.zeros((len(seen), highest - lowest + 1), bool)
         spread[:, slots - lowest] = seen
         seen = spread
-    else:
-        index = slots.to(like.device)
-    bias = None
-    if not seen.all():
-        bias = torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf)
-        bias = bias.to(like.device).repeat_interleave(group, 0)
-    return _Keys(segment.rows, index, bias)
+    return index, seen

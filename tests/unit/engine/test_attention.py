@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from pipespec.engine.attention.plan import (
     Segment,
     causal_plan,
 )
+from tests.helpers.plans import joined
 
 NUM_SLOTS = 40
 
@@ -31,12 +33,14 @@ def _pool(kv_heads: int, head_dim: int, value_dim: int) -> LayerPool:
     )
 
 
-def _segment(start: int, rows: int, prefix: int, tree: int, slots: Tensor, seed: int) -> Segment:
+def _segment(
+    start: int, rows: int, prefix: int, tree: int, slots: np.ndarray, seed: int
+) -> Segment:
     """A segment whose last `rows` tree keys are its own rows, with a random mask otherwise."""
-    generator = torch.Generator().manual_seed(seed)
-    tree_positions = prefix + torch.randint(0, 6, (tree,), generator=generator)
-    mask = torch.rand(rows, tree, generator=generator) < 0.5
-    mask[:, tree - rows :] |= torch.eye(rows, dtype=torch.bool)
+    rng = np.random.default_rng(seed)
+    tree_positions = prefix + rng.integers(0, 6, tree)
+    mask = rng.random((rows, tree)) < 0.5
+    mask[:, tree - rows :] |= np.eye(rows, dtype=bool)
     return Segment(
         rows=slice(start, start + rows),
         positions=tree_positions[tree - rows :],
@@ -52,7 +56,7 @@ def _by_hand(query: Tensor, pool: LayerPool, plan: AttentionPlan, options: Layer
     rows, heads, _ = query.shape
     group = heads // pool.keys.shape[1]
     out = torch.zeros(rows, heads, pool.values.shape[2])
-    for segment in plan.segments:
+    for segment in plan.segments():
         for i, row in enumerate(range(segment.rows.start, segment.rows.stop)):
             slots = [(int(s), p) for p, s in enumerate(segment.prefix)]
             slots += [
@@ -93,24 +97,19 @@ def _by_hand(query: Tensor, pool: LayerPool, plan: AttentionPlan, options: Layer
 )
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_rows_attend_to_what_the_plan_says(slots, options, kv_heads):
-    generator = torch.Generator().manual_seed(0)
-    order = torch.arange(NUM_SLOTS)
+    rng = np.random.default_rng(0)
+    order = np.arange(NUM_SLOTS)
     if slots == "shuffled":  # within each segment's own range
-        order = torch.cat(
-            [
-                part[torch.randperm(len(part), generator=generator)]
-                for part in order.split([8, 14, 3, 15])
-            ]
-        )
+        order = np.concatenate([rng.permutation(part) for part in np.split(order, [8, 22, 25])])
     if slots == "scattered":
-        order = torch.randperm(NUM_SLOTS, generator=generator)
+        order = rng.permutation(NUM_SLOTS)
     segments = (
         _segment(0, rows=1, prefix=7, tree=1, slots=order[:8], seed=1),
         _segment(1, rows=4, prefix=5, tree=9, slots=order[8:22], seed=2),
         _segment(5, rows=3, prefix=0, tree=3, slots=order[22:25], seed=3),
     )
-    write = torch.cat([s.tree[-(s.rows.stop - s.rows.start) :] for s in segments])
-    plan = AttentionPlan(write, segments)
+    write = np.concatenate([s.tree[-(s.rows.stop - s.rows.start) :] for s in segments])
+    plan = joined(segments, write)
     pool = _pool(kv_heads, head_dim=8, value_dim=6)
     query, key = _random(8, 4, 8, seed=4), _random(8, kv_heads, 8, seed=5)
     value = _random(8, kv_heads, 6, seed=6)
@@ -122,7 +121,7 @@ def test_rows_attend_to_what_the_plan_says(slots, options, kv_heads):
 
 
 def test_one_plan_serves_layers_of_different_windows():
-    slots = torch.arange(12)
+    slots = np.arange(12)
     plan = causal_plan(slots[:9], slots[9:])
     pool = _pool(2, 8, 8)
     inputs = [_random(3, heads, 8, seed=heads) for heads in (4, 2, 2)]
@@ -134,7 +133,7 @@ def test_one_plan_serves_layers_of_different_windows():
 
 
 def test_slots_of_nobody_and_of_others_do_not_matter():
-    plan = causal_plan(torch.tensor([3, 11, 30]), torch.tensor([8, 5]))
+    plan = causal_plan(np.array([3, 11, 30]), np.array([8, 5]))
     inputs = [_random(2, heads, 8, seed=heads) for heads in (4, 2, 2)]
     pool = _pool(2, 8, 8)
     before = sdpa.attend(*inputs, pool, plan, LayerOptions(0.3))
@@ -145,8 +144,8 @@ def test_slots_of_nobody_and_of_others_do_not_matter():
 
 
 def test_a_causal_plan_shows_each_row_the_rows_up_to_itself():
-    plan = causal_plan(torch.tensor([4, 2]), torch.tensor([7, 0, 1]))
-    (segment,) = plan.segments
+    plan = causal_plan(np.array([4, 2]), np.array([7, 0, 1]))
+    (segment,) = plan.segments()
     assert plan.write.tolist() == [7, 0, 1]
     assert segment.positions.tolist() == segment.tree_positions.tolist() == [2, 3, 4]
     assert segment.mask.tolist() == [[True, False, False], [True, True, False], [True] * 3]

@@ -7,12 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec.core import DECIDED, GUESS, KIND, NODE, PARENT, POSITION, TOKEN, Verdict
-from pipespec.engine.lineage import Lineage
+from pipespec.engine.lineage import DROPPED, Lineage, LiveNodes
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.verifier import walk
 
 VOCABULARY = 3
+
+
+def new_lineage(capacity: int = 64) -> Lineage:
+    return Lineage(1, LiveNodes(capacity))
+
+
+def admit(lineage: Lineage, rows: np.ndarray) -> np.ndarray:
+    """bool `[rows]`: which of the rows were kept."""
+    return lineage.nodes.admit(rows, {1: lineage}) != DROPPED
 
 
 class Pipeline:
@@ -26,7 +35,7 @@ class Pipeline:
         self.text, self.rng = text, rng
         self.context = Context(1, text[:prompt], list(range(prompt)))
         self.tree = Tree(prompt - 1, prompt - 2, text[prompt - 1], prompt - 1, fed=True)
-        self.stages = [Lineage(capacity=4) for _ in range(num_stages)]
+        self.stages = [new_lineage(capacity=4) for _ in range(num_stages)]
         self.links: list[deque[np.ndarray]] = [deque() for _ in range(num_stages)]
         self.verdicts: list[deque[Verdict]] = [deque() for _ in range(num_stages)]
         self.heard: deque[Verdict] = deque()
@@ -71,7 +80,7 @@ class Pipeline:
             return
         lineage = self.stages[stage]
         rows = self.links[stage].popleft()
-        rows = rows[lineage.admit(rows).kept]
+        rows = rows[admit(lineage, rows)]
         lineage.check()
         if stage + 1 < len(self.stages):
             self.links[stage + 1].append(rows)
@@ -127,7 +136,7 @@ def test_any_interleaving_has_the_reference_outcome(seed, num_stages, prompt, sc
         assert lineage.tip == pipeline.path[lineage.length - 1]
         assert list(lineage.expected) == text[lineage.length : decided]
         # What lives is what the head has fed below the root.
-        live = set(lineage.node[lineage.live].tolist())
+        live = set(lineage.nodes.node[lineage.live].tolist())
         assert live == fed - {root}
 
 
@@ -145,9 +154,9 @@ def test_a_pipeline_that_is_served_fairly_decodes_the_text(seed, num_stages):
 
 
 def test_a_verdict_told_twice_changes_nothing():
-    lineage = Lineage()
+    lineage = new_lineage()
     context = Context(1, [5, 6], [0, 1])
-    lineage.admit(context.rows(0, 2))
+    admit(lineage, context.rows(0, 2))
     verdict = Verdict(1, 2, (7,))
     lineage.apply(verdict)
     lineage.apply(verdict)
@@ -155,14 +164,14 @@ def test_a_verdict_told_twice_changes_nothing():
 
 
 def test_a_row_whose_parent_died_is_dropped_silently():
-    lineage = Lineage()
-    lineage.admit(Context(1, [5], [0]).rows(0, 1))
+    lineage = new_lineage()
+    admit(lineage, Context(1, [5], [0]).rows(0, 1))
     tree = Tree(0, -1, 5, 0, fed=True)
     tree.append(np.array([ROOT]), np.array([[1, 2]]), np.zeros((1, 2)))
     tree.append(np.array([1]), np.array([[3]]), np.zeros((1, 1)))
-    assert lineage.admit(tree.rows(1, np.array([1, 2]))).kept.all()
+    assert admit(lineage, tree.rows(1, np.array([1, 2]))).all()
     lineage.apply(Verdict(1, 1, (2,)))
-    assert not lineage.admit(tree.rows(1, np.array([3]))).kept.any()
+    assert not admit(lineage, tree.rows(1, np.array([3]))).any()
     lineage.check()
 
 
@@ -171,11 +180,11 @@ def test_a_guess_that_was_dropped_and_made_again_is_not_taken_for_the_new_one():
     rows = Context(1, [5], [0]).rows(0)
     old, new = (np.array([[1, node, 0, 7, 1, GUESS]]) for node in (1, 2))
     for known, committed, left in ((None, [1], 0), ([1], [1], 0), ([2], [], 1)):
-        lineage = Lineage()
-        lineage.admit(np.concatenate((rows, old)))
+        lineage = new_lineage()
+        admit(lineage, np.concatenate((rows, old)))
         outcome = lineage.apply(Verdict(1, 1, (7,)), known)
         assert [lineage.tip for _ in outcome.committed] == committed
         assert len(lineage.expected) == left
         lineage.check()
-    lineage.admit(new)
+    admit(lineage, new)
     assert (lineage.tip, lineage.length) == (2, 2)

@@ -4,15 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec.core import Batch, Verdict
+from pipespec.core import Batch, Opening, Sampling, Verdict
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
 from pipespec.errors import OutOfSlots
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
+from pipespec.sampling.terms import pack
+from pipespec.sampling.verifier import Verifier
 from tests.helpers import models
 
 NUM_SLOTS = 1000
+GREEDY = Sampling()
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def test_every_slot_has_one_owner_after_thousands_of_accepts_and_prunes(model):
                 accepted += 1
                 alive = stage.prune(batch)
                 # The tip's own row may still have to travel on.
-                ids = {*tree.id.tolist(), stage.tables[request].lineage.tip}
+                ids = {*tree.id.tolist(), stage.lineages[request].tip}
                 assert all(node in ids for node in alive.rows[:, 1].tolist())
             stage.check_integrity()
         if request % 3:
@@ -64,16 +67,102 @@ def test_every_slot_has_one_owner_after_thousands_of_accepts_and_prunes(model):
     assert stage.slots.num_free == NUM_SLOTS
 
 
-def test_two_requests_in_one_batch_do_not_see_each_other(model):
-    alone, together = [], SliceRunner(model, NUM_SLOTS)
-    rows = []
-    for request, prompt in ((1, [3, 9, 4]), (2, [7, 2])):
-        context = Context(request, prompt, list(range(len(prompt))))
-        rows.append(context.rows(0))
-        alone.append(SliceRunner(model, NUM_SLOTS).compute(Batch(0, rows[-1])).hidden)
-    hidden = together.compute(Batch(0, np.concatenate(rows))).hidden
-    assert torch.allclose(hidden, torch.cat(alone), atol=1e-5)
-    together.check_integrity()
+class Asker:
+    """What the head feeds of one request: its prompt in two pieces, guesses and a missed root."""
+
+    def __init__(self, request: int, length: int):
+        rng = np.random.default_rng(request)
+        self.request = request
+        self.text = Context(request, rng.integers(0, 50, length).tolist(), list(range(length)))
+        self.cut = int(rng.integers(1, length)) if length > 1 else 0
+        root = length - 1
+        self.tree = Tree(root, root - 1, self.text.tokens[-1], root, fed=True)
+        self.tree.append(np.array([ROOT]), np.array([[1, 2]]), np.array([[-0.2, -0.9]]))
+        self.tree.append(np.array([1]), np.array([[3, 4]]), np.array([[-0.2, -0.9]]))
+        self.hit = Verdict(request, length, (1,))
+        self.miss = Verdict(request, length + 1, (9,))
+        self.missed = Tree(8000, int(self.tree.id[1]), 9, length + 1, fed=False)
+
+    def batches(self) -> list[np.ndarray]:
+        """Of each step; the verdicts `hit` and `miss` come before the last but one and the last."""
+        return [
+            self.text.rows(0, self.cut),
+            np.concatenate((self.text.rows(self.cut), self.tree.rows(self.request, [1, 2]))),
+            self.tree.rows(self.request, [3, 4]),
+            self.missed.rows(self.request, [ROOT]),
+        ]
+
+
+def _decode(model: ModelSlice, askers: list[Asker]) -> tuple[list[torch.Tensor], SliceRunner]:
+    """The hidden states of each step, with the requests of a batch in their order."""
+    stage = SliceRunner(model, NUM_SLOTS)
+    found = []
+    for step, parts in enumerate(zip(*(asker.batches() for asker in askers), strict=True)):
+        told = {2: [a.hit for a in askers], 3: [a.miss for a in askers]}.get(step, [])
+        stage.apply(told)
+        stage.check_integrity()
+        hidden = stage.compute(Batch(step, np.concatenate(parts))).hidden
+        found.append(hidden if hidden is not None else torch.zeros(0, model.hidden_size))
+    stage.check_integrity()
+    return found, stage
+
+
+def test_requests_of_one_batch_compute_what_each_does_alone(model):
+    """Prompts in pieces, guesses and roots; one text is longer than the page table at first."""
+    askers = [Asker(request, length) for request, length in enumerate((3, 1, 300, 2, 17), start=1)]
+    together, stage = _decode(model, askers)
+    alone = [_decode(model, [asker])[0] for asker in askers]
+    for step, hidden in enumerate(together):
+        expected = torch.cat([each[step] for each in alone])
+        torch.testing.assert_close(hidden, expected, rtol=1e-5, atol=1e-5)
+    assert [len(hidden) for hidden in together[1:]] == [
+        sum(len(a.text.tokens) - a.cut + 2 for a in askers), 2 * len(askers), len(askers)
+    ]  # fmt: skip
+    assert [stage.length(a.request) for a in askers] == [len(a.text.tokens) + 2 for a in askers]
+    for asker in askers:
+        stage.release(asker.request)
+    stage.check_integrity()
+    assert stage.slots.num_free == NUM_SLOTS
+
+
+def test_a_plan_reads_the_text_where_it_lies(model):
+    """A step copies nothing that grows with the context, and a lone root has no mask at all."""
+    askers = [Asker(1, 40), Asker(2, 7)]
+    _, stage = _decode(model, askers)
+    stage.apply([Verdict(1, 42, (5,)), Verdict(2, 9, (5,))])
+    roots = [Tree(9000, 8000, 5, len(a.text.tokens) + 2, fed=False) for a in askers]
+    rows = [root.rows(number, [ROOT]) for number, root in enumerate(roots, start=1)]
+    _, plan = stage._admit(Batch(4, np.concatenate(rows)))
+    assert plan is not None
+    assert plan.pages is stage.pages.slots
+    assert plan.prefix_length.tolist() == [43, 10]
+    assert [segment.prefix[-1] for segment in plan.segments()] == plan.write.tolist()
+    assert len(plan.tree) == len(plan.mask) == 0
+
+
+def test_one_product_with_the_head_decides_for_all_requests(model):
+    stage = SliceRunner(model, NUM_SLOTS)
+    askers = [Asker(request, length) for request, length in ((1, 5), (2, 9), (3, 1))]
+    verifiers = {
+        a.request: Verifier(Opening(a.request, a.request, 0, len(a.text.tokens), pack(GREEDY, ())))
+        for a in askers
+    }
+    parts = [a.text.rows(0) for a in askers]
+    batch = stage.compute(Batch(0, np.concatenate(parts)))
+    products = []
+    hook = model._model.lm_head.register_forward_hook(
+        lambda _, given, __: products.append(given[0].shape[-2])
+    )
+    found = stage.verdicts(batch, verifiers.__getitem__)
+    hook.remove()
+    assert products == [3], "a row of each request, in one product"
+    assert [verdict.sequence for verdict in found] == [1, 2, 3]
+    for asker, verdict in zip(askers, found, strict=True):
+        alone = SliceRunner(model, NUM_SLOTS)
+        hidden = alone.compute(Batch(0, asker.text.rows(0))).hidden
+        assert hidden is not None
+        assert verdict.tokens == (int(model.logits(hidden[-1:]).argmax()),)
+        assert verdict.base == len(asker.text.tokens)
 
 
 def test_a_batch_without_rows_passes_through(model):

@@ -21,6 +21,6 @@ def test_every_size_is_measured_and_nothing_is_held_after(
     points = profile(runner, 30, lambda rows: 0.0, last=last).points()
     assert [rows for rows, _ in points] == [1, 4, 16, 30]
     assert all(ms > 0 for _, ms in points)
-    assert not runner.tables and runner.slots.num_free == 30
+    assert not runner.lineages and runner.slots.num_free == 30
     held = profile(runner, 30, lambda rows: 1000.0 * rows, last=last).points()
     assert held == ((1, 1000.0), (4, 4000.0), (16, 16000.0), (30, 30000.0))
