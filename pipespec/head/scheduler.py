@@ -299,8 +299,7 @@ class Scheduler(Admission):
         wanted: list[tuple[Sequence, int | None, Offer]] = []
         urgent = False
         for sequence in sequences:
-            own = replace(state, end=sequence.last_position)
-            expansion = self._policy.grow(sequence.tree, own)
+            expansion = self._policy.grow(sequence.tree, sequence.own(state))
             nodes = sequence.useful(expansion.nodes)
             if len(nodes):
                 wanted.append((sequence, expansion.limit, Offer(sequence.tree, nodes)))
@@ -332,8 +331,7 @@ class Scheduler(Admission):
         )
         offers = []
         for sequence in decoding:
-            own = replace(state, end=sequence.last_position)
-            nodes = sequence.useful(self._policy.feed(sequence.tree, own))
+            nodes = sequence.useful(self._policy.feed(sequence.tree, sequence.own(state)))
             offers.append(Offer(sequence.tree, nodes, self._policy.whole))
         slots = self.free_slots
         budget = min(self._budget(len(offers)), slots)

@@ -20,6 +20,7 @@ from pipespec.core import (
     Opening,
     Request,
 )
+from pipespec.head.feed.policy import PipelineState
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.terms import pack
@@ -168,8 +169,19 @@ class Sequence:
     def context_full(self) -> bool:
         return len(self.context.tokens) > self.last_position
 
+    @property
+    def _near_end(self) -> bool:
+        """Whether the tree reaches the last token; its deepest node stands last."""
+        return bool(self.tree.position[-1] >= self.last_position)
+
+    def own(self, state: PipelineState) -> PipelineState:
+        """What a policy may know, with the end of this text, if its tree comes so far."""
+        return replace(state, end=self.last_position) if self._near_end else state
+
     def useful(self, nodes: np.ndarray) -> np.ndarray:
         """Those of the nodes whose logits can still matter: not the last token, nor beyond."""
+        if not self._near_end:
+            return nodes
         return nodes[self.tree.position[nodes] < self.last_position]
 
     def guesses(self, batch: Batch) -> Guesses:

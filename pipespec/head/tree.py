@@ -164,6 +164,12 @@ class Tree:
             nodes.append(int(self.parent[nodes[-1]]))
         return nodes[::-1]
 
+    def before(self, end: int, chosen: np.ndarray) -> np.ndarray:
+        """Rising indices of the nodes with `chosen` (bool `[nodes]`) at positions below `end`."""
+        if self.position[-1] >= end:
+            chosen = chosen & (self.position < end)
+        return chosen.nonzero()[0]
+
     def best(self, candidates: np.ndarray, count: int) -> np.ndarray:
         """The `count` most probable of `candidates` (rising indices), in breadth-first order.
 
@@ -219,6 +225,7 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
     if count <= 0:
         return np.zeros(len(values), bool)
     least = np.partition(values, -count)[-count]
-    chosen = values > least
-    chosen[np.flatnonzero(values == least)[: count - np.count_nonzero(chosen)]] = True
+    chosen = values >= least
+    if (excess := np.count_nonzero(chosen) - count) > 0:
+        chosen[np.flatnonzero(values == least)[-excess:]] = False
     return chosen

@@ -58,10 +58,9 @@ class BestFirst:
         return self.width
 
     def grow(self, tree: Tree, state: PipelineState) -> Expansion:
-        unexpanded = np.flatnonzero(~tree.expanded & (tree.position < state.end))
+        unexpanded = tree.before(state.end, ~tree.expanded)
         room = self.capacity - int(np.count_nonzero(tree.expanded | tree.fed))
         return Expansion(tree.best(unexpanded, min(self.width, max(room, 0))))
 
     def feed(self, tree: Tree, state: PipelineState) -> np.ndarray:
-        unfed = np.flatnonzero(~tree.fed & (tree.position < state.end))
-        return tree.best(unfed, self.width)
+        return tree.best(tree.before(state.end, ~tree.fed), self.width)
