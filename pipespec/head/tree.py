@@ -115,9 +115,8 @@ class Tree:
 
     def child(self, parent: int, token: int) -> int | None:
         """The index of `parent`'s child with that token, or None."""
-        children = np.flatnonzero(self.parent == parent)
-        found = children[(self.token[children] == token) & (children != ROOT)]
-        return int(found[0]) if len(found) else None
+        found = ((self.parent == parent) & (self.token == token)).nonzero()[0]
+        return next((int(child) for child in found if child != ROOT), None)
 
     def prune(self, root: int) -> None:
         """Keep the subtree of `root` alone; cumulative log-probabilities start there anew."""
@@ -151,11 +150,10 @@ class Tree:
         reached = np.zeros(len(self), bool)
         reached[root] = True
         jump = self.parent
-        while True:
-            further = reached | reached[jump]
-            if (further == reached).all() and (jump == ROOT).all():
-                return reached
-            reached, jump = further, jump[jump]
+        for _ in range(int(self.position[-1] - self.position[root]).bit_length()):
+            reached |= reached.take(jump)
+            jump = jump.take(jump)
+        return reached
 
     def path(self, node: int) -> list[int]:
         """Indices from the root to `node`, both included."""
@@ -214,8 +212,8 @@ class Tree:
         place = np.zeros(len(self), np.int64)
         place[order] = np.arange(len(order))
         for name in self._COLUMNS:
-            setattr(self, name, getattr(self, name)[order])
-        self.parent = place[self.parent]
+            setattr(self, name, getattr(self, name).take(order))
+        self.parent = place.take(self.parent)
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
