@@ -36,10 +36,11 @@ FREE = -(2**62)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What verdicts did: local indices that joined the sequence, in order, and that died."""
+    """What a verdict did: local indices that joined the sequence, in order, and that died, in
+    parts."""
 
     committed: list[int]
-    dead: np.ndarray
+    dead: list[np.ndarray]
 
 
 class LiveNodes:
@@ -102,8 +103,9 @@ class LiveNodes:
 
     def commit(self, child: int, live: np.ndarray) -> None:
         """A child of the tip is the tip now; `live` are the nodes below it."""
-        self.mask[live, child] = False
-        self.parent[live[self.parent[live] == child]] = TIP
+        if len(live):
+            self.mask[live, child] = False
+            self.parent[live[self.parent.take(live) == child]] = TIP
         self.sequence[child] = FREE
         self._free.append(child)
 
@@ -189,10 +191,10 @@ class Lineage:
         for told, token in enumerate(tokens):
             node = None if ids is None else ids[first + told]
             child = None if self.expected else self._child_of_tip(live, token, node)
-            stays = np.zeros(len(live), bool) if child is None else self.nodes.mask[live, child]
-            doomed, live = live[~stays], live[stays]
-            self._forget(doomed, survivors=len(live))
-            dead.append(doomed)
+            doomed, live = self._parted(live, child)
+            if len(doomed):
+                self._forget(doomed, survivors=len(live))
+                dead.append(doomed)
             if child is None:
                 self.expected.extend(tokens[told:])
                 break
@@ -200,7 +202,7 @@ class Lineage:
             live = live[live != child]
             self.nodes.commit(child, live)
             self._become_tip(int(self.nodes.node[child]))
-        return Outcome(committed, np.concatenate(dead) if dead else np.empty(0, np.int64))
+        return Outcome(committed, dead)
 
     def release(self) -> np.ndarray:
         """Give its live nodes up; the local indices that they had."""
@@ -210,9 +212,17 @@ class Lineage:
 
     def _child_of_tip(self, live: np.ndarray, token: int, node: int | None) -> int | None:
         nodes = self.nodes
-        is_it = nodes.token[live] == token if node is None else nodes.node[live] == node
-        found = live[is_it & (nodes.parent[live] == TIP)]
+        is_it = nodes.token.take(live) == token if node is None else nodes.node.take(live) == node
+        found = live[is_it & (nodes.parent.take(live) == TIP)]
         return int(found[0]) if len(found) else None
+
+    def _parted(self, live: np.ndarray, child: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Those of the nodes that die when `child` (None: what is not here) becomes the tip, and
+        those that stay, itself among them."""
+        if child is None:
+            return live, live[:0]
+        stays = self.nodes.mask[:, child].take(live)
+        return live[~stays], live[stays]
 
     def _become_tip(self, node: int) -> None:
         del self._index[self.tip]

@@ -132,14 +132,14 @@ class SliceRunner:
         """
         committed: list[int] = []
         pages: list[int] = []
-        dead = []
+        dead: list[np.ndarray] = []
         for verdict in verdicts:
             lineage = self.lineages.get(verdict.sequence)
             if lineage is not None:
                 outcome = lineage.apply(verdict, nodes)
                 committed += outcome.committed
                 pages += [self._page_of[verdict.sequence]] * len(outcome.committed)
-                dead.append(outcome.dead)
+                dead += outcome.dead
         if committed:
             slots = self.nodes.slot[committed]
             self.pages.write(np.array(pages), self.nodes.position[committed], slots)
