@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipespec.core import DECIDED, KIND, LAST_DECIDED, NODE, PARENT, Request
+from pipespec.head.feed.policy import PipelineState
 from pipespec.head.sequence import Sequence
 from pipespec.head.tree import ROOT
 from pipespec.text import StopChecker
@@ -214,3 +215,15 @@ def test_misses_before_the_first_step_are_those_of_one_step() -> None:
     sequence.accept(ord("x"), LATER)
     sequence.accept(ord("y"), LATER)
     assert sequence.misses_per_step == 2
+
+
+@pytest.mark.parametrize(("left", "useful"), [(1, 0), (2, 1), (3, 2), (9, 2)])
+def test_nodes_matter_up_to_the_last_token_but_one(left: int, useful: int) -> None:
+    """A root and a guess below it, with so many tokens to come after the prompt."""
+    sequence = opened(context=len(PROMPT) + left - 1)
+    guess(sequence, "a", fed=False)
+    state = PipelineState(num_stages=4, step=0)
+    seen = sequence.own(state)
+    nodes = np.arange(2)
+    ends = np.count_nonzero(sequence.tree.position < seen.end)
+    assert len(sequence.useful(nodes)) == ends == useful

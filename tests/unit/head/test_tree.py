@@ -120,3 +120,10 @@ def test_a_candidate_of_no_probability_is_none():
     tree = Tree(0, -1, 0, 0, fed=True)
     added = tree.append(np.array([ROOT]), np.array([[1, 2]]), np.array([[-1.0, -np.inf]]))
     assert added == 1 and tree.token.tolist() == [0, 1]
+
+
+@given(trees, st.integers(8, 30), st.integers(0, 2**32 - 1))
+def test_nodes_before_an_end_are_chosen_by_position(tree, end, seed):
+    chosen = np.random.default_rng(seed).random(len(tree)) < 0.5
+    expected = [i for i in range(len(tree)) if chosen[i] and tree.position[i] < end]
+    assert tree.before(end, chosen).tolist() == expected
