@@ -86,23 +86,18 @@ def choose(
     cum = np.concatenate(
         [offer.tree.cum[nodes] for offer, nodes in zip(offers, guesses, strict=True)]
     )
-    order = np.argsort(-cum, kind="stable")
+    known = 0 if state.offered is None else len(state.offered)
+    order = _likeliest(cum, max(budget, known))
     chances = np.concatenate((np.ones(certain(offers)), np.exp(cum[order])))
     usual = None if row_cost is not None else usual_batch(chances, state)
     limit = budget if usual is None else min(budget, usual.rows)
-    taken = [NOTHING] * len(offers)
-    waits = np.zeros(len(cum), bool)  # what hangs from a root that waits
-    fed = begin = 0
-    for i, offer in enumerate(offers):
-        first = offer.certain
-        end = begin + len(guesses[i])
-        if fed + first > limit:
-            waits[begin:end] = True
-        else:
-            taken[i] = offer.nodes[:first]
-            fed += first
-        begin = end
-    order = order[~waits[order]][: limit - fed]
+    taken = []
+    fed = 0
+    for offer in offers:
+        fits = fed + offer.certain <= limit  # else its root waits, and nothing is left for guesses
+        taken.append(offer.nodes[: offer.certain] if fits else NOTHING)
+        fed += len(taken[-1])
+    order = order[: limit - fed]
     likeliest = np.concatenate((np.ones(fed), np.exp(cum[order])))
     if row_cost is not None:
         tokens_per_step = max(state.tokens_per_step or 0.0, state.requests / state.num_stages)
@@ -113,7 +108,8 @@ def choose(
     else:
         worth = len(likeliest)
     for i, nodes in enumerate(_split(guesses, order[: max(worth - fed, 0)])):
-        taken[i] = np.concatenate((taken[i], nodes))
+        if len(nodes):
+            taken[i] = np.concatenate((taken[i], nodes))
     return Choice(taken, chances)
 
 
@@ -147,7 +143,15 @@ def share(offers: Sequence[Offer], budget: int) -> list[np.ndarray]:
     if sum(map(len, nodes)) <= budget:
         return nodes
     cum = np.concatenate([offer.tree.cum[offer.nodes] for offer in offers])
-    return _split(nodes, np.argsort(-cum, kind="stable")[:budget])
+    return _split(nodes, _likeliest(cum, budget))
+
+
+def _likeliest(cum: np.ndarray, most: int) -> np.ndarray:
+    """Indices of the `most` largest, the largest first; of equal ones, the first come first."""
+    places = np.arange(len(cum))
+    if 0 < most < len(cum):
+        places = np.flatnonzero(cum >= np.partition(cum, -most)[-most])
+    return places[np.argsort(-cum[places], kind="stable")][:most]
 
 
 def _split(parts: Sequence[np.ndarray], places: np.ndarray) -> list[np.ndarray]:
