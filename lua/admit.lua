@@ -1,8 +1,8 @@
--- admit: takes the next requests off the queue for this epoch.
+-- admit: takes the first requests off the queue for this epoch.
 --
 -- KEYS[1]  epoch
 -- KEYS[2]  queue of requests
--- KEYS[3]  admitted requests (list of ids)
+-- KEYS[3]  admitted requests
 -- KEYS[4]  prefix of a request's keys
 -- KEYS[5]  whether the queue is closed in this epoch
 -- KEYS[6]  number of finished requests
@@ -25,7 +25,8 @@ if stale then
 end
 local found, most = { 0 }, tonumber(ARGV[3])
 while #found <= most do
-  local id = redis.call('LPOP', KEYS[2])
+  local first = redis.call('ZPOPMIN', KEYS[2])
+  local id, score = first[1], first[2]
   if not id then
     redis.call('DEL', KEYS[7])
     found[1] = redis.call('EXISTS', KEYS[5])
@@ -36,7 +37,7 @@ while #found <= most do
   if known[3] then
     ending(request, request .. ':events', KEYS[6], known[2], known[3], ARGV[2])
   else
-    redis.call('RPUSH', KEYS[3], id)
+    redis.call('ZADD', KEYS[3], score, id)
     found[#found + 1] = { tonumber(id), known[1], tonumber(known[2]) }
   end
 end

@@ -25,7 +25,7 @@ end
 if known[2] then
   return 0
 end
-if redis.call('LREM', KEYS[4], 1, ARGV[2]) == 1 then
+if redis.call('ZREM', KEYS[4], ARGV[2]) == 1 then
   ending(KEYS[2], KEYS[3], KEYS[5], known[1], ARGV[3], ARGV[4])
   return 1
 end

@@ -2,13 +2,14 @@
 --
 -- KEYS[1]  epoch
 -- KEYS[2]  counter of requests
--- KEYS[3]  queue of requests (list of ids)
+-- KEYS[3]  queue of requests (sorted set of ids; see includes/request.lua)
 -- KEYS[4]  prefix of a request's keys (see includes/request.lua)
 -- ARGV[1]  prefix of the keys of an epoch, as of new_epoch
 -- ARGV[2]  what was asked for (opaque)
 -- ARGV[3]  length of the sequence at the start
 -- ARGV[4]  ticket: a random word of the caller's
 -- ARGV[5]  seconds for which the ticket is remembered
+-- ARGV[6]  priority, a whole number below 2^20; who has less is taken earlier
 -- Reply    the request's id
 -- Errors   none
 --
@@ -24,7 +25,8 @@ end
 local id = redis.call('INCR', KEYS[2])
 redis.call('SET', ticket, id, 'EX', ARGV[5])
 redis.call('HSET', KEYS[4] .. ':' .. id, 'asked', ARGV[2], 'length', ARGV[3])
-redis.call('RPUSH', KEYS[3], id)
+-- Exact: a score has 53 bits.
+redis.call('ZADD', KEYS[3], ARGV[6] * 2 ^ 32 + id, id)
 local epoch = redis.call('GET', KEYS[1])
 if epoch then
   arrived(ARGV[1], epoch)

@@ -28,7 +28,7 @@ end
 if known[2] then
   return 0
 end
-redis.call('LREM', KEYS[4], 1, ARGV[2])
-redis.call('LREM', KEYS[5], 1, ARGV[2])
+redis.call('ZREM', KEYS[4], ARGV[2])
+redis.call('ZREM', KEYS[5], ARGV[2])
 ending(KEYS[2], KEYS[3], KEYS[6], known[1], ARGV[3], ARGV[4])
 return 1

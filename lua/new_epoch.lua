@@ -10,8 +10,8 @@
 -- Reply    the new epoch
 -- Errors   none
 --
--- Requests that the old epoch admitted and did not finish return to the head of the queue,
--- in their order. A rank that still waits for a task of the old epoch, or the head for a request,
+-- Requests that the old epoch admitted and did not finish return to their places in the queue.
+-- A rank that still waits for a task of the old epoch, or the head for a request,
 -- is woken with "STALE".
 
 local epoch = redis.call('INCR', KEYS[1])
@@ -29,7 +29,7 @@ for _, rank in ipairs(redis.call('HKEYS', old .. ':ranks')) do
   redis.call('EXPIRE', ready, ARGV[2])
 end
 redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':row_times', old .. ':closed', old .. ':meeting')
-while redis.call('RPOPLPUSH', KEYS[3], KEYS[2]) do
-end
+redis.call('ZUNIONSTORE', KEYS[2], 2, KEYS[2], KEYS[3])
+redis.call('DEL', KEYS[3])
 redis.call('XADD', KEYS[4], 'MAXLEN', 1, epoch .. '-0', 'assignment', ARGV[3])
 return epoch

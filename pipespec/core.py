@@ -203,3 +203,10 @@ class Request:
     eos: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
+    priority: int = 0
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where it stands among others: who has less is served earlier, and of equal priorities
+        who came first. `lua/enqueue.lua` orders the queue so too."""
+        return self.priority, self.id

@@ -22,6 +22,7 @@ MAX_ROWS = 4096  # guesses in a batch
 MAX_NODES = 2**20  # of a tree
 MAX_CHILDREN = 2**20  # no vocabulary has so many tokens
 MAX_COUNT = 10**9  # of what is only ever counted
+MAX_PRIORITY = 10**6  # lua/enqueue.lua orders by it exactly
 MAX_SEED = 2**60  # a stream's number takes three more bits
 MAX_MS = 1e6
 MAX_SECONDS = 1e6

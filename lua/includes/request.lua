@@ -10,6 +10,10 @@
 --                              token); at last "<length>-1" with the reason
 --   <request>:reports  stream  an entry per report of a rank
 --
+-- Two sorted sets hold the ids of those that wait (queue) and of those that an epoch has taken
+-- (admitted), each with the score priority * 2^32 + id: the least priority is first, and of equal
+-- ones who came first.
+--
 -- unknown(id) -> the error reply for a request that the log does not have.
 local function unknown(id)
   return refuse('REQUEST', 'request ' .. id .. ' is not in the log')

@@ -8,7 +8,8 @@
 Who hands in several hears of all of them through `client.follow()`.
 
 It is the same whether the cluster is of this process (`pipespec.cluster.session`) or was started
-by another (`pipespec up`). Several may ask one cluster: the head takes requests in their order.
+by another (`pipespec up`). Several may ask one cluster: the head takes requests by priority, and
+equal ones in their order.
 """
 
 from __future__ import annotations
@@ -85,11 +86,13 @@ class Client:
         max_new_tokens: int,
         stop: Sequence[str] = (),
         eos: Sequence[int] = (),
+        priority: int = 0,
     ) -> int:
         """Put a request in the queue; its number.
 
         `prompt` are token ids; prompt and answer must fit into the model's context, which ends
         an answer that does not. `stop` are texts and `eos` tokens that end it earlier.
+        Of requests that wait, those of the least `priority` are served first.
         """
         assert 0 < len(prompt) < self.served.context, "the KV pools are made for no more"
         request = self._log.enqueue(
@@ -98,6 +101,7 @@ class Client:
             eos=tuple(eos),
             stop=tuple(stop),
             sampling=sampling,
+            priority=priority,
         )
         self._open.add(request)
         return request
@@ -111,6 +115,7 @@ class Client:
             max_new_tokens=decode.max_new_tokens,
             stop=decode.stop,
             eos=() if decode.ignore_eos else self.served.eos,
+            priority=decode.priority,
         )
 
     def events(self, request: int) -> Iterator[Accepted | Finished]:

@@ -18,6 +18,7 @@ from pipespec.limits import (
     DEVICE,
     LARGEST_PORT,
     MAX_COUNT,
+    MAX_PRIORITY,
     MAX_SECONDS,
     MAX_STAGES,
     check_choice,
@@ -156,15 +157,20 @@ class ClusterConfig:
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """When the text ends, and how the prompt is read."""
+    """When the text ends, how the prompt is read, and who is served first.
+
+    `priority`: of requests that wait, the least is served first; of equal ones, who came first.
+    """
 
     max_new_tokens: int = 128
     stop: list[str] = field(default_factory=list)
     ignore_eos: bool = False
     prefill_chunk: int = 128
     chat: bool = False
+    priority: int = 0
 
     def __post_init__(self) -> None:
+        check_whole("decode.priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         check_whole("decode.max_new_tokens", self.max_new_tokens, 1, MAX_COUNT)
         check_whole("decode.prefill_chunk", self.prefill_chunk, 1, MAX_CHUNK)
         if "" in self.stop:

@@ -133,8 +133,8 @@ class Membership:
 
     def idle(self) -> bool:
         """Whether no request is open or waits."""
-        admitted = self._pipe.call("LLEN", self._keys.admitted)
-        return not admitted and not self._pipe.call("LLEN", self._keys.queue)
+        admitted = self._pipe.call("ZCARD", self._keys.admitted)
+        return not admitted and not self._pipe.call("ZCARD", self._keys.queue)
 
     def invite(self, epoch: int, place: str) -> None:
         """Say where the ranks of an epoch meet."""

@@ -50,6 +50,7 @@ class RequestLog(RequestReader):
             # If the reply is lost with the connection, the second try finds the first.
             secrets.token_hex(8),
             KEEP_TICKET_S,
+            request.priority,
         )
 
     def close_queue(self, epoch: int | None = None) -> None:

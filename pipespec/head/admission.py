@@ -1,14 +1,17 @@
 """Which requests are in the pipeline, and the KV slots that they hold.
 
 Requests wait until there are slots for their text. Slots are counted here as the stages will hold
-them (`Sequence.held`), so nobody is asked. When a root has none, the youngest request is put back:
-the stages forget it, and it is opened again later and reads what it had said. That is recovery, of
-one request. (Guesses are not fed before it comes to that: `pipespec.head.scheduler`.)
+them (`Sequence.held`), so nobody is asked. When a root has none, the last request is put back: the
+stages forget it, and it is opened again later and reads what it had said. That is recovery, of one
+request. (Guesses are not fed before it comes to that: `pipespec.head.scheduler`.)
+
+Who is opened first and put back last has the least priority, and of equal ones came first
+(`Request.place`). Nobody is put back because somebody of less priority waits.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator
 
 from pipespec.core import Request
@@ -38,7 +41,7 @@ class Admission:
         root_rows: int,
     ):
         self.sequences: dict[int, Sequence] = {}  # that are open, by number, in their order
-        self.waiting: deque[Sequence] = deque()  # to be opened, in their order
+        self.waiting: list[Sequence] = []  # to be opened, by their places
         self.preemptions = 0
         self.num_slots = num_slots
         self._max_num_seqs = max_num_seqs
@@ -85,20 +88,23 @@ class Admission:
         assert self.room > 0, "more requests than were asked for"
         sequence = Sequence.open(request, stops, self._context_limit, now, answer)
         if not sequence.ended:
-            self.waiting.append(sequence)
+            self._wait(sequence)
         return sequence
 
     def admit(self) -> Iterator[Sequence]:
-        """Open those that wait, in their order, as long as there are slots for their text.
+        """Open those that wait, by their places, as long as there are slots for their text.
 
         The source is to be told of each before the next draft round.
         """
         while self.waiting and self._fits(self.waiting[0]):
-            sequence = self.waiting.popleft()
+            sequence = self.waiting.pop(0)
             sequence.begin(self._next_number)
             self.sequences[self._next_number] = sequence
             self._next_number += 1
             yield sequence
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda each: each.request.place)
 
     def _fits(self, sequence: Sequence) -> bool:
         """Whether there are slots for its text. The only one always fits."""
@@ -119,16 +125,16 @@ class Admission:
         return None
 
     def make_room(self) -> list[Sequence]:
-        """Put the youngest back until the root that has waited longest has slots.
+        """Put the last back, by their places, until the root that has waited longest has slots.
 
         The source is to be told of who is put back.
         """
         put_back = []
         while len(self.sequences) > 1 and self._root_waits and self.free_slots < self._root_rows:
-            youngest = max(self.sequences.values(), key=lambda each: each.request.id)
-            put_back.append(youngest)
-            self._remove(youngest, self._preempted)
-            self.waiting.appendleft(youngest)
+            last = max(self.sequences.values(), key=lambda each: each.request.place)
+            put_back.append(last)
+            self._remove(last, self._preempted)
+            self._wait(last)
             self.preemptions += 1
         return put_back
 

@@ -11,7 +11,7 @@ and go at any step (`add`, `cancel`). A step is
         scheduler.graft(work, source.expand(...), ms)
     scheduler.apply(verdict, now)                       # each one that comes
     scheduler.heard(drafted_ms, wait_ms)
-    scheduler.make_room()                               # or the youngest is put back
+    scheduler.make_room()                               # or the last is put back
     while isinstance(todo := scheduler.next_batch(elapsed_ms), DraftWork):
         scheduler.graft(todo, source.expand(...), ms)   # what must be there before anything is fed
     send(todo)

@@ -132,6 +132,30 @@ def test_a_bench_keeps_as_many_at_work_as_it_was_asked_to(clusters, prompts, exp
     assert came[-1] >= 1000 * len(prompts) / 100.0
 
 
+def test_who_has_the_least_priority_is_served_first(clusters, prompts):
+    """Six requests fill the cluster; twelve wait, the urgent ones asked last."""
+    running = clusters.running(*CROWD, *WAYS[0])
+    client, prompt = running.client, prompts[0][:8]
+    filling = [client.submit(prompt, GREEDY, max_new_tokens=400) for _ in range(6)]
+    asked = {
+        priority: [
+            client.ask(RequestSettings.of(compose(settings)), prompt, GREEDY) for _ in range(6)
+        ]
+        for priority in (5, 0, -5)
+        for settings in [[f"decode.priority={priority}", "decode.max_new_tokens=2"]]
+    }
+    with running.cluster.open_log() as log:
+        for request in filling:
+            log.cancel(request)
+    began = {}
+    for requests in (filling, *asked.values()):
+        for request in requests:
+            list(client.events(request))
+            began[request] = client.reports(request)[0]["started_ns"]
+    in_order = [*filling, *asked[-5], *asked[0], *asked[5]]
+    assert sorted(began, key=began.__getitem__) == in_order
+
+
 def test_no_text_changes_though_requests_are_put_back(clusters, prompts):
     """KV for some 150 tokens, and a crowd that wants 324: greedy and sampled, one cancelled."""
     running = clusters.running(*CROWD, *WAYS[0], "model.kv_memory=800KiB", *SHORT)

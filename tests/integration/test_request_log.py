@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import count
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipespec.controller import records, requests
 from pipespec.controller.client import Controller
@@ -52,6 +54,94 @@ def test_requests_are_taken_in_the_order_in_which_they_came(head: Controller) ->
     assert taken == [Request(id=i, **{**ASKED, "max_new_tokens": n + 1}) for n, i in enumerate(ids)]
     assert head.request(ids[1]) == taken[1]
     assert take(head, wait=False) is None
+
+
+def test_the_least_priority_is_taken_first_and_of_equal_ones_who_came_first(
+    server: EmbeddedRedis, head: Controller
+) -> None:
+    asked = [(5, -1), (0, 1), (5, 2), (-3, 3), (0, 4), (10**6, 5), (-(10**6), 6), (1, 7)]
+    ids = {n: head.enqueue(**ASKED, priority=priority) for priority, n in asked}
+    order = [ids[n] for _, n in sorted(asked)]
+    taken = head.next_requests(3, wait=False) or []
+    assert [request.id for request, _ in taken] == order[:3]
+    urgent = head.enqueue(**ASKED, priority=-1)  # before all that still wait
+    first = take(head)
+    assert first == Request(urgent, **ASKED, priority=-1)
+    with head_of(server, head._keys.namespace) as successor:
+        again = successor.next_requests(99, wait=False) or []
+        assert [request.id for request, _ in again] == [*order[:1], order[1], urgent, *order[2:]]
+
+
+class Log:
+    """What the request log must do, in a few lines: who waits, and who is taken by this epoch."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, int]] = []  # priority and number
+        self.taken: list[tuple[int, int]] = []
+
+    def take(self, count: int) -> list[int]:
+        first = sorted(self.waiting)[:count]
+        self.waiting = [each for each in self.waiting if each not in first]
+        self.taken += first
+        return [number for _, number in first]
+
+    def drop(self, number: int) -> None:
+        self.waiting = [each for each in self.waiting if each[1] != number]
+        self.taken = [each for each in self.taken if each[1] != number]
+
+    def begin(self) -> None:
+        self.waiting, self.taken = self.waiting + self.taken, []
+
+
+LOG_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(-2, 2)),
+        st.tuples(st.just("take"), st.integers(1, 3)),
+        st.tuples(st.sampled_from(["finish", "cancel"]), st.integers(0, 20)),
+        st.tuples(st.just("epoch"), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@given(LOG_STEPS)
+def test_no_request_is_lost_or_doubled_and_all_are_taken_by_their_places(
+    server: EmbeddedRedis, told: list[tuple[str, int]]
+) -> None:
+    namespace, log, ids = f"log-{next(names)}", Log(), []
+    head, ended = head_of(server, namespace), set()
+    for what, number in told:
+        if what == "ask":
+            ids.append(head.enqueue(**ASKED, priority=number))
+            log.waiting.append((number, ids[-1]))
+        elif what == "take":
+            while (found := head.next_requests(number, wait=False)) == [] and log.waiting:
+                pass  # it has not heard that something arrived
+            assert [request.id for request, _ in found or []] == log.take(number)
+        elif what == "epoch":
+            head.close()
+            head = head_of(server, namespace)
+            log.begin()
+            for cancelled in ended:
+                log.drop(cancelled)
+        elif ids:
+            one = ids[number % len(ids)]
+            if what == "finish":
+                head.finish(one, "stop")
+                log.drop(one)
+            else:
+                head.cancel(one)
+                waits = one in [each for _, each in log.waiting]
+                log.drop(one) if waits else ended.add(one)
+    while log.waiting:
+        if found := head.next_requests(3, wait=False):
+            assert [request.id for request, _ in found] == log.take(3)
+    assert not head.next_requests(3, wait=False)
+    keys = head._keys
+    admitted = [int(one) for one in head._pipe.call("ZRANGE", keys.admitted, 0, -1)]
+    assert admitted == [number for _, number in sorted(log.taken)]
+    assert head._pipe.call("ZCARD", keys.queue) == 0
+    head.close()
 
 
 def test_a_head_that_waits_is_woken_by_a_request(server: EmbeddedRedis, head: Controller) -> None:
@@ -527,3 +617,4 @@ class Later:
     prompt: tuple[int, ...]
     sampling: Sampling | None = None
     seed: int | None = None
+    priority: int = 0

@@ -36,7 +36,10 @@ def test_a_request_has_the_clusters_defaults_and_its_own_settings_on_top() -> No
     config = RequestSettings.on(lab, [])
     assert config.decode.max_new_tokens == 7
     assert config.verify.sampling(3).temperature == 0.5
-    config = RequestSettings.on(lab, ["decode.max_new_tokens=9", "verify.temperature=0.25"])
+    config = RequestSettings.on(
+        lab, ["decode.max_new_tokens=9", "verify.temperature=0.25", "decode.priority=-3"]
+    )
+    assert config.decode.priority == -3
     assert config.decode.max_new_tokens == 9
     assert config.verify.sampling(3).temperature == 0.25
     # The cluster's temperature would not go with greedy.

@@ -203,6 +203,8 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
         ("cluster.devices=[cpu,cpu]", ["names 2 devices", "1 (for every rank) or 5"]),
         ("cluster.devices=[]", ["names 0 devices"]),
         ("decode.max_new_tokens=0", ["decode.max_new_tokens is 0", "from 1 to"]),
+        ("decode.priority=-1000001", ["decode.priority is -1000001", "from -1000000 to 1000000"]),
+        ("decode.priority=high", ["decode.priority is 'high'", "a whole number"]),
         ("decode.prefill_chunk=-1", ["decode.prefill_chunk is -1"]),
         ("decode.chat=maybe", ["decode.chat is 'maybe'", "true or false"]),
         ("decode.stop=[1]", ["decode.stop is [1]", "a list of texts"]),
@@ -324,7 +326,7 @@ def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
         return
     harmless = {"repetition_penalty", "temperature", "top_k", "seed"}
     if value == -1:
-        harmless = {"presence_penalty", "frequency_penalty"}
+        harmless = {"presence_penalty", "frequency_penalty", "priority"}
     needed = {ModelConfig: {"target": "t"}, Synthetic: {"truth": __file__}}.get(cls, {})
     for name, hint in typing.get_type_hints(cls).items():
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -81,17 +83,24 @@ class Stages:
     st.sampled_from(POLICIES),
     st.integers(1, 3),
     st.sampled_from([2**62, 60, 24]),
+    st.integers(0, 2),
     st.integers(0, 2**32 - 1),
 )
 def test_whoever_comes_and_goes_all_are_served_and_nothing_is_fed_twice(
-    policy: FeedPolicy, rounds: int, num_slots: int, seed: int
+    policy: FeedPolicy, rounds: int, num_slots: int, levels: int, seed: int
 ):
-    """Also where slots are short: one request alone takes up to 16 of them."""
+    """Also where slots are short: one request alone takes up to 16 of them. Who has the least
+    priority is opened first and put back last; of equal ones, who came first."""
     rng = np.random.default_rng(seed)
     on = Scheduler(SchedulerConfig(policy, NUM_STEPS, rounds, 3, 60, MOST, ROWS, num_slots))
     stages, ends = Stages(), {}
     arriving = [
-        Request(i, tuple(range(1, 1 + int(rng.integers(1, 9)))), int(rng.integers(1, 9)))
+        Request(
+            i,
+            tuple(range(1, 1 + int(rng.integers(1, 9)))),
+            int(rng.integers(1, 9)),
+            priority=int(rng.integers(-levels, levels + 1)),
+        )
         for i in range(int(rng.integers(1, 9)))
     ]
     asked = len(arriving)
@@ -99,8 +108,10 @@ def test_whoever_comes_and_goes_all_are_served_and_nothing_is_fed_twice(
     for _ in range(600):
         while on.room and arriving and rng.random() < 0.5:
             on.add(arriving.pop(0), lambda token: False, 0)
+        queue = sorted(each.request.place for each in on.waiting)
         for sequence in on.admit():
             assert sequence.prefilled == 0
+            assert sequence.request.place == queue.pop(0)
         on.begin()
         while work := on.expansion(0.0):
             on.graft(work, candidates(work, rng), 1.0)
@@ -119,8 +130,10 @@ def test_whoever_comes_and_goes_all_are_served_and_nothing_is_fed_twice(
             assert on.cancel(request) is not None and on.cancel(request) is None
             ends[request] = "cancelled"
         on.heard(0.0, 1.0)
+        open_ = sorted(each.request.place for each in on.sequences.values())
         for sequence in on.make_room():
             assert sequence in on.waiting
+            assert sequence.request.place == open_.pop()
         oldest = min(
             (
                 each
@@ -199,6 +212,20 @@ def test_when_slots_run_short_guesses_are_shed_and_then_the_youngest_is_put_back
     assert any(free <= 0 for free, _ in fed_guesses)
     # Every position was decided once, before it was put back or after.
     assert texts == {0: list(range(2, 14)), 1: list(range(2, 14))}
+
+
+def test_nobody_is_put_back_because_a_more_urgent_request_waits():
+    on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 4, 30, 3, 4, 20))
+    add = partial(on.add, stops=lambda token: False, now=0)
+    add(Request(0, tuple(range(9)), 4, priority=5))
+    assert [each.request.id for each in on.admit()] == [0]
+    add(Request(1, tuple(range(9)), 4, priority=7))
+    add(Request(2, tuple(range(9)), 4, priority=-7))
+    assert not list(on.admit()), "there are no slots for it"
+    assert not on.make_room()
+    assert [each.request.id for each in on.waiting] == [2, 1]
+    on.cancel(0)
+    assert [each.request.id for each in on.admit()] == [2]
 
 
 def test_prompts_of_several_requests_share_a_step_and_take_turns():
