@@ -5,8 +5,8 @@
 Prompts, lengths, greedy or drawn tokens, who is cancelled and who is killed are drawn from the
 seed. KV is so short that requests are put back again and again. Each text is compared with what
 the same request got alone, token by token; memory of every process is looked at all along. Ends
-with exit code 1 if a token is another, is lost or comes twice, if a request has no end or two, or
-if slots are held when nothing is open.
+with exit code 1 if a token is another, is lost or comes twice, or if slots are held when nothing is
+open.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,41 +26,29 @@ from typing import Any
 
 import psutil
 
-from benchmarks import emulated, experiment, plot
-from pipespec.client.client import Client
-from pipespec.client.dataset import load
+from benchmarks import experiment, plot
+from benchmarks.asked import Asked, ask, prompts, settled, short_of_room
 from pipespec.client.own import Running, running
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.controller.membership import Membership
 from pipespec.controller.overview import look
-from pipespec.controller.records import CANCELLED, Accepted, Finished
+from pipespec.controller.records import CANCELLED
 from pipespec.core import Sampling
 
 CONTEXT = 256
 PROMPT_TOKENS = 48
 # What is open is kept so far above what can be decoded at once, so that some wait.
 WAITING = 8
-SETTLED_S = 30.0
 
 
 @dataclass(frozen=True)
 class Question:
     """A prompt, how its tokens are decided, and the longest answer to it alone."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
     sampling: Sampling
     answer: list[int]
-
-
-@dataclass
-class Asked:
-    """A request that has not finished."""
-
-    question: Question
-    length: int
-    doomed: int | None  # cancelled once it has so many tokens
-    tokens: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -74,98 +63,70 @@ class Soak:
     # The newest word of the head in each epoch.
     statistics: dict[int, dict[str, int]] = field(default_factory=dict)
 
+    def count(self, one: Asked) -> None:
+        """A request has ended."""
+        assert one.reason is not None
+        self.counts["ended"] += 1
+        self.counts[one.reason] += 1
+        self.counts["tokens"] += len(one.tokens)
+        self.counts["different"] += len(one.different)
+        self.counts["lost"] += one.lost
+        self.counts["doubled"] += one.doubled
+
     @property
     def preemptions(self) -> int:
         return sum(told.get("preemptions", 0) for told in self.statistics.values())
 
     @property
     def wrong(self) -> list[str]:
-        names = ("different", "lost", "doubled", "endless", "ended_twice", "slots_held")
+        names = ("different", "lost", "doubled", "slots_held")
         return [f"{name}: {self.counts[name]}" for name in names if self.counts[name]]
 
 
-def questions(client: Client, options: argparse.Namespace) -> list[Question]:
+def questions(cluster: Running, options: argparse.Namespace) -> list[Question]:
     """Every prompt greedy and drawn, each answered with nothing beside it."""
-    found = []
-    for i, sample in enumerate(load(emulated.DATA, options.num_prompts)):
-        prompt = client.served.encode(sample.prompt, bounded=False)[:PROMPT_TOKENS]
-        for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=i)):
-            number = client.submit(prompt, sampling, max_new_tokens=options.tokens)
-            events = [event for event in client.events(number) if isinstance(event, Accepted)]
-            answer = [token for event in events for token in event.tokens]
-            found.append(Question(prompt, sampling, answer))
-    return found
+    alone = [
+        Asked(prompt, sampling, options.tokens)
+        for i, prompt in enumerate(prompts(cluster.client, options.num_prompts, PROMPT_TOKENS))
+        for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=i))
+    ]
+    ask(cluster, alone, at_once=1)
+    return [Question(one.prompt, one.sampling, one.tokens) for one in alone]
 
 
 def run(cluster: Running, options: argparse.Namespace) -> Soak:
     """Ask, cancel and kill until all requests have ended."""
     soak, drawn = Soak(), random.Random(options.seed)
-    client = cluster.client
-    asked = questions(client, options)
+    known = questions(cluster, options)
     kills = sorted(drawn.sample(range(options.requests), options.kills))
-    open_: dict[int, Asked] = {}
-    left = options.requests
     note(soak, cluster, 0)
-    with client.follow() as followed:
-        while left or open_:
-            while left and len(open_) < options.at_once + WAITING:
-                one = draw(drawn, asked, options)
-                number = client.submit(
-                    one.question.prompt, one.question.sampling, max_new_tokens=one.length
-                )
-                followed.add(number)
-                open_[number] = one
-                left -= 1
-            for number, event in followed.next():
-                hear(soak, cluster, open_, number, event)
-            ended = soak.counts["ended"]
-            while kills and ended >= kills[0]:
-                kills.pop(0)
-                note(soak, cluster, ended)
-                kill(cluster, drawn)
-                soak.counts["kills"] += 1
-            if ended >= options.every * len(soak.memory):
-                note(soak, cluster, ended)
-                print(f"{ended} of {options.requests}: {dict(soak.counts)}", file=sys.stderr)
-    soak.counts["slots_held"] = held_when_idle(cluster)
+
+    def on_events(over: list[Asked]) -> None:
+        for one in over:
+            soak.count(one)
+        ended = soak.counts["ended"]
+        while kills and ended >= kills[0]:
+            kills.pop(0)
+            note(soak, cluster, ended)
+            kill(cluster, drawn)
+            soak.counts["kills"] += 1
+        if ended >= options.every * len(soak.memory):
+            note(soak, cluster, ended)
+            print(f"{ended} of {options.requests}: {dict(soak.counts)}", file=sys.stderr)
+
+    coming = (draw(drawn, known, options) for _ in range(options.requests))
+    ask(cluster, coming, at_once=options.at_once + WAITING, on_events=on_events)
+    told = settled(cluster)
+    soak.counts["slots_held"] = -1 if told is None else told["kv_slots_held"]
     note(soak, cluster, soak.counts["ended"])
     return soak
 
 
-def draw(drawn: random.Random, asked: list[Question], options: argparse.Namespace) -> Asked:
-    question = drawn.choice(asked)
+def draw(drawn: random.Random, known: list[Question], options: argparse.Namespace) -> Asked:
+    question = drawn.choice(known)
     length = drawn.randint(1, options.tokens)
     doomed = drawn.randint(0, length) if drawn.random() < options.cancelled else None
-    return Asked(question, length, doomed)
-
-
-def hear(
-    soak: Soak, cluster: Running, open_: dict[int, Asked], number: int, event: Accepted | Finished
-) -> None:
-    """One event of a request: is it what was to come?"""
-    counts, one = soak.counts, open_.get(number)
-    if one is None:
-        counts["ended_twice"] += 1
-        return
-    if isinstance(event, Accepted):
-        expected = len(one.question.prompt) + len(one.tokens)
-        counts["lost"] += max(event.base - expected, 0)
-        counts["doubled"] += max(expected - event.base, 0)
-        one.tokens += event.tokens
-        counts["tokens"] += len(event.tokens)
-        if one.doomed is not None and len(one.tokens) >= one.doomed:
-            with cluster.cluster.open_log() as log:
-                log.cancel(number)
-            one.doomed = None
-            counts["cancels"] += 1
-        return
-    del open_[number]
-    counts["ended"] += 1
-    counts[event.reason] += 1
-    right = one.question.answer[: one.length]
-    counts["different"] += sum(a != b for a, b in zip(one.tokens, right, strict=False))
-    if event.reason != CANCELLED:
-        counts["lost"] += len(right) - len(one.tokens)
+    return Asked(question.prompt, question.sampling, length, question.answer[:length], doomed)
 
 
 def kill(cluster: Running, drawn: random.Random) -> None:
@@ -199,17 +160,6 @@ def note(soak: Soak, cluster: Running, ended: int) -> None:
         except psutil.NoSuchProcess:
             continue
     soak.memory.append({"ended": ended, "mib": sizes})
-
-
-def held_when_idle(cluster: Running) -> int:
-    """KV slots that the head counts as held though nothing is open."""
-    deadline = time.monotonic() + SETTLED_S
-    while time.monotonic() < deadline:
-        told = look(cluster.cluster.url, cluster.cluster.namespace)
-        if told is not None and told.statistics.get("running") == 0:
-            return told.statistics["kv_slots_held"]
-        time.sleep(0.1)
-    return -1
 
 
 def row(soak: Soak, seconds: float) -> dict[str, Any]:
@@ -259,15 +209,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=100, help="requests between looks (100)")
     parser.add_argument("--seed", type=int, default=1)
     options = experiment.parse(parser, requests=60, kills=1, num_prompts=3, tokens=24, every=20)
-    settings = [
-        f"cluster.stages={options.stages}",
-        "cluster.devices=[cpu]",
-        f"model.context={CONTEXT}",
-        f"model.kv_memory={options.kv}",
-        f"scheduler.max_num_seqs={options.at_once}",
-        "decode.prefill_chunk=64",
-        "feed.capacity=256",
-    ]
+    given = {"stages": options.stages, "kv": options.kv, "at_once": options.at_once}
+    settings = [*short_of_room(**given, context=CONTEXT), "feed.capacity=256"]
     began = time.monotonic()
     with running(decide(compose(settings))) as cluster:
         soak = run(cluster, options)

@@ -14,9 +14,11 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from transformers import AutoModelForCausalLM
 
 from benchmarks import (
     bookkeeping,
+    crowd,
     emulated,
     experiment,
     hits,
@@ -29,16 +31,19 @@ from benchmarks import (
     timeline,
     traces,
 )
+from benchmarks.asked import Asked
 from benchmarks.inflate import Shape, read_config
 from benchmarks.timed_stage import TimedStage, random_tree
 from benchmarks.traces import Span, Trace
 from pipespec.client.figures import BenchResult, RequestResult
 from pipespec.config.compose import compose
-from pipespec.core import Verdict
+from pipespec.controller.records import CANCELLED, Accepted, Finished
+from pipespec.core import Sampling, Verdict
 from pipespec.emulation import Pace
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.runner import SliceRunner
 from pipespec.trace import write_chrome_trace
+from tests.helpers.sampling import sample
 
 MS = 1_000_000
 
@@ -416,3 +421,83 @@ def test_what_is_counted_of_a_crowd_lies_between_its_last_first_and_its_first_la
     assert window.worst_ms == 20.0
     both = load.together([window, window])
     assert (both.tokens, both.ms, len(both.gaps)) == (24, 100.0, 2 * len(window.gaps))
+
+
+# --- what a request got -------------------------------------------------------------------------
+
+
+def heard(*events: Accepted | Finished) -> Asked:
+    one = Asked([7, 7, 7], Sampling(), length=4, right=[1, 2, 3, 4])
+    for event in events:
+        one.hear(event)
+    return one
+
+
+def test_tokens_that_differ_are_lost_or_come_twice_are_counted():
+    end = Finished("length")
+    right = heard(Accepted(3, (1, 2)), Accepted(5, (3, 4)), end)
+    assert (right.different, right.lost, right.doubled, right.reason) == ([], 0, 0, "length")
+    assert heard(Accepted(3, (1, 9, 3)), Accepted(6, (9,)), end).different == [1, 3]
+    assert heard(Accepted(3, (1, 2)), Accepted(6, (4,)), end).lost == 1 + 1
+    assert heard(Accepted(3, (1, 2)), Accepted(4, (2, 3, 4)), end).doubled == 1
+    assert heard(Accepted(3, (1, 2, 3)), end).lost == 1
+    assert heard(Accepted(3, (1,)), Finished(CANCELLED)).lost == 0
+
+
+def test_hugging_face_draws_as_the_last_stage_does():
+    """A draw alone, then the greedy text beside it."""
+    asked = [
+        Asked([5, 6, 7], drawn, 6) for drawn in (Sampling(), Sampling(temperature=1.0, seed=3))
+    ]
+    greedy, sampled = crowd.hugging_face("float32", asked)
+    assert greedy != sampled and len(greedy) == len(sampled) == 6
+    model = AutoModelForCausalLM.from_pretrained(emulated.TARGET, dtype=torch.float32)
+    text = [5, 6, 7]
+    for token in sampled:
+        with torch.inference_mode():
+            logits = model(torch.tensor([text])).logits[0, -1]
+        assert token == sample(logits, asked[1].sampling, len(text))
+        text.append(token)
+
+
+def cell(**found: object) -> dict[str, object]:
+    """A row of the crowd in which nothing is wrong."""
+    same = {"dtype": "float32", "stages": 2, "method": "root", "verify": "greedy"}
+    counts = dict.fromkeys(
+        ("alone_not_hugging_face", "crowd_not_hugging_face", "crowd_not_alone", "lost_or_doubled"),
+        0,
+    )
+    sizes = {"alone": 3, "crowd": 9, "put_back": 1, "cancelled": 2, "at_once": 8, "slots_held": 0}
+    return {**same, **counts, **sizes, "first_token": None, **found}
+
+
+def test_what_differs_in_a_crowd_is_wrong_where_nothing_may_be_rounded():
+    assert crowd.wrong([cell(), cell(dtype="bfloat16", crowd_not_alone=4)]) == []
+    assert crowd.wrong([cell(crowd_not_alone=2), cell()]) == ["crowd_not_alone: 2"]
+    assert crowd.wrong([cell(dtype="bfloat16", lost_or_doubled=1)]) == ["lost_or_doubled: 1"]
+    (nobody,) = crowd.wrong([cell(put_back=0)])
+    assert nobody.startswith("put_back: 0")
+
+
+def test_cells_of_a_crowd_are_summed_over_the_methods():
+    rows = [
+        cell(),
+        cell(method="level", at_once=9, first_token=4),
+        cell(verify="sampled"),
+        cell(method="level", first_token=2),
+    ]
+    greedy, sampled = crowd.summary(rows)
+    assert (greedy["verify"], greedy["crowd"], greedy["put_back"]) == ("greedy", 27, 3)
+    assert (greedy["first_token"], greedy["at_once"]) == (2, 9)
+    assert (sampled["verify"], sampled["crowd"], sampled["first_token"]) == ("sampled", 9, None)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_small_crowd_gets_the_texts_of_hugging_face(tmp_path, monkeypatch):
+    file = tmp_path / "crowd.json"
+    monkeypatch.setattr(sys, "argv", ["crowd", "--quick", "--json", str(file)])
+    crowd.main()
+    result = json.loads(file.read_text())
+    assert [row["dtype"] for row in result["rows"]] == ["float32"] * 2 + ["bfloat16"] * 2
+    assert all(row["crowd"] == 12 and row["cancelled"] > 0 for row in result["cells"])
