@@ -9,6 +9,7 @@ import torch
 
 from pipespec.cluster import memory
 from pipespec.cluster.deployment import ControllerAddress, Deployment
+from pipespec.config.schema import Config
 from pipespec.controller.client import Controller
 from pipespec.core import Request
 from pipespec.engine import tokenizer
@@ -71,12 +72,10 @@ def serve(
     runner = None if model is None else SliceRunner(model, model.num_slots)
     tokens = None if model is None else memory.kv_tokens(deployment, rank, model.num_slots)
     times = RowTimes()
-    if rank and config.feed.row_cost is None:
+    if rank and (most := profiled_rows(config)):
         assert runner is not None
         last = rank == deployment.layout.last
-        times = profile(
-            runner, config.fed_rows, lambda rows: config.pace.of_stage(rank, 0, rows), last=last
-        )
+        times = profile(runner, most, lambda rows: config.pace.of_stage(rank, 0, rows), last=last)
     # Joining the controller tells whoever waits that this rank has loaded its model.
     with Controller(
         where.url,
@@ -109,6 +108,15 @@ def serve(
                     ).run()
         finally:
             link.close()
+
+
+def profiled_rows(config: Config) -> int:
+    """Up to how many rows a stage measures its batches before it has any: as many as any batch
+    has where prompts may be read beside running answers, so that these need not be slowed down to
+    find out; else as many as are guessed, if the policy asks what they cost."""
+    if config.scheduler.max_num_seqs > 1:
+        return config.max_rows
+    return config.fed_rows if config.feed.row_cost is None else 0
 
 
 def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:

@@ -1,7 +1,9 @@
 """How long a stage's batches take by their rows, measured before it has any to compute.
 
 Without it the first guesses would be fed for nothing known, which costs most where every row takes
-its time. What comes later is measured on the batches themselves (`pipespec.stage.loop`).
+its time, and the first prompt beside a running answer would slow that down until the stages have
+told what its batches take. What comes later is measured on the batches themselves
+(`pipespec.stage.loop`).
 """
 
 from __future__ import annotations

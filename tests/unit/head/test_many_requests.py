@@ -278,6 +278,37 @@ def test_a_long_prompt_does_not_hold_up_a_running_answer():
     assert read <= 160, "and the prompt is read as fast as that allows"
 
 
+@pytest.mark.parametrize("policy", [Root(), BestFirst(16, 8)], ids=name)
+def test_where_the_stages_know_what_a_chunk_costs_no_step_gets_longer(policy: FeedPolicy):
+    """Eight RTX 3090 (`conf/pace/rtx3090_8.yaml`): 65 rows take twice as long as 64, and chunks
+    have 128."""
+    curve = TimeCurve(((1, 37.8), (64, 37.8), (65, 75.6), (128, 75.6)))
+    on = Scheduler(SchedulerConfig(policy, NUM_STEPS, 1, 128, 9000, 2, 128))
+    on.learn(tuple((rows, curve.ms(rows)) for rows in (1, 4, 16, 64, 128)))
+    on.add(Request(0, (1, 2), 4000), lambda token: False, 0)
+    rng, stages, in_flight, read = np.random.default_rng(0), Stages(), [0] * NUM_STEPS, 0
+    for step in range(90):
+        if step == 50:
+            on.add(Request(1, tuple(range(2000)), 9), lambda token: False, 0)
+        list(on.admit())
+        on.begin()
+        while work := on.expansion(0.0):
+            on.graft(work, candidates(work, rng), 1.0)
+        answer = on.sequences[0]
+        if stages.has_passed(0, answer.context.nodes[-1], step):
+            on.apply(Verdict(0, len(answer.context.tokens), (1,)), now=0)
+        ms = max(map(curve.ms, in_flight))
+        assert ms <= 37.8
+        on.heard(0.0, ms)
+        while isinstance(batch := on.next_batch(ms), DraftWork):
+            on.graft(batch, candidates(batch, rng), 1.0)
+        in_flight = [*in_flight[1:], len(batch)]
+        stages.take(batch.rows, step)
+        on.end(ms)
+        read += int(np.count_nonzero(batch.rows[:, SEQUENCE] == 1))
+    assert read >= 2000, "and the prompt is read in full batches"
+
+
 def test_no_more_are_asked_for_than_can_be_open():
     on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 4, 60, 1, 0))
     on.add(Request(0, (1, 2), 5), lambda token: False, 0)

@@ -1,0 +1,45 @@
+"""What the ranks of a cluster are made of, seen from its Redis."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipespec.controller.connection import Pipe
+from pipespec.controller.keys import Keys
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.row_times import unpack
+from tests.helpers import models
+from tools.rig import cluster
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        # A chunk of a prompt may come beside running answers, whatever the policy.
+        (("feed=root",), [1, 4, 16, 40]),
+        (("feed=best_first", "feed.width=8"), [1, 4, 16, 40]),
+        # One request at a time: what guesses cost, where the policy asks for it.
+        (("feed=best_first", "feed.width=8", "scheduler.max_num_seqs=1"), [1, 4, 8]),
+        (("feed=level", "feed.width=8", "scheduler.max_num_seqs=1"), []),
+    ],
+)
+def test_every_stage_knows_what_a_batch_costs_before_it_has_one(
+    tmp_path: Path, settings: tuple[str, ...], sizes: list[int]
+) -> None:
+    """No request comes at all."""
+    tiny = models.build("llama", tmp_path, num_hidden_layers=2)
+    deployment = cluster.make_deployment(
+        tiny, tiny, "cluster.stages=2", "decode.prefill_chunk=40", "model.context=32", *settings
+    )
+    with EmbeddedRedis() as server:
+        assert cluster.decode(deployment, server, []) == []
+        pipe = Pipe(server.url)
+        epoch = int(pipe.call("GET", Keys(cluster.NAMESPACE).epoch))
+        told = pipe.call("HGETALL", Keys(cluster.NAMESPACE).row_times(epoch))
+        pipe.close()
+    known = {int(rank): unpack(word.decode()) for rank, word in zip(*[iter(told)] * 2, strict=True)}
+    assert {rank: [rows for rows, _ in points] for rank, points in known.items()} == (
+        {1: sizes, 2: sizes} if sizes else {}
+    )
