@@ -192,6 +192,10 @@ def main() -> None:
         for each in found
         for name, bound in bounds.items()
     ]
+    rows += [
+        vars(Row(f"{each['method']}: overruns per step", each["overruns_per_step"][1]))
+        for each in found
+    ]
     options.source = "demo"
     title = (
         f"{emulated.tags(options)}: a prompt of {options.prompt_tokens} tokens beside a running "

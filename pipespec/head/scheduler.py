@@ -32,7 +32,7 @@ import numpy as np
 
 from pipespec.core import GUESS, KIND, MAX_OPENED_BYTES, Batch, Opening, Verdict
 from pipespec.head.admission import Admission
-from pipespec.head.choice import Offer, certain, choose, share
+from pipespec.head.choice import Choice, Offer, certain, choose, share
 from pipespec.head.feed.policy import FeedPolicy, PipelineState
 from pipespec.head.feed.rounds import fits, least_rounds
 from pipespec.head.meter import Meter
@@ -43,6 +43,9 @@ from pipespec.row_times import Points
 
 # How much longer a step may last with rows of prompts, while answers are running, than without.
 PROMPT_STRETCH = 1.5
+# Of such a step's rows beside roots, one of so many is kept for guesses that pay, so that answers
+# do not fall back to a token per pass; a prompt then takes at most 4/3 of its time.
+KEPT_FOR_GUESSES = 4
 
 
 @dataclass(frozen=True)
@@ -323,7 +326,8 @@ class Scheduler(Admission):
         """The nodes to feed now of every sequence that is past its prompt, up to where the
         prompts of others are read, and the chances of all nodes that were offered.
 
-        Roots come first, who has waited longest before all others, then prompts, then guesses.
+        Roots come first, who has waited longest before all others, then prompts, then guesses;
+        of what roots leave beside running answers, guesses have a part before prompts.
         """
         decoding = sorted(
             (each for each in self.sequences.values() if not each.prompt_left),
@@ -337,20 +341,33 @@ class Scheduler(Admission):
         budget = min(self._budget(len(offers)), slots)
         first = min(certain(offers), budget)
         most = self._rows(first)
-        prompts = self._prompts(min(most, slots) - first)
-        left = most - sum(end - each.prefilled for each, end in prompts)
-        spare = max(slots - self.promised_slots, 0)  # guesses come last
-        budget = min(budget, left, max(first, spare))
-        of_prompts = most - left
-        choice = choose(offers, budget, self._policy.row_cost, state, of_prompts)
-        return list(zip(decoding, choice.taken, strict=True)), prompts, choice.chances
+        spare = max(slots - self.promised_slots, 0)  # guesses have what nobody else needs
+        budget = min(budget, max(first, spare))
+
+        def beside(of_prompts: int, rows: int) -> Choice:
+            return choose(offers, min(budget, rows), self._policy.row_cost, state, of_prompts)
+
+        kept = first
+        if self._reads_beside:
+            chosen = beside(0, first + (most - first) // KEPT_FOR_GUESSES)
+            kept = max(first, sum(map(len, chosen.taken)))
+        prompts = self._prompts(min(most, slots) - kept)
+        of_prompts = sum(end - each.prefilled for each, end in prompts)
+        chosen = beside(of_prompts, most - of_prompts)
+        return list(zip(decoding, chosen.taken, strict=True)), prompts, chosen.chances
+
+    @property
+    def _reads_beside(self) -> bool:
+        """Whether prompts are read beside running answers."""
+        reading = any(each.prompt_left for each in self.sequences.values())
+        return bool(self._decoding) and reading
 
     def _rows(self, first: int) -> int:
         """Rows of this step's batch, `first` of which are roots.
 
         Where prompts are read beside running answers, no more than keep their pace.
         """
-        if not self._decoding or not any(each.prompt_left for each in self.sequences.values()):
+        if not self._reads_beside:
             return self.config.rows
         within = self._meter.rows_within(PROMPT_STRETCH, first)
         return self.config.rows if within is None else min(self.config.rows, max(within, first + 1))

@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
@@ -23,6 +24,7 @@ from benchmarks import (
     experiment,
     hits,
     load,
+    long_prompt,
     memory,
     methods,
     overhead,
@@ -421,6 +423,18 @@ def test_what_is_counted_of_a_crowd_lies_between_its_last_first_and_its_first_la
     assert window.worst_ms == 20.0
     both = load.together([window, window])
     assert (both.tokens, both.ms, len(both.gaps)) == (24, 100.0, 2 * len(window.gaps))
+
+
+def test_steps_and_gaps_between_two_moments_are_those_of_the_slowest_stage_and_of_the_answer():
+    trace = two_ranks(8)
+    trace.ranks.append([replace(each, length=2 * each.length) for each in trace.ranks[1]])
+    tokens = np.array([10.0, 50.0, 60.0, 200.0, 203.0])
+    early = long_prompt.Span.of(trace, tokens, 0.0, 60.0)
+    assert early.steps == pytest.approx([40 + 34, 40 + 34])  # its wait is twice as long
+    assert early.gaps.tolist() == [40.0, 10.0]
+    late = long_prompt.Span.of(trace, tokens, 60.0, 1000.0)
+    assert (len(late.steps), late.gaps.tolist()) == (6, [140.0, 3.0])
+    assert early.ratio(late) == pytest.approx((3 + 0.99 * 137) / (10 + 0.99 * 30))
 
 
 # --- what a request got -------------------------------------------------------------------------
