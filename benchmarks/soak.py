@@ -6,7 +6,8 @@ Prompts, lengths, greedy or drawn tokens, who is cancelled and who is killed are
 seed. KV is so short that requests are put back again and again. Each text is compared with what
 the same request got alone, token by token; memory of every process is looked at all along. Ends
 with exit code 1 if a token is another, is lost or comes twice, or if slots are held when nothing is
-open.
+open. Whenever an epoch ends, each stage asserts that every KV slot has one owner
+(`StageLoop.run`); one that fails ends the run.
 """
 
 from __future__ import annotations

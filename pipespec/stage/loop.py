@@ -12,6 +12,7 @@ from pipespec.controller.verdict import VerdictReceiver, pack
 from pipespec.core import GUESS, KIND, SEQUENCE, TOKEN, Batch, Opening, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.engine.runner import SliceRunner
+from pipespec.errors import RankFailed, StaleEpoch, Unreachable
 from pipespec.row_times import RowTimes
 from pipespec.sampling.verifier import Verifier
 from pipespec.stats import PERIOD
@@ -87,6 +88,18 @@ class StageLoop:
         self._opened: dict[int, tuple[Opening, Counter[str]]] = {}
 
     def run(self) -> None:
+        """Hold the rank for an epoch: until a batch says stop, or until what ends it is raised.
+
+        Either way every KV slot has one owner then.
+        """
+        try:
+            self.work()
+        except (RankFailed, StaleEpoch, Unreachable):
+            self.runner.check_integrity()
+            raise
+        self.runner.check_integrity()
+
+    def work(self) -> None:
         """Work until a batch says stop."""
         while True:
             batch = self.receive()

@@ -15,6 +15,7 @@ from pipespec.core import NODE, NUM_COLUMNS, Batch, Opening, Sampling, Verdict
 from pipespec.emulation import Pace
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
+from pipespec.errors import RankFailed
 from pipespec.head.source.protocol import Context
 from pipespec.sampling.terms import pack
 from pipespec.stage.loop import StageLoop, StageSettings
@@ -76,6 +77,37 @@ def ran(
     StageLoop(stage, link, controller, settings, Timeline()).run()
     stage.check_integrity()
     return link.sent, controller, stage
+
+
+class CutLink(StoryLink):
+    """A link that breaks when nothing more is to come."""
+
+    def recv(self) -> Batch:
+        try:
+            return super().recv()
+        except StopIteration as error:
+            raise RankFailed("the neighbour is gone") from error
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("loses", [True, False])
+def test_however_an_epoch_ends_a_slot_without_an_owner_is_noticed(
+    first: ModelSlice, stopped: bool, loses: bool
+):
+    stage = SliceRunner(first, NUM_SLOTS)
+    if loses:
+        stage.slots.allocate(1)
+    batches = [prompt(0), *([Batch(1, stop=True)] if stopped else [])]
+    settings = StageSettings(Layout(2), Pace(), 0.0)
+    loop = StageLoop(stage, CutLink(1, batches), StoryController(), settings, Timeline())
+    if loses:
+        with pytest.raises(AssertionError, match="a slot is lost"):
+            loop.run()
+    elif stopped:
+        loop.run()
+    else:
+        with pytest.raises(RankFailed, match="the neighbour is gone"):
+            loop.run()
 
 
 def test_a_batch_leaves_in_the_step_after_it_was_sent(first):
