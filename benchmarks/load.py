@@ -75,7 +75,7 @@ def simulated(config: Config, requests: int, options: argparse.Namespace) -> Sim
         Machine(tuple(stages), draft_ms=config.pace.draft_ms),
         Accuracy.parse(options.curve.split(","), options.spread),
         rounds=options.rounds,
-        num_tokens=plain if config.feed.max_rows == 1 else options.tokens,
+        num_tokens=plain if config.feed.max_rows == 1 else max(plain, options.tokens),
         num_requests=requests,
         max_rows=options.rows,
     )
