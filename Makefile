@@ -61,7 +61,7 @@ $(VENV)/.torch: $(VENV)/.python constraints.txt
 	touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
-	$(PIP) -c constraints.txt -e .
+	$(PIP) -c constraints.txt -e '.[serve]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run

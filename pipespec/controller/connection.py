@@ -197,6 +197,13 @@ def place(url: str) -> str:
     return options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
 
 
+def password(url: str) -> str | None:
+    """The password in a URL: of a private server, what it is known by
+    (`pipespec.controller.data_folder`)."""
+    found: str | None = _parse(url).get("password")
+    return found
+
+
 def lost(url: str) -> Unreachable:
     """One sentence for a connection that worked before."""
     return Unreachable(f"The connection to Redis at {place(url)} was lost.")
@@ -238,19 +245,21 @@ def _parse(url: str) -> dict[str, Any]:
 
 
 def _connection(url: str, timeout: float) -> ConnectionInterface:
-    options = _parse(url)
-    local = options.get("connection_class") is UnixDomainSocketConnection
-    pool = ConnectionPool.from_url(
-        url,
-        protocol=2,
-        socket_timeout=timeout,
-        socket_connect_timeout=timeout,
-        retry=Retry(NoBackoff(), 0),
+    options = options_of(url, timeout)
+    return ConnectionPool.from_url(url, retry=Retry(NoBackoff(), 0), **options).make_connection()
+
+
+def options_of(url: str, timeout: float) -> dict[str, Any]:
+    """How every connection of ours behaves. Raises ConfigError."""
+    local = _parse(url).get("connection_class") is UnixDomainSocketConnection
+    return {
+        "protocol": 2,
+        "socket_timeout": timeout,
+        "socket_connect_timeout": timeout,
         # Nothing here retries in silence: a lost reply would be a lost task.
-        retry_on_error=[],
+        "retry_on_error": [],
         **({} if local else {"socket_keepalive": True, "socket_keepalive_options": _probes()}),
-    )
-    return pool.make_connection()
+    }
 
 
 def _probes() -> dict[int, int]:

@@ -100,6 +100,10 @@ class Keys:
     def admitted(self) -> str:
         return self._key("admitted")
 
+    def listener(self, name: str) -> str:
+        """The stream that wakes a listener who is to follow more (`pipespec.controller.aio`)."""
+        return self._key("listeners", name)
+
     @property
     def requests(self) -> str:
         """The prefix of a request's keys (lua/includes/request.lua)."""

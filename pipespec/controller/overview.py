@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from pipespec.controller.connection import Pipe
 from pipespec.controller.keys import Keys
@@ -38,19 +39,32 @@ def look(url: str, namespace: str) -> Overview | None:
         epoch = pipe.call("GET", keys.epoch)
         if epoch is None:
             return None
-        # Together, so that no request is counted twice.
-        pipe.call("MULTI")
-        pipe.call("HLEN", keys.ranks(int(epoch)))
-        pipe.call("GET", keys.finished)
-        pipe.call("ZCARD", keys.queue)
-        pipe.call("ZCARD", keys.admitted)
-        pipe.call("GET", keys.fault)
-        pipe.call("HGETALL", keys.statistics(int(epoch)))
-        joined, finished, queued, admitted, fault, told = pipe.call("EXEC")
+        for command in questions(keys, int(epoch)):
+            replies = pipe.call(*command)
     finally:
         pipe.close()
+    return overview(int(epoch), replies)
+
+
+def questions(keys: Keys, epoch: int) -> list[tuple[Any, ...]]:
+    """The commands that ask how a cluster is doing; the last one replies to all."""
+    return [
+        ("MULTI",),  # together, so that no request is counted twice
+        ("HLEN", keys.ranks(epoch)),
+        ("GET", keys.finished),
+        ("ZCARD", keys.queue),
+        ("ZCARD", keys.admitted),
+        ("GET", keys.fault),
+        ("HGETALL", keys.statistics(epoch)),
+        ("EXEC",),
+    ]
+
+
+def overview(epoch: int, replies: list[Any]) -> Overview:
+    """What the last reply to `questions` says."""
+    joined, finished, queued, admitted, fault, told = replies
     return Overview(
-        epoch=int(epoch),
+        epoch=epoch,
         joined=joined,
         open=admitted,
         queued=queued,

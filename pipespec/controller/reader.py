@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from pipespec.controller.connection import PatientPipe
+from pipespec.controller.following import block_ms, not_in_log
 from pipespec.controller.keys import Keys
 from pipespec.controller.records import (
     Accepted,
@@ -18,7 +19,7 @@ from pipespec.controller.records import (
     unpack_request,
 )
 from pipespec.controller.scripts import load
-from pipespec.controller.streams import LISTEN_S, Streams, not_in_log
+from pipespec.controller.streams import LISTEN_S, Streams
 from pipespec.core import Request
 from pipespec.errors import ControllerError
 from pipespec.stats import blank
@@ -125,7 +126,7 @@ class RequestReader:
         """The entries of a stream after `after`, waiting for the first; None at `deadline`."""
         while True:
             left = LISTEN_S if deadline is None else min(deadline - time.monotonic(), LISTEN_S)
-            block = max(1, int(left * 1000))
+            block = block_ms(left)
             command = ("XREAD", "BLOCK", block, "STREAMS", key, after)
             found = self._pipe.call(*command, timeout=block / 1000)
             if found:

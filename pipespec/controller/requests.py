@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pipespec.controller.keys import Keys
 from pipespec.controller.reader import PATIENCE_S, RequestReader
 from pipespec.controller.records import CANCELLED, Accepted, pack_logprobs, pack_request
 from pipespec.controller.scripts import evalsha
@@ -39,19 +40,7 @@ class RequestLog(RequestReader):
 
         Returns its id.
         """
-        request = Request(id=0, **asked)
-        keys = self._keys
-        return self._call(
-            "enqueue",
-            (keys.epoch, keys.counter, keys.queue, keys.requests),
-            keys.epochs,
-            pack_request(request),
-            len(request.prompt),
-            # If the reply is lost with the connection, the second try finds the first.
-            secrets.token_hex(8),
-            KEEP_TICKET_S,
-            request.priority,
-        )
+        return self._pipe.call(*enqueuing(self._keys, Request(id=0, **asked)))
 
     def close_queue(self, epoch: int | None = None) -> None:
         """Says that no request will follow those that are in the queue, in this epoch or
@@ -96,21 +85,7 @@ class RequestLog(RequestReader):
 
         One that has finished stays as it is. Raises ControllerError if it is not in the log.
         """
-        keys = self._keys
-        self._call(
-            "cancel",
-            (
-                keys.epoch,
-                keys.request(request),
-                keys.events(request),
-                keys.queue,
-                keys.finished,
-            ),
-            keys.epochs,
-            request,
-            CANCELLED,
-            KEEP_FINISHED_S,
-        )
+        self._pipe.call(*cancelling(self._keys, request))
 
     def _send_report(self, rank: int, request: int, stats: dict[str, Any]) -> None:
         keys = self._keys
@@ -132,3 +107,33 @@ class RequestLog(RequestReader):
 
     def _call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         return self._pipe.call(*evalsha(script, keys, *arguments))
+
+
+# --- what users ask for, as commands that may run twice ----------------------------------------
+
+
+def enqueuing(keys: Keys, request: Request) -> tuple[Any, ...]:
+    """Puts a request in the queue; the reply is its number. `request.id` is not looked at."""
+    return evalsha(
+        "enqueue",
+        (keys.epoch, keys.counter, keys.queue, keys.requests),
+        keys.epochs,
+        pack_request(request),
+        len(request.prompt),
+        # If the reply is lost with the connection, the second try finds the first.
+        secrets.token_hex(8),
+        KEEP_TICKET_S,
+        request.priority,
+    )
+
+
+def cancelling(keys: Keys, request: int) -> tuple[Any, ...]:
+    """Ends a request for which nobody waits any more. Refused if it is not in the log."""
+    return evalsha(
+        "cancel",
+        (keys.epoch, keys.request(request), keys.events(request), keys.queue, keys.finished),
+        keys.epochs,
+        request,
+        CANCELLED,
+        KEEP_FINISHED_S,
+    )

@@ -7,9 +7,8 @@ from types import TracebackType
 from typing import Self
 
 from pipespec.controller.connection import RETRY_S, Pipe
-from pipespec.controller.keys import Keys
-from pipespec.controller.records import Accepted, Entry, Finished, entries_of, event_from
-from pipespec.errors import ControllerError, Unreachable
+from pipespec.controller.following import Event, Following, block_ms
+from pipespec.errors import Unreachable
 
 # A blocking read is renewed this often, so that a silent Redis is noticed.
 LISTEN_S = 5.0
@@ -24,13 +23,10 @@ class Streams:
 
     def __init__(self, url: str, *, namespace: str, patience: float):
         self._url = url
-        self._keys = Keys(namespace)
         self._patience = patience
         self._pipe: Pipe | None = None
         self._give_up: float | None = None  # when Redis will have been away for too long
-        # Of every request that is followed, by the name of its stream.
-        self._followed: dict[bytes, _Followed] = {}
-        self._unseen: set[bytes] = set()  # not looked up in the log on this connection
+        self._following = Following(namespace)
 
     def __enter__(self) -> Self:
         return self
@@ -45,7 +41,7 @@ class Streams:
 
     def __len__(self) -> int:
         """How many requests are followed."""
-        return len(self._followed)
+        return len(self._following)
 
     def close(self) -> None:
         if self._pipe:
@@ -58,11 +54,9 @@ class Streams:
         What happened before is told first. Who has heard some of it names as `base` the length
         of the sequence (prompt included) that he already has.
         """
-        name = self._keys.events(request).encode()
-        self._followed[name] = _Followed(request, base)
-        self._unseen.add(name)
+        self._following.add(request, base)
 
-    def next(self, timeout: float | None = None) -> list[tuple[int, Accepted | Finished]]:
+    def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
         """The next events, each with its request, waiting for the first; [] after `timeout`
         seconds.
 
@@ -70,14 +64,14 @@ class Streams:
         told first. Redis may be away meanwhile, for at most `patience` seconds. Raises
         ControllerError if a request is not in the log; the others are still followed.
         """
-        assert self._followed or timeout is not None, "nothing would ever come"
+        assert self._following or timeout is not None, "nothing would ever come"
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             left = LISTEN_S if deadline is None else min(deadline - time.monotonic(), LISTEN_S)
             try:
                 if self._pipe is None:
                     self._pipe = Pipe(self._url)
-                    self._unseen = set(self._followed)
+                    self._following.reconnected()
                 events = self._read(self._pipe, left)
                 self._give_up = None
             except Unreachable:
@@ -91,57 +85,14 @@ class Streams:
             if events or (deadline is not None and time.monotonic() >= deadline):
                 return events
 
-    def _read(self, pipe: Pipe, seconds: float) -> list[tuple[int, Accepted | Finished]]:
+    def _read(self, pipe: Pipe, seconds: float) -> list[tuple[int, Event]]:
         """The events that come first within so many seconds."""
-        if not self._followed:
+        if not self._following:
             time.sleep(max(seconds, 0.0))
             return []
-        self._look_up(pipe)
-        block = max(1, int(seconds * 1000))
-        positions = [followed.position for followed in self._followed.values()]
-        found = pipe.call(
-            *("XREAD", "BLOCK", block, "STREAMS", *self._followed, *positions),
-            timeout=block / 1000,
-        )
-        events: list[tuple[int, Accepted | Finished]] = []
-        for name, entries in found or []:
-            followed = self._followed[name]
-            told = followed.events(entries_of(entries))
-            events += [(followed.request, event) for event in told]
-            if isinstance(told[-1], Finished):
-                del self._followed[name]
-        return events
-
-    def _look_up(self, pipe: Pipe) -> None:
-        """Raise ControllerError for a request that would never have an event."""
-        while self._unseen:
-            name = self._unseen.pop()
-            request = self._followed[name].request
-            if not pipe.call("EXISTS", self._keys.request(request)):
-                del self._followed[name]
-                raise not_in_log(request)
-
-
-class _Followed:
-    """How far a request was followed."""
-
-    def __init__(self, request: int, base: int):
-        self.request = request
-        self._base = base
-        self.position = f"{base}-0"
-
-    def events(self, entries: list[Entry]) -> list[Accepted | Finished]:
-        """The events of the next entries of its stream, up to its end."""
-        self.position = entries[-1][0]
-        events: list[Accepted | Finished] = []
-        for _, fields in entries:
-            event = event_from(fields)
-            events.append(event.since(self._base) if isinstance(event, Accepted) else event)
-            if isinstance(event, Finished):
-                break
-        return events
-
-
-def not_in_log(request: int) -> ControllerError:
-    """One sentence for a request that was never asked, or was forgotten."""
-    return ControllerError(f"Request {request} is not in the log.")
+        while found := self._following.look_up():
+            request, command = found
+            if not pipe.call(*command):
+                raise self._following.missing(request)
+        reply = pipe.call(*self._following.read(seconds), timeout=block_ms(seconds) / 1000)
+        return self._following.events(reply)

@@ -1,0 +1,134 @@
+"""Following requests of the log: what to ask Redis for, and what its replies tell. No I/O."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipespec.controller.keys import Keys
+from pipespec.controller.records import Accepted, Entry, Finished, entries_of, event_from
+from pipespec.errors import ControllerError
+
+Event = Accepted | Finished
+
+
+class Following:
+    """Which requests are followed, and how far, each to its Finished.
+
+    One XREAD asks for the events of all of them (`read`), and `events` is what its reply tells.
+    """
+
+    def __init__(self, namespace: str):
+        self._keys = Keys(namespace)
+        # Of every request that is followed, by the name of its stream.
+        self._followed: dict[bytes, _Followed] = {}
+        self._held: set[bytes] = set()  # streams that are not read for now
+        self._unseen: set[bytes] = set()  # not looked up in the log on this connection
+
+    def __len__(self) -> int:
+        """How many requests are followed."""
+        return len(self._followed)
+
+    def add(self, request: int, base: int = 0, *, known: bool = False) -> None:
+        """Follow a request; `known`: it is in the log for certain.
+
+        Who has heard some of it names as `base` the length of the sequence (prompt included)
+        that he already has.
+        """
+        name = self._name(request)
+        self._followed[name] = _Followed(request, base)
+        if not known:
+            self._unseen.add(name)
+
+    def drop(self, request: int) -> None:
+        """Follow a request no more, if it still is."""
+        self._forget(self._name(request))
+
+    def hold(self, request: int) -> None:
+        """Read nothing more of a request until `release`; the log keeps it."""
+        self._held.add(self._name(request))
+
+    def release(self, request: int) -> None:
+        """Read on where `hold` has stopped."""
+        self._held.discard(self._name(request))
+
+    def reconnected(self) -> None:
+        """Nothing is known of what Redis holds now."""
+        self._unseen = set(self._followed)
+
+    def look_up(self) -> tuple[int, tuple[Any, ...]] | None:
+        """A request of which it must be asked whether it is in the log, and the command that asks;
+        if it is not, it would never have an event. None: there is none."""
+        while self._unseen:
+            followed = self._followed.get(self._unseen.pop())
+            if followed:
+                return followed.request, ("EXISTS", self._keys.request(followed.request))
+        return None
+
+    def missing(self, request: int) -> ControllerError:
+        """A request is not in the log; it is followed no more."""
+        self.drop(request)
+        return not_in_log(request)
+
+    def read(self, seconds: float, *more: tuple[str, str]) -> tuple[Any, ...]:
+        """The command that waits up to so many seconds for events of what is followed.
+
+        `more`: other streams that end the wait, each with its position.
+        """
+        read = {
+            name: followed.position
+            for name, followed in self._followed.items()
+            if name not in self._held
+        }
+        names = (*read, *(name for name, _ in more))
+        positions = (*read.values(), *(position for _, position in more))
+        return ("XREAD", "BLOCK", block_ms(seconds), "STREAMS", *names, *positions)
+
+    def events(self, reply: list[Any] | None) -> list[tuple[int, Event]]:
+        """What the reply to `read` tells, each event with its request."""
+        events: list[tuple[int, Event]] = []
+        for name, entries in reply or []:
+            followed = self._followed.get(name)
+            if followed is None:  # dropped meanwhile
+                continue
+            told = followed.events(entries_of(entries))
+            events += [(followed.request, event) for event in told]
+            if isinstance(told[-1], Finished):
+                self._forget(name)
+        return events
+
+    def _name(self, request: int) -> bytes:
+        return self._keys.events(request).encode()
+
+    def _forget(self, name: bytes) -> None:
+        self._followed.pop(name, None)
+        self._held.discard(name)
+
+
+class _Followed:
+    """How far a request was followed."""
+
+    def __init__(self, request: int, base: int):
+        self.request = request
+        self._base = base
+        self.position = f"{base}-0"
+
+    def events(self, entries: list[Entry]) -> list[Event]:
+        """The events of the next entries of its stream, up to its end."""
+        self.position = entries[-1][0]
+        events: list[Event] = []
+        for _, fields in entries:
+            event = event_from(fields)
+            events.append(event.since(self._base) if isinstance(event, Accepted) else event)
+            if isinstance(event, Finished):
+                break
+        return events
+
+
+def block_ms(seconds: float) -> int:
+    """How long a read may block, as Redis takes it."""
+    return max(1, int(seconds * 1000))
+
+
+def not_in_log(request: int) -> ControllerError:
+    """One sentence for a request that was never asked, or was forgotten."""
+    return ControllerError(f"Request {request} is not in the log.")
