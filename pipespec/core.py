@@ -160,6 +160,8 @@ class Sampling:
         seed: with the position, all that a draw depends on beside the distribution.
         logprobs: report the log-probabilities of the chosen and of so many most probable
             tokens; None: report none.
+        min_tokens: before the answer has so many tokens none that ends the text is chosen, and
+            no stop string counts.
         acceptance: EXACT takes what the target says; RELAXED and STRICT prefer what was guessed
             (lossy; docs/sampling.md has the rules).
     """
@@ -174,6 +176,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    min_tokens: int = 0
     acceptance: str = EXACT
 
     @property
@@ -189,7 +192,8 @@ class Sampling:
     @property
     def plain(self) -> bool:
         """Whether the arg-max of the logits, as they are, is the whole answer."""
-        untouched = not self.penalises and not self.logit_bias and self.logprobs is None
+        untouched = not (self.penalises or self.logit_bias or self.min_tokens)
+        untouched &= self.logprobs is None
         return untouched and self.temperature == 0 and not self.lossy
 
 

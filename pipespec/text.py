@@ -126,13 +126,57 @@ class StopStrings:
         return 0
 
 
+class FinalText:
+    """The text of one answer as far as it can be shown, up to the first stop string.
+
+    `context` are the prompt's ids. A stop string counts that stands behind the text of the first
+    `min_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        min_tokens: int = 0,
+    ):
+        self._text = Detokenizer(tokenizer, context)
+        self._stops = StopStrings(stops)
+        self._free = min_tokens  # tokens that no stop string looks at
+
+    @property
+    def found(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._stops.found
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that `ids` make final."""
+        return "".join([self._push(token) for token in ids])
+
+    def flush(self) -> str:
+        """What is left at the end of the text."""
+        return self._stops.push(self._text.flush()) + self._stops.flush()
+
+    def _push(self, token: int) -> str:
+        piece = self._text.push([token])
+        if self._free:
+            self._free -= 1
+            return piece
+        return self._stops.push(piece)
+
+
 class StopChecker:
     """Watches the tokens of one request: called with each, it tells whether a stop string came."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], context: Sequence[int] = ()):
-        self._text = Detokenizer(tokenizer, context)
-        self._stops = StopStrings(stops)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        context: Sequence[int] = (),
+        min_tokens: int = 0,
+    ):
+        self._text = FinalText(tokenizer, context, stops, min_tokens)
 
     def __call__(self, token: int) -> bool:
-        self._stops.push(self._text.push([token]))
-        return self._stops.found is not None
+        self._text.push([token])
+        return self._text.found is not None

@@ -13,7 +13,7 @@ from pipespec.cluster.deployment import Deployment
 from pipespec.controller.records import Accepted, Finished
 from pipespec.core import Sampling, TokenLogprobs
 from pipespec.stats import Report, summarise
-from pipespec.text import Detokenizer, StopStrings
+from pipespec.text import FinalText
 from pipespec.trace import write_chrome_trace
 
 # A seed nobody chose is short enough to be typed again, and exact wherever JSON is read.
@@ -37,8 +37,7 @@ class Answer:
 
 def gather(
     events: Iterable[Accepted | Finished],
-    text: Detokenizer,
-    stops: StopStrings,
+    text: FinalText,
     on_text: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
     """The answer that the events make; `on_text` hears each piece of text once it is final."""
@@ -53,10 +52,10 @@ def gather(
         if isinstance(event, Accepted):
             answer.token_ids += event.tokens
             answer.logprobs += event.logprobs
-            show(stops.push(text.push(event.tokens)))
+            show(text.push(event.tokens))
         else:
             answer.finish_reason = event.reason
-    show(stops.push(text.flush()) + stops.flush())
+    show(text.flush())
     answer.text = "".join(pieces)
     return answer
 

@@ -22,7 +22,7 @@ from pipespec.controller.records import Accepted, Finished
 from pipespec.errors import ConfigError, PromptError, RankFailed
 from pipespec.limits import MAX_COUNT, check_whole
 from pipespec.stats import Report
-from pipespec.text import Detokenizer, StopStrings
+from pipespec.text import FinalText
 
 # Reports are read at the end, when there is nothing to hand in, but while the log keeps them.
 READ_REPORTS_S = 600.0
@@ -196,8 +196,7 @@ def _result(
 ) -> RequestResult:
     answer = answers.gather(
         asked.events,
-        Detokenizer(served.tokenizer, prompt),
-        StopStrings(settings.decode.stop),
+        FinalText(served.tokenizer, prompt, settings.decode.stop),
     )
     head, *stages = sorted(asked.reports, key=lambda report: report["rank"])
     scale = served.time_scale or 1.0

@@ -16,7 +16,7 @@ from pipespec.cluster import session
 from pipespec.cluster.deployment import Deployment, fit_context
 from pipespec.core import TokenLogprobs
 from pipespec.stats import Report
-from pipespec.text import Detokenizer, StopStrings
+from pipespec.text import FinalText
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ def ask(
     request = client.ask(settings, prompt, sampling)
     answer = answers.gather(
         client.events(request),
-        Detokenizer(served.tokenizer, prompt),
-        StopStrings(settings.decode.stop),
+        FinalText(served.tokenizer, prompt, settings.decode.stop),
         on_text,
     )
     reports = client.reports(request)

@@ -159,6 +159,11 @@ def stop_check(deployment: Deployment) -> Callable[[Request], StopCheck]:
     def make(request: Request) -> StopCheck:
         if not request.stop:
             return never
-        return StopChecker(tokenizer.load(deployment.target.path), request.stop, request.prompt)
+        return StopChecker(
+            tokenizer.load(deployment.target.path),
+            request.stop,
+            request.prompt,
+            request.sampling.min_tokens,
+        )
 
     return make

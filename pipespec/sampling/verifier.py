@@ -100,6 +100,8 @@ class Verifier:
             prompt, answer = self._read[: self._prompt], self._read[self._prompt :]
             self._tally = Tally(prompt, answer, len(logits), logits.device)
         scores = adjust(logits, sampling, self._tally)
+        if self.length - self._prompt < sampling.min_tokens:
+            scores[[token for token in self.eos if token < len(scores)]] = -torch.inf
         token = None
         if sampling.acceptance == RELAXED:
             token = relaxed(scores, guesses, self.eos)
@@ -119,9 +121,9 @@ def relaxed(scores: torch.Tensor, guesses: Collection[int], eos: Sequence[int]) 
     """SpecPipe 3.4: "from the candidate tokens, select the one with the highest probability under
     the large model", the end of the text being one of them; None: nothing was guessed.
 
-    `scores` are the target's, `[vocab]`; of equals the lowest id is taken.
+    `scores` are the target's, `[vocab]`; of equals the lowest id is taken. -inf: not now.
     """
-    if not guesses:
+    if not any(scores[token] > -torch.inf for token in guesses):
         return None
     candidates = {*guesses, *(token for token in eos if token < len(scores))}
     return max(candidates, key=lambda token: (float(scores[token]), -token))

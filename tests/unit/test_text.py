@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipespec.text import Detokenizer, StopChecker, StopStrings
+from pipespec.text import Detokenizer, FinalText, StopChecker, StopStrings
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 EOS = "<|eos|>"
@@ -204,3 +204,16 @@ def test_the_checker_says_at_which_token_a_request_ends() -> None:
     end = answers.index(True)
     assert "t, t" in whole(tokenizer, ids[: end + 1])
     assert "t, t" not in whole(tokenizer, ids[:end])
+
+
+def test_no_stop_string_counts_before_so_many_tokens() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("the cat, the hat")
+    first = tokenizer.encode("the cat")
+    for least, shown in ((0, ""), (1, "the cat, "), (len(first), "the cat, ")):
+        text = FinalText(tokenizer, stops=["the"], min_tokens=least)
+        checker = StopChecker(tokenizer, ["the"], min_tokens=least)
+        ends = [checker(token) for token in ids]
+        assert text.push(ids) + text.flush() == shown
+        assert text.found == "the"
+        assert ends.index(True) == (0 if not least else len(tokenizer.encode("the cat, the")) - 1)

@@ -180,3 +180,25 @@ def test_a_batch_without_guesses_is_told_and_read_too():
 def test_the_lossy_verifiers_say_so_and_the_others_are_not():
     lossy = [spec.sampling(0).lossy for spec in (Greedy(), Sample(), Relaxed(), Strict())]
     assert lossy == [False, False, True, True]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_does_not_end_before_it_has_so_many_tokens(temperature: float) -> None:
+    """Also where it is taken up again, and whatever was guessed."""
+    ends = 3
+    likes_to_end = torch.zeros(4, VOCAB).index_fill_(1, torch.tensor([ends]), 50.0)
+    asked = Sampling(temperature, seed=1, min_tokens=2)
+    for answer, free in (((), 2), ((5,), 1), ((5, 5), 0)):
+        mine = opened(asked, answer, eos=(ends, 99))
+        found = []
+        for row in likes_to_end:
+            tokens, _ = mine.decide(TIP, [TIP], [0], [PROMPT[-1]], row[None])
+            found += tokens
+        assert [token == ends for token in found] == [i >= free for i in range(4)]
+
+
+def test_a_lossy_rule_does_not_end_it_either() -> None:
+    asked = Sampling(min_tokens=1, acceptance=RELAXED)
+    mine = opened(asked, eos=(0,))
+    mine.guess(told(0, {TIP: {0: -0.1}}), since=0)
+    assert mine.decide(TIP, [TIP], [0], [PROMPT[-1]], LOGITS[None])[0] == [1]
