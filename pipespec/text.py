@@ -9,6 +9,8 @@ from typing import Protocol
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # How tokenizers with byte fallback spell a token that is one raw byte.
 RAW_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# How tokenizers of the SentencePiece kind spell the space before a word.
+WORD_BEGINS = "\N{LOWER ONE EIGHTH BLOCK}"
 # Tokens of the context that decide how the first new token reads (a leading space or none).
 CONTEXT_TOKENS = 8
 
@@ -25,6 +27,38 @@ class Tokenizer(Protocol):
     ) -> str: ...
 
     def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    """What a token alone stands for, a special one by its name; half a character is U+FFFD."""
+    text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    # Decoding drops the space before a first word.
+    name = tokenizer.convert_ids_to_tokens(token)
+    begins = name is not None and name.startswith(WORD_BEGINS) and not text.startswith(" ")
+    return f" {text}" if begins else text
+
+
+def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+    """The bytes of a token's text, also of one that is a part of a character."""
+    text, name = token_text(tokenizer, token), tokenizer.convert_ids_to_tokens(token)
+    if REPLACEMENT in text and name is not None:
+        if RAW_BYTE.fullmatch(name):
+            return bytes([int(name[3:5], 16)])
+        if all(character in _BYTE_OF for character in name):
+            return bytes(_BYTE_OF[character] for character in name)
+    return text.encode()
+
+
+def _byte_of() -> dict[str, int]:
+    """How byte-level tokenizers spell bytes: printable ones as themselves, the others, in their
+    order, as the characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    spelt = {chr(byte): byte for byte in printable}
+    return spelt | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of()
 
 
 class Detokenizer:

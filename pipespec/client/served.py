@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,24 +89,42 @@ class ServedModel:
             )
         return ids
 
+    def render(self, messages: Sequence[Mapping[str, str]], *, answering: bool = True) -> str:
+        """The text of a conversation, with `answering` up to where the model's answer begins.
+
+        Raises TemplateFailed, also if the model has no chat template.
+        """
+        if not self.tokenizer.chat_template:
+            raise TemplateFailed("there is none")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=answering,
+                tokenize=False,
+            )
+        except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+            raise TemplateFailed(why) from None
+        if not isinstance(text, str) or not is_whole(text):
+            raise TemplateFailed("what it makes is no text")
+        return text
+
     def _as_chat(self, prompt: str) -> str:
         if not self.tokenizer.chat_template:
             raise PromptError(
                 f"--chat needs a chat template, but the tokenizer of {self.target} has none."
             )
         try:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-            )
-        except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
-            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-        else:
-            if isinstance(text, str) and is_whole(text):
-                return text
-            why = "what it makes is no text"
-        raise ModelError(
-            f"The chat template of {self.target} fails ({why}); correct it, or leave --chat out."
-        )
+            return self.render([{"role": "user", "content": prompt}])
+        except TemplateFailed as error:
+            raise ModelError(
+                f"The chat template of {self.target} fails ({error}); correct it, or leave --chat "
+                "out."
+            ) from None
+
+
+class TemplateFailed(Exception):
+    """Why a chat template made no text, as a clause."""
 
 
 def emulated_scale(config: Config) -> float | None:

@@ -129,11 +129,12 @@ def parse_bias(texts: Sequence[str]) -> tuple[tuple[int, float], ...]:
 
 
 def check_sampling(sampling: Sampling, section: str = "verify") -> None:
-    """Raise ConfigError if a value is out of range, naming it as `section`.<field>."""
-    s = sampling
+    """Raise ConfigError if a value is out of range, naming it as `section`.<field>, or without a
+    section by its name alone."""
+    s, prefix = sampling, f"{section}." if section else ""
 
     def refuse(name: str, value: object, must: str) -> None:
-        raise ConfigError(f"{section}.{name} is {value}, but must be {must}.")
+        raise ConfigError(f"{prefix}{name} is {value}, but must be {must}.")
 
     if not (math.isfinite(s.temperature) and s.temperature >= 0):
         refuse("temperature", s.temperature, "0 (greedy) or more")
@@ -162,9 +163,10 @@ def check_sampling(sampling: Sampling, section: str = "verify") -> None:
 
 def check_vocabulary(sampling: Sampling, vocab_size: int, section: str = "verify") -> None:
     """Raise ConfigError if a biased token is not in the target's vocabulary."""
+    prefix = f"{section}." if section else ""
     for token, _ in sampling.logit_bias:
         if token >= vocab_size:
             raise ConfigError(
-                f"{section}.logit_bias names the token {token}, but the target's vocabulary ends "
+                f"{prefix}logit_bias names the token {token}, but the target's vocabulary ends "
                 f"at {vocab_size - 1}."
             )
