@@ -25,6 +25,7 @@ from pipespec.cli import (
     launch,
     partition,
     plan,
+    serve,
     status,
     up,
 )
@@ -36,7 +37,7 @@ from pipespec.system.outcome import SIGNALLED, concluded
 # Seconds until a signal is delivered again that met a callback.
 AGAIN_S = 0.01
 
-COMMANDS = (generate, bench, plan, check, doctor, partition, launch, up, down, status)
+COMMANDS = (generate, bench, plan, check, doctor, partition, launch, up, serve, down, status)
 
 
 class Terminated(KeyboardInterrupt):

@@ -1,0 +1,1 @@
+"""HTTP: the interface of OpenAI to a running cluster, and what to monitor."""

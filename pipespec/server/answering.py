@@ -1,0 +1,115 @@
+"""One HTTP request at the cluster: its answers as they come, and their end when nobody waits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import cast
+
+from pipespec.client.aio import AsyncClient, AsyncFollowed
+from pipespec.controller.records import Accepted
+from pipespec.core import TokenLogprobs
+from pipespec.errors import RankFailed
+from pipespec.server.asking import Ask
+from pipespec.server.metrics import ENDED_BY_LEAVING, Metrics, Watch
+from pipespec.server.queueing import Place
+from pipespec.server.replies import FinishReason
+from pipespec.text import FinalText
+
+# Why an answer may have ended, as far as its reader is told.
+REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What was heard of one answer: text that is final, and the tokens behind it.
+
+    `finish_reason` is None but for the last piece.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+class Answering:
+    """The answers to what was asked. Whoever has one closes it.
+
+    answering = Answering(client, ask, place, metrics)
+    try:
+        await answering.begin()
+        async for piece in answering.pieces(heartbeat): ...
+    finally:
+        await answering.close()
+    """
+
+    def __init__(self, client: AsyncClient, ask: Ask, place: Place, metrics: Metrics):
+        self.ask = ask
+        self._client = client
+        self._place = place
+        self._watches: Sequence[Watch] = metrics.asked(ask)
+        self._following = AsyncExitStack()
+        self._followed: AsyncFollowed | None = None
+        self._choice: dict[int, int] = {}  # of each request in the log
+        tokenizer = client.served.tokenizer
+        self._texts = [
+            FinalText(tokenizer, ask.prompt_of(i), ask.stop, sampling.min_tokens)
+            for i, sampling in enumerate(ask.samplings)
+        ]
+        self._begun = [False for _ in ask.samplings]
+
+    async def begin(self) -> None:
+        """Put every answer in the cluster's queue. Raises Unreachable."""
+        self._followed = await self._following.enter_async_context(self._client.follow())
+        ask = self.ask
+        for choice, sampling in enumerate(ask.samplings):
+            request = await self._followed.submit(
+                ask.prompt_of(choice),
+                sampling,
+                max_new_tokens=ask.max_tokens[choice // ask.n],
+                stop=ask.stop,
+                eos=ask.eos,
+            )
+            self._choice[request] = choice
+
+    async def pieces(self, heartbeat: float) -> AsyncIterator[Piece | None]:
+        """The answers as they come; None whenever so many seconds pass without a word.
+
+        Raises RankFailed or Unreachable if they will not come.
+        """
+        followed = self._followed
+        assert followed is not None
+        while len(followed):
+            heard = await followed.next(heartbeat)
+            if not heard:
+                yield None
+            for request, event in heard:
+                choice = self._choice[request]
+                if isinstance(event, Accepted):
+                    yield self._accepted(choice, event)
+                else:
+                    yield self._finished(choice, event.reason)
+
+    async def close(self) -> None:
+        """Cancel what has not finished; nobody waits any more."""
+        await self._following.aclose()
+        self._place.leave()
+        for watch in self._watches:
+            watch.ended(ENDED_BY_LEAVING)
+
+    def _accepted(self, choice: int, event: Accepted) -> Piece:
+        if not self._begun[choice]:
+            self._begun[choice] = True
+            self._place.begun(len(self.ask.prompt_of(choice)))
+        self._watches[choice].heard(len(event.tokens))
+        text = self._texts[choice].push(event.tokens)
+        return Piece(choice, text, event.tokens, event.logprobs)
+
+    def _finished(self, choice: int, reason: str) -> Piece:
+        if reason not in REASONS:
+            raise RankFailed(f"The request was {reason} by somebody else; ask again.")
+        self._watches[choice].ended(reason)
+        return Piece(choice, self._texts[choice].flush(), finish_reason=cast(FinishReason, reason))

@@ -1,0 +1,301 @@
+"""From the fields of a request to what the cluster is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipespec.client.answers import fresh_seed
+from pipespec.client.registry import RunningCluster
+from pipespec.client.served import ServedModel, TemplateFailed
+from pipespec.client.settings import RequestSettings, group
+from pipespec.core import Sampling
+from pipespec.errors import ConfigError
+from pipespec.sampling.spec import MAX_SEED, check_sampling, check_vocabulary
+from pipespec.server.errors import ApiError, refused
+from pipespec.server.fields import ChatRequest, CompletionRequest, GenerationRequest, Message
+
+# The tokens of an answer to /v1/completions that names no number, as OpenAI says.
+COMPLETION_TOKENS = 16
+# A text with more characters than this per token of the context is looked at in part first.
+CHARACTERS = 64
+TOO_LONG = "context_length_exceeded"
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a request means that leaves fields out: OpenAI's defaults, but for settings of `verify`
+    and `decode` with which the cluster was started.
+
+    `seed` and `max_tokens` are None unless the cluster's settings name them.
+    """
+
+    sampling: Sampling
+    seed: int | None
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+
+    @classmethod
+    def of(cls, running: RunningCluster) -> Defaults:
+        """Those of a cluster."""
+        settings = RequestSettings.on(running, [])
+        names = {text.partition("=")[0] for text in running.overrides}
+        verified = any(group(text) == "verify" for text in running.overrides)
+        decode = settings.decode
+        return cls(
+            settings.verify.sampling(0) if verified else Sampling(temperature=1.0),
+            getattr(settings.verify, "seed", None),
+            decode.max_new_tokens if "decode.max_new_tokens" in names else None,
+            tuple(decode.stop),
+            decode.ignore_eos,
+        )
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What the cluster is asked for one HTTP request: `n` answers to each prompt.
+
+    `prompts` are token ids, `texts` the prompts as text if `echo` asks for them. `max_tokens` is
+    a number for each prompt. Of all choices i has the prompt i // n and `samplings[i]`.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    texts: tuple[str, ...]
+    n: int
+    samplings: tuple[Sampling, ...]
+    max_tokens: tuple[int, ...]
+    stop: tuple[str, ...]
+    eos: tuple[int, ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(map(len, self.prompts))
+
+    def prompt_of(self, choice: int) -> tuple[int, ...]:
+        """The prompt that a choice answers."""
+        return self.prompts[choice // self.n]
+
+
+def check_supported(body: GenerationRequest) -> None:
+    """Raise ApiError for a field that would change the text, and that nobody here honours."""
+    found = body.unsupported
+    if found:
+        name, why = found
+        raise refused(name, f"{name} {why}; leave it out.", "unsupported_field")
+
+
+def num_choices(body: GenerationRequest) -> int:
+    """How many answers a request wants. Raises ApiError."""
+    n = body.n or 1
+    prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
+    if isinstance(body, CompletionRequest) and (body.best_of or n) > n:
+        raise refused(
+            "best_of",
+            f"best_of is {body.best_of}, but may not be above n={n}: all answers are given.",
+        )
+    return n * prompts
+
+
+async def chat(body: ChatRequest, served: ServedModel, defaults: Defaults) -> Ask:
+    """What a chat asks. Raises ApiError."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise refused("top_logprobs", "top_logprobs is given, but logprobs is not true.")
+    if body.max_tokens and body.max_completion_tokens:
+        raise refused(
+            "max_tokens", "max_tokens and max_completion_tokens are given; leave one out."
+        )
+    field = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    prompt = await encode(served, conversation(served, body.messages), "messages", special=False)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    wanted = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
+    return _ask(body, served, defaults, [prompt], (), logprobs, wanted, field)
+
+
+async def completion(body: CompletionRequest, served: ServedModel, defaults: Defaults) -> Ask:
+    """What a completion asks. Raises ApiError."""
+    if body.echo and body.logprobs is not None:
+        raise refused(
+            "echo",
+            "echo with logprobs is not supported yet: the stages report no log-probabilities of a "
+            "prompt; leave one of the two out.",
+            "unsupported_field",
+        )
+    prompts = [
+        await encode(served, prompt, "prompt")
+        if isinstance(prompt, str)
+        else check_tokens(served, prompt, "prompt")
+        for prompt in body.prompt
+    ]
+    texts: tuple[str, ...] = ()
+    if body.echo:
+        texts = tuple(
+            prompt if isinstance(prompt, str) else decoded(served, prompt) for prompt in body.prompt
+        )
+    wanted = body.max_tokens or defaults.max_tokens or COMPLETION_TOKENS
+    return _ask(body, served, defaults, prompts, texts, body.logprobs, wanted, "max_tokens")
+
+
+def _ask(
+    body: GenerationRequest,
+    served: ServedModel,
+    defaults: Defaults,
+    prompts: Sequence[Sequence[int]],
+    texts: tuple[str, ...],
+    logprobs: int | None,
+    wanted: int | None,
+    field: str,
+) -> Ask:
+    n = body.n or 1
+    ignore_eos = defaults.ignore_eos if body.ignore_eos is None else body.ignore_eos
+    eos = () if ignore_eos else served.eos
+    sampling = replace(sampling_of(body, defaults.sampling), logprobs=logprobs)
+    stop_ids = body.stop_token_ids or []
+    for token in stop_ids:
+        check_token(served, token, "stop_token_ids")
+    try:
+        check_sampling(sampling, section="")
+        check_vocabulary(sampling, served.vocab_size, section="")
+    except ConfigError as error:
+        raise refused(str(error).partition(" ")[0], str(error)) from None
+    return Ask(
+        prompts=tuple(map(tuple, prompts)),
+        texts=texts,
+        n=n,
+        samplings=len(prompts)
+        * _seeded(sampling, defaults.seed if body.seed is None else body.seed, n),
+        max_tokens=tuple(
+            _room(served, len(prompt), wanted, body.min_tokens or 0, field) for prompt in prompts
+        ),
+        stop=(*(body.stop or defaults.stop),),
+        eos=(*eos, *(token for token in stop_ids if token not in eos)),
+    )
+
+
+def sampling_of(body: GenerationRequest, default: Sampling) -> Sampling:
+    """How tokens are to be drawn, without seed."""
+    given = {
+        name: value
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "min_tokens",
+        )
+        if (value := getattr(body, name)) is not None
+    }
+    if body.top_k is not None:
+        given["top_k"] = max(body.top_k, 0)  # -1 is vLLM's way to say all
+    if body.logit_bias:
+        given["logit_bias"] = body.logit_bias
+    return replace(default, **given)
+
+
+def _seeded(sampling: Sampling, seed: int | None, n: int) -> tuple[Sampling, ...]:
+    """Of n answers that differ, the first with the seed that was asked for."""
+    first = fresh_seed() if seed is None else seed
+    return tuple(replace(sampling, seed=(first + i) % (MAX_SEED + 1)) for i in range(n))
+
+
+def _room(served: ServedModel, prompt: int, wanted: int | None, least: int, field: str) -> int:
+    """How many tokens an answer to a prompt of so many may have. Raises ApiError."""
+    room = served.context - prompt
+    if wanted is not None and wanted > room:
+        raise refused(
+            field,
+            f"{field} is {wanted}, but the context holds {served.context} tokens and the prompt "
+            f"has {prompt}; ask for {room} at most.",
+            TOO_LONG,
+        )
+    if least > (wanted or room):
+        raise refused(
+            "min_tokens", f"min_tokens is {least}, but the answer has {wanted or room} at most."
+        )
+    return wanted or room
+
+
+# --- prompts ----------------------------------------------------------------------------------
+
+
+def conversation(
+    served: ServedModel, messages: Sequence[Message], *, answering: bool = True
+) -> str:
+    """Messages in the model's chat template. Raises ApiError."""
+    told = []
+    for message in messages:
+        # OpenAI's newer word for the same role, which templates do not know.
+        role = "system" if message.role == "developer" else message.role
+        name = {} if message.name is None else {"name": message.name}
+        told.append({"role": role, "content": message.content or "", **name})
+    if any((message.model_extra or {}).get("tool_calls") for message in messages):
+        raise refused(
+            "messages",
+            "messages hold tool_calls, which are not supported yet.",
+            "unsupported_field",
+        )
+    try:
+        return served.render(told, answering=answering)
+    except TemplateFailed as error:
+        raise refused(
+            "messages", f"messages do not fit the model's chat template ({error}); change them."
+        ) from None
+
+
+async def encode(
+    served: ServedModel, text: str, param: str, *, special: bool = True
+) -> Sequence[int]:
+    """The ids of a prompt, which leave room for an answer. Raises ApiError."""
+    look = CHARACTERS * served.context
+    if len(text) > look:
+        # Megabytes take seconds; their beginning tells.
+        begins = await tokens(served, text[:look], special=special)
+        if len(begins) >= 2 * served.context:
+            raise _too_long(served, param, f"more than {len(begins) // 2}")
+    return check_tokens(served, await tokens(served, text, special=special), param)
+
+
+async def tokens(served: ServedModel, text: str, *, special: bool) -> list[int]:
+    """The ids of a text, found in a thread."""
+    return await asyncio.to_thread(served.tokenizer.encode, text, add_special_tokens=special)
+
+
+def check_tokens(served: ServedModel, ids: Sequence[int], param: str) -> Sequence[int]:
+    """Ids that can be a prompt. Raises ApiError."""
+    if not ids:
+        raise refused(param, f"{param} has no tokens, but must have one at least.")
+    if len(ids) >= served.context:
+        raise _too_long(served, param, str(len(ids)))
+    for token in ids:
+        check_token(served, token, param)
+    return ids
+
+
+def check_token(served: ServedModel, token: int, param: str) -> None:
+    """Raise ApiError unless the model has such a token."""
+    if not 0 <= token < served.vocab_size:
+        shown = token if abs(token) < 10**20 else "of too many digits"
+        raise refused(
+            param,
+            f"{param} holds the token id {shown}, but they go from 0 to {served.vocab_size - 1}.",
+        )
+
+
+def _too_long(served: ServedModel, param: str, tokens: str) -> ApiError:
+    return refused(
+        param,
+        f"{param} has {tokens} tokens, but the context holds {served.context} and needs room for "
+        "an answer; shorten it.",
+        TOO_LONG,
+    )
+
+
+def decoded(served: ServedModel, ids: Sequence[int]) -> str:
+    """The text of tokens, special ones included."""
+    return served.tokenizer.decode(
+        ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )

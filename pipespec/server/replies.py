@@ -1,0 +1,172 @@
+"""What is answered, in OpenAI's words."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+
+FinishReason = Literal["stop", "length"]
+
+
+class Usage(BaseModel):
+    """Tokens of prompts and answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(BaseModel):
+    """A token that might have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token that was chosen, and the most probable ones at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Of each token of a message."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatMessage(BaseModel):
+    """What the model says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatReply(BaseModel):
+    """Of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """What a chunk adds to a message; what it adds nothing to is left out."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _only_what_is_there(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in whole(self).items() if value is not None}
+
+
+class ChunkChoice(BaseModel):
+    """What a chunk says of one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(BaseModel):
+    """A piece of a chat's stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Of each token of a text: columns of equal length."""
+
+    text_offset: list[int]
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+
+
+class CompletionChoice(BaseModel):
+    """One answer, or what a piece of a stream adds to one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class CompletionReply(BaseModel):
+    """Of POST /v1/completions, whole or a piece of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """A model that is served; `max_model_len` are tokens of prompt and answer."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """Of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeReply(BaseModel):
+    """Of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(BaseModel):
+    """Of POST /detokenize: the text, under vLLM's name and llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class TokenizerInfo(BaseModel):
+    """Of GET /tokenizer_info."""
+
+    vocab_size: int
+    model_max_length: int
+    eos_token_ids: list[int]
+    eos_tokens: list[str]
+    chat_template: str | None
+    special_tokens: dict[str, str]
