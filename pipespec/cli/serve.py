@@ -6,12 +6,17 @@ import argparse
 import json
 import os
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pipespec.cli.arguments import finish, overrides
+from pipespec.cli.arguments import STDIN, finish, overrides
+from pipespec.cli.detach import Launcher
 from pipespec.cli.terminal import write
-from pipespec.errors import ConfigError
+from pipespec.cli.up import default_name, read_settings
+from pipespec.client.registry import check_name
+from pipespec.errors import ConfigError, tell
 from pipespec.system.reading import Unreadable, parse_json, read_text
 
 if TYPE_CHECKING:
@@ -21,19 +26,33 @@ if TYPE_CHECKING:
 
 NEEDS = ("fastapi", "prometheus_client", "uvicorn")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
+# Settings that say where requests are kept.
+KEEPING = ("controller.url=", "controller.data=", "controller=")
+# The folder of those that nobody has said it of, and how long it may take to remove it.
+DATA = "data"
+REMOVED_S = 5.0
 
 
 def add(commands: Commands) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "serve",
+        show_settings=True,
         help="answer HTTP requests as OpenAI does",
-        usage="pipespec serve --on NAME [--host HOST] [--port PORT] [--api-key KEY ...] [...]",
-        description="Serve a cluster that `pipespec up` started, from this host or another, to "
-        "whatever speaks to OpenAI: /v1/chat/completions, /v1/completions, /v1/models, /metrics "
-        "and others (docs/serving.md). Several servers may serve one cluster.",
+        usage="pipespec serve [--on NAME] [--host HOST] [--port PORT] [--api-key KEY ...] [...] "
+        "[-] [SETTING=VALUE ...]",
+        description="Start a cluster as `pipespec up` does and serve it to whatever speaks to "
+        "OpenAI: /v1/chat/completions, /v1/completions, /v1/models, /metrics and others "
+        "(docs/serving.md). With --on, serve a cluster that is up, from this host or another; "
+        "several servers may serve one. With - more settings are read from standard input.",
     )
-    command.add_argument("--on", metavar="NAME", required=True, help="the cluster to serve")
+    command.add_argument("--on", metavar="NAME", help="serve the cluster of this name")
+    command.add_argument("--name", help="what to call the cluster that is started (default)")
+    command.add_argument(
+        "--measure",
+        action="store_true",
+        help="with a hosts file: measure its hosts first, and place layers and draft accordingly",
+    )
     command.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
     command.add_argument("--port", type=int, default=8000, help="port; 0 is a free one (8000)")
     command.add_argument(
@@ -69,9 +88,9 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--patience",
         type=float,
-        default=60.0,
+        default=600.0,
         metavar="S",
-        help="how long requests wait for a cluster that is away (60)",
+        help="how long requests wait for a cluster that is away (600)",
     )
     command.add_argument(
         "--shutdown-timeout",
@@ -93,25 +112,82 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Serve until Ctrl-C or SIGTERM."""
-    if overrides(rest, arguments.known_options):
-        raise ConfigError(
-            f"`pipespec serve --on` takes no settings, but got {rest[0]!r}: they were settled by "
-            "`pipespec up`."
-        )
+    settings = overrides(rest, arguments.known_options, stdin_allowed=arguments.on is None)
     check_installed()
+    if arguments.on is not None:
+        if settings or arguments.name or arguments.measure:
+            given = settings[0] if settings else "--name" if arguments.name else "--measure"
+            raise ConfigError(
+                f"`pipespec serve --on` starts no cluster and takes no settings, but got "
+                f"{given!r}; give it to `pipespec up`."
+            )
+        return serve_one(arguments)
+    if STDIN in rest:
+        settings += read_settings()
+    return serve_own(arguments, settings)
 
+
+def serve_one(arguments: argparse.Namespace) -> int:
+    """Serve a cluster that is up."""
     from pipespec.client import registry
-    from pipespec.server.run import bound, run
 
-    running = registry.find(arguments.on)
-    options = read_options(arguments, running)
-    with bound(options.host, options.port) as listener:
-
-        def announce() -> None:
-            write(announcement(listener, options, running, as_json=arguments.json))
-
-        run(running, options, listener, announce)
+    with listening(arguments) as listener:
+        answer(arguments, listener, registry.find(arguments.on))
     return 0
+
+
+def serve_own(arguments: argparse.Namespace, settings: list[str]) -> int:
+    """Start a cluster and serve it; both end together."""
+    from pipespec.system.scratch import Scratch
+
+    name = default_name(settings) if arguments.name is None else arguments.name
+    check_name(name)
+    read_options(arguments, name)  # what is wrong is told before anything starts
+    with listening(arguments) as listener, ExitStack() as stack:
+        if not any(text.startswith(KEEPING) for text in settings):
+            # A launcher that is started again goes on with what was asked.
+            scratch = Scratch(DATA)
+            stack.callback(scratch.close, REMOVED_S)
+            settings = [*settings, f"controller.data={scratch.folder / DATA}"]
+        launcher = Launcher(name, settings, measure=arguments.measure, ours=True)
+        stack.callback(launcher.end)
+
+        def watch() -> None:
+            launcher.ready()
+            if launcher.ended:
+                tell(f"{name}: the cluster's launcher has ended; it is started again")
+                launcher.start()
+
+        answer(arguments, listener, launcher.await_ready(), watch)
+    return 0
+
+
+@contextmanager
+def listening(arguments: argparse.Namespace) -> Iterator[socket.socket]:
+    """The socket on which requests come, taken before anything is started. Raises ConfigError."""
+    from pipespec.server.run import bound
+
+    with bound(arguments.host, arguments.port) as listener:
+        yield listener
+
+
+def answer(
+    arguments: argparse.Namespace,
+    listener: socket.socket,
+    running: RunningCluster,
+    watch: Callable[[], None] | None = None,
+) -> None:
+    """Answer requests to a cluster until a signal asks for the end."""
+    import asyncio
+
+    from pipespec.server.run import serve
+
+    options = read_options(arguments, running.served.target)
+
+    def announce() -> None:
+        write(announcement(listener, options, running, as_json=arguments.json))
+
+    asyncio.run(serve(running, options, listener, announce, watch))
 
 
 def check_installed() -> None:
@@ -124,13 +200,13 @@ def check_installed() -> None:
         )
 
 
-def read_options(arguments: argparse.Namespace, running: RunningCluster) -> ServerOptions:
-    """How the server is to be run. Raises ConfigError."""
+def read_options(arguments: argparse.Namespace, target: str) -> ServerOptions:
+    """How the server is to be run, whose model is `target`. Raises ConfigError."""
     from pipespec.server.options import ServerOptions
     from pipespec.server.service import model_name
 
     return ServerOptions(
-        names=tuple(arguments.served_model_name) or (model_name(running.served.target),),
+        names=tuple(arguments.served_model_name) or (model_name(target),),
         host=arguments.host,
         port=arguments.port,
         api_keys=tuple(read_keys(arguments.api_key, arguments.api_key_file)),

@@ -23,7 +23,7 @@ from pipespec.server.fields import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pipespec.server.keys import Keys
+from pipespec.server.guards import BodyLimit, Keys
 from pipespec.server.replies import (
     ChatReply,
     CompletionReply,
@@ -52,7 +52,7 @@ UNPROCESSABLE = "422"
 def make_app(service: Service) -> FastAPI:
     """The interface of OpenAI, and what operators want."""
     options = service.options
-    guards = [Middleware(Keys, options.api_keys)]
+    guards = [Middleware(Keys, options.api_keys), Middleware(BodyLimit, options.max_body_bytes)]
     if options.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
@@ -65,7 +65,6 @@ def make_app(service: Service) -> FastAPI:
         title="pipespec",
         version=version(),
         middleware=guards,
-        max_body_size=options.max_body_bytes,
         responses={code: {"model": ErrorReply, **told} for code, told in FAILURES.items()},
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
@@ -173,9 +172,8 @@ def _sentence(error: HTTPException) -> str:
         HTTPStatus.BAD_REQUEST: "The body cannot be read; send JSON in UTF-8.",
         HTTPStatus.NOT_FOUND: "There is no such route; see /openapi.json.",
         HTTPStatus.METHOD_NOT_ALLOWED: "This route takes another method; see /openapi.json.",
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is too long; send less.",
     }
-    return known.get(HTTPStatus(error.status_code), f"{error.detail}.")
+    return known.get(HTTPStatus(error.status_code), error.detail)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

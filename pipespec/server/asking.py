@@ -80,7 +80,10 @@ class Ask:
 
 
 def check_supported(body: GenerationRequest) -> None:
-    """Raise ApiError for a field that would change the text, and that nobody here honours."""
+    """Raise ApiError for a field that would change the text, and that nobody here honours, and for
+    what would be without effect."""
+    if body.stream_options is not None and not body.stream:
+        raise refused("stream_options", "stream_options is given, but stream is not true.")
     found = body.unsupported
     if found:
         name, why = found

@@ -16,7 +16,6 @@ from pydantic import (
     Field,
     FiniteFloat,
     WithJsonSchema,
-    model_validator,
 )
 
 from pipespec.limits import MAX_COUNT
@@ -244,19 +243,14 @@ class GenerationRequest(Fields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    @model_validator(mode="after")
-    def _only_streams_have_options(self) -> GenerationRequest:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is given, but stream is not true")
-        return self
-
     @property
     def unsupported(self) -> tuple[str, str] | None:
         """A field that is refused, and why."""
         given = self.model_extra or {}
         for name, (why, neutral) in REFUSED.items():
             value = given.get(name)
-            nothing = value is None or value is False or value in ("", [], {})
+            off = value is False and True not in neutral
+            nothing = value is None or off or value in ("", [], {})
             if not nothing and value not in neutral:
                 return name, why
         return None

@@ -29,7 +29,7 @@ class ServerOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_000_000
-    patience: float = 60.0
+    patience: float = 600.0
     shutdown_timeout: float = 30.0
     max_body_bytes: int = 32 * 2**20
     allowed_origins: tuple[str, ...] = ()

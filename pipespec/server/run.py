@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import uvicorn
 
 from pipespec.client.aio import attach
 from pipespec.client.registry import RunningCluster
-from pipespec.errors import ConfigError
+from pipespec.errors import ConfigError, PipespecError
 from pipespec.server.app import make_app
 from pipespec.server.options import ServerOptions
 from pipespec.server.service import Service
 
 # Connections that wait to be taken.
 BACKLOG = 2048
+# Signals that ask for the end; the second one does not wait.
+ENDING = (signal.SIGINT, signal.SIGTERM)
+# How often it is looked whether the cluster's launcher lives.
+WATCH_S = 0.1
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -46,13 +52,17 @@ async def serve(
     options: ServerOptions,
     listener: socket.socket,
     on_ready: Callable[[], None],
+    watch: Callable[[], None] | None = None,
 ) -> None:
     """Answer requests until SIGINT or SIGTERM; then finish what runs, within
-    `options.shutdown_timeout`."""
+    `options.shutdown_timeout`.
+
+    `watch` is called again and again meanwhile; the server ends with the PipespecError that it
+    raises.
+    """
     async with attach(running, options.patience) as client:
-        app = make_app(Service(client, options))
         config = uvicorn.Config(
-            app,
+            make_app(Service(client, options)),
             log_level="warning",
             access_log=False,  # a prompt has no business in a log, nor has who asks
             lifespan="off",
@@ -61,11 +71,23 @@ async def serve(
             timeout_graceful_shutdown=math.ceil(options.shutdown_timeout),
         )
         server = _Server(config, on_ready)
+        watching = asyncio.ensure_future(_watched(server, watch or (lambda: None)))
         try:
             await server.serve(sockets=[listener])
-        except KeyboardInterrupt:
-            # uvicorn hands the signal on once it has ended.
-            return
+        finally:
+            watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+
+async def _watched(server: uvicorn.Server, watch: Callable[[], None]) -> None:
+    while True:
+        try:
+            watch()
+        except PipespecError:
+            server.should_exit = True
+            raise
+        await asyncio.sleep(WATCH_S)
 
 
 class _Server(uvicorn.Server):
@@ -73,16 +95,16 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._on_ready = on_ready
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn hands signals on once it has ended; ours have then done what they should.
+        before = {number: signal.signal(number, self.handle_exit) for number in ENDING}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
-
-
-def run(
-    running: RunningCluster,
-    options: ServerOptions,
-    listener: socket.socket,
-    on_ready: Callable[[], None],
-) -> None:
-    """`serve`, in an event loop of its own."""
-    asyncio.run(serve(running, options, listener, on_ready))

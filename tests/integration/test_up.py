@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,12 +34,11 @@ from pipespec.system.interfaces import LOOPBACK
 from pipespec.system.resources import resource_dir
 from tests.helpers.imports import slow_imports
 from tests.helpers.listening import assert_private, listening, visit
+from tests.helpers.place import ENDING_S, PATIENCE_S, Place
 from tests.helpers.waiting import until
 from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
-PIPESPEC = [sys.executable, "-m", "pipespec"]
-MARK = "PIPESPEC_TEST_RUN"
 NAME = "lab"
 NUM_TOKENS = 12
 PROMPTS = (
@@ -57,69 +53,6 @@ SETTINGS = (
     f"decode.max_new_tokens={NUM_TOKENS}",
 )
 LONG = ("decode.max_new_tokens=1500", "decode.ignore_eos=true")
-PATIENCE_S = 120  # a loaded machine takes its time to import torch
-ENDING_S = 60
-
-
-@dataclass
-class Place:
-    """A folder for registry and temporary files, and a mark that every process here carries."""
-
-    folder: Path
-    mark: str
-
-    @property
-    def environment(self) -> dict[str, str]:
-        temporary = self.folder / "tmp"
-        temporary.mkdir(exist_ok=True)
-        return os.environ | {
-            MARK: self.mark,
-            "XDG_STATE_HOME": str(self.folder),
-            "TMPDIR": str(temporary),
-            "PYTHONUNBUFFERED": "1",
-        }
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*PIPESPEC, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self.environment,
-            cwd=Path(__file__).parent.parent.parent,
-        )
-
-    def run(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        process = self.start(*arguments)
-        out, err = process.communicate(stdin, timeout=PATIENCE_S)
-        return process.returncode, out, err
-
-    def processes(self) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        return found
-
-    def files(self) -> list[str]:
-        """What lies there, logs of what was detached excepted."""
-        told = [*(self.folder / "tmp").iterdir(), *(self.folder / "pipespec").iterdir()]
-        return [path.name for path in told if path.suffix != registry.LOG]
-
-    def log(self, name: str) -> str:
-        return (self.folder / "pipespec" / f"{name}{registry.LOG}").read_text()
-
-    def kill(self) -> None:
-        """End what is left; its resource trackers clear up if they are asked first."""
-        left = self.processes()
-        for process in left:
-            process.terminate()
-        for process in psutil.wait_procs(left, ENDING_S)[1]:
-            process.kill()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Who may ask: keys, compared in constant time."""
+"""Who may ask, and how much: keys, compared in constant time, and a limit of the body."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipespec.server.errors import ApiError
 
@@ -36,8 +37,7 @@ class Keys:
                 "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
                 code="invalid_api_key",
             )
-            reply = JSONResponse(error.reply, error.status, error.headers)
-            await reply(scope, receive, send)
+            await _refuse(error, scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -49,6 +49,40 @@ class Keys:
         # Digests are of one length, and all of them are compared.
         digest = _digest(shown.encode("latin-1", errors="replace"))
         return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+
+class BodyLimit:
+    """Refuses bodies of more than `most` bytes, by what they say of their length or have."""
+
+    def __init__(self, app: ASGIApp, most: int):
+        self._app = app
+        self._most = most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"The body has more than {self._most} bytes; send less.",
+        )
+        declared = Headers(scope=scope).get("content-length", "") if scope["type"] == "http" else ""
+        if declared.isdigit() and int(declared) > self._most:
+            await _refuse(error, scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._most:
+                # FastAPI lets these through while it reads.
+                raise HTTPException(error.status, error.message)
+            return message
+
+        await self._app(scope, counted, send)
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    await JSONResponse(error.reply, error.status, error.headers)(scope, receive, send)
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,0 +1,82 @@
+"""A server process on a cluster of its own, and clients of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+
+from tests.helpers.place import PATIENCE_S, Place
+
+MODEL = "demo"
+
+
+class Server:
+    """`pipespec serve` as a process, once it answers."""
+
+    def __init__(self, place: Place, *arguments: str):
+        self.process: subprocess.Popen[str] = place.start(
+            "serve", "--json", "--port", "0", "--served-model-name", MODEL, *arguments
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise AssertionError(self.process.communicate()[1])
+        self.told: dict[str, Any] = json.loads(line)
+        self.url: str = self.told["url"].removesuffix("/v1")
+        self.http = httpx2.Client(base_url=self.url, timeout=PATIENCE_S)
+
+    def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=key, timeout=PATIENCE_S, max_retries=0, **options
+        )
+
+    def metric(self, name: str) -> float:
+        """A figure of /metrics; of several lines of one name their sum."""
+        lines = self.http.get("/metrics").raise_for_status().text.splitlines()
+        found = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
+        assert found, f"no figure {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+    def chunks(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The raw chunks of a stream, whose end is checked."""
+        with self.http.stream("POST", path, json=body | {"stream": True}) as reply:
+            assert reply.status_code == 200, reply.read()
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            text = reply.read().decode()
+        events = [event for event in text.split("\n\n") if event and not event.startswith(":")]
+        assert all(event.startswith("data: ") for event in events)
+        data = [event.removeprefix("data: ") for event in events]
+        assert data[-1] == "[DONE]"
+        return [json.loads(each) for each in data[:-1]]
+
+    def end(self) -> int:
+        """Ask it to end; its exit code."""
+        self.http.close()
+        self.process.terminate()
+        self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode
+
+
+@contextmanager
+def serving(place: Place, *arguments: str) -> Iterator[Server]:
+    """A server that ends with the block."""
+    server = Server(place, *arguments)
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+def cluster_up(folder: Path, mark: str, name: str, *settings: str) -> Place:
+    """A place where a cluster is up."""
+    place = Place(folder, mark)
+    code, _, err = place.run("up", "--detach", "--name", name, *settings)
+    assert (code, err) == (0, "")
+    return place

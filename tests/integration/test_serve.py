@@ -1,0 +1,456 @@
+"""`pipespec serve`: a real server on a real cluster, asked by OpenAI's package and by raw HTTP."""
+
+from __future__ import annotations
+
+import json
+import socket
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+import torch
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipespec.system.resources import resource_dir
+from tests.helpers.place import PATIENCE_S, Place
+from tests.helpers.serving import MODEL, Server, cluster_up, serving
+from tests.helpers.waiting import until
+from tools.rig import cluster
+
+pytestmark = pytest.mark.slow
+NAME = "lab"
+CONTEXT = 512
+SETTINGS = (
+    "cluster.stages=2",
+    "cluster.devices=[cpu]",
+    "model.dtype=float32",
+    f"model.context={CONTEXT}",
+    "scheduler.max_num_seqs=16",
+)
+NUM_TOKENS = 16
+PROMPTS = (
+    "Once upon a time there was a king who",
+    "The little girl ran out of the house and",
+    "Tom has three apples and buys four more. How many",
+)
+ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": NUM_TOKENS, "temperature": 0}
+HELLO = [{"role": "user", "content": "Tell me a story"}]
+LONG: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder, mark = tmp_path_factory.mktemp("serve"), uuid.uuid4().hex
+    try:
+        yield cluster_up(folder, mark, NAME, *SETTINGS)
+    finally:
+        Place(folder, mark).kill()
+
+
+@pytest.fixture(scope="module")
+def server(place: Place) -> Iterator[Server]:
+    with serving(place, "--on", NAME) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.openai() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(resource_dir("demo") / "target")
+
+
+@pytest.fixture(scope="module")
+def expected(tokenizer: Any) -> list[list[int]]:
+    """What the target says after each prompt, by Hugging Face."""
+    ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    return cluster.reference(resource_dir("demo") / "target", ids, NUM_TOKENS)
+
+
+def ids_of(tokenizer: Any, tokens: list[str]) -> list[int]:
+    """The ids of tokens that are told as text."""
+    by_text = {tokenizer.decode([i]): i for i in range(len(tokenizer))}
+    return [by_text[token] for token in tokens]
+
+
+def strictly(kind: type[BaseModel], told: Any) -> None:
+    """What was told has the types that OpenAI's package states, and no key that it does not."""
+    kind.model_validate(told, strict=True, extra="forbid")
+
+
+# --- text -------------------------------------------------------------------------------------
+
+
+def test_greedy_tokens_are_those_of_hugging_face(
+    client: openai.OpenAI, tokenizer: Any, expected: list[list[int]]
+) -> None:
+    for prompt, ids in zip(PROMPTS, expected, strict=True):
+        for given in (prompt, tokenizer.encode(prompt)):
+            told = client.completions.create(prompt=given, logprobs=0, **ASKED)
+            logprobs = told.choices[0].logprobs
+            assert logprobs is not None
+            assert ids_of(tokenizer, logprobs.tokens or []) == ids
+            assert told.choices[0].text == tokenizer.decode(ids)
+            assert told.usage is not None
+            assert told.usage.completion_tokens == len(ids)
+            assert told.usage.prompt_tokens == len(tokenizer.encode(prompt))
+
+
+def test_a_list_of_prompts_has_an_answer_each_in_order(
+    client: openai.OpenAI, tokenizer: Any, expected: list[list[int]]
+) -> None:
+    told = client.completions.create(prompt=list(PROMPTS), n=2, **ASKED)
+    texts = [text for text in map(tokenizer.decode, expected) for _ in range(2)]
+    assert [choice.text for choice in told.choices] == texts
+    assert [choice.index for choice in told.choices] == list(range(6))
+
+
+def test_a_chat_is_the_template_and_what_follows(client: openai.OpenAI, tokenizer: Any) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "2+2?"}],
+        },
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "And 3+3?"},
+    ]
+    told = client.chat.completions.create(messages=messages, **ASKED)  # type: ignore[arg-type]
+    flat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is\n2+2?"},
+        *messages[2:],
+    ]
+    prompt = tokenizer.apply_chat_template(flat, add_generation_prompt=True, tokenize=False)
+    same = client.completions.create(
+        prompt=tokenizer.encode(prompt, add_special_tokens=False), **ASKED
+    )
+    assert told.choices[0].message.content == same.choices[0].text
+    assert told.choices[0].message.role == "assistant"
+    assert told.usage == same.usage
+
+
+def test_streams_say_what_whole_replies_say_in_valid_chunks(
+    server: Server, client: openai.OpenAI
+) -> None:
+    asked = ASKED | {"stream_options": {"include_usage": True}}
+    whole = client.chat.completions.create(messages=HELLO, **ASKED)  # type: ignore[call-overload]
+    chunks = server.chunks("/v1/chat/completions", asked | {"messages": HELLO})
+    for chunk in chunks:
+        strictly(ChatCompletionChunk, chunk)
+    assert len({(chunk["id"], chunk["created"]) for chunk in chunks}) == 1
+    first, *middle, last, usage = chunks
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert last["choices"][0]["delta"] == {}
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert usage["choices"] == []
+    assert usage["usage"] == whole.usage.to_dict()
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in middle)
+    assert text == whole.choices[0].message.content
+
+    told = client.completions.create(prompt=PROMPTS[0], **ASKED)
+    chunks = server.chunks("/v1/completions", asked | {"prompt": PROMPTS[0]})
+    for chunk in chunks:
+        # The package's type wants a reason in every piece; OpenAI sends null before the last.
+        for choice in chunk["choices"]:
+            choice["finish_reason"] = choice["finish_reason"] or "stop"
+        strictly(Completion, chunk)
+    assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == told.choices[0].text
+
+
+def test_whole_replies_have_openais_types(server: Server) -> None:
+    body = ASKED | {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "n": 2}
+    strictly(ChatCompletion, server.http.post("/v1/chat/completions", json=body).json())
+    body = ASKED | {"prompt": PROMPTS[0], "logprobs": 2, "n": 2}
+    strictly(Completion, server.http.post("/completions", json=body).json())
+
+
+def test_the_package_reads_streams_of_several_answers(client: openai.OpenAI) -> None:
+    asked = ASKED | {"temperature": 1, "seed": 5, "n": 3}
+    whole = client.chat.completions.create(messages=HELLO, **asked)  # type: ignore[call-overload]
+    texts = ["", "", ""]
+    reasons: dict[int, str] = {}
+    for chunk in client.chat.completions.create(messages=HELLO, stream=True, **asked):  # type: ignore[call-overload]
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) == 3
+    assert reasons.keys() == {0, 1, 2}
+
+
+def test_a_seed_gives_one_text_and_none_another_each_time(client: openai.OpenAI) -> None:
+    def text(**more: Any) -> str:
+        asked = {"model": MODEL, "max_tokens": 24, "prompt": PROMPTS[0]} | more
+        return client.completions.create(**asked).choices[0].text
+
+    assert text(seed=7) == text(seed=7)
+    assert text(seed=7) != text(seed=8)
+    # OpenAI's default temperature is 1.
+    assert len({text() for _ in range(3)}) > 1
+    assert text(temperature=0) == text(temperature=0, seed=3)
+
+
+def test_echo_gives_the_prompt_too(server: Server, client: openai.OpenAI) -> None:
+    plain = client.completions.create(prompt=PROMPTS[0], **ASKED).choices[0].text
+    told = client.completions.create(prompt=PROMPTS[0], echo=True, **ASKED).choices[0].text
+    assert told == PROMPTS[0] + plain
+    chunks = server.chunks("/v1/completions", ASKED | {"prompt": PROMPTS[0], "echo": True})
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == told
+
+
+def test_no_stop_string_shows_not_even_its_beginning(server: Server, client: openai.OpenAI) -> None:
+    whole = client.completions.create(prompt=PROMPTS[0], **ASKED).choices[0].text
+    stop = whole[len(whole) // 2 :][:6]
+    before = whole[: whole.index(stop)]
+    for stops in (stop, [stop, "never"]):
+        told = client.completions.create(prompt=PROMPTS[0], stop=stops, **ASKED).choices[0]
+        assert (told.text, told.finish_reason) == (before, "stop")
+    shown = ""
+    for chunk in server.chunks("/v1/completions", ASKED | {"prompt": PROMPTS[0], "stop": stop}):
+        shown += chunk["choices"][0]["text"]
+        assert before.startswith(shown)
+    assert shown == before
+
+
+def test_ends_of_text_are_as_asked(client: openai.OpenAI, expected: list[list[int]]) -> None:
+    ids = expected[0]
+    asked = ASKED | {"prompt": PROMPTS[0]}
+    ended = client.completions.create(**asked, extra_body={"stop_token_ids": [ids[4]]})
+    at = ids.index(ids[4]) + 1
+    assert ended.usage is not None
+    assert (ended.choices[0].finish_reason, ended.usage.completion_tokens) == ("stop", at)
+    later = client.completions.create(
+        **asked, extra_body={"stop_token_ids": [ids[4]], "min_tokens": at + 1}
+    )
+    assert later.usage is not None
+    assert later.usage.completion_tokens > at
+    banned = client.completions.create(**asked, logit_bias={str(ids[0]): -100}, logprobs=0)
+    assert banned.choices[0].text != client.completions.create(**asked).choices[0].text
+
+
+# --- log-probabilities ------------------------------------------------------------------------
+
+
+def test_log_probabilities_are_those_of_hugging_face(
+    client: openai.OpenAI, tokenizer: Any, expected: list[list[int]]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(resource_dir("demo") / "target").float()
+    prompt = tokenizer.encode(PROMPTS[0])
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + expected[0]])).logits[0].double()
+    values = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    own = [float(row[token]) for row, token in zip(values, expected[0], strict=True)]
+    best = [row.topk(3) for row in values]
+
+    told = client.completions.create(prompt=prompt, logprobs=3, **ASKED).choices[0].logprobs
+    assert told is not None
+    assert told.token_logprobs == pytest.approx(own, abs=1e-4)
+    assert told.top_logprobs is not None
+    assert told.text_offset is not None
+    for top, row in zip(told.top_logprobs, best, strict=True):
+        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(
+            row.values.tolist(), abs=1e-4
+        )
+    text = tokenizer.decode(expected[0])
+    starts = [
+        text[at:].startswith(token)
+        for at, token in zip(told.text_offset, told.tokens or [], strict=True)
+    ]
+    assert all(starts)
+
+    # Before temperature: those of a warmer request are of the same distribution.
+    chat = client.chat.completions.create(  # type: ignore[call-overload]
+        messages=HELLO, logprobs=True, top_logprobs=2, **ASKED
+    )
+    warm = client.chat.completions.create(  # type: ignore[call-overload]
+        messages=HELLO, logprobs=True, top_logprobs=2, seed=1, **ASKED | {"temperature": 3}
+    )
+    content, first = chat.choices[0].logprobs.content, warm.choices[0].logprobs.content[0]
+    assert [t.logprob for t in first.top_logprobs] == pytest.approx(
+        [t.logprob for t in content[0].top_logprobs], abs=1e-4
+    )
+    said = b"".join(bytes(token.bytes) for token in content)
+    assert said.decode(errors="replace").strip() == chat.choices[0].message.content.strip()
+
+
+# --- who leaves, and who comes in numbers -----------------------------------------------------
+
+
+def test_whoever_leaves_is_cancelled(server: Server, client: openai.OpenAI) -> None:
+    def unfinished() -> float:
+        return sum(server.metric(f"vllm:num_requests_{kind}") for kind in ("running", "waiting"))
+
+    until(lambda: unfinished() == 0)
+    left = server.metric("pipespec_request_success_total")
+    stream = client.chat.completions.create(messages=HELLO, n=3, stream=True, model=MODEL, **LONG)  # type: ignore[call-overload]
+    next(iter(stream))
+    until(lambda: unfinished() == 3)
+    stream.close()
+    until(lambda: unfinished() == 0)
+    # And who waits for a whole reply.
+    body = {"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+    with httpx2.Client(base_url=server.url) as impatient, pytest.raises(httpx2.TimeoutException):
+        impatient.post("/v1/chat/completions", json=body, timeout=0.3)
+    until(lambda: unfinished() == 0)
+    assert server.http.get("/load").json() == {"server_load": 0}
+    lines = server.http.get("/metrics").text
+    assert (
+        'vllm:request_success_total{engine="0",finished_reason="abort",model_name="demo"}' in lines
+    )
+    assert server.metric("pipespec_request_success_total") == left + 4
+
+
+def test_sixteen_streams_at_once_say_what_each_says_alone(server: Server) -> None:
+    def stream(seed: int) -> str:
+        chunks = server.chunks(
+            "/v1/completions",
+            {"prompt": PROMPTS[seed % 3], "max_tokens": 12, "seed": seed, "temperature": 0.8},
+        )
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    with ThreadPoolExecutor(16) as users:
+        together = list(users.map(stream, range(16)))
+    assert together == [stream(seed) for seed in range(16)]
+
+
+def test_a_slow_reader_holds_up_nobody(server: Server, client: openai.OpenAI) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps(
+        {"messages": HELLO, "max_tokens": 400, "ignore_eos": True, "n": 4, "stream": True}
+    )
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        slow.connect((host, int(port)))
+        slow.sendall(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json"
+            f"\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        assert slow.recv(64).startswith(b"HTTP/1.1 200")
+        told = client.completions.create(prompt=PROMPTS[0], **ASKED)
+        assert told.choices[0].finish_reason == "length"
+    until(lambda: server.http.get("/load").json() == {"server_load": 0})
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_the_server_lives_and_the_package_raises_its_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(prompt="a", model=MODEL, temperature=-1)
+    with pytest.raises(openai.NotFoundError, match="not served"):
+        client.chat.completions.create(model="gpt-9", messages=HELLO)  # type: ignore[arg-type]
+    assert client.completions.create(prompt="a", **ASKED).choices[0].finish_reason
+
+
+def test_fields_that_change_nothing_are_ignored(client: openai.OpenAI) -> None:
+    plain = client.completions.create(prompt=PROMPTS[0], **ASKED)
+    told = client.completions.create(
+        prompt=PROMPTS[0],
+        user="me",
+        extra_body={"whatever": [1], "tools": [], "length_penalty": 1.0, "suffix": None},
+        **ASKED,
+    )
+    assert told.choices[0].text == plain.choices[0].text
+
+
+# --- the other routes -------------------------------------------------------------------------
+
+
+def test_models_tokens_and_figures(server: Server, client: openai.OpenAI, tokenizer: Any) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.to_dict()["max_model_len"]) == (MODEL, CONTEXT)
+    assert client.models.retrieve(MODEL) == model
+    ids = tokenizer.encode(PROMPTS[0])
+    for name in ("prompt", "content"):
+        told = server.http.post(
+            "/tokenize", json={name: PROMPTS[0], "return_token_strs": True}
+        ).json()
+        assert (told["tokens"], told["count"], told["max_model_len"]) == (ids, len(ids), CONTEXT)
+        assert told["token_strs"] == tokenizer.convert_ids_to_tokens(ids)
+    told = server.http.post("/tokenize", json={"messages": HELLO}).json()
+    assert told["tokens"] == tokenizer.apply_chat_template(
+        HELLO, add_generation_prompt=True, return_dict=False
+    )
+    assert server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == PROMPTS[0]
+    info = server.http.get("/tokenizer_info").json()
+    assert (info["vocab_size"], info["model_max_length"]) == (len(tokenizer), CONTEXT)
+    assert server.http.get("/version").json()["version"]
+    assert server.http.get("/health").status_code == 200
+    before = server.metric("vllm:generation_tokens_total")
+    client.completions.create(prompt=PROMPTS[0], **ASKED)
+    assert server.metric("vllm:generation_tokens_total") == before + NUM_TOKENS
+    assert server.metric("pipespec_generation_tokens_total") == before + NUM_TOKENS
+    assert server.metric("vllm:time_to_first_token_seconds_count") > 0
+
+
+def test_a_second_server_of_the_same_cluster_with_keys_and_a_short_queue(
+    place: Place, server: Server, tmp_path: Any
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first\nsecond\n")
+    more = ("--api-key-file", str(keys), "--max-queued-requests", "2", "--allowed-origins", "*")
+    with serving(place, "--on", NAME, *more) as guarded:
+        assert guarded.http.get("/health").status_code == 200
+        routes = ["/v1/models", "/metrics", "/openapi.json", "/version", "/load", "/nowhere"]
+        for route in routes:
+            assert guarded.http.get(route).status_code == 401
+            assert guarded.http.get(route, headers={"X-Api-Key": "third"}).status_code == 401
+        headers = {"X-Api-Key": "second"}
+        assert guarded.http.get(routes[0], headers=headers).status_code == 200
+        asks = {"Origin": "http://here", "Access-Control-Request-Method": "POST"}
+        assert (
+            guarded.http.options("/v1/models", headers=asks).headers["access-control-allow-origin"]
+            == "*"
+        )
+        with pytest.raises(openai.AuthenticationError):
+            guarded.openai("third").models.list()
+        client = guarded.openai("first")
+        # An empty queue takes one request whatever it holds.
+        stream = client.completions.create(prompt="a", model=MODEL, n=40, stream=True, **LONG)
+        reply = guarded.http.post(
+            "/v1/completions",
+            json={"prompt": "a", "n": 3},
+            headers={"Authorization": "Bearer first"},
+        )
+        assert reply.status_code == 429
+        assert int(reply.headers["retry-after"]) >= 1
+        assert "The queue is full" in reply.json()["error"]["message"]
+        stream.close()
+        patient = client.with_options(max_retries=20)
+        assert patient.completions.create(prompt="a", n=3, **ASKED).choices[2].text
+        assert "access-control-allow-origin" not in server.http.get("/health", headers=asks).headers
+
+
+def test_at_the_end_what_runs_is_finished(place: Place) -> None:
+    with serving(place, "--on", NAME, "--shutdown-timeout", str(PATIENCE_S)) as server:
+        stream = server.openai().completions.create(prompt="a", model=MODEL, stream=True, **LONG)
+        pieces = iter(stream)
+        next(pieces)
+        server.process.terminate()
+        reasons = [piece.choices[0].finish_reason for piece in pieces]
+        assert reasons[-1] == "length"
+        assert server.process.wait(PATIENCE_S) == 0
+        with pytest.raises(httpx2.TransportError):
+            server.http.get("/health")
+
+
+def test_without_a_timeout_it_ends_at_once(place: Place, server: Server) -> None:
+    with serving(place, "--on", NAME, "--shutdown-timeout", "0") as ending:
+        stream = ending.openai().completions.create(prompt="a", model=MODEL, stream=True, **LONG)
+        next(iter(stream))
+        assert ending.end() == 0
+    until(lambda: server.metric("vllm:num_requests_running") == 0)

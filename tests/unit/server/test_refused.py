@@ -1,0 +1,254 @@
+"""What is refused over HTTP, before any cluster is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from httpx2 import Response
+from starlette.testclient import TestClient
+
+from pipespec.client.aio import AsyncClient
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.served import ServedModel
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.server.app import make_app
+from pipespec.server.options import ServerOptions
+from pipespec.server.service import Service
+
+CONTEXT = 512
+HELLO = [{"role": "user", "content": "Tell me a story"}]
+NO_REDIS = "redis://127.0.0.1:1"
+
+
+@pytest.fixture(scope="module")
+def running() -> RunningCluster:
+    """The entry of a cluster that does not answer."""
+    served = ServedModel.of(decide(compose([f"model.context={CONTEXT}"])))
+    return RunningCluster(
+        "lab", NO_REDIS, "nobody", 1, Owner.this(), "here", (), served, num_ranks=5, started=1.0
+    )
+
+
+def client_of(running: RunningCluster, **options: Any) -> TestClient:
+    service = Service(AsyncClient(running, patience=0.0), ServerOptions(("demo",), **options))
+    return TestClient(make_app(service), raise_server_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def http(running: RunningCluster) -> Iterator[TestClient]:
+    with client_of(running) as client:
+        yield client
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": None}, "messages", "valid list"),
+    ({"messages": [{"role": "poet", "content": "a"}]}, "messages[0].role", "'poet'"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "'tool'"),
+    (
+        {"messages": [*HELLO, {"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[1].content",
+        "'image_url'",
+    ),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a text"),
+    (
+        {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+        "messages",
+        "tool_calls",
+    ),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
+    ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported yet"),
+    ({"chat_template": "a"}, "chat_template", "cannot be chosen"),
+    ({"skip_special_tokens": False}, "skip_special_tokens", "not supported yet"),
+    ({"priority": 3}, "priority", "not supported yet"),
+    ({"modalities": ["text", "audio"]}, "modalities", "text alone"),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
+    ({"stream": True, "stream_options": 3}, "stream_options", "is 3, but should be"),
+    ({"max_tokens": 10**9}, "max_tokens", f"the context holds {CONTEXT}"),
+    ({"max_completion_tokens": 600}, "max_completion_tokens", f"the context holds {CONTEXT}"),
+    ({"max_tokens": 3, "max_completion_tokens": 3}, "max_tokens", "leave one out"),
+    ({"max_tokens": 10**30}, "max_tokens", "less than or equal"),
+    ({"max_tokens": -1}, "max_tokens", "greater than or equal to 1"),
+    ({"temperature": "hot"}, "temperature", "is 'hot', but should be a valid number"),
+    ({"temperature": -1}, "temperature", "is -1, but should be greater than or equal to 0"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": 1.1}, "top_p", "less than or equal to 1"),
+    ({"top_k": -2}, "top_k", "is -2"),
+    ({"min_p": -0.5}, "min_p", "is -0.5"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"presence_penalty": 3}, "presence_penalty", "less than"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "greater than"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": 1000}, "n", "128"),
+    ({"n": True}, "n", "valid integer"),
+    ({"seed": -1}, "seed", "is -1"),
+    ({"seed": 2**63}, "seed", "less than or equal"),
+    ({"stop": ["x"] * 1000}, "stop", "holds 1000 texts, but may hold 64"),
+    ({"stop": [""]}, "stop", "empty"),
+    ({"stop": 3}, "stop", "is 3, but must be a text"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "is -1"),
+    ({"stop_token_ids": [9999]}, "stop_token_ids", "0 to 2047"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "'x'"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "101"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "ends at 2047"),
+    ({"logit_bias": [1]}, "logit_bias", "object"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "3 at most"),
+    ({"stream": "yes"}, "stream", "valid boolean"),
+    ({"model": 3}, "model", "valid string"),
+]
+OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": ""}, "prompt", "empty"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [[]]}, "prompt", "empty"),
+    ({"prompt": None}, "prompt", "must be a text"),
+    ({"prompt": [10**30]}, "prompt", "0 to 2047"),
+    ({"prompt": [-1]}, "prompt", "0 to 2047"),
+    ({"prompt": {"a": 1}}, "prompt", "must be a text"),
+    ({"prompt": ["a", 1]}, "prompt", "must be a text"),
+    ({"prompt": ["a"] * 2000}, "prompt", "2000 prompts"),
+    ({"prompt": "a " * 600}, "prompt", f"context holds {CONTEXT}"),
+    ({"prompt": "word " * 2_000_000}, "prompt", f"context holds {CONTEXT}"),
+    ({"prompt": [1] * 600}, "prompt", f"has 600 tokens, but the context holds {CONTEXT}"),
+    ({"suffix": "b"}, "suffix", "not supported"),
+    ({"best_of": 3}, "best_of", "n=1"),
+    ({"logprobs": 21}, "logprobs", "20"),
+    ({"logprobs": True}, "logprobs", "valid integer"),
+    ({"echo": True, "logprobs": 0}, "echo", "not supported yet"),
+    ({"prompt_logprobs": 0}, "prompt_logprobs", "not supported yet"),
+    ({"use_beam_search": True}, "use_beam_search", "not supported"),
+]
+ELSEWHERE: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+    (CHAT, {}, 400, "messages", "messages is missing"),
+    (COMPLETIONS, {}, 400, "prompt", "prompt is missing"),
+    (CHAT, {"messages": HELLO, "model": "gpt-9"}, 404, "model", "'gpt-9' is not served"),
+    ("/detokenize", {"tokens": [5000]}, 400, "tokens", "0 to 2047"),
+    ("/tokenize", {}, 400, "prompt", "one of them"),
+    ("/v1/embeddings", {}, 404, None, "no such route"),
+    ("/v1/models", {}, 405, None, "another method"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "said"),
+    [
+        *((CHAT, {"messages": HELLO} | body, 400, param, said) for body, param, said in OF_CHATS),
+        *(
+            (COMPLETIONS, {"prompt": "a"} | body, 400, param, said)
+            for body, param, said in OF_COMPLETIONS
+        ),
+        *ELSEWHERE,
+    ],
+    ids=lambda value: None if isinstance(value, dict) else str(value)[:40],
+)
+def test_bad_input_is_one_sentence_that_names_the_field(
+    http: TestClient, path: str, body: dict[str, Any], status: int, param: str | None, said: str
+) -> None:
+    reply = http.post(path, json=body)
+    assert reply.status_code == status, reply.text
+    check_error(reply, param, said)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "JSON object"),
+        (b"{", "The body is no JSON"),
+        (b"[]", "object"),
+        (b'{"messages": "\xff"}', "cannot be read"),
+        (b'{"prompt": "\\ud800"}', "half a character"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "cannot be read"),
+        (b'{"prompt": ' + b"[" * 100_000, "cannot be read"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_bad_bodies_are_one_sentence(http: TestClient, content: bytes, said: str) -> None:
+    reply = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400, reply.text
+    check_error(reply, None, said, any_param=True)
+
+
+def test_a_body_beyond_the_limit_is_413(http: TestClient) -> None:
+    reply = http.post(COMPLETIONS, json={"prompt": "a" * 40 * 2**20})
+    assert reply.status_code == 413
+    check_error(reply, None, "more than 33554432 bytes")
+
+
+def test_nor_is_one_that_says_nothing_of_its_length(http: TestClient) -> None:
+    reply = http.post(
+        COMPLETIONS,
+        content=(b"a" * 2**20 for _ in range(40)),
+        headers={"Content-Type": "application/json"},
+    )
+    assert reply.status_code == 413
+    check_error(reply, None, "more than 33554432 bytes")
+
+
+def check_error(reply: Response, param: str | None, said: str, *, any_param: bool = False) -> None:
+    error = reply.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert said in error["message"]
+    assert any_param or error["param"] == param
+    assert len(error["message"]) <= 1000
+    assert "\n" not in error["message"]
+    assert error["message"].endswith(".")
+
+
+def test_a_cluster_that_does_not_answer_is_503(http: TestClient) -> None:
+    asked = {"prompt": "a"}
+    for reply in (http.get("/health"), http.post(COMPLETIONS, json=asked)):
+        assert reply.status_code == 503
+        assert int(reply.headers["retry-after"]) >= 1
+        check_error(reply, None, "not ready")
+        assert "127.0.0.1" not in reply.text  # where our Redis is concerns nobody
+    assert http.get("/load").json() == {"server_load": 0}
+    assert "pipespec_cluster_up" in http.get("/metrics").text
+
+
+def test_keys_guard_everything_but_health(running: RunningCluster) -> None:
+    with client_of(running, api_keys=("first", "second")) as http:
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/version", "/load", "/nowhere"):
+            for headers in (
+                {},
+                {"Authorization": "Bearer third"},
+                {"Authorization": "first"},
+                {"X-Api-Key": "fir"},
+                {"X-Api-Key": ""},
+                {"Authorization": "Bearer \xff"},
+            ):
+                reply = http.get(path, headers={k: v.encode("latin-1") for k, v in headers.items()})
+                assert reply.status_code == 401
+                check_error(reply, None, "API key")
+        assert http.get("/health").status_code == 503
+        for headers in ({"Authorization": "bearer second"}, {"X-Api-Key": "first"}):
+            assert http.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_pages_of_other_origins_may_ask_only_if_told(running: RunningCluster) -> None:
+    asks = {"Origin": "http://here", "Access-Control-Request-Method": "POST"}
+    with client_of(running, api_keys=("key",), allowed_origins=("http://here",)) as http:
+        allowed = http.options(CHAT, headers=asks)
+        assert allowed.headers["access-control-allow-origin"] == "http://here"
+        other = http.options(CHAT, headers=asks | {"Origin": "http://there"})
+        assert "access-control-allow-origin" not in other.headers
+    with client_of(running) as http:
+        assert "access-control-allow-origin" not in http.get("/version", headers=asks).headers
+
+
+def test_the_description_has_no_422_and_loads_nothing_from_elsewhere(http: TestClient) -> None:
+    schema = http.get("/openapi.json").json()
+    chat = schema["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert {"200", "400", "401", "404", "413", "429", "503"} <= chat.keys()
+    assert "422" not in chat
+    assert http.get("/docs").status_code == 404
