@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from pipespec.client import registry
 from pipespec.client.registry import RunningCluster
@@ -30,7 +31,8 @@ from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachabl
 
 # How long all requests may be silent before the cluster is looked at.
 HEARTBEAT_S = 0.5
-# Events of one request that wait here for a slow reader; the log keeps the others.
+# From so many events of one request that wait here for a slow reader on no more are read; the log
+# keeps them.
 MOST_EVENTS = 256
 
 
@@ -76,21 +78,22 @@ class AsyncClient:
             # Its number must be known, or it could not be cancelled.
             request = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            asking.add_done_callback(self._cancel_late)
+            self._meanwhile(self._cancel_late(self._log, asking))
             raise
         self._readers[request] = followed
+        followed.expect(request)
         await self._streams.add(request)
         return request
-
-    def _cancel_late(self, asking: asyncio.Future[int]) -> None:
-        if not asking.cancelled() and asking.exception() is None:
-            self._leave(asking.result())
 
     def _leave(self, request: int) -> None:
         """Nobody waits for a request any more."""
         self._readers.pop(request, None)
         self._streams.drop(request)
-        task = asyncio.ensure_future(self._cancel(self._log, request))
+        self._meanwhile(self._cancel(self._log, request))
+
+    def _meanwhile(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work for which nobody waits but the end of this client."""
+        task = asyncio.ensure_future(work)
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
@@ -99,6 +102,11 @@ class AsyncClient:
         # A cluster that is gone decodes nothing, and a log that has forgotten it neither.
         with suppress(ControllerError):
             await log.cancel(request)
+
+    @staticmethod
+    async def _cancel_late(log: AsyncLog, asking: asyncio.Future[int]) -> None:
+        with suppress(ControllerError):
+            await log.cancel(await asking)
 
     # --- the one reader -----------------------------------------------------------------------
 
@@ -142,9 +150,9 @@ class AsyncClient:
             return
         if isinstance(event, Finished):
             del self._readers[request]
-        elif followed.waiting(request) >= MOST_EVENTS:
-            self._streams.hold(request)
         followed.hear(request, event)
+        if followed.waiting(request) == MOST_EVENTS:
+            self._streams.hold(request)
 
     async def _gone(self) -> bool:
         """Whether the cluster has ended, as far as can be known while its Redis answers."""
@@ -188,7 +196,7 @@ class AsyncClient:
     async def _close(self) -> None:
         """Once nobody follows anything: see to it that what was cancelled is."""
         self._log.patience = 0
-        if self._leaving:
+        while self._leaving:
             await asyncio.wait(self._leaving)
         await self._disconnect()
 
@@ -220,7 +228,7 @@ class AsyncFollowed:
 
         Raises Unreachable.
         """
-        request = await self._client._submit(
+        return await self._client._submit(
             self,
             prompt,
             sampling=sampling,
@@ -228,8 +236,6 @@ class AsyncFollowed:
             stop=tuple(stop),
             eos=tuple(eos),
         )
-        self._open.setdefault(request, 0)
-        return request
 
     async def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
         """The next events, each with its request; [] if none comes within `timeout` seconds.
@@ -248,9 +254,14 @@ class AsyncFollowed:
                 del self._open[request]
         for request, count in self._open.items():
             self._open[request] = 0
-            if count > MOST_EVENTS:
+            if count >= MOST_EVENTS:
                 await self._client._streams.release(request)
         return events
+
+    def interrupt(self, error: Exception) -> None:
+        """Have `next` raise an error; what has not finished is still to be left."""
+        self._error = error
+        self._news.set()
 
     def leave(self) -> None:
         """Cancel what has not finished."""
@@ -260,13 +271,17 @@ class AsyncFollowed:
 
     # --- for the client -----------------------------------------------------------------------
 
+    def expect(self, request: int) -> None:
+        """Events of a request will come."""
+        self._open[request] = 0
+
     def waiting(self, request: int) -> int:
         """How many events of a request were not taken."""
         return self._open.get(request, 0)
 
     def hear(self, request: int, event: Event) -> None:
         """An event has come."""
-        self._open[request] = self._open.get(request, 0) + 1
+        self._open[request] += 1
         self._events.append((request, event))
         self._news.set()
 

@@ -9,6 +9,8 @@ from pipespec.controller.records import Accepted, Entry, Finished, entries_of, e
 from pipespec.errors import ControllerError
 
 Event = Accepted | Finished
+# Entries of one stream that are read at once.
+MOST_ENTRIES = 256
 
 
 class Following:
@@ -45,7 +47,8 @@ class Following:
 
     def hold(self, request: int) -> None:
         """Read nothing more of a request until `release`; the log keeps it."""
-        self._held.add(self._name(request))
+        if (name := self._name(request)) in self._followed:
+            self._held.add(name)
 
     def release(self, request: int) -> None:
         """Read on where `hold` has stopped."""
@@ -81,7 +84,8 @@ class Following:
         }
         names = (*read, *(name for name, _ in more))
         positions = (*read.values(), *(position for _, position in more))
-        return ("XREAD", "BLOCK", block_ms(seconds), "STREAMS", *names, *positions)
+        options = ("COUNT", MOST_ENTRIES, "BLOCK", block_ms(seconds))
+        return ("XREAD", *options, "STREAMS", *names, *positions)
 
     def events(self, reply: list[Any] | None) -> list[tuple[int, Event]]:
         """What the reply to `read` tells, each event with its request."""

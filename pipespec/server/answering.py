@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import cast
@@ -10,7 +10,7 @@ from typing import cast
 from pipespec.client.aio import AsyncClient, AsyncFollowed
 from pipespec.controller.records import Accepted
 from pipespec.core import TokenLogprobs
-from pipespec.errors import RankFailed
+from pipespec.errors import PipespecError, RankFailed
 from pipespec.server.asking import Ask
 from pipespec.server.metrics import ENDED_BY_LEAVING, Metrics, Watch
 from pipespec.server.queueing import Place
@@ -46,8 +46,16 @@ class Answering:
         await answering.close()
     """
 
-    def __init__(self, client: AsyncClient, ask: Ask, place: Place, metrics: Metrics):
+    def __init__(
+        self,
+        client: AsyncClient,
+        ask: Ask,
+        place: Place,
+        metrics: Metrics,
+        on_closed: Callable[[Answering], None],
+    ):
         self.ask = ask
+        self._on_closed = on_closed
         self._client = client
         self._place = place
         self._watches: Sequence[Watch] = metrics.asked(ask)
@@ -93,12 +101,18 @@ class Answering:
                 else:
                     yield self._finished(choice, event.reason)
 
+    def interrupt(self, error: PipespecError) -> None:
+        """Let `pieces` raise an error."""
+        if self._followed is not None:
+            self._followed.interrupt(error)
+
     async def close(self) -> None:
         """Cancel what has not finished; nobody waits any more."""
         await self._following.aclose()
         self._place.leave()
         for watch in self._watches:
             watch.ended(ENDED_BY_LEAVING)
+        self._on_closed(self)
 
     def _accepted(self, choice: int, event: Accepted) -> Piece:
         if not self._begun[choice]:

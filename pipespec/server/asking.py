@@ -18,6 +18,8 @@ from pipespec.server.fields import ChatRequest, CompletionRequest, GenerationReq
 
 # The tokens of an answer to /v1/completions that names no number, as OpenAI says.
 COMPLETION_TOKENS = 16
+# To one HTTP request.
+MAX_ANSWERS = 1024
 # A text with more characters than this per token of the context is looked at in part first.
 CHARACTERS = 64
 TOO_LONG = "context_length_exceeded"
@@ -99,6 +101,11 @@ def num_choices(body: GenerationRequest) -> int:
             "best_of",
             f"best_of is {body.best_of}, but may not be above n={n}: all answers are given.",
         )
+    if n * prompts > MAX_ANSWERS:
+        raise refused(
+            "n",
+            f"n={n} answers to {prompts} prompts are asked for, but may be {MAX_ANSWERS} in all.",
+        )
     return n * prompts
 
 
@@ -106,9 +113,11 @@ async def chat(body: ChatRequest, served: ServedModel, defaults: Defaults) -> As
     """What a chat asks. Raises ApiError."""
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs", "top_logprobs is given, but logprobs is not true.")
-    if body.max_tokens and body.max_completion_tokens:
+    if body.max_completion_tokens and body.max_tokens not in (None, body.max_completion_tokens):
         raise refused(
-            "max_tokens", "max_tokens and max_completion_tokens are given; leave one out."
+            "max_tokens",
+            f"max_tokens is {body.max_tokens}, but max_completion_tokens is "
+            f"{body.max_completion_tokens}; leave one out.",
         )
     field = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
     prompt = await encode(served, conversation(served, body.messages), "messages", special=False)

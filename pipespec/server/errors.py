@@ -74,6 +74,10 @@ class ApiError(Exception):
         return {}
 
 
+class Ending(PipespecError):
+    """The server is shutting down; ask again in a moment."""
+
+
 def refused(param: str, message: str, code: str | None = None) -> ApiError:
     """A field of the request is wrong."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
@@ -83,6 +87,8 @@ def of(error: PipespecError) -> ApiError:
     """What one of our own errors means for the client."""
     if isinstance(error, ConfigError):
         return ApiError(HTTPStatus.BAD_REQUEST, str(error))
+    if isinstance(error, Ending):
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="shutting_down")
     if isinstance(error, Unreachable):  # its message names addresses of ours
         return away()
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))

@@ -20,6 +20,8 @@ from pipespec.server.service import Service
 
 # Connections that wait to be taken.
 BACKLOG = 2048
+# How long clients may take to hear that there will be no more.
+TOLD_S = 2.0
 # Signals that ask for the end; the second one does not wait.
 ENDING = (signal.SIGINT, signal.SIGTERM)
 # How often it is looked whether the cluster's launcher lives.
@@ -61,16 +63,17 @@ async def serve(
     raises.
     """
     async with attach(running, options.patience) as client:
+        service = Service(client, options)
         config = uvicorn.Config(
-            make_app(Service(client, options)),
+            make_app(service),
             log_level="warning",
             access_log=False,  # a prompt has no business in a log, nor has who asks
             lifespan="off",
             backlog=BACKLOG,
             server_header=False,
-            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout),
+            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + TOLD_S),
         )
-        server = _Server(config, on_ready)
+        server = _Server(config, service, on_ready)
         watching = asyncio.ensure_future(_watched(server, watch or (lambda: None)))
         try:
             await server.serve(sockets=[listener])
@@ -91,8 +94,9 @@ async def _watched(server: uvicorn.Server, watch: Callable[[], None]) -> None:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]):
         super().__init__(config)
+        self._service = service
         self._on_ready = on_ready
 
     @contextmanager
@@ -108,3 +112,11 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timeout = self._service.options.shutdown_timeout
+        ending = asyncio.get_running_loop().call_later(timeout, self._service.end)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()

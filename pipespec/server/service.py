@@ -13,7 +13,7 @@ from pipespec.errors import PipespecError, Unreachable
 from pipespec.server import asking
 from pipespec.server.answering import Answering
 from pipespec.server.asking import Ask, Defaults
-from pipespec.server.errors import ApiError, away, of, refused
+from pipespec.server.errors import ApiError, Ending, away, of, refused
 from pipespec.server.fields import (
     ChatRequest,
     CompletionRequest,
@@ -46,6 +46,7 @@ class Service:
         self.metrics = Metrics(options.names[0])
         self._running = client.running
         self._defaults = Defaults.of(client.running)
+        self._open: set[Answering] = set()
 
     @property
     def defaults(self) -> Defaults:
@@ -69,6 +70,11 @@ class Service:
             ask = await asking.completion(body, self.client.served, self.defaults)
             return await self._answer(ask, self._shape(Completion, ask, body), place, body, request)
 
+    def end(self) -> None:
+        """Whoever still waits for an answer is told that there will be none."""
+        for answering in self._open:
+            answering.interrupt(Ending())
+
     def _place(self, body: GenerationRequest) -> Place:
         self.check_model(body.model)
         asking.check_supported(body)
@@ -90,7 +96,8 @@ class Service:
         self, ask: Ask, shape: Shape, place: Place, body: GenerationRequest, request: Request
     ) -> Response:
         place.hold(ask.prompt_tokens * ask.n)
-        answering = Answering(self.client, ask, place.handed_on(), self.metrics)
+        answering = Answering(self.client, ask, place.handed_on(), self.metrics, self._open.discard)
+        self._open.add(answering)
         try:
             await answering.begin()
         except PipespecError as error:

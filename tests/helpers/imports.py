@@ -12,14 +12,14 @@ from pipespec.cli.main import main
 try:
     sys.exit(main(sys.argv[1:]))
 finally:
-    print("\\nslow:", *sorted({"torch", "transformers"} & set(sys.modules)))
+    print("\\nslow:", *sorted({"fastapi", "torch", "transformers"} & set(sys.modules)))
 """
 
 
 def slow_imports(
     *argv: str, code: int = 0, environment: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Those of torch and transformers that a `pipespec` command imports in its own process."""
+    """Those of fastapi, torch and transformers that a `pipespec` command imports itself."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *argv],
         capture_output=True,

@@ -60,7 +60,7 @@ class Server:
         """Ask it to end; its exit code."""
         self.http.close()
         self.process.terminate()
-        self.process.communicate(timeout=PATIENCE_S)
+        self.process.wait(PATIENCE_S)
         return self.process.returncode
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -356,6 +359,23 @@ def test_the_server_lives_and_the_package_raises_its_errors(client: openai.OpenA
     assert client.completions.create(prompt="a", **ASKED).choices[0].finish_reason
 
 
+def test_the_description_is_true(server: Server, tmp_path: Path) -> None:
+    """Schemathesis asks what /openapi.json allows, and what it does not: no 5xx, and every reply
+    has a shape that is described. What several fields together allow no description says."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
+            *("--max-examples", "10", "--generation-deterministic", "--no-color"),
+            *("--exclude-checks", "positive_data_acceptance"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "Tested: 11" in done.stdout
+
+
 def test_fields_that_change_nothing_are_ignored(client: openai.OpenAI) -> None:
     plain = client.completions.create(prompt=PROMPTS[0], **ASKED)
     told = client.completions.create(
@@ -450,7 +470,17 @@ def test_at_the_end_what_runs_is_finished(place: Place) -> None:
 
 def test_without_a_timeout_it_ends_at_once(place: Place, server: Server) -> None:
     with serving(place, "--on", NAME, "--shutdown-timeout", "0") as ending:
-        stream = ending.openai().completions.create(prompt="a", model=MODEL, stream=True, **LONG)
-        next(iter(stream))
-        assert ending.end() == 0
+        client = ending.openai()
+        stream = client.completions.create(prompt="a", model=MODEL, stream=True, **LONG)
+        with ThreadPoolExecutor() as users:
+            whole = users.submit(client.completions.create, prompt="a", model=MODEL, **LONG)
+            until(lambda: ending.http.get("/load").json() == {"server_load": 2})
+            next(iter(stream))
+            ending.process.terminate()
+            with pytest.raises(openai.APIError, match="The server is shutting down"):
+                list(stream)
+            with pytest.raises(openai.InternalServerError, match="The server is shutting down"):
+                whole.result()
+        _, said = ending.process.communicate(timeout=PATIENCE_S)
+        assert (ending.process.returncode, said) == (0, "")
     until(lambda: server.metric("vllm:num_requests_running") == 0)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipespec.cli import bench as bench_command
+from pipespec.cli import serve as serve_command
 from pipespec.cli.generate import print_statistics
 from pipespec.cli.main import main
 from pipespec.config import choices
@@ -30,7 +31,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return err
 
 
-@pytest.mark.parametrize("command", ["generate", "bench", "up"])
+@pytest.mark.parametrize("command", ["generate", "bench", "up", "serve"])
 def test_help_lists_every_setting_with_its_default(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +86,20 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "feed.widht=3"], "did you mean feed.width?"),
         (["bench", "feed.width"], "is not a setting"),
         (["up", "--name", ""], "The name of a cluster is ''"),
+        (["serve", "--name", ""], "The name of a cluster is ''"),
+        (["serve", "--on", "nobody"], "No cluster named 'nobody' is up"),
+        (["serve", "--on", "lab", "feed=level"], "takes no settings, but got 'feed=level'"),
+        (["serve", "--on", "lab", "--name", "b"], "takes no settings, but got '--name'"),
+        (["serve", "--port", "70000"], "--port is 70000, but must be a whole number from 0"),
+        (["serve", "--host", "256.1.1.1"], "Nothing can listen at '256.1.1.1', port 8000"),
+        (["serve", "--max-queued-requests", "0"], "--max-queued-requests is 0"),
+        (["serve", "--patience", "-1"], "--patience is -1.0"),
+        (["serve", "--shutdown-timeout", "nan"], "--shutdown-timeout is nan"),
+        (["serve", "--served-model-name", ""], "--served-model-name is empty"),
+        (["serve", "--api-key", "two words "], "An API key is empty"),
+        (["serve", "--api-key-file", "/no/such/file"], "No such file"),
+        (["serve", "--allowed-origins", "[1]"], "--allowed-origins must be texts"),
+        (["serve", "--prot", "1"], "did you mean --port?"),
         (["launch", "--name", "", "hosts.yaml"], "The name of a cluster is ''"),
         (["check", "feed=level"], "takes no settings"),
         (["check", "--jason"], "did you mean --json?"),
@@ -295,4 +310,13 @@ def test_a_signal_that_meets_a_callback_is_not_lost(number: signal.Signals) -> N
         128 + number,
         "it was not raised here\n",
         "",
+    )
+
+
+def test_without_its_packages_serve_names_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_command, "NEEDS", ("json", "no_such_package"))
+    assert "needs no_such_package, which is not installed; run pip install 'pipespec[serve]'" in (
+        refused(capsys, "serve", "--on", "lab")
     )

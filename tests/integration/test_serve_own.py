@@ -1,0 +1,94 @@
+"""`pipespec serve` without --on: a cluster and its server as one command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipespec.client import registry
+from tests.helpers.imports import slow_imports
+from tests.helpers.listening import listening
+from tests.helpers.place import Place
+from tests.helpers.serving import MODEL, Server
+from tests.helpers.waiting import until
+
+pytestmark = pytest.mark.slow
+SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", "model.context=1024")
+NAME = "default"
+PROMPT = "Once upon a time there was a king who"
+KEY = "a-key-that-nobody-logs"
+ASKED: dict[str, Any] = {"prompt": PROMPT, "model": MODEL, "temperature": 0.8}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    place = Place(tmp_path, uuid.uuid4().hex)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    yield place
+    place.kill()
+
+
+def test_streams_outlive_the_launcher_and_nothing_is_left_at_the_end(place: Place) -> None:
+    server = Server(place, "--api-key", KEY, *SETTINGS)
+    server.http.headers["X-Api-Key"] = KEY
+    assert (server.told["name"], server.told["models"]) == (NAME, [MODEL])
+
+    def text(seed: int, long: int = 300) -> str:
+        asked = ASKED | {"seed": seed, "max_tokens": long, "ignore_eos": True}
+        chunks = server.chunks("/v1/completions", asked)
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    undisturbed = [text(seed) for seed in range(2)]
+    first = registry.find(NAME)
+    with ThreadPoolExecutor() as users:
+        asked = [users.submit(text, seed) for seed in range(2)]
+        until(lambda: server.metric("vllm:num_requests_running") == 2)
+        os.kill(first.owner.pid, signal.SIGKILL)
+        until(lambda: server.http.get("/health").status_code == 503)
+        assert server.http.post("/v1/completions", json=ASKED).status_code == 503
+        assert [each.result() for each in asked] == undisturbed
+    assert registry.find(NAME).owner.pid != first.owner.pid
+    assert text(5, 4) == text(5, 4)
+    # Where it is told, and nowhere else; the Redis of the cluster is a Unix socket.
+    port = int(server.url.rsplit(":", 1)[1])
+    mine = {(found.address, found.port) for found in listening([server.process.pid])}
+    assert mine == {("127.0.0.1", port)}
+    assert server.end() == 0
+    until(lambda: not place.processes())
+    assert place.files() == []
+    assert server.process.stderr is not None
+    said = server.process.stderr.read() + place.log(NAME)
+    assert "the cluster's launcher has ended; it is started again" in said
+    assert KEY not in said
+    assert PROMPT not in said
+
+
+def test_killed_it_takes_its_cluster_along(place: Place) -> None:
+    server = Server(place, *SETTINGS)
+    server.process.kill()
+    until(lambda: not place.processes(), what="processes were left")
+    assert [name for name in place.files() if not name.endswith((".json", ".lock"))] == []
+
+
+def test_a_cluster_that_cannot_start_is_one_sentence(place: Place) -> None:
+    code, out, err = place.run("serve", "--port", "0", "model.target=/no/such/folder")
+    assert (code, out) == (2, "")
+    assert err.startswith("pipespec: ")
+    assert "/no/such/folder" in err
+    assert err.count("\n") == 1
+    assert place.files() == []
+
+
+def test_it_imports_no_torch(place: Place) -> None:
+    server = Server(place, *SETTINGS)
+    port = server.url.rsplit(":", 1)[1]
+    # The port is taken: everything was imported by then.
+    assert slow_imports("serve", "--on", NAME, "--port", port, code=2) == ["fastapi"]
+    assert server.end() == 0
