@@ -17,12 +17,12 @@ from pipespec.cli.terminal import write
 from pipespec.cli.up import default_name, read_settings
 from pipespec.client.registry import check_name
 from pipespec.errors import ConfigError, tell
+from pipespec.server.options import ServerOptions, model_name
 from pipespec.system.reading import Unreadable, parse_json, read_text
 
 if TYPE_CHECKING:
     from pipespec.cli.arguments import Commands
     from pipespec.client.registry import RunningCluster
-    from pipespec.server.options import ServerOptions
 
 NEEDS = ("fastapi", "prometheus_client", "uvicorn")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
@@ -53,8 +53,11 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="with a hosts file: measure its hosts first, and place layers and draft accordingly",
     )
-    command.add_argument("--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
-    command.add_argument("--port", type=int, default=8000, help="port; 0 is a free one (8000)")
+    usual = ServerOptions
+    command.add_argument("--host", default=usual.host, help=f"address to listen at ({usual.host})")
+    command.add_argument(
+        "--port", type=int, default=usual.port, help=f"port; 0 is a free one ({usual.port})"
+    )
     command.add_argument(
         "--api-key",
         action="append",
@@ -74,30 +77,31 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--max-queued-requests",
         type=int,
-        default=1024,
+        default=usual.max_queued_requests,
         metavar="N",
-        help="answers that may wait here for their first token; more is refused (1024)",
+        help="answers that may wait here for their first token; more is refused "
+        f"({usual.max_queued_requests})",
     )
     command.add_argument(
         "--max-queued-tokens",
         type=int,
-        default=1_000_000,
+        default=usual.max_queued_tokens,
         metavar="N",
-        help="tokens of the prompts of what waits (1000000)",
+        help=f"tokens of the prompts of what waits ({usual.max_queued_tokens})",
     )
     command.add_argument(
         "--patience",
         type=float,
-        default=600.0,
+        default=usual.patience,
         metavar="S",
-        help="how long requests wait for a cluster that is away (600)",
+        help=f"how long requests wait for a cluster that is away ({usual.patience:g})",
     )
     command.add_argument(
         "--shutdown-timeout",
         type=float,
-        default=30.0,
+        default=usual.shutdown_timeout,
         metavar="S",
-        help="in which answers may finish at the end; 0: none (30)",
+        help=f"in which answers may finish at the end; 0: none ({usual.shutdown_timeout:g})",
     )
     command.add_argument(
         "--allowed-origins",
@@ -202,9 +206,6 @@ def check_installed() -> None:
 
 def read_options(arguments: argparse.Namespace, target: str) -> ServerOptions:
     """How the server is to be run, whose model is `target`. Raises ConfigError."""
-    from pipespec.server.options import ServerOptions
-    from pipespec.server.service import model_name
-
     return ServerOptions(
         names=tuple(arguments.served_model_name) or (model_name(target),),
         host=arguments.host,

@@ -15,6 +15,8 @@ from pipespec.core import RELAXED, STRICT, Sampling
 from pipespec.errors import ConfigError
 
 MAX_PENALTY = 2.0
+# Far beyond these a logit is no number any more, and nothing could be drawn.
+MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 MAX_BIAS = 100.0
 MAX_BIASED = 1024  # tokens, as in OpenAI's interface; they travel with the request's first rows
 MAX_SEED = 2**63 - 1
@@ -144,8 +146,9 @@ def check_sampling(sampling: Sampling, section: str = "verify") -> None:
         refuse("top_p", s.top_p, "more than 0 and at most 1")
     if not 0 <= s.min_p <= 1:
         refuse("min_p", s.min_p, "from 0 to 1")
-    if not (math.isfinite(s.repetition_penalty) and s.repetition_penalty > 0):
-        refuse("repetition_penalty", s.repetition_penalty, "more than 0 (1 changes nothing)")
+    if not MIN_REPETITION <= s.repetition_penalty <= MAX_REPETITION:
+        limits = f"from {MIN_REPETITION:g} to {MAX_REPETITION:g} (1 changes nothing)"
+        refuse("repetition_penalty", s.repetition_penalty, limits)
     for name in ("presence_penalty", "frequency_penalty"):
         if not -MAX_PENALTY <= getattr(s, name) <= MAX_PENALTY:
             refuse(name, getattr(s, name), f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}")

@@ -19,11 +19,19 @@ from pydantic import (
 )
 
 from pipespec.limits import MAX_COUNT
-from pipespec.sampling.spec import MAX_BIAS, MAX_BIASED, MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
+from pipespec.sampling.spec import (
+    MAX_BIAS,
+    MAX_BIASED,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MAX_SEED,
+    MIN_REPETITION,
+)
 from pipespec.system.reading import is_whole, shown
 
 MAX_CHOICES = 128  # of one prompt
-MAX_PROMPTS = 1024  # of one request
+MAX_PROMPTS = 256  # of one request
 MAX_STOPS = 64
 MAX_TEMPERATURE = 1e6
 
@@ -231,7 +239,9 @@ class GenerationRequest(Fields):
     min_p: Annotated[FiniteFloat | None, Field(ge=0, le=1)] = None
     presence_penalty: Penalty = None
     frequency_penalty: Penalty = None
-    repetition_penalty: Annotated[FiniteFloat | None, Field(gt=0, le=MAX_TEMPERATURE)] = None
+    repetition_penalty: Annotated[
+        FiniteFloat | None, Field(ge=MIN_REPETITION, le=MAX_REPETITION)
+    ] = None
     logit_bias: Biases = ()
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED)] = None
     max_tokens: Length = None

@@ -47,3 +47,8 @@ class ServerOptions:
                 "An API key is empty, or has blanks around it or letters beyond ASCII, which a "
                 "header cannot carry; choose another --api-key."
             )
+
+
+def model_name(target: str) -> str:
+    """What a model is called that was not given a name: as its folder, or on the hub."""
+    return target.rstrip("/").rpartition("/")[2] if target.startswith("/") else target

@@ -204,8 +204,3 @@ class Service:
     async def figures(self) -> bytes:
         """GET /metrics."""
         return self.metrics.show(await self.look())
-
-
-def model_name(target: str) -> str:
-    """What a model is called that was not given a name: as its folder, or on the hub."""
-    return target.rstrip("/").rpartition("/")[2] if target.startswith("/") else target

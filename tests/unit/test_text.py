@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipespec.text import Detokenizer, FinalText, StopChecker, StopStrings
+from pipespec.text import (
+    Detokenizer,
+    FinalText,
+    StopChecker,
+    StopStrings,
+    token_bytes,
+    token_text,
+)
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 EOS = "<|eos|>"
@@ -217,3 +224,10 @@ def test_no_stop_string_counts_before_so_many_tokens() -> None:
         assert text.push(ids) + text.flush() == shown
         assert text.found == "the"
         assert ends.index(True) == (0 if not least else len(tokenizer.encode("the cat, the")) - 1)
+
+
+def test_a_token_alone_has_a_text_and_bytes() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("the é😀")
+    assert b"".join(token_bytes(tokenizer, token) for token in ids).decode() == "the é😀"
+    assert token_text(tokenizer, ids[0]) == "the"

@@ -20,7 +20,8 @@ from transformers.generation import SequenceBiasLogitsProcessor
 
 from pipespec.core import Sampling
 from pipespec.sampling.distribution import SORTED_FIRST, Tally, adjust, distribution, logprobs
-from tests.helpers.sampling import VOCAB, some_logits
+from pipespec.sampling.spec import MAX_REPETITION, MIN_REPETITION, check_sampling
+from tests.helpers.sampling import VOCAB, sample, some_logits
 
 PROMPT, ANSWER = (3, 5, 5, 60, 61), (7, 5, 7, 7)
 CPU = torch.device("cpu")
@@ -176,3 +177,17 @@ def test_log_probabilities_are_those_of_the_target_itself():
     assert logprobs(logits, 13, 0).top == ()
     impossible = torch.tensor([0.0, -math.inf])
     assert logprobs(impossible, 0, 2).top == ((0, 0.0),)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1.0, 1e308])
+@pytest.mark.parametrize("repetition_penalty", [MIN_REPETITION, 1.0, MAX_REPETITION])
+@pytest.mark.parametrize("cut", [{"top_p": 5e-324}, {"min_p": 1.0}, {"top_k": 1}, {}])
+def test_there_is_something_to_draw_whatever_is_allowed(
+    temperature: float, repetition_penalty: float, cut: dict[str, float]
+) -> None:
+    """A rank that could not draw would end the epoch, and meet the request again in the next."""
+    asked = Sampling(temperature, repetition_penalty=repetition_penalty, seed=1, **cut)
+    check_sampling(asked)
+    logits = some_logits(3)
+    tally = Tally((1, 2), (3, 3), len(logits), logits.device)
+    assert 0 <= sample(logits, asked, 5, tally) < len(logits)

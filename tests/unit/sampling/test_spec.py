@@ -50,7 +50,7 @@ def test_settings_reach_the_request():
         ("top_k", [0, 1, 10**6], [-1]),
         ("top_p", [1e-9, 1.0], [0.0, 1.1, math.nan]),
         ("min_p", [0.0, 1.0], [-0.1, 1.1, math.nan]),
-        ("repetition_penalty", [0.1, 10.0], [0.0, -1.0, math.inf]),
+        ("repetition_penalty", [0.01, 100.0], [0.0, 5e-324, -1.0, 1e300, math.inf]),
         ("presence_penalty", [-2.0, 2.0], [-2.1, 2.1, math.nan]),
         ("frequency_penalty", [-2.0, 2.0], [-2.1, 2.1]),
         (

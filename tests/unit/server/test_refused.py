@@ -85,7 +85,7 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_p": 1.1}, "top_p", "less than or equal to 1"),
     ({"top_k": -2}, "top_k", "is -2"),
     ({"min_p": -0.5}, "min_p", "is -0.5"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"repetition_penalty": 5e-324}, "repetition_penalty", "greater than or equal to 0.01"),
     ({"presence_penalty": 3}, "presence_penalty", "less than"),
     ({"frequency_penalty": -3}, "frequency_penalty", "greater than"),
     ({"n": 0}, "n", "greater than or equal to 1"),

@@ -1,0 +1,178 @@
+"""What a request means for the cluster, and what its answers are in OpenAI's words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.served import ServedModel
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.core import Sampling, TokenLogprobs
+from pipespec.sampling.spec import MAX_SEED
+from pipespec.server import asking
+from pipespec.server.answering import Piece
+from pipespec.server.asking import Ask, Defaults
+from pipespec.server.errors import ApiError
+from pipespec.server.fields import ChatRequest, CompletionRequest
+from pipespec.server.shaping import Chat, Completion
+from pipespec.system.resources import resource_dir
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def running() -> RunningCluster:
+    served = ServedModel.of(decide(compose(["model.context=100"])))
+    return RunningCluster(
+        "lab", "", "nobody", 1, Owner.this(), "here", (), served, num_ranks=5, started=1.0
+    )
+
+
+def completion(running: RunningCluster, **body: Any) -> Ask:
+    asked = CompletionRequest.model_validate({"prompt": "Once upon a time"} | body)
+    return asyncio.run(asking.completion(asked, running.served, Defaults.of(running)))
+
+
+def chat(running: RunningCluster, **body: Any) -> Ask:
+    asked = ChatRequest.model_validate({"messages": HELLO} | body)
+    return asyncio.run(asking.chat(asked, running.served, Defaults.of(running)))
+
+
+# --- what is asked ----------------------------------------------------------------------------
+
+
+def test_what_is_left_out_is_as_openai_says(running: RunningCluster) -> None:
+    ask = completion(running)
+    assert replace(ask.samplings[0], seed=0) == Sampling(temperature=1.0)
+    assert (ask.n, ask.max_tokens, ask.stop) == (1, (16,), ())
+    assert ask.eos == running.served.eos
+    assert ask.samplings[0].seed != completion(running).samplings[0].seed
+    ask = chat(running)
+    assert ask.max_tokens == (100 - len(ask.prompts[0]),)
+    assert ask.samplings[0].logprobs is None
+    assert chat(running, logprobs=True).samplings[0].logprobs == 0
+
+
+def test_unless_the_cluster_was_started_with_settings(running: RunningCluster) -> None:
+    settings = (
+        "cluster.stages=2",
+        "verify=sample",
+        "verify.temperature=0.5",
+        "verify.seed=4",
+        "decode.max_new_tokens=7",
+        "decode.stop=[x]",
+        "decode.ignore_eos=true",
+    )
+    warm = replace(running, overrides=settings)
+    ask = completion(warm)
+    assert ask.samplings == (Sampling(temperature=0.5, seed=4),)
+    assert (ask.max_tokens, ask.stop, ask.eos) == ((7,), ("x",), ())
+    ask = completion(warm, temperature=2, seed=5, max_tokens=8, stop="y", ignore_eos=False)
+    assert ask.samplings == (Sampling(temperature=2.0, seed=5),)
+    assert (ask.max_tokens, ask.stop, ask.eos) == ((8,), ("y",), running.served.eos)
+    greedy = replace(running, overrides=("verify=greedy",))
+    assert completion(greedy).samplings[0].temperature == 0
+
+
+def test_every_field_arrives(running: RunningCluster) -> None:
+    ask = completion(
+        running,
+        prompt=[[5, 6], "Once"],
+        n=2,
+        seed=MAX_SEED,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=-1,
+        min_p=0.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.2,
+        repetition_penalty=1.1,
+        logit_bias={"7": -1},
+        min_tokens=3,
+        max_tokens=9,
+        stop=["a", "b"],
+        stop_token_ids=[8],
+        logprobs=2,
+        echo=None,
+    )
+    first = Sampling(0.5, 0, 0.9, 0.1, 1.1, 0.2, -0.2, ((7, -1.0),), MAX_SEED, 2, 3)
+    # Another prompt does not change what a seed gives.
+    assert ask.samplings == (first, replace(first, seed=0)) * 2
+    assert [ask.prompt_of(i) for i in range(4)] == [(5, 6)] * 2 + [ask.prompts[1]] * 2
+    assert (ask.max_tokens, ask.stop) == ((9, 9), ("a", "b"))
+    assert ask.eos == (*running.served.eos, 8)
+    assert completion(running, echo=True, prompt=[[5, 6]]).texts == (
+        running.served.tokenizer.decode([5, 6]),
+    )
+
+
+def test_a_template_that_refuses_is_one_sentence(tmp_path: Path) -> None:
+    target = Path(shutil.copytree(resource_dir("demo") / "target", tmp_path / "target"))
+    (target / "chat_template.jinja").unlink()
+    settings = json.loads((target / "tokenizer_config.json").read_text())
+    for template, why in (("{{ raise_exception('no') }}", "TemplateError: no"), (None, "none")):
+        settings["chat_template"] = template
+        (target / "tokenizer_config.json").write_text(json.dumps(settings))
+        served = ServedModel.of(decide(compose([f"model.target={target}", "source=ngram"])))
+        with pytest.raises(ApiError, match=why) as refused:
+            asking.conversation(served, ChatRequest.model_validate({"messages": HELLO}).messages)
+        assert (refused.value.status, refused.value.param) == (400, "messages")
+        assert str(tmp_path) not in refused.value.message
+
+
+# --- what is answered -------------------------------------------------------------------------
+
+
+def test_tokens_that_are_parts_of_characters_have_their_bytes(running: RunningCluster) -> None:
+    tokenizer = running.served.tokenizer
+    ids = tuple(tokenizer.encode("é"))
+    assert len(ids) == 2
+    told = tuple(TokenLogprobs(-0.5, ((token, -0.5),)) for token in ids)
+    piece = Piece(0, "é", ids, told, finish_reason="stop")
+
+    shape = Completion(completion(running, logprobs=1), tokenizer, "demo")
+    shape.take(piece)
+    logprobs = shape.reply().model_dump()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs["top_logprobs"] == [{"bytes:\\xc3": -0.5}, {"bytes:\\xa9": -0.5}]
+
+    other = Chat(chat(running, logprobs=True, top_logprobs=1), tokenizer, "demo")
+    chunk, end = (each.model_dump() for each in other.chunks(piece))
+    content = chunk["choices"][0]["logprobs"]["content"]
+    assert [token["bytes"] for token in content] == [[0xC3], [0xA9]]
+    assert chunk["choices"][0]["delta"] == {"content": "é"}
+    assert (end["choices"][0]["delta"], end["choices"][0]["finish_reason"]) == ({}, "stop")
+
+
+def test_what_can_never_be_is_a_number_all_the_same(running: RunningCluster) -> None:
+    shape = Completion(completion(running, logprobs=0), running.served.tokenizer, "demo")
+    shape.take(Piece(0, "a", (5,), (TokenLogprobs(float("-inf")),)))
+    reply = json.loads(shape.reply().model_dump_json())
+    assert reply["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
+
+
+def test_usage_is_told_as_often_as_was_asked(running: RunningCluster) -> None:
+    ask = chat(running)
+    for continuous in (False, True):
+        shape = Chat(ask, running.served.tokenizer, "demo", usage=True, continuous=continuous)
+        first, second = (
+            next(iter(shape.chunks(Piece(0, text, ids)))).model_dump()["usage"]
+            for text, ids in (("a", (5,)), ("b", (6, 7)))
+        )
+        (last,) = (each.model_dump() for each in shape.closing())
+        prompt = len(ask.prompts[0])
+        assert last["usage"]["completion_tokens"] == 3
+        assert last["usage"]["total_tokens"] == prompt + 3
+        if continuous:
+            assert (first["completion_tokens"], second["completion_tokens"]) == (1, 3)
+        else:
+            assert first is second is None
+    assert list(Chat(ask, running.served.tokenizer, "demo").closing()) == []
