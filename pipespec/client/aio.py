@@ -73,13 +73,16 @@ class AsyncClient:
 
     async def _submit(self, followed: AsyncFollowed, prompt: Sequence[int], **asked: object) -> int:
         assert 0 < len(prompt) < self.served.context, "the KV pools are made for no more"
-        asking = asyncio.ensure_future(self._log.enqueue(prompt=tuple(prompt), **asked))
+        log = self._log
+        asking = asyncio.ensure_future(log.enqueue(prompt=tuple(prompt), **asked))
         try:
             # Its number must be known, or it could not be cancelled.
             request = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            self._meanwhile(self._cancel_late(self._log, asking))
+            self._meanwhile(self._cancel_late(log, asking))
             raise
+        if log is not self._log:  # meanwhile the cluster has become another
+            raise self._ended()
         self._readers[request] = followed
         followed.expect(request)
         await self._streams.add(request)
@@ -177,6 +180,7 @@ class AsyncClient:
             await self._streams.move(found.url)
         else:
             self._fail([*self._readers], self._ended())
+            self._log.patience = 0
             await self._disconnect()
             self._connect()
         return True

@@ -35,7 +35,7 @@ from pipespec.server.replies import (
 )
 from pipespec.server.service import Service
 
-STREAM: dict[str, Any] = {"text/event-stream": {"schema": {"type": "string"}}}
+STREAM: dict[str, Any] = {"text/event-stream": {}}  # its events are no JSON document
 FAILURES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong or not supported"},
     401: {"description": "The API key is missing or wrong"},

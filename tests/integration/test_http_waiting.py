@@ -1,0 +1,163 @@
+"""A server whose cluster is told a story: requests that wait, that fail, and that are too many."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import pytest
+
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.served import ServedModel
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.controller.client import Controller
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.server import sending
+from pipespec.server.options import ServerOptions
+from pipespec.server.run import bound, serve
+from tests.helpers.log import accept, head_of, take
+
+NAMESPACE = "http"
+PATIENCE_S = 60.0
+ASKED: dict[str, Any] = {"prompt": "Once upon a time", "stream": True, "max_tokens": 5}
+
+
+@dataclass
+class Scene:
+    """The head of a cluster, and a client of its server."""
+
+    head: Controller
+    http: httpx2.AsyncClient
+
+    async def taken(self) -> tuple[int, int]:
+        """The next request that the head takes: its number, and the length of its prompt."""
+        while (request := take(self.head, wait=False)) is None:
+            await asyncio.sleep(0.01)
+        return request.id, len(request.prompt)
+
+    def say(self, request: int, base: int, text: int) -> None:
+        accept(self.head, request, base, [text])
+        self.head.tokens(request)
+
+    def finish(self, request: int, reason: str) -> None:
+        self.head.finish(request, reason)
+        self.head.tokens(request)
+
+
+@pytest.fixture(scope="module")
+def served() -> ServedModel:
+    return ServedModel.of(decide(compose(["model.context=100"])))
+
+
+@pytest.fixture
+def redis() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as redis:
+        yield redis
+
+
+def play(
+    redis: EmbeddedRedis,
+    served: ServedModel,
+    story: Callable[[Scene], Awaitable[None]],
+    **options: Any,
+) -> None:
+    """Run a server in this process while a story is told."""
+
+    async def run() -> None:
+        with head_of(redis, NAMESPACE) as head, bound("127.0.0.1", 0) as listener:
+            running = RunningCluster(
+                *("lab", redis.url, NAMESPACE, 1, Owner.this(), "here", (), served),
+                num_ranks=2,
+                started=1.0,
+            )
+            ready = asyncio.Event()
+            chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
+            server = asyncio.ensure_future(serve(running, chosen, listener, ready.set))
+            await asyncio.wait_for(ready.wait(), PATIENCE_S)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            try:
+                async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+                    await asyncio.wait_for(story(Scene(head, http)), PATIENCE_S)
+            finally:
+                signal.raise_signal(signal.SIGTERM)
+                await server
+
+    asyncio.run(run())
+
+
+def test_a_stream_that_waits_says_so_and_then_goes_on(
+    redis: EmbeddedRedis, served: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "KEEPALIVE_S", 0.05)
+    word = served.tokenizer.encode(" king")[0]
+
+    async def story(scene: Scene) -> None:
+        async with scene.http.stream("POST", "/v1/completions", json=ASKED) as reply:
+            lines = (line async for line in reply.aiter_lines() if line)
+            assert [await anext(lines), await anext(lines)] == [": waiting"] * 2
+            request, length = await scene.taken()
+            scene.say(request, length, word)
+            scene.finish(request, "length")
+            told = [line async for line in lines if line != ": waiting"]
+        *chunks, done = (line.removeprefix("data: ") for line in told)
+        assert done == "[DONE]"
+        texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
+        assert "".join(texts) == served.tokenizer.decode([word])
+
+    play(redis, served, story)
+
+
+def test_a_failure_in_mid_stream_is_an_event_before_the_end(
+    redis: EmbeddedRedis, served: ServedModel
+) -> None:
+    async def story(scene: Scene) -> None:
+        async with scene.http.stream("POST", "/v1/completions", json=ASKED) as reply:
+            request, length = await scene.taken()
+            scene.say(request, length, 300)
+            scene.finish(request, "cancelled")
+            lines = [line async for line in reply.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        error = json.loads(lines[-2].removeprefix("data: "))["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert "cancelled by somebody else" in error["message"]
+        whole = ASKED | {"stream": False}
+        asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
+        request, _ = await scene.taken()
+        scene.finish(request, "cancelled")
+        reply = await asking
+        assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+        assert (await scene.http.get("/load")).json() == {"server_load": 0}
+
+    play(redis, served, story)
+
+
+def test_a_full_queue_refuses_until_an_answer_has_begun(
+    redis: EmbeddedRedis, served: ServedModel
+) -> None:
+    async def story(scene: Scene) -> None:
+        async with scene.http.stream("POST", "/v1/completions", json=ASKED) as first:
+            assert first.status_code == 200
+            refused = await scene.http.post("/v1/completions", json=ASKED)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+            request, length = await scene.taken()
+            scene.say(request, length, 300)
+            lines = aiter(first.aiter_lines())
+            await anext(lines)
+            async with scene.http.stream("POST", "/v1/completions", json=ASKED) as second:
+                assert second.status_code == 200
+            # Whoever has left holds no place.
+            while (await scene.http.get("/load")).json() != {"server_load": 1}:
+                await asyncio.sleep(0.01)
+            async with scene.http.stream("POST", "/v1/completions", json=ASKED) as third:
+                assert third.status_code == 200
+
+    play(redis, served, story, max_queued_requests=1)
