@@ -7,6 +7,7 @@ import socket
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from typing import Any
 
 import httpx2
@@ -312,6 +313,30 @@ def test_whoever_leaves_is_cancelled(server: Server, client: openai.OpenAI) -> N
         'vllm:request_success_total{engine="0",finished_reason="abort",model_name="demo"}' in lines
     )
     assert server.metric("pipespec_request_success_total") == left + 4
+
+
+def test_many_that_come_and_leave_leave_nothing_behind(
+    server: Server, client: openai.OpenAI
+) -> None:
+    def visit(seed: int) -> None:
+        chance = Random(seed)
+        stay = chance.randrange(4)
+        stream = client.completions.create(
+            prompt=PROMPTS[seed % 3], n=chance.randrange(1, 4), model=MODEL, stream=True, **LONG
+        )
+        for seen, _ in enumerate(stream):
+            if seen == stay:
+                break
+        stream.close()
+
+    with ThreadPoolExecutor(12) as users:
+        list(users.map(visit, range(24)))
+    until(lambda: server.http.get("/load").json() == {"server_load": 0})
+    for name in ("running", "waiting"):
+        until(lambda name=name: server.metric(f"vllm:num_requests_{name}") == 0)
+    # A second after the last of them, as the head says it once a second.
+    until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
+    assert client.completions.create(prompt=PROMPTS[0], **ASKED).choices[0].text
 
 
 def test_sixteen_streams_at_once_say_what_each_says_alone(server: Server) -> None:
