@@ -25,7 +25,9 @@ SECONDS = (
 )
 COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
 CHOICES = (1, 2, 5, 10, 20)
+# Why answers end, the last: nobody waits any more.
 ENDED_BY_LEAVING = "abort"
+ENDS = ("stop", "length", ENDED_BY_LEAVING)
 
 
 class Metrics:
@@ -46,6 +48,9 @@ class Metrics:
             )
             for prefix in (OURS, VLLM)
         }
+        for counter in self._success.values():
+            for reason in ENDS:
+                counter.labels(self._model, ENGINE, reason)  # 0 is a figure too
         self._ttft = self._histogram("time_to_first_token_seconds", "From request to first token")
         self._itl = self._histogram("inter_token_latency_seconds", "Between tokens")
         self._e2e = self._histogram("e2e_request_latency_seconds", "From request to last token")
