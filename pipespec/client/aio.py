@@ -227,6 +227,7 @@ class AsyncFollowed:
         max_new_tokens: int,
         stop: Sequence[str] = (),
         eos: Sequence[int] = (),
+        priority: int = 0,
     ) -> int:
         """Put a request in the queue and follow it; its number. As `Client.submit`.
 
@@ -239,6 +240,7 @@ class AsyncFollowed:
             max_new_tokens=max_new_tokens,
             stop=tuple(stop),
             eos=tuple(eos),
+            priority=priority,
         )
 
     async def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:

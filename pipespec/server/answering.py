@@ -80,6 +80,7 @@ class Answering:
                 max_new_tokens=ask.max_tokens[choice // ask.n],
                 stop=ask.stop,
                 eos=ask.eos,
+                priority=ask.priority,
             )
             self._choice[request] = choice
 

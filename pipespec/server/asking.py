@@ -38,6 +38,7 @@ class Defaults:
     max_tokens: int | None
     stop: tuple[str, ...]
     ignore_eos: bool
+    priority: int
 
     @classmethod
     def of(cls, running: RunningCluster) -> Defaults:
@@ -52,6 +53,7 @@ class Defaults:
             decode.max_new_tokens if "decode.max_new_tokens" in names else None,
             tuple(decode.stop),
             decode.ignore_eos,
+            decode.priority,
         )
 
 
@@ -70,6 +72,7 @@ class Ask:
     max_tokens: tuple[int, ...]
     stop: tuple[str, ...]
     eos: tuple[int, ...]
+    priority: int
 
     @property
     def prompt_tokens(self) -> int:
@@ -183,6 +186,7 @@ def _ask(
         ),
         stop=(*(body.stop or defaults.stop),),
         eos=(*eos, *(token for token in stop_ids if token not in eos)),
+        priority=defaults.priority if body.priority is None else body.priority,
     )
 
 

@@ -18,7 +18,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from pipespec.limits import MAX_COUNT
+from pipespec.limits import MAX_COUNT, MAX_PRIORITY
 from pipespec.sampling.spec import (
     MAX_BIAS,
     MAX_BIASED,
@@ -56,7 +56,6 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "grammar": (NO_SCHEMA, ()),
     "json_schema": (NO_SCHEMA, ()),
     "regex": (NO_SCHEMA, ()),
-    "priority": (LATER, (0,)),
     "prompt_logprobs": (
         "is not supported yet: the stages report no log-probabilities of a prompt",
         (),
@@ -250,6 +249,7 @@ class GenerationRequest(Fields):
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -102,12 +102,13 @@ def test_every_field_arrives(running: RunningCluster) -> None:
         stop_token_ids=[8],
         logprobs=2,
         echo=None,
+        priority=-3,
     )
     first = Sampling(0.5, 0, 0.9, 0.1, 1.1, 0.2, -0.2, ((7, -1.0),), MAX_SEED, 2, 3)
     # Another prompt does not change what a seed gives.
     assert ask.samplings == (first, replace(first, seed=0)) * 2
     assert [ask.prompt_of(i) for i in range(4)] == [(5, 6)] * 2 + [ask.prompts[1]] * 2
-    assert (ask.max_tokens, ask.stop) == ((9, 9), ("a", "b"))
+    assert (ask.max_tokens, ask.stop, ask.priority) == ((9, 9), ("a", "b"), -3)
     assert ask.eos == (*running.served.eos, 8)
     assert completion(running, echo=True, prompt=[[5, 6]]).texts == (
         running.served.tokenizer.decode([5, 6]),

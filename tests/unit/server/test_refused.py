@@ -68,7 +68,7 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported yet"),
     ({"chat_template": "a"}, "chat_template", "cannot be chosen"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "not supported yet"),
-    ({"priority": 3}, "priority", "not supported yet"),
+    ({"priority": 2**40}, "priority", "less than or equal"),
     ({"modalities": ["text", "audio"]}, "modalities", "text alone"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
