@@ -1,15 +1,30 @@
-"""How long batches take by their rows, as it was measured: averages in which older ones fade."""
+"""How long batches take by their rows, and by the KV slots that they read, as it was measured:
+averages in which older samples fade."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Samples that an average remembers: a newer one weighs 1/MEMORY.
 MEMORY = 64
 
+# What slots read must explain of how times differ, or it is chance.
+LEAST_EXPLAINED = 0.1
+
 # Rows and milliseconds, by rising rows.
 Points = tuple[tuple[int, float], ...]
+
+
+class Measured(NamedTuple):
+    """What batches take: the mean time by rows, and what each KV slot more that is read adds."""
+
+    points: Points = ()
+    slot_ms: float = 0.0
+
+
+UNKNOWN = Measured()
 
 
 @dataclass(slots=True)
@@ -32,40 +47,90 @@ def largest_like(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
+@dataclass(slots=True)
+class _Size:
+    """Batches of one size: means, and how rows, slots and times go together."""
+
+    samples: int = 0
+    rows: float = 0.0
+    slots: float = 0.0
+    ms: float = 0.0
+    rows_rows: float = 0.0
+    rows_slots: float = 0.0
+    slots_slots: float = 0.0
+    rows_ms: float = 0.0
+    slots_ms: float = 0.0
+    ms_ms: float = 0.0
+
+    def add(self, rows: int, slots: int, ms: float) -> None:
+        self.samples += 1
+        new = 1 / min(self.samples, MEMORY)
+        r, s, m = rows - self.rows, slots - self.slots, ms - self.ms
+        self.rows, self.slots, self.ms = (
+            self.rows + new * r,
+            self.slots + new * s,
+            self.ms + new * m,
+        )
+        old = 1 - new
+        self.rows_rows = old * (self.rows_rows + new * r * r)
+        self.rows_slots = old * (self.rows_slots + new * r * s)
+        self.slots_slots = old * (self.slots_slots + new * s * s)
+        self.rows_ms = old * (self.rows_ms + new * r * m)
+        self.slots_ms = old * (self.slots_ms + new * s * m)
+        self.ms_ms = old * (self.ms_ms + new * m * m)
+
+
 class RowTimes:
     """The times of batches, averaged over those of one size (`largest_like`)."""
 
     def __init__(self) -> None:
-        self._by_size: dict[int, tuple[Ema, Ema]] = {}  # rows, ms
+        self._by_size: dict[int, _Size] = {}
 
-    def add(self, rows: int, ms: float) -> None:
-        """A batch of so many rows, one or more, took so long."""
-        seen = self._by_size.setdefault(largest_like(rows), (Ema(), Ema()))
-        seen[0].add(rows)
-        seen[1].add(ms)
+    def add(self, rows: int, ms: float, slots: int = 0) -> None:
+        """A batch of so many rows, one or more, that read so many KV slots, took so long."""
+        self._by_size.setdefault(largest_like(rows), _Size()).add(rows, slots, ms)
 
     def points(self) -> Points:
-        """What was measured; more rows never count as cheaper than fewer."""
-        averages = [(rows.value or 0.0, ms.value or 0.0) for rows, ms in self._by_size.values()]
-        return _rising(averages)
+        """The mean times; more rows never count as cheaper than fewer."""
+        return _rising((size.rows, size.ms) for size in self._by_size.values())
+
+    def measured(self) -> Measured:
+        """What is known so far."""
+        return Measured(self.points(), self._slot_ms())
+
+    def _slot_ms(self) -> float:
+        """By least squares of times on rows and slots, among batches of one size.
+
+        0 where the slots explain next to nothing, or only go with the rows.
+        """
+        sizes = self._by_size.values()
+        rows = sum(size.rows_rows for size in sizes)
+        share = sum(size.rows_slots for size in sizes) / rows if rows else 0.0
+        slots = sum(size.slots_slots - share * size.rows_slots for size in sizes)
+        ms = sum(size.slots_ms - share * size.rows_ms for size in sizes)
+        of_rows = sum(size.rows_ms for size in sizes) ** 2 / rows if rows else 0.0
+        left = sum(size.ms_ms for size in sizes) - of_rows
+        if slots <= 0 or ms <= 0 or ms * ms <= LEAST_EXPLAINED * slots * left:
+            return 0.0
+        return ms / slots
 
 
-def together(measured: Iterable[Points]) -> Points:
-    """One curve of several stages': the means of those that know of batches of a size.
+def together(measured: Iterable[Measured]) -> Measured:
+    """One of several stages': the means of those that know of batches of a size.
 
     The first stage computes whole batches, a later one what the verdicts have left of them, so
     together they know more sizes than one.
     """
     by_size: dict[int, list[tuple[int, float]]] = {}
-    for points in measured:
+    found = list(measured)
+    for points, _ in found:
         for rows, ms in points:
             by_size.setdefault(largest_like(rows), []).append((rows, ms))
-    return _rising(
-        [
-            (sum(rows for rows, _ in found) / len(found), sum(ms for _, ms in found) / len(found))
-            for found in by_size.values()
-        ]
+    means = _rising(
+        (sum(rows for rows, _ in like) / len(like), sum(ms for _, ms in like) / len(like))
+        for like in by_size.values()
     )
+    return Measured(means, sum(slot_ms for _, slot_ms in found) / max(len(found), 1))
 
 
 def _rising(points: Iterable[tuple[float, float]]) -> Points:
@@ -77,12 +142,18 @@ def _rising(points: Iterable[tuple[float, float]]) -> Points:
     return tuple(found)
 
 
-def pack(points: Points) -> str:
-    """As one word: "1:5.25,16:8"."""
-    return ",".join(f"{rows}:{ms:.6g}" for rows, ms in points)
+def pack(measured: Measured) -> str:
+    """As one word, such as "1:5.25,16:8;0.0001"; nothing is known: none."""
+    if not measured.points:
+        return ""
+    points = ",".join(f"{rows}:{ms:.6g}" for rows, ms in measured.points)
+    return f"{points};{measured.slot_ms:.6g}"
 
 
-def unpack(word: str) -> Points:
+def unpack(word: str) -> Measured:
     """The inverse of `pack`."""
-    pairs = (part.split(":") for part in word.split(",") if part)
-    return tuple((int(rows), float(ms)) for rows, ms in pairs)
+    if not word:
+        return UNKNOWN
+    points, _, slot_ms = word.partition(";")
+    pairs = (part.split(":") for part in points.split(",") if part)
+    return Measured(tuple((int(rows), float(ms)) for rows, ms in pairs), float(slot_ms))

@@ -83,7 +83,7 @@ def serve(
         epoch=where.epoch,
         rank=rank,
         kv_tokens=tokens,
-        row_times=times.points(),
+        row_times=times.measured(),
     ) as controller:
         link = inner = connect()
         if config.link:

@@ -16,7 +16,7 @@ from pipespec.controller.requests import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.scripts import evalsha, load
 from pipespec.core import Guesses, Request
 from pipespec.errors import ControllerError, StaleEpoch
-from pipespec.row_times import Points
+from pipespec.row_times import UNKNOWN, Measured
 from pipespec.row_times import pack as pack_times
 from pipespec.row_times import unpack as unpack_times
 
@@ -59,7 +59,7 @@ class Controller(RequestLog):
         epoch: int,
         rank: int,
         kv_tokens: int | None = None,
-        row_times: Points = (),
+        row_times: Measured = UNKNOWN,
     ):
         # An epoch ends with a rank's connection.
         super().__init__(url, namespace=namespace, epoch=epoch, patience=0)
@@ -259,9 +259,9 @@ class Controller(RequestLog):
         pairs = [item for pair in statistics.items() for item in pair]
         self._keep_today(self._keys.statistics(self._epoch), *pairs)
 
-    def publish_times(self, points: Points) -> None:
-        """Tell the head how long this rank's batches take by their rows."""
-        self._keep_today(self._keys.row_times(self._epoch), self.rank, pack_times(points))
+    def publish_times(self, measured: Measured) -> None:
+        """Tell the head how long this rank's batches take."""
+        self._keep_today(self._keys.row_times(self._epoch), self.rank, pack_times(measured))
 
     def _keep_today(self, key: str, *pairs: object) -> None:
         """Sets fields of a hash of this epoch, which a later one may already have deleted."""
@@ -269,7 +269,7 @@ class Controller(RequestLog):
         self._pipe.send("EXPIRE", key, KEEP_TODAY_S)
         self._pipe.drain()
 
-    def row_times(self) -> list[Points]:
+    def row_times(self) -> list[Measured]:
         """What the stages have told of that so far."""
         found = self._pipe.call("HVALS", self._keys.row_times(self._epoch))
         return [unpack_times(word.decode()) for word in found]

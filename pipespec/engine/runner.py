@@ -37,6 +37,7 @@ class SliceRunner:
         self.nodes = LiveNodes()
         self.pages = PageTable()
         self.lineages: dict[int, Lineage] = {}
+        self.slots_read = 0  # KV slots that the newest batch attended to, each request's once
         self._page_of: dict[int, int] = {}  # the row of each sequence in the page table
 
     def open(self, sequence: int) -> None:
@@ -60,7 +61,9 @@ class SliceRunner:
         """
         batch, plan = self._admit(batch)
         if plan is None:
+            self.slots_read = 0
             return replace(batch, hidden=None)
+        self.slots_read = int(plan.prefix_length.sum()) + len(plan.tree)
         inputs = batch.hidden
         if inputs is None:
             # An id that only the padding of the target's embedding has is any other to the draft.

@@ -29,12 +29,13 @@ ABOUT_AS_FAST = 0.99
 class Offer:
     """What one sequence could feed: nodes of its tree, parents first.
 
-    `whole`: all of them or none.
+    `whole`: all of them or none. `context`: KV slots that its rows read together.
     """
 
     tree: Tree
     nodes: np.ndarray
     whole: bool = False
+    context: int = 0
 
     @property
     def certain(self) -> int:
@@ -97,6 +98,13 @@ def choose(
         fits = fed + offer.certain <= limit  # else its root waits, and nothing is left for guesses
         taken.append(offer.nodes[: offer.certain] if fits else NOTHING)
         fed += len(taken[-1])
+    if usual is not None and state.slot_ms:
+        owner = np.repeat(np.arange(len(offers)), [len(nodes) for nodes in guesses])[order]
+        first = slice(limit - fed)
+        saved = np.bincount(owner[first], np.exp(cum[order[first]]), len(offers))
+        reads = np.array([len(nodes) > 0 for nodes in taken])  # anyway
+        reads |= usual.ms_per_token * saved >= state.slot_ms * np.array([o.context for o in offers])
+        order = order[reads[owner]]
     order = order[: limit - fed]
     likeliest = np.concatenate((np.ones(fed), np.exp(cum[order])))
     if row_cost is not None:
@@ -114,9 +122,11 @@ def choose(
 
 
 def curve(state: PipelineState, rows: np.ndarray) -> np.ndarray:
-    """Milliseconds of a step whose largest batch has so many rows, as measured."""
+    """Milliseconds of a step whose largest batch has so many rows, as measured; beyond that, as
+    the last two sizes go on."""
     known, ms = np.array(state.step_ms).T
-    return np.interp(rows, known, ms)
+    slope = (ms[-1] - ms[-2]) / (known[-1] - known[-2]) if len(known) > 1 else 0.0
+    return np.interp(rows, known, ms) + slope * np.maximum(rows - known[-1], 0)
 
 
 def usual_batch(chances: np.ndarray, state: PipelineState) -> Usual | None:

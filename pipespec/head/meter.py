@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from pipespec.head.feed.policy import PipelineState, Rate
-from pipespec.row_times import MEMORY, Ema, Points, RowTimes, largest_like
+from pipespec.row_times import MEMORY, Ema, Measured, Points, RowTimes, largest_like
 
 # What it takes to hear a verdict that has been there.
 AT_ONCE_MS = 0.3
@@ -41,6 +41,7 @@ class Meter:
         self._verdict = Ema()
         self._by_rows = RowTimes()  # ms per step, by the largest batch on its way
         self._stages: Points = ()  # ms of a stage, as the stages have measured it
+        self._slot_ms = 0.0
         self._beside = Ema()  # ms of a step beside its stages
         self._plain = Ema()  # ms per step
         self._plain_requests = Ema()  # that were decoding in such a step
@@ -111,9 +112,9 @@ class Meter:
             if self._stages:
                 self._beside.add(max(ms - _at(self._stages, rows), 0.0))
 
-    def stages(self, points: Points) -> None:
+    def stages(self, measured: Measured) -> None:
         """How long the stages' own batches take, as they have measured it."""
-        self._stages = points
+        self._stages, self._slot_ms = measured
 
     def offered(self, chances: np.ndarray) -> None:
         """Rows that were offered in this step, by their chances to lie on an accepted path,
@@ -159,6 +160,7 @@ class Meter:
             verdict_ms=self._verdict.value,
             tokens_per_step=self._tokens.value,
             step_ms=self._curve(),
+            slot_ms=self._slot_ms,
             offered=self._offered.copy() if self._offers else None,
             drafting_ms=self._drafting.value or 0.0,
             plain=self._rate(self._plain, (self._plain_requests.value or 0) / self.num_stages),

@@ -39,7 +39,7 @@ from pipespec.head.meter import Meter
 from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Asked, Candidates
 from pipespec.head.tree import ROOT
-from pipespec.row_times import Points
+from pipespec.row_times import Measured
 
 # How much longer a step may last with rows of prompts, while answers are running, than without.
 PROMPT_STRETCH = 1.5
@@ -282,9 +282,9 @@ class Scheduler(Admission):
 
     # --- choices ------------------------------------------------------------------------------
 
-    def learn(self, points: Points) -> None:
-        """The stages have measured how long batches take by their rows."""
-        self._meter.stages(points)
+    def learn(self, measured: Measured) -> None:
+        """The stages have measured how long batches take."""
+        self._meter.stages(measured)
 
     def _state(self, elapsed_ms: float) -> PipelineState:
         """What the policy may know at this moment of the step."""
@@ -336,7 +336,8 @@ class Scheduler(Admission):
         offers = []
         for sequence in decoding:
             nodes = sequence.useful(self._policy.feed(sequence.tree, sequence.own(state)))
-            offers.append(Offer(sequence.tree, nodes, self._policy.whole))
+            context = len(sequence.context.tokens)
+            offers.append(Offer(sequence.tree, nodes, self._policy.whole, context))
         slots = self.free_slots
         budget = min(self._budget(len(offers)), slots)
         first = min(certain(offers), budget)

@@ -56,18 +56,20 @@ class Machine:
     """What the pipeline is made of.
 
     One time curve per stage; `hop_ms` from the end of a stage's computation to the start of the
-    next one's, the verdict's way included; `draft_ms` of one draft round. Stages that form a
-    group count as one, with the sum of their times. Raises ConfigError.
+    next one's, the verdict's way included; `draft_ms` of one draft round; `slot_ms` for each KV
+    slot that a stage reads. Stages that form a group count as one, with the sum of their times.
+    Raises ConfigError.
     """
 
     stages: tuple[TimeCurve, ...]
     hop_ms: float = 0.0
     draft_ms: float = 0.0
+    slot_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError("A pipeline without stages cannot be planned; give 1 or more.")
-        for name in ("hop_ms", "draft_ms"):
+        for name in ("hop_ms", "draft_ms", "slot_ms"):
             check_number(name, getattr(self, name), 0, MAX_MS)
 
     @property
@@ -79,9 +81,13 @@ class Machine:
         """Plain pipeline parallelism: one row goes through every stage."""
         return sum(curve.ms(1) + self.hop_ms for curve in self.stages)
 
-    def slowest_ms(self, rows: Sequence[int]) -> float:
-        """The longest computation of a step, with so many rows in each stage."""
-        return max(curve.ms(count) for curve, count in zip(self.stages, rows, strict=True))
+    def stage_ms(self, rows: Sequence[int], slots: Sequence[int]) -> list[float]:
+        """What each stage computes in a step in which it has so many rows, which read so many KV
+        slots."""
+        return [
+            curve.ms(count) + self.slot_ms * read
+            for curve, count, read in zip(self.stages, rows, slots, strict=True)
+        ]
 
 
 def level_equation(hit_rate: float, num_stages: int) -> float:
@@ -205,7 +211,7 @@ class SimulatedPipeline:
         for curve in machine.stages:  # as the stages measure them before they begin
             for rows in (1, policy.max_rows):
                 self.times.add(rows, curve.ms(rows))
-        self.scheduler.learn(self.times.points())
+        self.scheduler.learn(self.times.measured())
         self.result = Simulation(np.zeros(machine.num_stages + 1, np.int64))
 
     def step(self) -> Batch:
@@ -219,13 +225,14 @@ class SimulatedPipeline:
             self.draft(work)
             drafted_ms += self.machine.draft_ms
             rounds += 1
-        in_flight = self.rows_in_flight()
-        computed_ms = self.machine.slowest_ms(in_flight)
-        for curve, rows in zip(self.machine.stages, in_flight, strict=True):
+        in_flight = self.in_flight()
+        stage_ms = self.machine.stage_ms(*in_flight)
+        computed_ms = max(stage_ms)
+        for ms, rows, slots in zip(stage_ms, *in_flight, strict=True):
             if rows:
-                self.times.add(rows, curve.ms(rows))
+                self.times.add(rows, ms, slots)
         if scheduler.step % LEARNED_EVERY == 0:
-            scheduler.learn(self.times.points())
+            scheduler.learn(self.times.measured())
         for request, sequence in list(scheduler.sequences.items()):
             if not sequence.prompt_left:
                 verdict = self.verdict(request, counts=waiting in ([], [request]))
@@ -266,16 +273,20 @@ class SimulatedPipeline:
             fed_at[ids] = batch.step
             self.fed_at[request] = fed_at
 
-    def rows_in_flight(self) -> list[int]:
-        """Live rows in each stage: of the batch fed 1, 2, ... n steps ago."""
+    def in_flight(self) -> tuple[list[int], list[int]]:
+        """Live rows in each stage, of the batch fed 1, 2, ... n steps ago, and the KV slots that
+        they read."""
         rows = np.zeros(self.machine.num_stages + 1, np.int64)
+        slots = np.zeros_like(rows)
         for request, sequence in self.scheduler.sequences.items():
             if sequence.prompt_left:
                 continue
             tree = sequence.tree
             ages = self.scheduler.step - self.fed_at[request][tree.id[tree.fed]]
-            rows += np.bincount(ages, minlength=len(rows))
-        return rows[1:].tolist()
+            here = np.bincount(ages, minlength=len(rows))
+            rows += here
+            slots += (here > 0) * len(sequence.context.tokens) + here
+        return rows[1:].tolist(), slots[1:].tolist()
 
     def verdict(self, request: int, *, counts: bool) -> Verdict:
         """The last stage keeps drawing while the newest token is in the batch it has computed.

@@ -159,7 +159,8 @@ class StageLoop:
             )
         self._counts["overruns"] += not paced
         if len(computed):
-            self._times.add(len(computed), (self.timeline.clock() - start) / 1e6)
+            took_ms = (self.timeline.clock() - start) / 1e6
+            self._times.add(len(computed), took_ms, self.runner.slots_read)
         self._counts["rows"] += len(computed)
         self._counts["dropped"] += len(batch) - len(computed)
         computed.step = self.step
@@ -259,10 +260,10 @@ class StageLoop:
     def tell_times(self) -> None:
         """Tell the head now and then how long batches take here."""
         now = self.timeline.clock()
-        if now - self._told > TELL_NS and (points := self._times.points()):
+        if now - self._told > TELL_NS and (measured := self._times.measured()).points:
             self._told = now
             with self.timeline("control"):
-                self.controller.publish_times(points)
+                self.controller.publish_times(measured)
 
     def counted(self) -> Counter[str]:
         """This rank's part of a request's statistics, as totals so far."""

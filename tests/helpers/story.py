@@ -23,7 +23,7 @@ from pipespec.core import (
     Verdict,
 )
 from pipespec.engine.lineage import Lineage, LiveNodes
-from pipespec.row_times import Points
+from pipespec.row_times import Measured
 from pipespec.sampling.verifier import walk
 
 
@@ -60,7 +60,7 @@ class StoryController:
         self.reports: dict[int, dict[str, Any]] = {}
         self.guesses: dict[int, list[Guesses]] = {}  # by sequence
         self.statistics: dict[str, int] = {}
-        self.times: Points = ()
+        self.times = Measured()
 
     def next_requests(
         self, count: int, *, wait: bool
@@ -83,10 +83,10 @@ class StoryController:
     def publish(self, statistics: Mapping[str, int]) -> None:
         self.statistics = dict(statistics)
 
-    def publish_times(self, points: Points) -> None:
-        self.times = points
+    def publish_times(self, measured: Measured) -> None:
+        self.times = measured
 
-    def row_times(self) -> list[Points]:
+    def row_times(self) -> list[Measured]:
         return []
 
     def cancelled(self, request: int) -> bool:

@@ -40,6 +40,6 @@ def test_every_stage_knows_what_a_batch_costs_before_it_has_one(
         told = pipe.call("HGETALL", Keys(cluster.NAMESPACE).row_times(epoch))
         pipe.close()
     known = {int(rank): unpack(word.decode()) for rank, word in zip(*[iter(told)] * 2, strict=True)}
-    assert {rank: [rows for rows, _ in points] for rank, points in known.items()} == (
+    assert {rank: [rows for rows, _ in told.points] for rank, told in known.items()} == (
         {1: sizes, 2: sizes} if sizes else {}
     )

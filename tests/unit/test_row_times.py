@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.row_times import RowTimes, largest_like, pack, together, unpack
+from pipespec.row_times import Measured, RowTimes, largest_like, pack, together, unpack
 
 
 def measured(*batches: tuple[int, float]) -> RowTimes:
@@ -23,17 +24,34 @@ def test_sizes_up_to_a_power_of_two_count_together():
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(0.1, 99.0)), min_size=1))
 def test_more_rows_never_count_as_cheaper(batches: list[tuple[int, float]]):
-    points = measured(*batches).points()
+    told = measured(*batches).measured()
+    points = told.points
     assert [rows for rows, _ in points] == sorted({rows for rows, _ in points})
     assert [ms for _, ms in points] == sorted(ms for _, ms in points)
-    assert together([points, points]) == points
-    for (rows, ms), (same, known) in zip(unpack(pack(points)), points, strict=True):
+    assert together([told, told]).points == points
+    for (rows, ms), (same, known) in zip(unpack(pack(told)).points, points, strict=True):
         assert (rows, ms) == (same, pytest.approx(known, rel=1e-5))
 
 
 def test_stages_together_know_the_sizes_that_each_of_them_sees():
-    first = measured((64, 30.0)).points()
-    last = measured((2, 4.0), (60, 50.0)).points()
-    assert together([first, last, ()]) == ((2, 4.0), (62, 40.0))
+    first = measured((64, 30.0)).measured()
+    last = measured((2, 4.0), (60, 50.0)).measured()
+    assert together([first, last, Measured()]).points == ((2, 4.0), (62, 40.0))
     assert [largest_like(rows) for rows in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
-    assert together([]) == unpack(pack(())) == ()
+    assert together([]) == unpack(pack(Measured())) == Measured()
+
+
+@pytest.mark.parametrize(
+    ("row_ms", "slot_ms", "found"),
+    [(0.0, 0.002, 0.002), (0.5, 0.002, 0.002), (0.5, 0.0, 0.0)],
+    ids=["slots", "rows and slots", "rows alone"],
+)
+def test_what_the_slots_cost_is_told_from_what_the_rows_cost(row_ms, slot_ms, found):
+    rng = np.random.default_rng(0)
+    times = RowTimes()
+    for _ in range(200):
+        rows = int(rng.integers(17, 65))
+        slots = rows * 50 + int(rng.integers(0, 4000))  # more rows mostly read more
+        times.add(rows, 20 + row_ms * rows + slot_ms * slots + rng.normal(0, 0.5), slots)
+    assert times.measured().slot_ms == pytest.approx(found, rel=0.05)
+    assert unpack(pack(times.measured())).slot_ms == pytest.approx(found, rel=0.05)

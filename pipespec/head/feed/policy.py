@@ -47,6 +47,7 @@ class PipelineState:
         tokens_per_step: tokens decided per step, of all requests, while guesses are made.
         step_ms: a whole step by the largest batch in the pipeline, `(rows, ms)` by rising rows;
             empty if unknown.
+        slot_ms: what each KV slot adds to a step that is read in it.
         offered: tokens that the likeliest so many rows of a step's offers would have yielded, on
             average, `[rows]`; None if unknown.
         drafting_ms: how long the draft's rounds take in a step whatever else it does.
@@ -65,6 +66,7 @@ class PipelineState:
     verdict_ms: float | None = None
     tokens_per_step: float | None = None
     step_ms: tuple[tuple[int, float], ...] = ()
+    slot_ms: float = 0.0
     offered: np.ndarray | None = field(default=None, compare=False)
     drafting_ms: float = 0.0
     plain: Rate | None = None

@@ -21,6 +21,7 @@ from pipespec.head.feed.rounds import AUTO, fits
 from pipespec.head.feed.static_tree import StaticTree
 from pipespec.head.meter import Meter
 from pipespec.head.tree import ROOT, Tree
+from pipespec.row_times import Measured
 
 VOCABULARY = 6
 STATE = PipelineState(num_stages=4, step=0)
@@ -333,6 +334,18 @@ def test_where_rows_are_dear_roots_that_come_in_one_step_are_spread_over_several
     assert sum(map(len, choose(offers, 16, None, free).taken)) == 16
 
 
+def test_a_context_is_read_for_guesses_only_if_they_save_more_than_that():
+    far, near = (
+        Offer(one_level([0.3, 0.2], fed=fed), np.arange(fed, 3), context=1000)
+        for fed in (True, False)
+    )
+    # A token takes 10 ms: the guesses of either save 5.
+    state = replace(STATE, offered=np.ones(8), step_ms=((1, 10.0), (16, 10.0)))
+    for slot_ms, fed in ((0.0, [2, 3]), (0.004, [2, 3]), (0.006, [0, 3])):
+        taken = choose([far, near], 16, None, replace(state, slot_ms=slot_ms)).taken
+        assert [len(nodes) for nodes in taken] == fed, "the root reads that of the second anyway"
+
+
 # --- rounds and measurements ------------------------------------------------------------------
 
 
@@ -416,7 +429,7 @@ def test_the_time_curve_of_a_step_rises_with_the_largest_batch_in_the_pipeline()
 
 def test_what_the_stages_have_measured_stands_for_the_steps_and_what_these_last_beside():
     meter = Meter(num_stages=2)
-    meter.stages(((1, 5.0), (16, 20.0)))
+    meter.stages(Measured(((1, 5.0), (16, 20.0))))
     for rows, ms in ((16, 1.0), (1, 23.0), (1, 22.0), (1, 7.5), (1, 7.5)):
         meter.begin()
         meter.fed(rows)

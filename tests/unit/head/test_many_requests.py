@@ -33,6 +33,7 @@ from pipespec.head.source.protocol import Candidates
 from pipespec.head.source.synthetic import Accuracy
 from pipespec.head.tree import ROOT
 from pipespec.planning.simulation import Machine, simulate
+from pipespec.row_times import Measured
 
 NUM_STEPS = 3
 MOST = 4  # requests that are open at once
@@ -286,7 +287,7 @@ def test_beside_a_long_prompt_no_step_gets_longer_and_an_answer_keeps_guessing(
     have 128. The stages know that from their start."""
     curve = TimeCurve(((1, 37.8), (64, 37.8), (65, 75.6), (128, 75.6)))
     on = Scheduler(SchedulerConfig(policy, NUM_STEPS, 1, 128, 9000, 2, 128))
-    on.learn(tuple((rows, curve.ms(rows)) for rows in (1, 4, 16, 64, 128)))
+    on.learn(Measured(tuple((rows, curve.ms(rows)) for rows in (1, 4, 16, 64, 128))))
     on.add(Request(0, (1, 2), 4000), lambda token: False, 0)
     rng, stages, in_flight = np.random.default_rng(0), Stages(), [0] * NUM_STEPS
     read, beside = [], []  # rows of the prompt in each step, and of the answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_where_rows_are_dear_guesses_make_nothing_slower(stage_ms, draft, reques
     assert guessing.ms / guessing.tokens <= plain.ms / plain.tokens / 0.97
 
 
+def test_where_reading_a_context_is_dear_guesses_make_nothing_slower():
+    # Sixteen texts of some 20 tokens: reading all of them takes twice as long as the weights.
+    dear = Machine((TimeCurve(((1, 10.0),)),) * 4, draft_ms=5.0, slot_ms=0.06)
+    plain, guessing = (
+        simulate(policy, dear, POOR, rounds=1, num_tokens=320, num_requests=16, max_rows=32)
+        for policy in (Root(), BestFirst(32, 8))
+    )
+    assert guessing.ms / guessing.tokens <= plain.ms / plain.tokens / 0.97
+
+
 @pytest.mark.parametrize("rounds", [2, 3])
 def test_a_perfect_draft_gives_best_first_a_token_per_round(rounds):
     ran = simulate(BestFirst(8, 1), machine(8), PERFECT, rounds=rounds, num_tokens=300)
@@ -119,7 +130,8 @@ def test_times_follow_the_rows():
     assert [curve.ms(rows) for rows in (0, 1, 2, 3, 4, 6, 8, 10)] == [0, 10, 10, 12, 14, 22, 30, 38]
     uneven = Machine((TimeCurve(((1, 10.0),)), TimeCurve(((1, 30.0),))), hop_ms=1)
     assert uneven.plain_tbt_ms == 42
-    assert uneven.slowest_ms([1, 0]) == 10
+    assert uneven.stage_ms([1, 0], [0, 0]) == [10, 0]
+    assert replace(uneven, slot_ms=0.5).stage_ms([1, 1], [40, 2]) == [30, 31]
     ran = simulate(Root(), uneven, PUBLISHED, rounds=1, num_tokens=10)
     assert ran.ms / ran.tokens == pytest.approx(42)
 

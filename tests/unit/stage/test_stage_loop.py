@@ -203,7 +203,7 @@ def test_the_head_is_told_how_long_batches_take(first):
     link = StoryLink(1, [prompt(0), Batch(1), Batch(2, stop=True)])
     settings = StageSettings(Layout(2), Pace(), 0.0)
     StageLoop(SliceRunner(first, NUM_SLOTS), link, controller, settings, timeline).run()
-    ((rows, ms),) = controller.times
+    ((rows, ms),) = controller.times.points
     assert rows == 3 and ms > 0
 
 
