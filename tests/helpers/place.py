@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,8 @@ class Place:
         """End what is left; its resource trackers clear up if they are asked first."""
         left = self.processes()
         for process in left:
-            process.terminate()
+            with suppress(psutil.NoSuchProcess):  # it was about to end by itself
+                process.terminate()
         for process in psutil.wait_procs(left, ENDING_S)[1]:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
