@@ -28,6 +28,17 @@ NEEDS = ("fastapi", "prometheus_client", "uvicorn")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
 # Settings that say where requests are kept.
 KEEPING = ("controller.url=", "controller.data=", "controller=")
+# Options that are numbers, as `ServerOptions` has them.
+LIMITS = (
+    (
+        "max_queued_requests",
+        "N",
+        "answers that may wait here for their first token; more is refused",
+    ),
+    ("max_queued_tokens", "N", "tokens of the prompts of what waits"),
+    ("patience", "S", "how long requests wait for a cluster that is away"),
+    ("shutdown_timeout", "S", "in which answers may finish at the end; 0: none"),
+)
 # The folder of those that nobody has said it of, and how long it may take to remove it.
 DATA = "data"
 REMOVED_S = 5.0
@@ -74,35 +85,15 @@ def add(commands: Commands) -> None:
         metavar="NAME",
         help="what to call the model; may be given several times (as its folder)",
     )
-    command.add_argument(
-        "--max-queued-requests",
-        type=int,
-        default=usual.max_queued_requests,
-        metavar="N",
-        help="answers that may wait here for their first token; more is refused "
-        f"({usual.max_queued_requests})",
-    )
-    command.add_argument(
-        "--max-queued-tokens",
-        type=int,
-        default=usual.max_queued_tokens,
-        metavar="N",
-        help=f"tokens of the prompts of what waits ({usual.max_queued_tokens})",
-    )
-    command.add_argument(
-        "--patience",
-        type=float,
-        default=usual.patience,
-        metavar="S",
-        help=f"how long requests wait for a cluster that is away ({usual.patience:g})",
-    )
-    command.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        default=usual.shutdown_timeout,
-        metavar="S",
-        help=f"in which answers may finish at the end; 0: none ({usual.shutdown_timeout:g})",
-    )
+    for name, unit, told in LIMITS:
+        value = getattr(usual, name)
+        command.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(value),
+            default=value,
+            metavar=unit,
+            help=f"{told} ({value:.15g})",
+        )
     command.add_argument(
         "--allowed-origins",
         action="append",

@@ -7,7 +7,7 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import uvicorn
 
@@ -34,13 +34,11 @@ def bound(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
+        with ExitStack() as unless_bound:
+            listener = unless_bound.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-        except BaseException:
-            listener.close()
-            raise
+            unless_bound.pop_all()
     except OSError as error:
         raise ConfigError(
             f"Nothing can listen at {host!r}, port {port} ({error.strerror}); choose another "

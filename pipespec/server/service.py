@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from http import HTTPStatus
 
 from starlette.requests import Request
@@ -98,14 +99,13 @@ class Service:
         place.hold(ask.prompt_tokens * ask.n)
         answering = Answering(self.client, ask, place.handed_on(), self.metrics, self._open.discard)
         self._open.add(answering)
-        try:
-            await answering.begin()
-        except PipespecError as error:
-            await answering.close()
-            raise of(error) from error
-        except BaseException:
-            await answering.close()
-            raise
+        async with AsyncExitStack() as unless_begun:
+            unless_begun.push_async_callback(answering.close)
+            try:
+                await answering.begin()
+            except PipespecError as error:
+                raise of(error) from error
+            unless_begun.pop_all()
         if body.stream:
             return EventStream(answering, shape)
         return await whole(answering, shape, request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -17,3 +18,11 @@ def until(
     while not condition():
         assert time.monotonic() < end, f"{what} within {seconds:g} s"
         time.sleep(0.02)
+
+
+async def soon(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    """`until` for a test within an event loop, which goes on meanwhile."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"it did not happen within {seconds:g} s"
+        await asyncio.sleep(0)

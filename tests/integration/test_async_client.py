@@ -115,8 +115,14 @@ def test_who_leaves_cancels_and_who_finished_does_not(
                 await followed.next(LONG_S)
             # And who leaves while the request is on its way.
             async with client.follow() as followed:
-                asking = asyncio.ensure_future(ask(followed))
-                await asyncio.sleep(0)
+                begun = asyncio.Event()
+
+                async def ask_too() -> None:
+                    begun.set()
+                    await ask(followed)
+
+                asking = asyncio.ensure_future(ask_too())
+                await begun.wait()
                 asking.cancel()
                 await asyncio.wait([asking])
             return first, second

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from itertools import count
 
 import pytest
 
@@ -18,27 +17,10 @@ from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ControllerError, Unreachable
 from tests.helpers.log import accept, head_of, take
+from tests.helpers.waiting import soon
 
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9}
 LONG_S = 30.0
-names = count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture
-def namespace() -> str:
-    return f"async-streams-{next(names)}"
-
-
-@pytest.fixture
-def head(server: EmbeddedRedis, namespace: str) -> Iterator[Controller]:
-    with head_of(server, namespace) as controller:
-        yield controller
 
 
 @asynccontextmanager
@@ -72,8 +54,7 @@ def test_what_is_added_while_a_read_waits_is_heard_at_once(
         await streams.add(first)
         for _ in range(3):  # each time the read that waits is another
             waiting = asyncio.ensure_future(streams.next(LONG_S))
-            while not streams._reading:
-                await asyncio.sleep(0)
+            await soon(lambda: streams._reading)
             second = await log.enqueue(**ASKED)
             await streams.add(second)
             began = time.monotonic()
@@ -196,7 +177,7 @@ def test_who_is_cancelled_in_the_middle_of_a_call_does_not_confuse_the_next(
         first = await log.enqueue(**ASKED)
         for _ in range(5):
             asking = asyncio.ensure_future(log.look())
-            await asyncio.sleep(0)
+            await soon(lambda: log._pipe._turn.locked())
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking

@@ -33,18 +33,7 @@ from pipespec.core import Guesses
 from pipespec.errors import ControllerError, GraphError, StaleEpoch, Unreachable
 from pipespec.system.resources import resource_dir
 
-names = count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture
-def namespace() -> str:
-    return f"test-{next(names)}"
+numbers = count()
 
 
 class Cluster:
@@ -422,7 +411,7 @@ def histories(draw: st.DrawFn) -> list[tuple]:
 def test_any_graph_completed_in_any_order_announces_what_the_reference_does(
     server: EmbeddedRedis, history: list[tuple]
 ) -> None:
-    namespace = f"test-{next(names)}"
+    namespace = f"history-{next(numbers)}"
     keys = Keys(namespace)
     epoch = Controller.new_epoch(server.url, namespace)
     pipe = Pipe(server.url)

@@ -32,12 +32,6 @@ names = count()
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
 class Life:
     """A namespace, and whoever connects to it."""
 

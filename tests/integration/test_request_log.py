@@ -29,18 +29,6 @@ names = count()
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9, "eos": (2,), "stop": ("\n\n", "é")}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture
-def head(server: EmbeddedRedis) -> Iterator[Controller]:
-    with head_of(server, f"log-{next(names)}") as controller:
-        yield controller
-
-
 @pytest.fixture
 def pipe(server: EmbeddedRedis) -> Iterator[Pipe]:
     pipe = Pipe(server.url)

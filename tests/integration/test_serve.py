@@ -85,9 +85,10 @@ def ids_of(tokenizer: Any, tokens: list[str]) -> list[int]:
     return [by_text[token] for token in tokens]
 
 
-def strictly(kind: type[BaseModel], told: Any) -> None:
-    """What was told has the types that OpenAI's package states, and no key that it does not."""
-    kind.model_validate(told, strict=True, extra="forbid")
+def strictly(kind: type[BaseModel], told: Any) -> Any:
+    """What was told, which has the types that OpenAI's package states and no key that it does
+    not."""
+    return kind.model_validate(told, strict=True, extra="forbid")
 
 
 # --- text -------------------------------------------------------------------------------------
@@ -173,9 +174,13 @@ def test_streams_say_what_whole_replies_say_in_valid_chunks(
 
 def test_whole_replies_have_openais_types(server: Server) -> None:
     body = ASKED | {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "n": 2}
-    strictly(ChatCompletion, server.http.post("/v1/chat/completions", json=body).json())
+    chat = strictly(ChatCompletion, server.http.post("/v1/chat/completions", json=body).json())
+    assert [choice.index for choice in chat.choices] == [0, 1]
+    assert all(len(token.top_logprobs) == 2 for token in chat.choices[1].logprobs.content)
     body = ASKED | {"prompt": PROMPTS[0], "logprobs": 2, "n": 2}
-    strictly(Completion, server.http.post("/completions", json=body).json())
+    told = strictly(Completion, server.http.post("/completions", json=body).json())
+    assert [choice.index for choice in told.choices] == [0, 1]
+    assert all(len(likely) >= 2 for likely in told.choices[1].logprobs.top_logprobs)
 
 
 def test_the_package_reads_streams_of_several_answers(client: openai.OpenAI) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import count
 
 import pytest
 
@@ -17,24 +16,6 @@ from pipespec.errors import ControllerError, Unreachable
 from tests.helpers.log import accept, head_of
 
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9}
-names = count()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture
-def namespace() -> str:
-    return f"streams-{next(names)}"
-
-
-@pytest.fixture
-def head(server: EmbeddedRedis, namespace: str) -> Iterator[Controller]:
-    with head_of(server, namespace) as controller:
-        yield controller
 
 
 @pytest.fixture
