@@ -16,10 +16,11 @@ from pipespec.engine import tokenizer
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
 from pipespec.head.loop import HeadLoop, HeadSettings
-from pipespec.head.scheduler import Scheduler, SchedulerConfig
+from pipespec.head.scheduler import Scheduler
 from pipespec.head.sequence import StopCheck
 from pipespec.head.source.draft_model import DraftModelSource
 from pipespec.head.source.protocol import TokenSource
+from pipespec.head.work import SchedulerConfig
 from pipespec.planning.placement import guess_slots
 from pipespec.row_times import RowTimes
 from pipespec.stage.loop import StageLoop, StageSettings

@@ -17,10 +17,11 @@ from pipespec.controller.records import CANCELLED, Accepted
 from pipespec.controller.verdict import VerdictReceiver
 from pipespec.core import Batch, Request, Verdict
 from pipespec.emulation import Pace, wait_until
-from pipespec.head.scheduler import DraftWork, Scheduler
+from pipespec.head.scheduler import Scheduler
 from pipespec.head.sequence import NOT_OPEN, Sequence, StopCheck
 from pipespec.head.source.protocol import TokenSource
 from pipespec.head.timing import SendTiming
+from pipespec.head.work import DraftWork
 from pipespec.row_times import together
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport

@@ -122,7 +122,10 @@ class Meter:
         tokens = np.zeros(len(self._offered))
         tokens[: len(chances)] = chances[: len(tokens)]
         self._offers += 1
-        self._offered += (np.cumsum(tokens) - self._offered) / min(self._offers, MEMORY)
+        # A new array: states hold the old one.
+        self._offered = self._offered + (np.cumsum(tokens) - self._offered) / min(
+            self._offers, MEMORY
+        )
         self._drafting.add(self._drafted_ms)
 
     def fed(self, rows: int, of_prompts: int = 0) -> None:
@@ -161,7 +164,7 @@ class Meter:
             tokens_per_step=self._tokens.value,
             step_ms=self._curve(),
             slot_ms=self._slot_ms,
-            offered=self._offered.copy() if self._offers else None,
+            offered=self._offered if self._offers else None,
             drafting_ms=self._drafting.value or 0.0,
             plain=self._rate(self._plain, (self._plain_requests.value or 0) / self.num_stages),
             guessing=self._rate(self._guessing, self._tokens.value),

@@ -26,19 +26,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from pipespec.core import GUESS, KIND, MAX_OPENED_BYTES, Batch, Opening, Verdict
 from pipespec.head.admission import Admission
 from pipespec.head.choice import Choice, Offer, certain, choose, share
-from pipespec.head.feed.policy import FeedPolicy, PipelineState
+from pipespec.head.feed.policy import PipelineState
 from pipespec.head.feed.rounds import fits, least_rounds
 from pipespec.head.meter import Meter
 from pipespec.head.sequence import Sequence
-from pipespec.head.source.protocol import Asked, Candidates
+from pipespec.head.source.protocol import Candidates
 from pipespec.head.tree import ROOT
+from pipespec.head.work import DraftPart, DraftWork, Progress, SchedulerConfig, Totals
 from pipespec.row_times import Measured
 
 # How much longer a step may last with rows of prompts, while answers are running, than without.
@@ -46,89 +47,6 @@ PROMPT_STRETCH = 1.5
 # Of such a step's rows beside roots, one of so many is kept for guesses that pay, so that answers
 # do not fall back to a token per pass; a prompt then takes at most 4/3 of its time.
 KEPT_FOR_GUESSES = 4
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """What a scheduler decides by.
-
-    Attributes:
-        policy: which nodes are expanded and which may be fed.
-        num_steps: steps that a batch takes from the head through the last stage.
-        rounds: draft rounds per step at most, or "auto".
-        prefill_chunk: rows of prompts that one batch carries.
-        context_limit: tokens of the longest sequence.
-        max_num_seqs: requests that are open at once.
-        max_rows: rows of one batch, and nodes that one draft round expands, of all requests.
-            0: as many as one request needs.
-        num_slots: tokens and guesses of all requests that every stage can hold.
-    """
-
-    policy: FeedPolicy
-    num_steps: int
-    rounds: int | str
-    prefill_chunk: int
-    context_limit: int
-    max_num_seqs: int = 1
-    max_rows: int = 0
-    num_slots: int = 2**62
-
-    @property
-    def rows(self) -> int:
-        """`max_rows`, resolved."""
-        return self.max_rows or max(self.policy.max_rows, self.prefill_chunk)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPart:
-    """What a draft round does for one sequence: the best `limit` children of its `nodes` are kept
-    (None: all)."""
-
-    sequence: Sequence
-    nodes: np.ndarray
-    limit: int | None
-
-    @property
-    def asked(self) -> Asked:
-        return Asked(self.sequence.context, self.sequence.tree, self.nodes)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftWork:
-    """One draft round: the source proposes `children` children for the nodes of each part."""
-
-    parts: tuple[DraftPart, ...]
-    children: int
-
-    @property
-    def asked(self) -> list[Asked]:
-        return [part.asked for part in self.parts]
-
-
-@dataclass(slots=True)
-class Totals:
-    """What was done since the scheduler began: steps, tokens decided, draft rounds, and rows fed
-    of each kind."""
-
-    steps: int = 0
-    tokens: int = 0
-    rounds: int = 0
-    root_rows: int = 0
-    prompt_rows: int = 0
-    guess_rows: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What a verdict brought to a request.
-
-    `accepted` is the verdict without the tokens beyond the end of the text; `reason` says why
-    the request is over, None: it is not.
-    """
-
-    sequence: Sequence
-    accepted: Verdict
-    reason: str | None
 
 
 class Scheduler(Admission):

@@ -31,9 +31,10 @@ from pipespec.emulation import TimeCurve
 from pipespec.errors import ConfigError
 from pipespec.head.feed.policy import FeedPolicy
 from pipespec.head.feed.rounds import check_rounds
-from pipespec.head.scheduler import DraftWork, Scheduler, SchedulerConfig
+from pipespec.head.scheduler import Scheduler
 from pipespec.head.source.synthetic import Accuracy, SyntheticSource
 from pipespec.head.tree import ROOT
+from pipespec.head.work import DraftWork, SchedulerConfig
 from pipespec.limits import MAX_MS, MAX_SEED, check_number, check_whole
 from pipespec.row_times import RowTimes
 

@@ -31,8 +31,9 @@ from pipespec.head.feed.policy import FeedPolicy
 from pipespec.head.feed.root import Root
 from pipespec.head.feed.static_tree import StaticTree
 from pipespec.head.loop import HeadLoop, HeadSettings
-from pipespec.head.scheduler import Scheduler, SchedulerConfig
+from pipespec.head.scheduler import Scheduler
 from pipespec.head.source.synthetic import Accuracy, SyntheticSource
+from pipespec.head.work import SchedulerConfig
 from pipespec.planning.simulation import VOCABULARY, Machine, SimulatedPipeline
 from pipespec.trace import Timeline
 from tests.helpers.story import StoryController, StoryLink, StoryOver, StoryStages

@@ -28,10 +28,11 @@ from pipespec.head.feed.level import Level
 from pipespec.head.feed.policy import FeedPolicy
 from pipespec.head.feed.root import Root
 from pipespec.head.feed.static_tree import StaticTree
-from pipespec.head.scheduler import DraftWork, Scheduler, SchedulerConfig
+from pipespec.head.scheduler import Scheduler
 from pipespec.head.source.protocol import Candidates
 from pipespec.head.source.synthetic import Accuracy
 from pipespec.head.tree import ROOT
+from pipespec.head.work import DraftWork, SchedulerConfig
 from pipespec.planning.simulation import Machine, simulate
 from pipespec.row_times import Measured
 

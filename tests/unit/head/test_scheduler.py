@@ -13,9 +13,10 @@ from pipespec.head.feed.level import Level
 from pipespec.head.feed.policy import FeedPolicy
 from pipespec.head.feed.root import Root
 from pipespec.head.feed.static_tree import StaticTree
-from pipespec.head.scheduler import DraftWork, Scheduler, SchedulerConfig
+from pipespec.head.scheduler import Scheduler
 from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Candidates
+from pipespec.head.work import DraftWork, SchedulerConfig
 
 NUM_STEPS = 3
 POLICIES = [Root(), StaticTree([1, 2]), Level(8, 2), BestFirst(4, 2)]
