@@ -126,6 +126,7 @@ class Recovery:
         self._alive: set[str] = set()  # workers that hold a lease
         self._lost: dict[str, float] = {}  # when a lease ran out
         self._killed: dict[str, float] = {}  # when a lost worker was ended
+        self._prepared_at = 0.0  # when the host of one that is away was last seen to start
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._fruitless = 0  # faults since something was decided
@@ -261,6 +262,8 @@ class Recovery:
             self._killed.pop(worker, None)
         for worker in silent:
             self._lost[worker] = now
+        if any(map(self._workers.preparing, set(self._everyone) - alive)):
+            self._prepared_at = now
         for worker, since in self._lost.items():
             # A moment more: after a silence of Redis all leases have run out.
             due = now - self._killed.get(worker, -KILL_S) > KILL_S and now - since > GRACE_S
@@ -285,8 +288,9 @@ class Recovery:
         try:
             self.assignment = self._replan(away)
         except ConfigError as error:
-            # Imports can take longer than patience lasts; who imports has not stayed away.
-            if not any(map(self._workers.preparing, away)):
+            # Imports can take longer than patience lasts; who imports has not stayed away, and
+            # who has imported gets as long again to join.
+            if now - self._prepared_at > self._patience_s:
                 self._give_up(f"{', '.join(sorted(away))} stayed away: {error}")
             return False
         self._note(f"{', '.join(sorted(away))} stayed away")

@@ -264,14 +264,17 @@ class Processes:
 
     def __init__(self) -> None:
         self.deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
-        self.looks = 0  # how often a lost one's host was found to be starting
+        self.looks = 0  # how often somebody asked whether a lost one's host is starting
+        self.prepared_at = 0.0  # when the answer was yes
 
     def kill(self, worker: str, since: float) -> bool:
         return False
 
     def preparing(self, worker: str) -> bool:
         self.looks += 1
-        return self.looks < 5
+        if self.looks < 10:
+            self.prepared_at = time.monotonic()
+        return self.looks < 10
 
     def mend(self) -> None:
         pass
@@ -314,16 +317,18 @@ def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life)
 
 
 def test_nobody_gives_up_while_a_lost_host_is_starting(life: Life) -> None:
-    """Imports can take longer than the patience with a worker that says nothing."""
+    """Imports can take longer than the patience with a worker that says nothing, and the workers
+    of a host do not join at the same moment."""
 
     def replan(_: set[str]) -> RankAssignment:
         raise ConfigError("nobody is left.")
 
-    processes = Processes()
-    with recovery_of(life, replan, SHORT_S) as recovery:
+    processes, patience_s = Processes(), 0.5
+    with recovery_of(life, replan, patience_s) as recovery:
         life.worker().renew("m/0", os.getpid())
         recovery.watch(processes)
         recovery._thread.join(PATIENCE_S)
+        assert time.monotonic() - processes.prepared_at > patience_s
         with pytest.raises(RankFailed, match="m/0, m/1 stayed away: nobody is left"):
             recovery.check()
-    assert processes.looks >= 5
+    assert processes.looks >= 10
