@@ -17,7 +17,7 @@ from pipespec.client.client import Client
 from pipespec.client.dataset import load
 from pipespec.client.own import Running
 from pipespec.controller.overview import look
-from pipespec.controller.records import CANCELLED, Accepted, Finished
+from pipespec.controller.records import CANCELLED, Accepted, Event, Finished
 from pipespec.core import Sampling
 
 SETTLED_S = 30.0
@@ -51,7 +51,7 @@ class Asked:
         pairs = enumerate(zip(self.tokens, self.right, strict=False))
         return [place for place, (token, right) in pairs if token != right]
 
-    def hear(self, event: Accepted | Finished) -> None:
+    def hear(self, event: Event) -> None:
         """One event of the request."""
         if isinstance(event, Accepted):
             expected = len(self.prompt) + len(self.tokens)
@@ -59,6 +59,7 @@ class Asked:
             self.doubled += max(expected - event.base, 0)
             self.tokens += event.tokens
             return
+        assert isinstance(event, Finished), "no request of these asks for more"
         self.reason = event.reason
         if event.reason != CANCELLED:
             self.lost += max(self.length - len(self.tokens), 0)

@@ -16,21 +16,11 @@
 -- be of one request, in their order.
 --- @include "fence"
 --- @include "request"
+--- @include "words"
 
 local stale = fence(KEYS[1], ARGV[1])
 if stale then
   return stale
-end
-
-local function from(words, skip)
-  local part, position = {}, 0
-  for word in string.gmatch(words, '%S+') do
-    position = position + 1
-    if position > skip then
-      part[#part + 1] = word
-    end
-  end
-  return part
 end
 
 -- First look at everything, then write: a refusal leaves nothing behind.
@@ -48,13 +38,13 @@ for i = 2, #ARGV, 4 do
   if base > length then
     return refuse('REQUEST', 'request ' .. id .. ' has ' .. length .. ' tokens, and none can be accepted at ' .. base)
   end
-  local fresh = from(ARGV[i + 2], length - base)
+  local fresh = words(ARGV[i + 2], length - base)
   if #fresh > 0 then
     if reasons[id] then
       return refuse('REQUEST', 'request ' .. id .. ' is finished (' .. reasons[id] .. ')')
     end
     local entry = { 'base', length, 'tokens', table.concat(fresh, ' ') }
-    local notes = from(ARGV[i + 3], length - base)
+    local notes = words(ARGV[i + 3], length - base)
     if #notes > 0 then
       entry[5], entry[6] = 'notes', table.concat(notes, ' ')
     end

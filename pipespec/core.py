@@ -112,6 +112,16 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """What the target thought of a part of a request's prompt, from the position `base` on, if the
+    request asked for that. Before anything is accepted all of the prompt but its first token was
+    told of, in order."""
+
+    base: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What the last stage decided for one sequence in one step.
 
@@ -160,6 +170,7 @@ class Sampling:
         seed: with the position, all that a draw depends on beside the distribution.
         logprobs: report the log-probabilities of the chosen and of so many most probable
             tokens; None: report none.
+        prompt_logprobs: the same of the prompt's own tokens, but for the first.
         min_tokens: before the answer has so many tokens none that ends the text is chosen, and
             no stop string counts.
         acceptance: EXACT takes what the target says; RELAXED and STRICT prefer what was guessed
@@ -176,6 +187,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     min_tokens: int = 0
     acceptance: str = EXACT
 

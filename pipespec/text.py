@@ -49,6 +49,18 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
     return text.encode()
 
 
+def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
+    """Where in a text each of its tokens begins, in characters. Tokens that do not show in it take
+    no place: a marker of its beginning, a space that its first word does not have."""
+    raw, at, offsets = text.encode(), 0, []
+    for token in tokens:
+        offsets.append(len(raw[:at].decode(errors="ignore")))
+        own = token_bytes(tokenizer, token)
+        found = next((part for part in (own, own.lstrip(b" ")) if raw.startswith(part, at)), b"")
+        at += len(found)
+    return offsets
+
+
 def _byte_of() -> dict[str, int]:
     """How byte-level tokenizers spell bytes: printable ones as themselves, the others, in their
     order, as the characters from 256 on."""

@@ -4,10 +4,13 @@
 --
 --   <request>          hash    asked: what was asked for (opaque); length: of the sequence so
 --                              far, prompt included; reason: why it finished, if it did;
---                              cancelled: with what reason the head is to end it, if it is
+--                              cancelled: with what reason the head is to end it, if it is;
+--                              scored: up to which position the prompt was told of
 --   <request>:events   stream  an entry "<length after it>-0" per accepted piece, with base
 --                              and tokens, and notes if there are any (opaque words, one per
---                              token); at last "<length>-1" with the reason
+--                              token); at last "<length>-1" with the reason. Before them, of
+--                              a prompt whose tokens are to be told of, "<position>-0" with
+--                              base and notes
 --   <request>:reports  stream  an entry per report of a rank
 --
 -- Two sorted sets hold the ids of those that wait (queue) and of those that an epoch has taken

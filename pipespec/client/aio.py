@@ -23,9 +23,8 @@ from pipespec.client.registry import RunningCluster
 from pipespec.client.served import ServedModel
 from pipespec.controller.aio import AsyncLog, AsyncStreams, Forgotten
 from pipespec.controller.connection import RETRY_S, password
-from pipespec.controller.following import Event
 from pipespec.controller.overview import Overview
-from pipespec.controller.records import Finished
+from pipespec.controller.records import Event, Finished
 from pipespec.core import Sampling
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 

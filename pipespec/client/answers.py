@@ -10,7 +10,7 @@ from typing import Any
 
 from pipespec.client.served import ServedModel
 from pipespec.cluster.deployment import Deployment
-from pipespec.controller.records import Accepted, Finished
+from pipespec.controller.records import Accepted, Event, Finished
 from pipespec.core import Sampling, TokenLogprobs
 from pipespec.stats import Report, summarise
 from pipespec.text import FinalText
@@ -27,16 +27,20 @@ def fresh_seed() -> int:
 
 @dataclass
 class Answer:
-    """What a request's events have told: its tokens, its text before a stop string, its end."""
+    """What a request's events have told: its tokens, its text before a stop string, its end.
+
+    `prompt_logprobs`, if asked for, are those of the prompt's tokens from the second on.
+    """
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str = ""
 
 
 def gather(
-    events: Iterable[Accepted | Finished],
+    events: Iterable[Event],
     text: FinalText,
     on_text: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
@@ -53,8 +57,10 @@ def gather(
             answer.token_ids += event.tokens
             answer.logprobs += event.logprobs
             show(text.push(event.tokens))
-        else:
+        elif isinstance(event, Finished):
             answer.finish_reason = event.reason
+        else:
+            answer.prompt_logprobs += event.logprobs
     show(text.flush())
     answer.text = "".join(pieces)
     return answer

@@ -18,7 +18,7 @@ from pipespec.clock import monotonic_ns
 from pipespec.cluster import session
 from pipespec.cluster.deployment import decide, fit_context
 from pipespec.config.schema import Config
-from pipespec.controller.records import Accepted, Finished
+from pipespec.controller.records import Event, Finished
 from pipespec.errors import ConfigError, PromptError, RankFailed
 from pipespec.limits import MAX_COUNT, check_whole
 from pipespec.stats import Report
@@ -181,7 +181,7 @@ class _Asked:
 
     number: int
     enqueued_ns: int
-    events: list[Accepted | Finished] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     ended_ns: int = 0
     reports: list[Report] = field(default_factory=list)
 

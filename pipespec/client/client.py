@@ -23,7 +23,7 @@ from pipespec.client.served import ServedModel
 from pipespec.client.settings import RequestSettings
 from pipespec.clock import Clock, monotonic_ns
 from pipespec.controller.overview import look
-from pipespec.controller.records import Accepted, Finished
+from pipespec.controller.records import Accepted, Event, Finished
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.streams import Streams
 from pipespec.core import Sampling
@@ -118,7 +118,7 @@ class Client:
             priority=decode.priority,
         )
 
-    def events(self, request: int) -> Iterator[Accepted | Finished]:
+    def events(self, request: int) -> Iterator[Event]:
         """The events of a request, from its first on; Finished is the last.
 
         Raises RankFailed if the cluster ends before the request does.
@@ -135,10 +135,10 @@ class Client:
         with self._log.streams() as streams:
             yield Followed(self._cluster, streams, self._heard)
 
-    def _heard(self, request: int, event: Accepted | Finished) -> None:
+    def _heard(self, request: int, event: Event) -> None:
         if isinstance(event, Accepted):
             self._first_seen.setdefault(request, self._clock())
-        else:
+        elif isinstance(event, Finished):
             self._open.discard(request)
 
     def reports(self, request: int) -> list[Report]:
@@ -179,7 +179,7 @@ class Followed:
         self,
         cluster: Asked,
         streams: Streams,
-        on_event: Callable[[int, Accepted | Finished], None],
+        on_event: Callable[[int, Event], None],
     ):
         self._cluster = cluster
         self._streams = streams
@@ -194,7 +194,7 @@ class Followed:
         """Follow a request too, from its first event on."""
         self._streams.add(request)
 
-    def next(self, timeout: float | None = None) -> list[tuple[int, Accepted | Finished]]:
+    def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
         """The next events, each with its request; [] if none comes within `timeout` seconds.
 
         Raises RankFailed if the cluster ends before what is followed does.

@@ -25,12 +25,13 @@ class Result:
 
     `logprobs`, if asked for, has for every token its `token_id` and `logprob` and, as `top`,
     the same two of the most probable tokens: natural logarithms, in the target's own
-    distribution.
+    distribution. `prompt_logprobs` is the same of the prompt's tokens, None for the first.
     """
 
     text: str
     token_ids: list[int]
     logprobs: list[dict[str, Any]] | None
+    prompt_logprobs: list[dict[str, Any] | None] | None
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
@@ -88,10 +89,12 @@ def ask(
     )
     reports = client.reports(request)
     logprobs = [*map(_report, answer.token_ids, answer.logprobs)]
+    of_prompt = [None, *map(_report, prompt[1:], answer.prompt_logprobs)]
     result = Result(
         text=answer.text,
         token_ids=answer.token_ids,
         logprobs=None if sampling.logprobs is None else logprobs,
+        prompt_logprobs=None if sampling.prompt_logprobs is None else of_prompt,
         prompt_tokens=len(prompt),
         completion_tokens=len(answer.token_ids),
         finish_reason=answer.finish_reason,

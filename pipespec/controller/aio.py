@@ -25,9 +25,10 @@ from pipespec.controller.connection import (
     lost,
     options_of,
 )
-from pipespec.controller.following import Event, Following, block_ms
+from pipespec.controller.following import Following, block_ms
 from pipespec.controller.keys import Keys
 from pipespec.controller.overview import Overview, overview, questions
+from pipespec.controller.records import Event
 from pipespec.controller.requests import cancelling, enqueuing
 from pipespec.controller.scripts import ScriptsLost, load_scripts, translate
 from pipespec.core import Request

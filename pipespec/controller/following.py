@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pipespec.controller.keys import Keys
-from pipespec.controller.records import Accepted, Entry, Finished, entries_of, event_from
+from pipespec.controller.records import Accepted, Entry, Event, Finished, entries_of, event_from
 from pipespec.errors import ControllerError
 
-Event = Accepted | Finished
 # Entries of one stream that are read at once.
 MOST_ENTRIES = 256
 

@@ -13,7 +13,7 @@ from pipespec.controller.keys import Keys
 from pipespec.controller.records import (
     Accepted,
     Entry,
-    Finished,
+    Event,
     entries_of,
     event_from,
     unpack_request,
@@ -75,7 +75,7 @@ class RequestReader:
 
     def stream(
         self, request: int, *, base: int = 0, heartbeat: float | None = None
-    ) -> Iterator[Accepted | Finished | None]:
+    ) -> Iterator[Event | None]:
         """The events of a request as they come, on a connection of its own; ends with Finished.
 
         A reader may start late: what happened before is told first. One that starts again

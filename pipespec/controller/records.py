@@ -7,7 +7,7 @@ import typing
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
-from pipespec.core import Request, TokenLogprobs
+from pipespec.core import Request, Scored, TokenLogprobs
 
 # Why a request ended for which nobody waited any more.
 CANCELLED = "cancelled"
@@ -39,6 +39,9 @@ class Finished:
     reason: str
 
 
+Event = Scored | Accepted | Finished
+
+
 def entries_of(found: list[Any]) -> list[Entry]:
     """The entries of a stream, from what Redis replies."""
     return [
@@ -46,15 +49,15 @@ def entries_of(found: list[Any]) -> list[Entry]:
     ]
 
 
-def event_from(fields: dict[bytes, bytes]) -> Accepted | Finished:
+def event_from(fields: dict[bytes, bytes]) -> Event:
     """The event that an entry of a request's stream tells."""
     if b"reason" in fields:
         return Finished(fields[b"reason"].decode())
-    return Accepted(
-        int(fields[b"base"]),
-        tuple(map(int, fields[b"tokens"].split())),
-        tuple(map(unpack_logprobs, fields.get(b"notes", b"").decode().split())),
-    )
+    base = int(fields[b"base"])
+    logprobs = tuple(map(unpack_logprobs, fields.get(b"notes", b"").decode().split()))
+    if b"tokens" not in fields:
+        return Scored(base, logprobs)
+    return Accepted(base, tuple(map(int, fields[b"tokens"].split())), logprobs)
 
 
 def pack_logprobs(logprobs: TokenLogprobs) -> str:

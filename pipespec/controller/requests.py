@@ -12,9 +12,14 @@ from typing import Any
 
 from pipespec.controller.keys import Keys
 from pipespec.controller.reader import PATIENCE_S, RequestReader
-from pipespec.controller.records import CANCELLED, Accepted, pack_logprobs, pack_request
+from pipespec.controller.records import (
+    CANCELLED,
+    Accepted,
+    pack_logprobs,
+    pack_request,
+)
 from pipespec.controller.scripts import evalsha
-from pipespec.core import Request
+from pipespec.core import Request, Scored
 
 # How long a finished request can still be read.
 KEEP_FINISHED_S = 3600
@@ -27,7 +32,7 @@ class RequestLog(RequestReader):
 
     Users enqueue, stream and cancel; the head takes requests (`Controller.next_requests`),
     accepts tokens and finishes; every rank reports. What a stale epoch writes is refused with
-    StaleEpoch. `accept`, `finish` and `report` do not wait for Redis: an error of theirs
+    StaleEpoch. `accept`, `score`, `finish` and `report` do not wait for Redis: an error of theirs
     surfaces at a later call, and they are not repeated when Redis goes away.
     """
 
@@ -59,6 +64,16 @@ class RequestLog(RequestReader):
             tokens = " ".join(map(str, piece.tokens))
             words += (request, piece.base, tokens, " ".join(map(pack_logprobs, piece.logprobs)))
         self._send("accept", (self._keys.epoch, self._keys.requests), self._epoch, *words)
+
+    def score(self, request: int, told: Scored) -> None:
+        """Tells the readers of a request what the target thinks of its prompt.
+
+        Positions that were told of before are skipped, and so is all of a finished request.
+        """
+        keys = self._keys
+        notes = " ".join(map(pack_logprobs, told.logprobs))
+        names = (keys.epoch, keys.request(request), keys.events(request))
+        self._send("score", names, self._epoch, request, told.base, notes)
 
     def finish(self, request: int, reason: str) -> None:
         """Ends a request. The first reason stays."""

@@ -7,7 +7,8 @@ from types import TracebackType
 from typing import Self
 
 from pipespec.controller.connection import RETRY_S, Pipe
-from pipespec.controller.following import Event, Following, block_ms
+from pipespec.controller.following import Following, block_ms
+from pipespec.controller.records import Event
 from pipespec.errors import Unreachable
 
 # A blocking read is renewed this often, so that a silent Redis is noticed.

@@ -19,6 +19,7 @@ from pipespec.core import (
     SEQUENCE,
     TOKEN,
     Batch,
+    Scored,
     Verdict,
 )
 from pipespec.engine.attention.plan import AttentionPlan
@@ -26,6 +27,9 @@ from pipespec.engine.kv import PageTable, SlotPool
 from pipespec.engine.lineage import DROPPED, TIP, Lineage, LiveNodes
 from pipespec.engine.model import ModelSlice
 from pipespec.sampling.verifier import Verifier
+
+# Rows whose logits are looked at together when a prompt is told of: a long one has gigabytes.
+SCORED_ROWS = 64
 
 
 class SliceRunner:
@@ -169,9 +173,7 @@ class SliceRunner:
                 asked.append((sequence, mine))
         if not asked:
             return []
-        assert batch.hidden is not None
-        wanted = torch.from_numpy(np.concatenate([mine for _, mine in asked]))
-        logits = self.model.logits(batch.hidden.index_select(0, wanted.to(batch.hidden.device)))
+        logits = self._logits(batch, np.concatenate([mine for _, mine in asked]))
         found: list[Verdict] = []
         for (sequence, mine), own in zip(
             asked, logits.split([len(mine) for _, mine in asked]), strict=True
@@ -182,6 +184,28 @@ class SliceRunner:
             tokens, logprobs = verifier.decide(lineage.tip, nodes, parents, guesses, own)
             found.append(Verdict(sequence, lineage.decided, tuple(tokens), tuple(logprobs)))
         return found
+
+    def scores(
+        self, batch: Batch, verifier_of: Callable[[int], Verifier]
+    ) -> list[tuple[int, Scored]]:
+        """What the target thinks of the prompts in this batch, of the sequences that ask for it
+        (last stage only)."""
+        found = []
+        for sequence, span in _spans(batch.rows):
+            verifier = verifier_of(sequence)
+            decided = span.start + np.flatnonzero(batch.rows[span, KIND] != GUESS)
+            decided = decided[: verifier.unscored]
+            for start in range(0, len(decided), SCORED_ROWS):
+                mine = decided[start : start + SCORED_ROWS]
+                told = verifier.score(batch.rows[mine, TOKEN].tolist(), self._logits(batch, mine))
+                found.append((sequence, told))
+        return found
+
+    def _logits(self, batch: Batch, rows: np.ndarray) -> torch.Tensor:
+        """Of some rows of a computed batch."""
+        assert batch.hidden is not None
+        wanted = torch.from_numpy(rows).to(batch.hidden.device)
+        return self.model.logits(batch.hidden.index_select(0, wanted))
 
     def release(self, sequence: int) -> None:
         """Forget a sequence and free all it held."""

@@ -101,10 +101,18 @@ def _nucleus(scores: Tensor, kept: Tensor, top_p: float) -> Tensor:
     return chosen
 
 
-def logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
-    """The log-probabilities of `token` and of the `count` most probable tokens, in the
-    target's own distribution: before bias, penalties, temperature and cut-offs."""
-    values = logits.to(torch.float64).log_softmax(0)
-    best = values.topk(min(count, len(values)))
-    top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return TokenLogprobs(float(values[token]), tuple(t for t in top if math.isfinite(t[1])))
+def logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """The log-probabilities of a token at each of the rows `[rows, vocab]`, and of the `count`
+    most probable ones there, in the target's own distribution: before bias, penalties,
+    temperature and cut-offs."""
+    values = logits.to(torch.float64).log_softmax(-1)
+    chosen = torch.tensor(tokens, device=values.device)
+    own = values.gather(1, chosen[:, None]).squeeze(1).tolist()
+    best = values.topk(min(count, values.shape[1]))
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [
+        TokenLogprobs(
+            value, tuple(pair for pair in zip(*top, strict=True) if math.isfinite(pair[1]))
+        )
+        for value, top in zip(own, tops, strict=True)
+    ]

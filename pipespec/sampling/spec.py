@@ -40,6 +40,7 @@ class _Adjusted:
     frequency_penalty: float = 0.0
     logit_bias: list[str] = field(default_factory=list)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def _adjustments(self) -> Sampling:
         return Sampling(
@@ -48,6 +49,7 @@ class _Adjusted:
             frequency_penalty=self.frequency_penalty,
             logit_bias=parse_bias(self.logit_bias),
             logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -160,8 +162,10 @@ def check_sampling(sampling: Sampling, section: str = "verify") -> None:
             refuse("logit_bias", f"{token}:{bias:g}", limits)
     if not 0 <= s.seed <= MAX_SEED:
         refuse("seed", s.seed, f"from 0 to {MAX_SEED}")
-    if s.logprobs is not None and not 0 <= s.logprobs <= MAX_LOGPROBS:
-        refuse("logprobs", s.logprobs, f"from 0 to {MAX_LOGPROBS}, or null for none")
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(s, name)
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            refuse(name, count, f"from 0 to {MAX_LOGPROBS}, or null for none")
 
 
 def check_vocabulary(sampling: Sampling, vocab_size: int, section: str = "verify") -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from pipespec.core import RELAXED, STRICT, Guesses, Opening, TokenLogprobs
+from pipespec.core import RELAXED, STRICT, Guesses, Opening, Scored, TokenLogprobs
 from pipespec.sampling.distribution import Tally, adjust, distribution, logprobs
 from pipespec.sampling.draw import draw
 from pipespec.sampling.terms import unpack
@@ -32,6 +32,8 @@ class Verifier:
         self._prompt = opening.prompt
         self._read: list[int] = []  # of the text before the first decision, if it matters
         self._tally: Tally | None = None
+        self._scored = 0  # tokens of the prompt whose logits were seen, if they are to be told of
+        self._before: torch.Tensor | None = None  # what the last of them says of the next
         # What was guessed below each node and how likely the draft found it, and in which step.
         self._guessed: dict[int, dict[int, float]] = {}
         self._steps: deque[Guesses] = deque()
@@ -45,6 +47,25 @@ class Verifier:
     def read(self, tokens: Sequence[int]) -> None:
         """The decided text goes on with `tokens`: what the sequence was opened with."""
         self._read += tokens
+
+    @property
+    def unscored(self) -> int:
+        """How many rows of the prompt's are to come whose logits it must see."""
+        return 0 if self.sampling.prompt_logprobs is None else self._prompt - self._scored
+
+    def score(self, tokens: Sequence[int], logits: torch.Tensor) -> Scored:
+        """What the target thinks of the prompt's next tokens, of whose rows these are the logits
+        `[rows, vocab]`; of the text's first it thinks nothing."""
+        assert self.sampling.prompt_logprobs is not None
+        before = logits[:-1]
+        if self._before is None:
+            tokens = tokens[1:]
+        else:
+            before = torch.cat((self._before, before))
+        told = logprobs(before, tokens, self.sampling.prompt_logprobs)
+        self._scored += len(logits)
+        self._before = logits[-1:].clone() if self.unscored else None
+        return Scored(self._scored - len(told), tuple(told))
 
     def guess(self, guesses: Guesses, since: int) -> None:
         """Know what the head has fed in a step; what it fed before the step `since` is decided
@@ -84,7 +105,7 @@ class Verifier:
         def draw_after(row: int) -> int:
             token = self._next(logits[row], self._guessed.get(nodes[row], {}))
             if self.sampling.logprobs is not None:
-                reports.append(logprobs(logits[row], token, self.sampling.logprobs))
+                reports.extend(logprobs(logits[row, None], [token], self.sampling.logprobs))
             return token
 
         return walk(tip, nodes, parents, guesses, draw_after), reports

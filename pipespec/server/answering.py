@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from pipespec.client.aio import AsyncClient, AsyncFollowed
-from pipespec.controller.records import Accepted
+from pipespec.controller.records import Accepted, Finished
 from pipespec.core import TokenLogprobs
 from pipespec.errors import PipespecError, RankFailed
 from pipespec.server.asking import Ask
@@ -25,6 +25,7 @@ REASONS = ("stop", "length")
 class Piece:
     """What was heard of one answer: text that is final, and the tokens behind it.
 
+    `scored` tells of the prompt's next tokens, from the second on, if that was asked for.
     `finish_reason` is None but for the last piece.
     """
 
@@ -32,6 +33,7 @@ class Piece:
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    scored: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
 
 
@@ -77,7 +79,8 @@ class Answering:
             request = await self._followed.submit(
                 ask.prompt_of(choice),
                 sampling,
-                max_new_tokens=ask.max_tokens[choice // ask.n],
+                # A prompt is read up to the first token after it, also if nobody wants that.
+                max_new_tokens=ask.max_tokens[choice // ask.n] or 1,
                 stop=ask.stop,
                 eos=ask.eos,
                 priority=ask.priority,
@@ -99,8 +102,10 @@ class Answering:
                 choice = self._choice[request]
                 if isinstance(event, Accepted):
                     yield self._accepted(choice, event)
-                else:
+                elif isinstance(event, Finished):
                     yield self._finished(choice, event.reason)
+                else:
+                    yield Piece(choice, "", scored=event.logprobs)
 
     def interrupt(self, error: PipespecError) -> None:
         """Let `pieces` raise an error."""
@@ -120,6 +125,8 @@ class Answering:
             self._begun[choice] = True
             self._place.begun(len(self.ask.prompt_of(choice)))
         self._watches[choice].heard(len(event.tokens))
+        if not self.ask.max_tokens[choice // self.ask.n]:
+            return Piece(choice, "")
         text = self._texts[choice].push(event.tokens)
         return Piece(choice, text, event.tokens, event.logprobs)
 
@@ -127,4 +134,6 @@ class Answering:
         if reason not in REASONS:
             raise RankFailed(f"The request was {reason} by somebody else; ask again.")
         self._watches[choice].ended(reason)
+        if not self.ask.max_tokens[choice // self.ask.n]:
+            reason = "length"
         return Piece(choice, self._texts[choice].flush(), finish_reason=cast(FinishReason, reason))

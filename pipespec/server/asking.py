@@ -62,7 +62,9 @@ class Ask:
     """What the cluster is asked for one HTTP request: `n` answers to each prompt.
 
     `prompts` are token ids, `texts` the prompts as text if `echo` asks for them. `max_tokens` is
-    a number for each prompt. Of all choices i has the prompt i // n and `samplings[i]`.
+    a number for each prompt, all 0 if nothing but the prompts is wanted. `prompt_logprobs` says
+    how many most probable tokens are told of at each place of a prompt beside itself. Of all
+    choices i has the prompt i // n and `samplings[i]`.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -73,6 +75,7 @@ class Ask:
     stop: tuple[str, ...]
     eos: tuple[int, ...]
     priority: int
+    prompt_logprobs: int | None
 
     @property
     def prompt_tokens(self) -> int:
@@ -89,6 +92,12 @@ def check_supported(body: GenerationRequest) -> None:
     what would be without effect."""
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "stream_options is given, but stream is not true.")
+    if body.prompt_logprobs is not None and body.stream:
+        raise refused(
+            "prompt_logprobs",
+            f"prompt_logprobs is {body.prompt_logprobs}, but a stream does not tell of its prompt; "
+            "leave it or stream out.",
+        )
     found = body.unsupported
     if found:
         name, why = found
@@ -131,12 +140,9 @@ async def chat(body: ChatRequest, served: ServedModel, defaults: Defaults) -> As
 
 async def completion(body: CompletionRequest, served: ServedModel, defaults: Defaults) -> Ask:
     """What a completion asks. Raises ApiError."""
-    if body.echo and body.logprobs is not None:
+    if body.max_tokens == 0 and not body.echo:
         raise refused(
-            "echo",
-            "echo with logprobs is not supported yet: the stages report no log-probabilities of a "
-            "prompt; leave one of the two out.",
-            "unsupported_field",
+            "max_tokens", "max_tokens is 0, but must be 1 at least unless echo asks for the prompt."
         )
     prompts = [
         await encode(served, prompt, "prompt")
@@ -149,7 +155,9 @@ async def completion(body: CompletionRequest, served: ServedModel, defaults: Def
         texts = tuple(
             prompt if isinstance(prompt, str) else decoded(served, prompt) for prompt in body.prompt
         )
-    wanted = body.max_tokens or defaults.max_tokens or COMPLETION_TOKENS
+    wanted = body.max_tokens
+    if wanted is None:
+        wanted = defaults.max_tokens or COMPLETION_TOKENS
     return _ask(body, served, defaults, prompts, texts, body.logprobs, wanted, "max_tokens")
 
 
@@ -166,7 +174,12 @@ def _ask(
     n = body.n or 1
     ignore_eos = defaults.ignore_eos if body.ignore_eos is None else body.ignore_eos
     eos = () if ignore_eos else served.eos
-    sampling = replace(sampling_of(body, defaults.sampling), logprobs=logprobs)
+    counts = [logprobs if texts else None, body.prompt_logprobs]
+    sampling = replace(
+        sampling_of(body, defaults.sampling),
+        logprobs=logprobs,
+        prompt_logprobs=max((count for count in counts if count is not None), default=None),
+    )
     stop_ids = body.stop_token_ids or []
     for token in stop_ids:
         check_token(served, token, "stop_token_ids")
@@ -187,6 +200,7 @@ def _ask(
         stop=(*(body.stop or defaults.stop),),
         eos=(*eos, *(token for token in stop_ids if token not in eos)),
         priority=defaults.priority if body.priority is None else body.priority,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 
@@ -228,11 +242,10 @@ def _room(served: ServedModel, prompt: int, wanted: int | None, least: int, fiel
             f"has {prompt}; ask for {room} at most.",
             TOO_LONG,
         )
-    if least > (wanted or room):
-        raise refused(
-            "min_tokens", f"min_tokens is {least}, but the answer has {wanted or room} at most."
-        )
-    return wanted or room
+    most = room if wanted is None else wanted
+    if least > most:
+        raise refused("min_tokens", f"min_tokens is {least}, but the answer has {most} at most.")
+    return most
 
 
 # --- prompts ----------------------------------------------------------------------------------

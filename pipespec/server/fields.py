@@ -56,10 +56,6 @@ REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "grammar": (NO_SCHEMA, ()),
     "json_schema": (NO_SCHEMA, ()),
     "regex": (NO_SCHEMA, ()),
-    "prompt_logprobs": (
-        "is not supported yet: the stages report no log-probabilities of a prompt",
-        (),
-    ),
     "audio": (NO_MEDIA, ()),
     "modalities": (NO_MEDIA, (["text"],)),
     "suffix": ("is not supported: the model writes what follows a prompt", ()),
@@ -212,6 +208,7 @@ Biases = Annotated[
 ]
 Penalty = Annotated[FiniteFloat | None, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Length = Annotated[int | None, Field(ge=1, le=MAX_COUNT)]
+LogprobCount = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_length=MAX_BIASED)]
 
 
@@ -250,6 +247,7 @@ class GenerationRequest(Fields):
     ignore_eos: bool | None = None
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    prompt_logprobs: LogprobCount = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -318,15 +316,16 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Length = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    top_logprobs: LogprobCount = None
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Prompts
+    max_tokens: Annotated[int | None, Field(ge=0, le=MAX_COUNT)] = None
     echo: bool | None = None
-    logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    logprobs: LogprobCount = None
     best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
 
 

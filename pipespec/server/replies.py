@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, Field
 
 FinishReason = Literal["stop", "length"]
+# Of a field that is left out of a reply where there is nothing to say.
+OrNothing: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
 class Usage(BaseModel):
@@ -38,6 +40,19 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class PromptLogprob(BaseModel):
+    """What the model thinks of a token at its place in a prompt, as vLLM writes it; `rank` is known
+    of the most probable ones that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# By token id, for each token of a prompt: itself and the most probable ones; nothing of the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class ChatMessage(BaseModel):
     """What the model says."""
 
@@ -64,17 +79,14 @@ class ChatReply(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = OrNothing
 
 
 class Delta(BaseModel):
     """What a chunk adds to a message; what it adds nothing to is left out."""
 
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _only_what_is_there(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in whole(self).items() if value is not None}
+    role: Literal["assistant"] | None = OrNothing
+    content: str | None = OrNothing
 
 
 class ChunkChoice(BaseModel):
@@ -98,16 +110,17 @@ class ChatChunk(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Of each token of a text: columns of equal length."""
+    """Of each token of a text: columns of equal length. Of a prompt's first token nothing is
+    known but its name."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(BaseModel):
-    """One answer, or what a piece of a stream adds to one."""
+    """What a piece of a stream adds to an answer."""
 
     index: int
     text: str
@@ -115,8 +128,15 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason | None
 
 
-class CompletionReply(BaseModel):
-    """Of POST /v1/completions, whole or a piece of its stream."""
+class CompletionAnswer(CompletionChoice):
+    """One answer."""
+
+    finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs | None = OrNothing
+
+
+class CompletionChunk(BaseModel):
+    """A piece of a completion's stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -124,6 +144,17 @@ class CompletionReply(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+
+
+class CompletionReply(BaseModel):
+    """Of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionAnswer]
+    usage: Usage
 
 
 class ModelCard(BaseModel):

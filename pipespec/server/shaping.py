@@ -6,6 +6,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from pydantic import BaseModel
 
@@ -19,19 +20,25 @@ from pipespec.server.replies import (
     ChatMessage,
     ChatReply,
     ChunkChoice,
+    CompletionAnswer,
     CompletionChoice,
+    CompletionChunk,
     CompletionLogprobs,
     CompletionReply,
     Delta,
     FinishReason,
+    PromptLogprob,
+    PromptLogprobs,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
-from pipespec.text import REPLACEMENT, Tokenizer, token_bytes, token_text
+from pipespec.text import REPLACEMENT, Tokenizer, token_bytes, token_offsets, token_text
 
 # JSON has no minus infinity; vLLM's word for it.
 LEAST_LOGPROB = -9999.0
+# A token of a completion's text and what is told of it: nothing of a prompt's first.
+Told = tuple[int, TokenLogprobs | None]
 
 
 class Shape(ABC):
@@ -62,6 +69,7 @@ class Shape(ABC):
         self._tokens = 0
         self._texts: list[list[str]] = [[] for _ in ask.samplings]
         self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in ask.samplings]
+        self._scored: list[list[TokenLogprobs]] = [[] for _ in ask.samplings]
         self._reasons: list[FinishReason] = ["length" for _ in ask.samplings]
 
     @property
@@ -75,13 +83,14 @@ class Shape(ABC):
         )
 
     def reported(self, choice: int) -> bool:
-        """Whether log-probabilities were asked for."""
+        """Whether log-probabilities of the answer were asked for."""
         return self.ask.samplings[choice].logprobs is not None
 
     def take(self, piece: Piece) -> None:
         """Keep a piece for the whole reply."""
         self._tokens += len(piece.token_ids)
         self._texts[piece.index].append(piece.text)
+        self._scored[piece.index] += piece.scored
         if piece.logprobs:
             self._logprobs[piece.index] += zip(piece.token_ids, piece.logprobs, strict=True)
         self._reasons[piece.index] = piece.finish_reason or self._reasons[piece.index]
@@ -105,6 +114,33 @@ class Shape(ABC):
     def _counted(self) -> Usage | None:
         return self.usage if self._continuous else None
 
+    def _prompt_report(self, choice: int) -> PromptLogprobs | None:
+        """What was asked for with `prompt_logprobs`."""
+        most = self.ask.prompt_logprobs
+        if most is None:
+            return None
+        report: PromptLogprobs = [None]
+        ids = self.ask.prompt_of(choice)[1:]
+        for token, told in zip(ids, self._scored[choice], strict=True):
+            ranks = {id_: rank for rank, (id_, _) in enumerate(told.top, 1)}
+            shown = {token: told.logprob} | dict(told.top[:most])
+            report.append(
+                {
+                    str(id_): PromptLogprob(
+                        logprob=finite(value),
+                        rank=ranks.get(id_),
+                        decoded_token=token_text(self.tokenizer, id_),
+                    )
+                    for id_, value in shown.items()
+                }
+            )
+        return report
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can have it."""
+    return max(logprob, LEAST_LOGPROB)
+
 
 class Chat(Shape):
     """Of /v1/chat/completions."""
@@ -122,7 +158,12 @@ class Chat(Shape):
             for i, texts in enumerate(self._texts)
         ]
         return ChatReply(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self.usage,
+            prompt_logprobs=self._prompt_report(0),
         )
 
     def opening(self) -> Iterator[BaseModel]:
@@ -177,7 +218,7 @@ class Chat(Shape):
     def _one(self, token: int, logprob: float) -> TopLogprob:
         return TopLogprob(
             token=token_text(self.tokenizer, token),
-            logprob=max(logprob, LEAST_LOGPROB),
+            logprob=finite(logprob),
             bytes=list(token_bytes(self.tokenizer, token)),
         )
 
@@ -189,38 +230,54 @@ class Completion(Shape):
 
     def __init__(self, ask: Ask, tokenizer: Tokenizer, model: str, **options: bool):
         super().__init__(ask, tokenizer, model, **options)
-        self._offsets = [len(self._echo(i)) for i in range(len(ask.samplings))]
+        self._ends = [len(self._echo(i)) for i in range(len(ask.samplings))]
 
     def reply(self) -> BaseModel:
         choices = [
-            CompletionChoice(
+            CompletionAnswer(
                 index=i,
                 text=self._echo(i) + "".join(texts),
-                logprobs=self._report(i, self._logprobs[i]),
+                logprobs=self._whole_report(i),
                 finish_reason=self._reasons[i],
+                prompt_logprobs=self._prompt_report(i),
             )
             for i, texts in enumerate(self._texts)
         ]
-        return self._reply(choices, self.usage)
+        return CompletionReply(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage
+        )
 
     def opening(self) -> Iterator[BaseModel]:
         for i in range(len(self.ask.samplings)):
-            if self._echo(i):
-                yield self._chunk(i, self._echo(i))
+            yield from self._shown_prompt(i)
 
     def chunks(self, piece: Piece) -> Iterator[BaseModel]:
         self._tokens += len(piece.token_ids)
+        if piece.scored:
+            self._scored[piece.index] += piece.scored
+            yield from self._shown_prompt(piece.index)
         if piece.text or piece.logprobs or piece.finish_reason:
-            told = zip(piece.token_ids, piece.logprobs, strict=False)
-            report = self._report(piece.index, [*told]) if piece.logprobs else None
+            report = None
+            if piece.logprobs:
+                told = zip(piece.token_ids, piece.logprobs, strict=False)
+                report = self._report(*self._columns(piece.index, [*told]))
             yield self._chunk(piece.index, piece.text, report, piece.finish_reason)
 
     def closing(self) -> Iterator[BaseModel]:
         if self._usage:
-            yield self._reply([], self.usage)
+            yield self._stream([], self.usage)
 
     def _echo(self, choice: int) -> str:
         return self.ask.texts[choice // self.ask.n] if self.ask.texts else ""
+
+    def _shown_prompt(self, choice: int) -> Iterator[BaseModel]:
+        """The prompt, if it is to be shown, once it is known all that is told of it."""
+        if not self.ask.texts:
+            return
+        if not self.reported(choice):
+            yield self._chunk(choice, self._echo(choice))
+        elif len(self._scored[choice]) == len(self.ask.prompt_of(choice)) - 1:
+            yield self._chunk(choice, self._echo(choice), self._report(*self._prompt(choice)))
 
     def _chunk(
         self,
@@ -230,32 +287,51 @@ class Completion(Shape):
         reason: FinishReason | None = None,
     ) -> BaseModel:
         told = CompletionChoice(index=choice, text=text, logprobs=logprobs, finish_reason=reason)
-        return self._reply([told], self._counted())
+        return self._stream([told], self._counted())
 
-    def _reply(self, choices: list[CompletionChoice], usage: Usage | None) -> BaseModel:
-        return CompletionReply(
+    def _stream(self, choices: list[CompletionChoice], usage: Usage | None) -> BaseModel:
+        return CompletionChunk(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )
 
-    def _report(
-        self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs]]
-    ) -> CompletionLogprobs | None:
+    def _whole_report(self, choice: int) -> CompletionLogprobs | None:
         if not self.reported(choice):
             return None
-        names = [self._name(token) for token, _ in tokens]
+        offsets, told = self._columns(choice, self._logprobs[choice])
+        if self.ask.texts:
+            before, of_prompt = self._prompt(choice)
+            offsets, told = before + offsets, of_prompt + told
+        return self._report(offsets, told)
+
+    def _columns(
+        self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs]]
+    ) -> tuple[list[int], list[Told]]:
+        """Where the answer's next tokens begin in the text, and what is told of them."""
         offsets = []
         for token, _ in tokens:
-            offsets.append(self._offsets[choice])
-            self._offsets[choice] += len(token_text(self.tokenizer, token))
-        top = []
-        for name, (_, told) in zip(names, tokens, strict=True):
-            likely = {self._name(token): max(value, LEAST_LOGPROB) for token, value in told.top}
-            top.append(likely | {name: max(told.logprob, LEAST_LOGPROB)})
+            offsets.append(self._ends[choice])
+            self._ends[choice] += len(token_text(self.tokenizer, token))
+        return offsets, [*tokens]
+
+    def _prompt(self, choice: int) -> tuple[list[int], list[Told]]:
+        """The same of the prompt's tokens; of the most probable ones as many as of the answer's."""
+        ids, most = self.ask.prompt_of(choice), self.ask.samplings[choice].logprobs
+        told = [replace(told, top=told.top[:most]) for told in self._scored[choice]]
+        offsets = token_offsets(self.tokenizer, ids, self._echo(choice))
+        return offsets, [*zip(ids, (None, *told), strict=True)]
+
+    def _report(self, offsets: list[int], tokens: Sequence[Told]) -> CompletionLogprobs:
+        names = [self._name(token) for token, _ in tokens]
+        values = [None if told is None else finite(told.logprob) for _, told in tokens]
+        top: list[dict[str, float] | None] = []
+        for name, value, (_, told) in zip(names, values, tokens, strict=True):
+            if told is None or value is None:
+                top.append(None)
+            else:
+                likely = {self._name(id_): finite(other) for id_, other in told.top}
+                top.append(likely | {name: value})
         return CompletionLogprobs(
-            text_offset=offsets,
-            token_logprobs=[max(told.logprob, LEAST_LOGPROB) for _, told in tokens],
-            tokens=names,
-            top_logprobs=top,
+            text_offset=offsets, token_logprobs=values, tokens=names, top_logprobs=top
         )
 
     def _name(self, token: int) -> str:

@@ -152,7 +152,10 @@ class StageLoop:
         if self.last:
             start += self.hear_guesses(computed)  # which is not this stage's work
             with self.timeline("verify"):
-                self._verdicts = self.runner.verdicts(computed, self._verifiers.__getitem__)
+                verifier_of = self._verifiers.__getitem__
+                for sequence, told in self.runner.scores(computed, verifier_of):
+                    self.controller.score(self._opened[sequence][0].request, told)
+                self._verdicts = self.runner.verdicts(computed, verifier_of)
         with self.timeline("pace"):
             paced = wait_until(
                 start, self.settings.pace.of_stage(self.rank, self.step, len(computed))

@@ -23,7 +23,7 @@ from pipespec.controller.client import Controller
 from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import Sampling, TokenLogprobs
+from pipespec.core import Sampling, Scored, TokenLogprobs
 from pipespec.system.resources import resource_dir
 from tests.helpers import models
 from tests.helpers.log import accept, take
@@ -34,7 +34,7 @@ NUM_TOKENS = 10
 BORDERS = (0, 1, 5, NUM_TOKENS - 1, NUM_TOKENS)
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (5, 17, 3, 8, 120, 44))
 SAMPLED = (
-    Sampling(1.0, seed=1),
+    Sampling(1.0, seed=1, prompt_logprobs=1),
     Sampling(
         1.2, min_p=0.05, repetition_penalty=1.3, presence_penalty=0.4, seed=2**63 - 1, logprobs=2
     ),
@@ -66,6 +66,7 @@ class Told:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     reason: str
+    of_prompt: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Asked:
     fields: dict[str, Any]
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
+    of_prompt: Sequence[TokenLogprobs] = ()
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,8 @@ def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Aske
         for number, asked in zip(numbers, requests, strict=True):
             take(earlier)
             base = len(asked.fields["prompt"])
+            if asked.of_prompt:
+                earlier.score(number, Scored(1, tuple(asked.of_prompt)))
             # In portions, as verdicts bring them.
             borders = [0, *range(1, len(asked.tokens), 3), len(asked.tokens)]
             for start, end in pairwise(borders):
@@ -111,9 +115,15 @@ def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Aske
 def told(redis: EmbeddedRedis, number: int) -> Told:
     """What a reader hears who was there from the start; no position is left out or told twice."""
     with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=0) as log:
-        *accepted, finished = log.stream(number)
+        *events, finished = log.stream(number)
         assert isinstance(finished, Finished)
         end = len(log.request(number).prompt)
+    scored = [event for event in events if isinstance(event, Scored)]
+    accepted = events[len(scored) :]
+    at = 1
+    for event in scored:
+        assert event.base == at
+        at += len(event.logprobs)
     for event in accepted:
         assert isinstance(event, Accepted)
         assert event.base == end
@@ -122,6 +132,7 @@ def told(redis: EmbeddedRedis, number: int) -> Told:
         tuple(token for event in accepted for token in event.tokens),
         tuple(logprobs for event in accepted for logprobs in event.logprobs),
         finished.reason,
+        tuple(logprobs for event in scored for logprobs in event.logprobs),
     )
 
 
@@ -194,7 +205,7 @@ def test_an_eos_ends_it_on_either_side_of_the_border(tiny, redis, greedy):
 # --- sampled ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["lockstep", "free"])
+@pytest.mark.parametrize("shape", ["chunks", "free"])
 def test_the_same_draws_follow_the_border(tiny, redis, shape):
     """`test_sampled_text.py` has what an uninterrupted request draws."""
     deployment = cluster.make_deployment(tiny, tiny, *SHAPES[shape])
@@ -205,7 +216,13 @@ def test_the_same_draws_follow_the_border(tiny, redis, shape):
     whole = resumed(deployment, redis, list(map(Asked, fields)))
     assert len({told.tokens for told in whole}) == len(whole)
     requests = [
-        Asked(asked, answer.tokens[:border], answer.logprobs[:border])
+        Asked(
+            asked,
+            answer.tokens[:border],
+            answer.logprobs[:border],
+            # Of the prompt all was told before its answer began.
+            answer.of_prompt[: None if border else 3],
+        )
         for asked, answer in zip(fields, whole, strict=True)
         for border in BORDERS
     ]
@@ -213,9 +230,12 @@ def test_the_same_draws_follow_the_border(tiny, redis, shape):
     expected = [answer for answer in whole for _ in BORDERS]
     assert [told.tokens for told in answers] == [told.tokens for told in expected]
     for found, wanted, asked in zip(answers, expected, requests, strict=True):
-        count = 0 if asked.fields["sampling"].logprobs is None else NUM_TOKENS
+        sampling, prompt = asked.fields["sampling"], asked.fields["prompt"]
+        count = 0 if sampling.logprobs is None else NUM_TOKENS
         assert len(found.logprobs) == count
-        for mine, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
+        assert len(found.of_prompt) == (sampling.prompt_logprobs is not None) * (len(prompt) - 1)
+        pairs = [(found.logprobs, wanted.logprobs), (found.of_prompt, wanted.of_prompt)]
+        for mine, theirs in (pair for each in pairs for pair in zip(*each, strict=True)):
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
             assert numbers_of(mine) == pytest.approx(numbers_of(theirs), abs=1e-4)
 

@@ -20,7 +20,7 @@ from pipespec.controller.keys import Keys
 from pipespec.controller.records import CANCELLED, Accepted, Finished
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import Request, TokenLogprobs
+from pipespec.core import Request, Scored, TokenLogprobs
 from pipespec.core import Sampling as Asked
 from pipespec.errors import ControllerError, StaleEpoch
 from tests.helpers.log import accept, head_of, take
@@ -343,6 +343,22 @@ def test_log_probabilities_stay_with_their_tokens(head: Controller) -> None:
         Finished("stop"),
     ]
     assert next(iter(head.stream(request, base=4))) == Accepted(4, (11,), (told[1],))
+
+
+def test_a_prompt_is_told_of_once_and_before_its_answer(head: Controller) -> None:
+    request = head.enqueue(**ASKED)
+    told = [TokenLogprobs(-0.1 * i, ((i, -1e-17), (9, -2.5))) for i in range(1, 4)]
+    head.score(request, Scored(1, (told[0],)))
+    # It is read again after a fault, and in other portions.
+    head.score(request, Scored(1, tuple(told[:2])))
+    head.score(request, Scored(1, tuple(told[:2])))
+    accept(head, request, 3, [10])
+    head.finish(request, "stop")
+    head.score(request, Scored(3, (told[2],)))
+    events = [Scored(1, (told[0],)), Scored(2, (told[1],)), Accepted(3, (10,)), Finished("stop")]
+    assert list(head.stream(request)) == events
+    assert list(head.stream(request, base=2)) == events[1:]
+    assert head.tokens(request) == (10,)
 
 
 def test_what_joins_several_requests_is_told_at_once(head: Controller, pipe: Pipe) -> None:

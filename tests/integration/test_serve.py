@@ -252,7 +252,7 @@ def test_ends_of_text_are_as_asked(client: openai.OpenAI, expected: list[list[in
 
 
 def test_log_probabilities_are_those_of_hugging_face(
-    client: openai.OpenAI, tokenizer: Any, expected: list[list[int]]
+    server: Server, client: openai.OpenAI, tokenizer: Any, expected: list[list[int]]
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(resource_dir("demo") / "target").float()
     prompt = tokenizer.encode(PROMPTS[0])
@@ -277,6 +277,32 @@ def test_log_probabilities_are_those_of_hugging_face(
         for at, token in zip(told.text_offset, told.tokens or [], strict=True)
     ]
     assert all(starts)
+
+    # The prompt's own, longer than what the last stage looks at in one go.
+    long = [*prompt, *expected[0]] * 3
+    with torch.no_grad():
+        values = model(torch.tensor([long])).logits[0, :-1].double().log_softmax(-1)
+    own = values.gather(1, torch.tensor(long[1:])[:, None]).squeeze(1).tolist()
+    asked = {"prompt": long, "echo": True, "logprobs": 2} | ASKED
+    whole = client.completions.create(**asked, extra_body={"prompt_logprobs": 1}).choices[0]
+    assert whole.logprobs is not None
+    assert whole.logprobs.token_logprobs is not None
+    assert whole.logprobs.token_logprobs[0] is None
+    assert whole.logprobs.token_logprobs[1 : len(long)] == pytest.approx(own, abs=1e-4)
+    assert whole.logprobs.text_offset == sorted(whole.logprobs.text_offset or [])
+    assert len(whole.logprobs.tokens or []) == len(long) + NUM_TOKENS
+    by_id = (whole.model_extra or {})["prompt_logprobs"]
+    assert by_id[0] is None
+    found = [each[str(token)]["logprob"] for each, token in zip(by_id[1:], long[1:], strict=True)]
+    assert found == pytest.approx(own, abs=1e-4)
+    alone = client.completions.create(**asked | {"max_tokens": 0})
+    assert alone.usage is not None
+    assert alone.usage.completion_tokens == 0
+    assert alone.choices[0].text == tokenizer.decode(long)
+    assert alone.choices[0].logprobs is not None
+    assert alone.choices[0].logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-4)
+    (shown, *_) = server.chunks("/v1/completions", asked)
+    assert shown["choices"][0]["logprobs"] == alone.choices[0].logprobs.model_dump()
 
     # Before temperature: those of a warmer request are of the same distribution.
     chat = client.chat.completions.create(  # type: ignore[call-overload]

@@ -16,6 +16,7 @@ from pipespec.text import (
     StopChecker,
     StopStrings,
     token_bytes,
+    token_offsets,
     token_text,
 )
 
@@ -224,6 +225,21 @@ def test_no_stop_string_counts_before_so_many_tokens() -> None:
         assert text.push(ids) + text.flush() == shown
         assert text.found == "the"
         assert ends.index(True) == (0 if not least else len(tokenizer.encode("the cat, the")) - 1)
+
+
+def test_tokens_are_found_in_their_text() -> None:
+    tokenizer = byte_level()
+    text = "the é😀 cat"
+    ids = tokenizer.encode(text)
+    offsets = token_offsets(tokenizer, ids, text)
+    for at, token in zip(offsets, ids, strict=True):
+        shown = token_text(tokenizer, token).strip(REPLACEMENT)
+        assert text[at:].startswith(shown)
+    assert offsets == sorted(offsets)
+    assert offsets[-1] + len(token_text(tokenizer, ids[-1])) == len(text)
+    # What does not show takes no place.
+    (marker,) = tokenizer.encode(EOS)
+    assert token_offsets(tokenizer, [marker, *ids], text) == [0, *offsets]
 
 
 def test_a_token_alone_has_a_text_and_bytes() -> None:

@@ -169,14 +169,17 @@ def test_every_setting_in_range_leaves_a_distribution(temperature, top_k, top_p,
 def test_log_probabilities_are_those_of_the_target_itself():
     logits = some_logits(5)
     expected = logits.double().log_softmax(0)
-    found = logprobs(logits, 13, 3)
+    (found,) = logprobs(logits[None], [13], 3)
     assert found.logprob == pytest.approx(float(expected[13]))
     best = expected.topk(3)
     assert [token for token, _ in found.top] == best.indices.tolist()
     assert [value for _, value in found.top] == pytest.approx(best.values.tolist())
-    assert logprobs(logits, 13, 0).top == ()
-    impossible = torch.tensor([0.0, -math.inf])
-    assert logprobs(impossible, 0, 2).top == ((0, 0.0),)
+    other = some_logits(6)
+    rows = torch.stack((other, logits))
+    assert logprobs(rows, [2, 13], 3) == [*logprobs(other[None], [2], 3), found]
+    assert logprobs(logits[None], [13], 0)[0].top == ()
+    impossible = torch.tensor([[0.0, -math.inf]])
+    assert logprobs(impossible, [0], 2)[0].top == ((0, 0.0),)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1.0, 1e308])

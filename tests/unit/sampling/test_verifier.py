@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from pipespec.controller.guesses import pack, unpack
-from pipespec.core import RELAXED, Guesses, Opening, Sampling
+from pipespec.core import RELAXED, Guesses, Opening, Sampling, TokenLogprobs
 from pipespec.sampling import terms
-from pipespec.sampling.distribution import Tally
+from pipespec.sampling.distribution import Tally, logprobs
 from pipespec.sampling.spec import Greedy, Relaxed, Sample, Strict, VerifierSpec
 from pipespec.sampling.verifier import Verifier
 from tests.helpers.sampling import sample
@@ -75,6 +75,25 @@ def test_a_judge_says_in_any_portions_what_single_draws_say(asked):
             said += tokens
             assert mine.length == len(PROMPT) + len(said)
         assert said == text
+
+
+def test_a_prompt_is_scored_in_any_portions():
+    prompt = (3, 0, 5, 2, 2)
+    rows = torch.randn(len(prompt) + 1, VOCAB, generator=torch.Generator().manual_seed(2))
+    expected = logprobs(rows[: len(prompt) - 1], prompt[1:], 2)
+    terms_ = terms.pack(Sampling(prompt_logprobs=2), ())
+    for width in (1, 2, 3, 5):
+        # One token was decided before: it is none of the prompt's.
+        mine = Verifier(Opening(1, 1, len(prompt), len(prompt) + 1, terms_))
+        found: list[TokenLogprobs] = []
+        while mine.unscored:
+            at = len(prompt) - mine.unscored
+            part = slice(at, min(at + width, len(prompt)))
+            told = mine.score(prompt[part], rows[part])
+            assert told.base == len(found) + 1
+            found += told.logprobs
+        assert found == expected
+    assert opened(Sampling(logprobs=2)).unscored == 0
 
 
 def test_a_judge_goes_on_where_an_earlier_one_ended():

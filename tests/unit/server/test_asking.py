@@ -24,6 +24,7 @@ from pipespec.server.errors import ApiError
 from pipespec.server.fields import ChatRequest, CompletionRequest
 from pipespec.server.shaping import Chat, Completion
 from pipespec.system.resources import resource_dir
+from pipespec.text import token_text
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -104,7 +105,7 @@ def test_every_field_arrives(running: RunningCluster) -> None:
         echo=None,
         priority=-3,
     )
-    first = Sampling(0.5, 0, 0.9, 0.1, 1.1, 0.2, -0.2, ((7, -1.0),), MAX_SEED, 2, 3)
+    first = Sampling(0.5, 0, 0.9, 0.1, 1.1, 0.2, -0.2, ((7, -1.0),), MAX_SEED, 2, None, 3)
     # Another prompt does not change what a seed gives.
     assert ask.samplings == (first, replace(first, seed=0)) * 2
     assert [ask.prompt_of(i) for i in range(4)] == [(5, 6)] * 2 + [ask.prompts[1]] * 2
@@ -113,6 +114,18 @@ def test_every_field_arrives(running: RunningCluster) -> None:
     assert completion(running, echo=True, prompt=[[5, 6]]).texts == (
         running.served.tokenizer.decode([5, 6]),
     )
+
+
+def test_a_prompt_is_told_of_as_far_as_any_field_asks(running: RunningCluster) -> None:
+    def counts(**fields: Any) -> tuple[int | None, int | None, int | None]:
+        ask = completion(running, prompt=[5, 6], **fields)
+        return ask.samplings[0].logprobs, ask.samplings[0].prompt_logprobs, ask.prompt_logprobs
+
+    assert counts(logprobs=2) == (2, None, None)
+    assert counts(logprobs=2, echo=True) == (2, 2, None)
+    assert counts(prompt_logprobs=0) == (None, 0, 0)
+    assert counts(logprobs=2, echo=True, prompt_logprobs=5) == (2, 5, 5)
+    assert chat(running, prompt_logprobs=3).samplings[0].prompt_logprobs == 3
 
 
 def test_a_template_that_refuses_is_one_sentence(tmp_path: Path) -> None:
@@ -151,6 +164,42 @@ def test_tokens_that_are_parts_of_characters_have_their_bytes(running: RunningCl
     assert [token["bytes"] for token in content] == [[0xC3], [0xA9]]
     assert chunk["choices"][0]["delta"] == {"content": "é"}
     assert (end["choices"][0]["delta"], end["choices"][0]["finish_reason"]) == ({}, "stop")
+
+
+def test_each_field_tells_as_much_of_the_prompt_as_it_asks(running: RunningCluster) -> None:
+    tokenizer = running.served.tokenizer
+    ask = completion(running, prompt=[5, 6], echo=True, logprobs=1, prompt_logprobs=2)
+    told = TokenLogprobs(-3.0, ((7, -0.1), (8, -0.2)))
+    piece = Piece(0, "x", (9,), (TokenLogprobs(-0.5, ((9, -0.5),)),), finish_reason="stop")
+    names = [token_text(tokenizer, token) for token in range(10)]
+
+    shape = Completion(ask, tokenizer, "demo")
+    shape.take(Piece(0, "", scored=(told,)))
+    shape.take(piece)
+    choice = shape.reply().model_dump()["choices"][0]
+    assert choice["text"] == tokenizer.decode([5, 6]) + "x"
+    assert choice["logprobs"]["tokens"] == [names[5], names[6], names[9]]
+    assert choice["logprobs"]["token_logprobs"] == [None, -3.0, -0.5]
+    tops = [None, {names[7]: -0.1, names[6]: -3.0}, {names[9]: -0.5}]
+    assert choice["logprobs"]["top_logprobs"] == tops
+    first, second = choice["prompt_logprobs"]
+    assert first is None
+    assert {token: (each["rank"], each["logprob"]) for token, each in second.items()} == {
+        "6": (None, -3.0),
+        "7": (1, -0.1),
+        "8": (2, -0.2),
+    }
+
+    # A stream shows the prompt once all is known of it.
+    shape = Completion(completion(running, prompt=[5, 6], echo=True, logprobs=1), tokenizer, "demo")
+    assert not [*shape.opening()]
+    (shown,) = shape.chunks(Piece(0, "", scored=(told,)))
+    assert shown.model_dump()["choices"][0]["text"] == tokenizer.decode([5, 6])
+    assert shown.model_dump()["choices"][0]["logprobs"]["token_logprobs"] == [None, -3.0]
+    (alone,) = Completion(
+        completion(running, prompt=[5], echo=True, logprobs=1), tokenizer, "demo"
+    ).opening()
+    assert alone.model_dump()["choices"][0]["logprobs"]["token_logprobs"] == [None]
 
 
 def test_what_can_never_be_is_a_number_all_the_same(running: RunningCluster) -> None:

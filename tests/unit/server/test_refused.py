@@ -124,8 +124,10 @@ OF_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 3}, "best_of", "n=1"),
     ({"logprobs": 21}, "logprobs", "20"),
     ({"logprobs": True}, "logprobs", "valid integer"),
-    ({"echo": True, "logprobs": 0}, "echo", "not supported yet"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs", "not supported yet"),
+    ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs", "a stream does not tell"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
+    ({"max_tokens": 0}, "max_tokens", "unless echo asks for the prompt"),
+    ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
 ]
 ELSEWHERE: list[tuple[str, dict[str, Any], int, str | None, str]] = [
