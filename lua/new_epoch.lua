@@ -4,15 +4,22 @@
 -- KEYS[2]  queue of requests
 -- KEYS[3]  admitted requests
 -- KEYS[4]  epochs (stream; its newest entry is the current epoch, with the assignment)
+-- KEYS[5]  prefix of a request's keys
+-- KEYS[6]  number of finished requests
 -- ARGV[1]  prefix of the keys of an epoch; "<prefix>:<epoch>:..." are deleted
 -- ARGV[2]  seconds for which a rank of the old epoch can still learn that it is over
 -- ARGV[3]  assignment of the new epoch (opaque)
+-- ARGV[4]  if the cluster has failed: how many in a row may fail while they decode a request,
+--          none of its tokens being decided
+-- ARGV[5]  reason with which it is given up then
+-- ARGV[6]  seconds for which the log keeps it from then on
 -- Reply    the new epoch
 -- Errors   none
 --
 -- Requests that the old epoch admitted and did not finish return to their places in the queue.
 -- A rank that still waits for a task of the old epoch, or the head for a request,
 -- is woken with "STALE".
+--- @include "ending"
 
 local epoch = redis.call('INCR', KEYS[1])
 local old = ARGV[1] .. ':' .. (epoch - 1)
@@ -29,6 +36,18 @@ for _, rank in ipairs(redis.call('HKEYS', old .. ':ranks')) do
   redis.call('EXPIRE', ready, ARGV[2])
 end
 redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':row_times', old .. ':closed', old .. ':meeting')
+if ARGV[4] ~= '' then
+  for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
+    local request = KEYS[5] .. ':' .. id
+    local known = redis.call('HMGET', request, 'length', 'stuck_at', 'stuck')
+    local stuck = known[2] == known[1] and known[3] + 1 or 1
+    redis.call('HSET', request, 'stuck_at', known[1], 'stuck', stuck)
+    if stuck >= tonumber(ARGV[4]) then
+      redis.call('ZREM', KEYS[3], id)
+      ending(request, request .. ':events', KEYS[6], known[1], ARGV[5], ARGV[6])
+    end
+  end
+end
 redis.call('ZUNIONSTORE', KEYS[2], 2, KEYS[2], KEYS[3])
 redis.call('DEL', KEYS[3])
 redis.call('XADD', KEYS[4], 'MAXLEN', 1, epoch .. '-0', 'assignment', ARGV[3])

@@ -5,7 +5,9 @@
 --   <request>          hash    asked: what was asked for (opaque); length: of the sequence so
 --                              far, prompt included; reason: why it finished, if it did;
 --                              cancelled: with what reason the head is to end it, if it is;
---                              scored: up to which position the prompt was told of
+--                              scored: up to which position the prompt was told of;
+--                              stuck: how many clusters in a row have failed while they
+--                              decoded it, its length being stuck_at all the time
 --   <request>:events   stream  an entry "<length after it>-0" per accepted piece, with base
 --                              and tokens, and notes if there are any (opaque words, one per
 --                              token); at last "<length>-1" with the reason. Before them, of

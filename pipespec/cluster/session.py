@@ -31,7 +31,14 @@ from pipespec.controller.client import Controller
 from pipespec.controller.membership import Membership
 from pipespec.controller.requests import RequestLog
 from pipespec.engine.architectures import modeling_module
-from pipespec.errors import ConfigError, ControllerError, RankFailed, StaleEpoch, Unreachable
+from pipespec.errors import (
+    ConfigError,
+    ControllerError,
+    PipespecError,
+    RankFailed,
+    StaleEpoch,
+    Unreachable,
+)
 
 # Imported by the workers alone: a launcher needs no model.
 WORKERS_RUN = "pipespec.cluster.worker:run_worker"
@@ -245,15 +252,19 @@ def start(
                 recovery.watch(agents)
                 if on_begun is not None:
                     on_begun(where)
+                failed = False
                 try:
                     session.await_ranks(on_loaded)
                     yield session
                     session.finish()
+                except PipespecError:
+                    failed = True
+                    raise
                 finally:
                     # Spares, and workers that others started, learn that it is over.
                     with suppress(ControllerError):
                         recovery.stop()
-                        Controller.new_epoch(url, namespace)
+                        Controller.end(url, namespace, failed=failed)
                     agents.stop()
 
 

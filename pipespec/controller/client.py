@@ -11,7 +11,7 @@ from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import Graph, Kind, Task
 from pipespec.controller.guesses import NO_MORE, pack, unpack
 from pipespec.controller.keys import Keys
-from pipespec.controller.records import entries_of, unpack_request
+from pipespec.controller.records import FAILED, entries_of, unpack_request
 from pipespec.controller.requests import KEEP_FINISHED_S, RequestLog
 from pipespec.controller.scripts import evalsha, load
 from pipespec.core import Guesses, Request
@@ -26,6 +26,8 @@ MAX_OPEN_STEPS = 1024
 LOOK_S = 0.5
 # How long a rank of an old epoch can still learn that it is over.
 KEEP_STALE_S = 60
+# So many clusters in a row may fail with a request of which nothing was decided.
+MOST_CLUSTERS = 3
 # How long what a rank says of itself is kept after it said so last.
 KEEP_TODAY_S = 86400
 # How often a last stage asks for guesses that the head is just telling.
@@ -98,6 +100,19 @@ class Controller(RequestLog):
 
         `assignment` is what `Membership.epoch` tells of it.
         """
+        return Controller._next_epoch(url, namespace, assignment)
+
+    @staticmethod
+    def end(url: str, namespace: str, *, failed: bool) -> None:
+        """Ends the current epoch of a namespace; its cluster will begin no other.
+
+        A request with which MOST_CLUSTERS in a row have failed, before any of its tokens was
+        decided, is given up: it may be why.
+        """
+        Controller._next_epoch(url, namespace, "", MOST_CLUSTERS if failed else "")
+
+    @staticmethod
+    def _next_epoch(url: str, namespace: str, assignment: str, most: int | str = "") -> int:
         keys = Keys(namespace)
         pipe = Pipe(url)
         try:
@@ -110,10 +125,15 @@ class Controller(RequestLog):
                         keys.queue,
                         keys.admitted,
                         keys.assignments,
+                        keys.requests,
+                        keys.finished,
                     ),
                     keys.epochs,
                     KEEP_STALE_S,
                     assignment,
+                    most,
+                    FAILED,
+                    KEEP_FINISHED_S,
                 )
             )
         finally:

@@ -11,6 +11,12 @@ from pipespec.core import Request, Scored, TokenLogprobs
 
 # Why a request ended for which nobody waited any more.
 CANCELLED = "cancelled"
+# Why a request ended with which several clusters in a row have failed, and what to say of it.
+FAILED = "failed"
+GIVEN_UP = (
+    "The request was given up: clusters have failed again and again while they decoded it, and "
+    "nothing of its answer was decided."
+)
 # The id and the fields of an entry of a Redis stream.
 Entry = tuple[str, dict[bytes, bytes]]
 

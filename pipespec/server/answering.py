@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from pipespec.client.aio import AsyncClient, AsyncFollowed
-from pipespec.controller.records import Accepted, Finished
+from pipespec.controller.records import FAILED, GIVEN_UP, Accepted, Finished
 from pipespec.core import TokenLogprobs
 from pipespec.errors import PipespecError, RankFailed
 from pipespec.server.asking import Ask
@@ -131,6 +131,8 @@ class Answering:
         return Piece(choice, text, event.tokens, event.logprobs)
 
     def _finished(self, choice: int, reason: str) -> Piece:
+        if reason == FAILED:
+            raise RankFailed(GIVEN_UP)
         if reason not in REASONS:
             raise RankFailed(f"The request was {reason} by somebody else; ask again.")
         self._watches[choice].ended(reason)

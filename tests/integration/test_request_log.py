@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.controller import records, requests
-from pipespec.controller.client import Controller
+from pipespec.controller.client import MOST_CLUSTERS, Controller
 from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import compute
 from pipespec.controller.keys import Keys
-from pipespec.controller.records import CANCELLED, Accepted, Finished
+from pipespec.controller.records import CANCELLED, FAILED, Accepted, Finished
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Request, Scored, TokenLogprobs
@@ -359,6 +359,28 @@ def test_a_prompt_is_told_of_once_and_before_its_answer(head: Controller) -> Non
     assert list(head.stream(request)) == events
     assert list(head.stream(request, base=2)) == events[1:]
     assert head.tokens(request) == (10,)
+
+
+def test_a_request_with_which_clusters_end_is_given_up(
+    server: EmbeddedRedis, namespace: str
+) -> None:
+    """It may be what ends them, and every further one would take it up too."""
+    poison, innocent, waiting = 1, 2, 3
+    with head_of(server, namespace) as head:
+        assert [head.enqueue(**ASKED) for _ in range(3)] == [poison, innocent, waiting]
+    for tokens in range(MOST_CLUSTERS):
+        for failed in (False, False, False, True):  # neither lost ranks nor orderly ends count
+            Controller.end(server.url, namespace, failed=False)
+            with head_of(server, namespace) as head:
+                found = head.next_requests(2, wait=False)
+                assert [request.id for request, _ in found or []] == [poison, innocent]
+                if failed:
+                    accept(head, innocent, 3 + tokens, [9])
+        Controller.end(server.url, namespace, failed=True)
+    with head_of(server, namespace) as head:
+        assert list(head.stream(poison)) == [Finished(FAILED)]
+        found = head.next_requests(9, wait=False)
+        assert [request.id for request, _ in found or []] == [innocent, waiting]
 
 
 def test_what_joins_several_requests_is_told_at_once(head: Controller, pipe: Pipe) -> None:
