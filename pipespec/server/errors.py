@@ -17,6 +17,13 @@ LONGEST_MESSAGE = 1000
 INVALID, LIMITED, FAILED = "invalid_request_error", "rate_limit_error", "server_error"
 # What pydantic puts in front of our own words.
 OWN_WORDS = "Value error, "
+# Our words for what it says of Python instead of JSON, by the type of the error.
+OUR_WORDS = {
+    "model_type": "should be an object",
+    "model_attributes_type": "should be an object",
+    "too_short": "should have {min_length} or more items",
+    "too_long": "should have {max_length} items at most",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -121,7 +128,8 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return refused(name, f"{name} is missing.")
     if message.startswith(OWN_WORDS):
         return refused(name, f"{name} {message.removeprefix(OWN_WORDS)}.")
-    must = _plain(message.removeprefix("Input "))
+    must = OUR_WORDS.get(kind, "").format(**first.get("ctx", {}))
+    must = must or _plain(message.removeprefix("Input "))
     return refused(name, f"{name} is {shown(first.get('input'))}, but {must}.")
 
 

@@ -47,7 +47,6 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": []}, "messages", "at least 1 item"),
     ({"messages": None}, "messages", "valid list"),
     ({"messages": [{"role": "poet", "content": "a"}]}, "messages[0].role", "'poet'"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "'tool'"),
@@ -73,7 +72,9 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 2}, "top_logprobs", "logprobs is not true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream is not true"),
-    ({"stream": True, "stream_options": 3}, "stream_options", "is 3, but should be"),
+    ({"stream": True, "stream_options": 3}, "stream_options", "is 3, but should be an object"),
+    ({"messages": []}, "messages", "should have 1 or more items"),
+    ({"stop_token_ids": [1] * 2000}, "stop_token_ids", "should have 1024 items at most"),
     ({"max_tokens": 10**9}, "max_tokens", f"the context holds {CONTEXT}"),
     ({"max_completion_tokens": 600}, "max_completion_tokens", f"the context holds {CONTEXT}"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "leave one out"),
