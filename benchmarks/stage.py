@@ -38,7 +38,6 @@ from benchmarks.memory import LLAMA_70B, MIB
 from benchmarks.stage_report import draw, pace, show
 from benchmarks.timed_stage import SEQUENCE, TimedStage, guesses, random_tree
 from pipespec.core import Verdict
-from pipespec.engine.attention import sdpa
 from pipespec.head.source.draft_model import DraftModelSource
 from pipespec.head.source.protocol import Asked
 from pipespec.head.tree import ROOT
@@ -74,16 +73,18 @@ def step(stage: TimedStage, rows: int, context: int, seconds: float) -> dict[str
         return {"step": spent, "admit": stage.admit_ms, "forward": spent - stage.admit_ms}
 
     figures = repeat(compute, seconds)
-    assert stage.watched.given is not None
-    query, key, value, plan, options = stage.watched.given
-    pools = list(stage.watched.pools)
+    backend = stage.watched
+    assert backend.given is not None
+    assert backend.plan is not None
+    (query, key, value, options), plan = backend.given, backend.plan
+    pools = list(backend.pools.values())
 
     def attend() -> dict[str, float]:
-        plan.cache.clear()
+        backend.prepare(plan)
         moments = [now_ms(device)]
         for _ in range(2):  # the second time masks and indices are there
             for pool in pools:
-                sdpa.attend(query, key, value, pool, plan, options)
+                backend.attend(query, key, value, pool, options)
             moments.append(now_ms(device))
         return {"attention": moments[1] - moments[0], "prepared": moments[2] - moments[1]}
 

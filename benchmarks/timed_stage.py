@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from transformers import LlamaConfig
 
 from benchmarks.inflate import Shape
 from pipespec.core import Batch
-from pipespec.engine.attention import sdpa
 from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool
+from pipespec.engine.attention.sdpa import Sdpa
 from pipespec.engine.kv import SlotPool
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
@@ -29,25 +28,25 @@ CHUNK = 512  # rows of the text in one batch
 SIBLINGS = 4  # at most, of a random tree
 
 
-@dataclass(slots=True, eq=False)
-class Watched:
+class Watched(Sdpa):
     """The attention backend, which also keeps the layers' pools and what it was given last."""
 
-    pools: dict[LayerPool, None] = field(default_factory=dict)  # in the layers' order
-    given: tuple[Tensor, Tensor, Tensor, AttentionPlan, LayerOptions] | None = None  # no pool
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools: dict[int, LayerPool] = {}  # in the layers' order, by where they lie
+        self.plan: AttentionPlan | None = None
+        self.given: tuple[Tensor, Tensor, Tensor, LayerOptions] | None = None  # no pool
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pool: LayerPool,
-        plan: AttentionPlan,
-        options: LayerOptions,
+    def prepare(self, plan: AttentionPlan) -> None:
+        super().prepare(plan)
+        self.plan = plan
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions
     ) -> Tensor:
-        self.pools[pool] = None
-        self.given = query, key, value, plan, options
-        return sdpa.attend(query, key, value, pool, plan, options)
+        self.pools[pool.keys.data_ptr()] = pool
+        self.given = query, key, value, options
+        return super().attend(query, key, value, pool, options)
 
 
 class TimedStage(SliceRunner):
@@ -78,7 +77,7 @@ class TimedStage(SliceRunner):
                 tensor.normal_()
 
     def pool_tensors(self) -> list[Tensor]:
-        return [kind for pool in self.watched.pools for kind in (pool.keys, pool.values)]
+        return [kind for pool in self.watched.pools.values() for kind in (pool.keys, pool.values)]
 
     def hold_text(self, context: int) -> Context:
         """Hold `context` committed tokens and nothing else; K and V are what the pools hold."""

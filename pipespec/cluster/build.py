@@ -51,6 +51,7 @@ def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlic
         quantization=quantization,
         device=device,
         num_slots=slots,
+        attention=deployment.config.model.attention,
     )
 
 

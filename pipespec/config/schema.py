@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pipespec.engine.attention.choose import ATTENTIONS, AUTO
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.quantization import QUANTIZATIONS
 from pipespec.errors import ConfigError
@@ -70,7 +71,7 @@ class ModelConfig:
     `draft` may be None where the source needs no draft model. `quantization` keeps the weights
     of the target's layers in fewer bits than `dtype`, `draft_quantization` those of the draft's.
     `kv_memory` is what a rank may take for KV: a share of what its device has free, or an amount
-    ("8GiB"); None: KV_SHARE of it.
+    ("8GiB"); None: KV_SHARE of it. `attention` is the backend of every rank's attention.
     """
 
     target: str
@@ -80,6 +81,7 @@ class ModelConfig:
     draft_quantization: str | None = None
     context: int | None = None
     kv_memory: float | str | None = None
+    attention: str = AUTO
 
     def __post_init__(self) -> None:
         kv_amount(self.kv_memory)
@@ -87,6 +89,7 @@ class ModelConfig:
             if getattr(self, name) == "":
                 raise ConfigError(f"model.{name} is empty, but must name a model folder.")
         check_choice("model.dtype", self.dtype, DTYPES)
+        check_choice("model.attention", self.attention, ATTENTIONS)
         for name in ("quantization", "draft_quantization"):
             if getattr(self, name) is not None:
                 check_choice(f"model.{name}", getattr(self, name), QUANTIZATIONS)

@@ -4,7 +4,7 @@ No model code of our own: a slice is the model's own class with some modules lef
 weights are loaded, so Transformers itself reads exactly the tensors that remain (converted,
 fused, cast and quantised as it would for the whole model) and runs its own forward. Only
 attention is ours: Transformers calls a registered function, which hands the layer's pool and
-the batch's plan to an `AttentionFn`.
+the batch's plan to a backend (`pipespec.engine.attention`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipespec.engine.architectures import require_supported
-from pipespec.engine.attention import hook, sdpa
-from pipespec.engine.attention.plan import AttentionFn, AttentionPlan, causal_plan
+from pipespec.engine.attention import choose, hook
+from pipespec.engine.attention.plan import Attention, AttentionPlan, causal_plan
 from pipespec.engine.precision import name_of
 from pipespec.engine.quantization import loading_options
 from pipespec.engine.slicing import drop_placeholders, sliced_class
@@ -46,7 +46,9 @@ class ModelSlice:
     after the final norm and has `logits`. Slices share no state; each belongs to one thread.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: range, num_slots: int, step: hook.Step):
+    def __init__(
+        self, model: PreTrainedModel, layers: range, num_slots: int, attention: Attention | str
+    ):
         """Wrap what `load` loaded."""
         config = model.config
         self.layers = layers
@@ -57,13 +59,18 @@ class ModelSlice:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._model = model
-        self._step = step
+        if isinstance(attention, str):
+            attention = choose.make(attention, self.device, num_slots)
+        self.attention = attention
         self._base = model.base_model
         drop_placeholders(model, layers)
         self.num_weight_bytes = _num_bytes(model.state_dict().values())
         # From here on the model's own forward is the head alone.
         setattr(model, model.base_model_prefix, _Done())
-        self._attentions = [hook.attach(layer, step, num_slots) for layer in self._base.layers]
+        self._slice = hook.Slice(self.attention)  # its layers refer to it by number
+        self._attentions = [
+            hook.attach(layer, self._slice, num_slots) for layer in self._base.layers
+        ]
         self._allocate()
 
     @classmethod
@@ -76,11 +83,12 @@ class ModelSlice:
         quantization: str | None = None,
         device: torch.device | str = "cpu",
         num_slots: int,
-        attention: AttentionFn = sdpa.attend,
+        attention: Attention | str = choose.AUTO,
         progress: bool = False,
     ) -> ModelSlice:
         """Load `layers` of the checkpoint folder `path` and allocate their KV pools.
 
+        `attention` is the name of a backend, or one for this slice alone.
         `dtype` None keeps the checkpoint's; `quantization` is one of QUANTIZATIONS, for plain
         weights. Prints nothing, unless `progress` asks for the progress bar of Transformers.
         Raises `ModelError` if the architecture is not supported, if tensors are missing or of
@@ -116,7 +124,7 @@ class ModelSlice:
                 f"{path} is quantised for {name_of(model.dtype)}, not {name_of(dtype)}; leave "
                 "model.dtype out"
             )
-        return cls(model, layers, num_slots, hook.Step(attention))
+        return cls(model, layers, num_slots, attention)
 
     @classmethod
     def random(
@@ -127,7 +135,7 @@ class ModelSlice:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         num_slots: int,
-        attention: AttentionFn = sdpa.attend,
+        attention: Attention | str = choose.AUTO,
     ) -> ModelSlice:
         """A slice of a model of that `config` with random weights, for measurements.
 
@@ -139,7 +147,7 @@ class ModelSlice:
             model = sliced_class(config, layers)._from_config(
                 config, dtype=dtype, attn_implementation=hook.NAME
             )
-        return cls(model.eval(), layers, num_slots, hook.Step(attention))
+        return cls(model.eval(), layers, num_slots, attention)
 
     @property
     def is_first(self) -> bool:
@@ -162,14 +170,17 @@ class ModelSlice:
         `[rows, hidden]` that the slice before returned. `positions` int64 `[rows]`. Returns
         `[rows, hidden]`. Inputs may lie on any device.
         """
-        inputs = inputs.to(self.device).unsqueeze(0)
-        self._step.plan = plan
+        self.attention.prepare(plan)
+        return self.compute(inputs.to(self.device), positions.to(self.device))
+
+    def compute(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """`forward` by the plan that attention has: what a compiler or a recorder may take for
+        one graph."""
         output = self._base(
-            **{"input_ids" if self.is_first else "inputs_embeds": inputs},
-            position_ids=positions.to(self.device).unsqueeze(0),
+            **{"input_ids" if self.is_first else "inputs_embeds": inputs.unsqueeze(0)},
+            position_ids=positions.unsqueeze(0),
             use_cache=False,
         )
-        self._step.plan = None
         return output.last_hidden_state.squeeze(0)
 
     @torch.inference_mode()

@@ -211,6 +211,21 @@ def test_other_architectures_through_the_whole_cluster(tmp_path, redis, architec
     assert [tokens for tokens, _, _ in answers] == expected
 
 
+def test_another_attention_backend_says_the_same(tmp_path, redis):
+    """Windows, caps and a draft too, whose trees are wider than a word of the mask."""
+    target = models.build("gemma2", tmp_path / "target")
+    draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
+    expected = cluster.reference(target, prompts, 24)
+    deployment = cluster.make_deployment(
+        target, draft, "cluster.stages=2", "feed.width=48", "model.attention=static"
+    )
+    answers = cluster.decode(
+        deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 24} for p in prompts]
+    )
+    assert [tokens for tokens, _, _ in answers] == expected
+
+
 def test_the_end_of_text_token_and_the_context_end_a_request(demo, redis):
     folder, prompts, expected = demo
     prompt = tuple(prompts[0])

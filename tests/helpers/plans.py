@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from hypothesis import strategies as st
 
 from pipespec.engine.attention.plan import AttentionPlan, Segment
 
@@ -27,3 +28,49 @@ def joined(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
         tree_start=np.cumsum([0, *(len(s.tree) for s in segments)]),
         mask=np.concatenate([s.mask.ravel() for s in segments]),
     )
+
+
+@st.composite
+def plans(draw: st.DrawFn, num_slots: int) -> AttentionPlan:
+    """Plans of some requests, whose keys are any slots in any order."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    free = rng.permutation(num_slots)
+    parts = []
+    row = 0
+    for _ in range(draw(st.integers(1, 4))):
+        rows = draw(st.integers(1, 7))
+        tree = rows + draw(st.integers(0, 40))
+        prefix = draw(st.sampled_from([0, 1, 5, 31, 64, 150]))
+        if prefix + tree > len(free):
+            break
+        mine, free = np.split(free, [prefix + tree])
+        positions = prefix + rng.integers(0, 9, tree)
+        mask = rng.random((rows, tree)) < draw(st.sampled_from([0.0, 0.3, 1.0]))
+        mask[:, tree - rows :] |= np.eye(rows, dtype=bool)
+        parts.append(
+            Segment(
+                slice(row, row + rows),
+                positions[tree - rows :],
+                mine[:prefix],
+                mine[prefix:],
+                positions,
+                mask,
+            )
+        )
+        row += rows
+    write = np.concatenate([part.tree[-(part.rows.stop - part.rows.start) :] for part in parts])
+    return joined(parts, write)
+
+
+def seen_by(plan: AttentionPlan, window: int | None = None) -> list[dict[int, int]]:
+    """For each row the slots that it sees, with their positions."""
+    found = []
+    for part in plan.segments():
+        for at, mask in zip(part.positions.tolist(), part.mask, strict=True):
+            keys = dict(zip(part.prefix.tolist(), range(len(part.prefix)), strict=True))
+            tree = zip(part.tree[mask].tolist(), part.tree_positions[mask].tolist(), strict=True)
+            keys |= dict(tree)
+            if window is not None:
+                keys = {slot: place for slot, place in keys.items() if at - place < window}
+            found.append(keys)
+    return found

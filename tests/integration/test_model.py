@@ -25,6 +25,8 @@ from tests.helpers.plans import joined
 
 NUM_SLOTS = 96
 NEW_TOKENS = 16
+# Compiled in every run: latent attention, windows and caps, sinks and experts, two dense ones.
+COMPILED = ("deepseek_v3", "gemma2", "gpt_oss", "llama", "qwen3")
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +52,12 @@ class Conforming:
     @cached_property
     def reference(self) -> PreTrainedModel:
         return _reference(self.path)
+
+    @cached_property
+    def static(self) -> list[ModelSlice]:
+        """All layers, with the backend that computes on the device alone."""
+        layers = range(NUM_LAYERS)
+        return [ModelSlice.load(self.path, layers, num_slots=NUM_SLOTS, attention="static")]
 
     def slices(self, count: int) -> list[ModelSlice]:
         if count not in self._slices:
@@ -99,6 +107,40 @@ def test_tree_rows_have_the_logits_of_their_own_path(model):
         for node in range(24):
             expected = model.reference(tree.path(node)[None], use_cache=False).logits[0, -1]
             torch.testing.assert_close(logits[node], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_plain_torch_attention_serves_every_architecture(model):
+    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
+    batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
+    expected = tree.run(model.slices(2), batches)
+    torch.testing.assert_close(tree.run(model.static, batches), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_slice_is_one_graph_for_every_plan(model, long):
+    """Compiled as a whole, with attention as one operation in each layer, it computes any batch of
+    as many rows; so it can be recorded as a CUDA graph."""
+    if model.path.name not in COMPILED and not long:
+        pytest.skip("long: pass --long")
+    (part,) = model.static
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(part.compute, fullgraph=True, backend=keep, dynamic=False)
+    slots = np.random.default_rng(5).permutation(NUM_SLOTS)
+    ids, rows = _random_tokens(24, seed=6), 6
+    for start in range(0, 24, rows):
+        plan = causal_plan(slots[:start], slots[start : start + rows])
+        inputs = ids[start : start + rows], torch.arange(start, start + rows)
+        with torch.inference_mode():
+            expected = part.forward(*inputs, plan)
+            torch.testing.assert_close(compiled(*inputs), expected, rtol=0, atol=1e-6)
+    assert len(graphs) == 1, "another plan made another graph"
+    calls = [node for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert [str(node.target) for node in calls].count("pipespec.attend") == NUM_LAYERS
 
 
 def test_requests_of_one_batch_do_not_see_each_other(checkpoint):
@@ -162,13 +204,14 @@ def test_shape_and_memory_are_told(checkpoint):
     assert (model.dtype, model.device) == (torch.bfloat16, torch.device("cpu"))
     assert not model.is_first
     assert not model.is_last
-    assert model.num_kv_bytes == 2 * 2 * NUM_SLOTS * 2 * 12 * 2  # layers, K and V, ..., 2 bytes
+    # Layers, K and V, slots and the one of padding, ..., 2 bytes.
+    assert model.num_kv_bytes == 2 * 2 * (NUM_SLOTS + 1) * 2 * 12 * 2
 
 
 def test_the_pool_is_as_large_as_the_checkpoint_foretells(model):
     (whole,) = model.slices(1)
     slot_bytes = inspect(model.path).kv_size * NUM_LAYERS * whole.dtype.itemsize
-    assert whole.num_kv_bytes == whole.num_slots * slot_bytes
+    assert whole.num_kv_bytes == (whole.num_slots + 1) * slot_bytes
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused(tmp_path):

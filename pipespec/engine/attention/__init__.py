@@ -1,1 +1,1 @@
-"""Attention over the slots of a batch, one function for each backend."""
+"""Attention over the slots of a batch, one class for each backend."""

@@ -1,17 +1,22 @@
-"""How a Transformers model comes to attend with an `AttentionFn` of ours.
+"""How a Transformers model comes to attend with a backend of ours.
 
-Transformers calls a function that was registered by name; it hands the layer's pool and the
-batch's plan to the backend. The layer's attention module carries them as its attribute `kv`.
+Transformers calls a function that was registered by name. It hands what the layer has to the
+slice's backend, through one custom operator that compilers and recorders take for a whole: what a
+backend does inside, on the host and on the device, is none of theirs. The layer's attention module
+carries its pool and the slice as its attribute `kv`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
-from pipespec.engine.attention.plan import AttentionFn, AttentionPlan, LayerOptions, LayerPool
+from pipespec.engine.attention.plan import Attention, LayerOptions, LayerPool
 from pipespec.system.quiet import quiet
 
 with quiet():
@@ -21,13 +26,21 @@ with quiet():
 # function of the same name Transformers makes no mask at all, which is what we want.
 NAME = "pipespec"
 
+_numbers = count()
 
-@dataclass(slots=True, eq=False)
-class Step:
-    """What a slice is computing right now, shared by its layers."""
 
-    attention: AttentionFn
-    plan: AttentionPlan | None = None
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Slice:
+    """What the layers of a slice share: the backend. `number` names it to the operator."""
+
+    attention: Attention
+    number: int = field(default_factory=lambda: next(_numbers))
+
+    def __post_init__(self) -> None:
+        _slices[self.number] = self
+
+
+_slices: WeakValueDictionary[int, Slice] = WeakValueDictionary()
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +51,7 @@ class LayerState:
     makes of its config better than the config does.
     """
 
-    step: Step
+    slice: Slice
     num_slots: int
     pool: LayerPool | None = None
     options: LayerOptions | None = None
@@ -49,10 +62,10 @@ def register() -> None:
     AttentionInterface.register(NAME, _attend)
 
 
-def attach(layer: nn.Module, step: Step, num_slots: int) -> LayerState:
+def attach(layer: nn.Module, slice_: Slice, num_slots: int) -> LayerState:
     """Give the attention module of a decoder layer its state."""
     (attention,) = (m for m in layer.modules() if type(m).__name__.endswith("Attention"))
-    state = LayerState(step, num_slots)
+    state = LayerState(slice_, num_slots)
     attention.kv = state  # type: ignore[assignment]
     return state
 
@@ -77,7 +90,51 @@ def _attend(
         state.pool = LayerPool.allocate(state.num_slots, key, value)
         scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
         state.options = LayerOptions(scaling, sliding_window, softcap, s_aux)
-    step = state.step
-    assert step.plan is not None
-    out = step.attention(query, key, value, state.pool, step.plan, state.options)
+    pool, options = state.pool, state.options
+    out = torch.ops.pipespec.attend(
+        query,
+        key,
+        value,
+        pool.keys,
+        pool.values,
+        options.sinks,
+        options.scaling,
+        options.window,
+        options.softcap,
+        state.slice.number,
+    )
     return out.unsqueeze(0), None
+
+
+# --- the operator -----------------------------------------------------------------------------
+
+_library = torch.library.Library(NAME, "DEF")
+_library.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values,"
+    " Tensor? sinks, float scaling, int? window, float? softcap, int slice) -> Tensor"
+)
+
+
+def _whole(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sinks: Tensor | None,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    number: int,
+) -> Tensor:
+    options = LayerOptions(scaling, window, softcap, sinks)
+    backend = _slices[number].attention
+    return backend.attend(query, key, value, LayerPool(keys, values), options)
+
+
+def _shape(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[2])
+
+
+_library.impl("attend", _whole, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAME}::attend", _shape, lib=_library)

@@ -1,4 +1,4 @@
-"""What a step's rows may attend to, and the one function type behind which backends stand.
+"""What a step's rows may attend to, and the protocol behind which backends stand.
 
 A *plan* describes one batch on one stage. Its slots index the KV pool of every layer of the
 slice alike (`[slots, kv_heads, head_dim]`), so one plan serves all of them:
@@ -19,10 +19,10 @@ offsets; prefixes stay where they are, in a page table that outlives the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -61,8 +61,6 @@ class AttentionPlan:
         page_row, prefix_length: the segment's row of it, and how far it reads, `[segments]`.
         tree, tree_positions: slot and position of each tree key, `[keys]`.
         mask: for each segment its rows by its tree keys, row by row, behind one another.
-        cache: scratch space of the backend: what it derives from the plan once (masks, gather
-            indices) and reuses in every layer. Neither it nor the plan outlives the batch.
     """
 
     write: np.ndarray
@@ -75,7 +73,6 @@ class AttentionPlan:
     tree_positions: np.ndarray
     tree_start: np.ndarray
     mask: np.ndarray
-    cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def segments(self) -> Iterator[Segment]:
         """Each segment by itself, in the order of their rows; nothing is copied."""
@@ -123,8 +120,9 @@ class LayerPool:
 
     @classmethod
     def allocate(cls, num_slots: int, key: Tensor, value: Tensor) -> LayerPool:
-        """A pool of `num_slots` rows like those of `key` and `value` (`[rows, kv_heads, dim]`)."""
-        return cls(_zeros(num_slots, key), _zeros(num_slots, value))
+        """A pool of `num_slots` rows like those of `key` and `value` (`[rows, kv_heads, dim]`), and
+        one more, into which rows of padding store."""
+        return cls(_zeros(num_slots + 1, key), _zeros(num_slots + 1, value))
 
     @property
     def num_bytes(self) -> int:
@@ -141,20 +139,21 @@ def _zeros(num_slots: int, like: Tensor) -> Tensor:
     return torch.from_numpy(pages).view(like.dtype).view(shape)
 
 
-class AttentionFn(Protocol):
-    """An attention backend: stores the rows' K and V at `plan.write`, then attends."""
+class Attention(Protocol):
+    """An attention backend, as the layers of one slice use it. It belongs to one thread."""
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pool: LayerPool,
-        plan: AttentionPlan,
-        options: LayerOptions,
+    def prepare(self, plan: AttentionPlan) -> None:
+        """Attend by this plan from now on: what all layers need of it is made once, at the latest
+        when the first layer asks. The plan's arrays stay as they are until the next one."""
+        ...
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions
     ) -> Tensor:
-        """`query` `[rows, heads, head_dim]`, `key`/`value` `[rows, kv_heads, dim]` -> `[rows,
-        heads, value_dim]`. Heads are grouped: query head h reads KV head h * kv_heads // heads.
+        """Store the rows' K and V in the pool, then attend.
+
+        `query` `[rows, heads, head_dim]`, `key`/`value` `[rows, kv_heads, dim]` -> `[rows, heads,
+        value_dim]`. Heads are grouped: query head h reads KV head h * kv_heads // heads.
         """
         ...
 

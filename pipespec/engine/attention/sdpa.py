@@ -44,24 +44,34 @@ class _Keys:
         return pool.index_select(0, self.index)  # four times as fast as pool[index]
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pool: LayerPool,
-    plan: AttentionPlan,
-    options: LayerOptions,
-) -> Tensor:
-    """The `AttentionFn` of this backend."""
-    plain = options.softcap is None and options.sinks is None
-    attend_segment = _fused if plain else _explicit
-    group = query.shape[1] // key.shape[1] if plain else 1
-    write, segments = _prepared(plan, options.window, group, query)
-    pool.keys.index_copy_(0, write, key)
-    pool.values.index_copy_(0, write, value)
-    if len(segments) == 1:
-        return attend_segment(query, pool, segments[0], options)
-    return torch.cat([attend_segment(query[s.rows], pool, s, options) for s in segments])
+class Sdpa:
+    """The `Attention` of this backend."""
+
+    def __init__(self) -> None:
+        self._plan: AttentionPlan | None = None
+        # What the layers of a window and with so many query heads to a KV head share.
+        self._prepared: dict[tuple[int | None, int], tuple[Tensor, list[_Keys]]] = {}
+
+    def prepare(self, plan: AttentionPlan) -> None:
+        self._plan = plan
+        self._prepared.clear()
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions
+    ) -> Tensor:
+        plain = options.softcap is None and options.sinks is None
+        attend_segment = _fused if plain else _explicit
+        group = query.shape[1] // key.shape[1] if plain else 1
+        wanted = options.window, group
+        if wanted not in self._prepared:
+            assert self._plan is not None
+            self._prepared[wanted] = _prepared(self._plan, *wanted, query)
+        write, segments = self._prepared[wanted]
+        pool.keys.index_copy_(0, write, key)
+        pool.values.index_copy_(0, write, value)
+        if len(segments) == 1:
+            return attend_segment(query, pool, segments[0], options)
+        return torch.cat([attend_segment(query[s.rows], pool, s, options) for s in segments])
 
 
 def _fused(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -> Tensor:
@@ -101,9 +111,6 @@ def _prepared(
     plan: AttentionPlan, window: int | None, group: int, like: Tensor
 ) -> tuple[Tensor, list[_Keys]]:
     """What the layers of a window share: made, and brought to the device, once for all segments."""
-    prepared = plan.cache.get((window, group))
-    if prepared is not None:
-        return prepared
     assert len(plan.write) == plan.row_start[-1] == len(like)
     segments = list(plan.segments())
     read = [_read(segment, window) for segment in segments]
@@ -118,8 +125,7 @@ def _prepared(
         )
         for segment, (index, seen) in zip(segments, read, strict=True)
     ]
-    prepared = plan.cache[window, group] = torch.from_numpy(plan.write).to(like.device), keys
-    return prepared
+    return torch.from_numpy(plan.write).to(like.device), keys
 
 
 def _joined(parts: list[np.ndarray], like: Tensor, fill: float | None = None) -> tuple[Tensor, ...]:

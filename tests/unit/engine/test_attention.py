@@ -1,25 +1,35 @@
-"""The SDPA backend against attention written out key by key."""
+"""The backends against attention written out key by key."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from pipespec.engine.attention import sdpa
 from pipespec.engine.attention.plan import (
+    Attention,
     AttentionPlan,
     LayerOptions,
     LayerPool,
     Segment,
     causal_plan,
 )
+from pipespec.engine.attention.sdpa import Sdpa
+from pipespec.engine.attention.static import Static
 from tests.helpers.plans import joined
 
 NUM_SLOTS = 40
+BACKENDS: dict[str, Callable[[], Attention]] = {
+    "sdpa": Sdpa,
+    "static": lambda: Static("cpu", NUM_SLOTS),
+}
+every_backend = pytest.mark.parametrize(
+    "backend", [made() for made in BACKENDS.values()], ids=[*BACKENDS]
+)
 
 
 def _random(*shape: int, seed: int) -> Tensor:
@@ -28,8 +38,8 @@ def _random(*shape: int, seed: int) -> Tensor:
 
 def _pool(kv_heads: int, head_dim: int, value_dim: int) -> LayerPool:
     return LayerPool(
-        _random(NUM_SLOTS, kv_heads, head_dim, seed=1),
-        _random(NUM_SLOTS, kv_heads, value_dim, seed=2),
+        _random(NUM_SLOTS + 1, kv_heads, head_dim, seed=1),
+        _random(NUM_SLOTS + 1, kv_heads, value_dim, seed=2),
     )
 
 
@@ -96,7 +106,8 @@ def _by_hand(query: Tensor, pool: LayerPool, plan: AttentionPlan, options: Layer
     ids=["plain", "window", "wide window", "softcap", "window, softcap and sinks"],
 )
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_rows_attend_to_what_the_plan_says(slots, options, kv_heads):
+@every_backend
+def test_rows_attend_to_what_the_plan_says(backend, slots, options, kv_heads):
     rng = np.random.default_rng(0)
     order = np.arange(NUM_SLOTS)
     if slots == "shuffled":  # within each segment's own range
@@ -113,34 +124,39 @@ def test_rows_attend_to_what_the_plan_says(slots, options, kv_heads):
     pool = _pool(kv_heads, head_dim=8, value_dim=6)
     query, key = _random(8, 4, 8, seed=4), _random(8, kv_heads, 8, seed=5)
     value = _random(8, kv_heads, 6, seed=6)
-    out = sdpa.attend(query, key, value, pool, plan, options)
+    backend.prepare(plan)
+    out = backend.attend(query, key, value, pool, options)
     assert out.shape == (8, 4, 6)
     torch.testing.assert_close(pool.keys[write], key)
     torch.testing.assert_close(pool.values[write], value)
     torch.testing.assert_close(out, _by_hand(query, pool, plan, options), rtol=1e-4, atol=1e-5)
 
 
-def test_one_plan_serves_layers_of_different_windows():
+@every_backend
+def test_one_plan_serves_layers_of_different_windows(backend):
     slots = np.arange(12)
     plan = causal_plan(slots[:9], slots[9:])
     pool = _pool(2, 8, 8)
     inputs = [_random(3, heads, 8, seed=heads) for heads in (4, 2, 2)]
+    backend.prepare(plan)
     for window in (None, 3, None, 5, 3):
         options = LayerOptions(0.3, window=window)
-        out = sdpa.attend(*inputs, pool, plan, options)
+        out = backend.attend(*inputs, pool, options)
         expected = _by_hand(inputs[0], pool, plan, options)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_slots_of_nobody_and_of_others_do_not_matter():
+@every_backend
+def test_slots_of_nobody_and_of_others_do_not_matter(backend):
     plan = causal_plan(np.array([3, 11, 30]), np.array([8, 5]))
     inputs = [_random(2, heads, 8, seed=heads) for heads in (4, 2, 2)]
     pool = _pool(2, 8, 8)
-    before = sdpa.attend(*inputs, pool, plan, LayerOptions(0.3))
+    backend.prepare(plan)
+    before = backend.attend(*inputs, pool, LayerOptions(0.3))
     others = [s for s in range(NUM_SLOTS) if s not in (3, 11, 30, 8, 5)]
     pool.keys[others], pool.values[others] = 50.0, -50.0
-    plan.cache.clear()
-    torch.testing.assert_close(sdpa.attend(*inputs, pool, plan, LayerOptions(0.3)), before)
+    backend.prepare(plan)
+    torch.testing.assert_close(backend.attend(*inputs, pool, LayerOptions(0.3)), before)
 
 
 def test_a_causal_plan_shows_each_row_the_rows_up_to_itself():
@@ -153,6 +169,7 @@ def test_a_causal_plan_shows_each_row_the_rows_up_to_itself():
 
 def test_a_pool_has_a_row_per_slot_and_knows_its_size():
     pool = LayerPool.allocate(10, torch.zeros(1, 2, 8), torch.zeros(1, 2, 6))
-    assert pool.keys.shape == (10, 2, 8)
-    assert pool.values.shape == (10, 2, 6)
-    assert pool.num_bytes == 10 * 2 * (8 + 6) * 4
+    # And one for the rows of padding.
+    assert pool.keys.shape == (11, 2, 8)
+    assert pool.values.shape == (11, 2, 6)
+    assert pool.num_bytes == 11 * 2 * (8 + 6) * 4

@@ -1,0 +1,82 @@
+"""Attention in plain torch over a flat plan: the reference for kernels, and what serves where they
+do not.
+
+It works on every device and reads nothing on the host. Every row reads its own keys, some at a
+time, with the running maximum and sum of online softmax (Milakov and Gimelshein 2018), in float32.
+Slower than other backends: rows of one segment share nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipespec.engine.attention.flat import WORD, Capacity, FlatPlan
+from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool
+
+# Keys of every row that are looked at together.
+BLOCK = 128
+
+
+class Static:
+    """The `Attention` of this backend.
+
+    `flat` is where the newest plan stands; another takes its place when a plan does not fit.
+    """
+
+    def __init__(self, device: torch.device | str, num_slots: int):
+        self._device, self._trash = device, num_slots
+        self.flat = FlatPlan(Capacity(1, 1, 1, 1), num_slots, device)
+
+    def prepare(self, plan: AttentionPlan) -> None:
+        needed = Capacity.of(plan)
+        if not self.flat.capacity.holds(needed):
+            self.flat = FlatPlan(self.flat.capacity.grown(needed), self._trash, self._device)
+        self.flat.fill(plan)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions
+    ) -> Tensor:
+        rows, heads, _ = query.shape
+        kv_heads = key.shape[1]
+        write = self.flat.write[:rows].long()
+        pool.keys.index_copy_(0, write, key)
+        pool.values.index_copy_(0, write, value)
+        grouped = query.float().view(rows, kv_heads, heads // kv_heads, -1) * options.scaling
+        best = grouped.new_full(grouped.shape[:3], -torch.inf)
+        total = torch.zeros_like(best)
+        if options.sinks is not None:
+            best = options.sinks.float().view(kv_heads, -1).expand_as(best)
+            total = torch.ones_like(best)
+        out = grouped.new_zeros(*grouped.shape[:3], value.shape[2])
+        for start in range(0, self.flat.longest, BLOCK):
+            slots, seen = self._keys(rows, start, options.window)
+            scores = torch.einsum("rkgd,rnkd->rkgn", grouped, pool.keys[slots].float())
+            if options.softcap is not None:
+                scores = torch.tanh(scores / options.softcap) * options.softcap
+            scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+            higher = torch.maximum(best, scores.amax(-1))
+            # Of a row that has seen nothing yet the maximum is no number.
+            base = torch.where(higher == -torch.inf, 0.0, higher)
+            kept, weights = torch.exp(best - base), torch.exp(scores - base[..., None])
+            total = total * kept + weights.sum(-1)
+            added = torch.einsum("rkgn,rnkd->rkgd", weights, pool.values[slots].float())
+            out = out * kept[..., None] + added
+            best = higher
+        return (out / total[..., None]).to(query.dtype).view(rows, heads, -1)
+
+    def _keys(self, rows: int, start: int, window: int | None) -> tuple[Tensor, Tensor]:
+        """Slots of the next keys of every row, `[rows, BLOCK]`, and whether it sees them."""
+        flat = self.flat
+        columns = (flat.positions, flat.first, flat.prefix, flat.tree, flat.tree_first)
+        position, first, prefix, tree, tree_first = (column[:rows, None] for column in columns)
+        i = torch.arange(start, start + BLOCK, dtype=torch.int32, device=first.device)
+        there = i < prefix + tree
+        slots = flat.slots[torch.where(there, first + i, 0)]
+        j = torch.where(there & (i >= prefix), i - prefix, 0)
+        words = flat.mask[:rows].gather(1, (j // WORD).long())
+        seen = there & ((i < prefix) | (words >> (j % WORD) & 1).bool())
+        if window is not None:
+            at = torch.where(i < prefix, i, flat.tree_positions[tree_first + j])
+            seen &= position - at < window
+        return slots, seen
