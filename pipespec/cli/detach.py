@@ -9,15 +9,21 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from signal import Signals
 
 from pipespec.cli.arguments import STDIN
-from pipespec.client.registry import LOG, RunningCluster, held, kept_folder
-from pipespec.errors import ConfigError, PipespecError
+from pipespec.client.registry import LOG, RunningCluster, folder, held, kept_folder
+from pipespec.errors import ConfigError, PipespecError, tell
 from pipespec.system.process import dying_with
 
 # How often a cluster that is to become ready is looked at.
 LOOK_S = 0.1
 MESSAGE = "pipespec: "
+# A launcher that has died is started again after so long: at once, and later if one start after
+# the other does not last. Then it is given up.
+PAUSES_S = (0.0, 1.0, 4.0)
+# How long a start must have been ready to have lasted.
+LASTING_S = 30.0
 
 
 def detached(name: str, settings: Sequence[str], *, measure: bool) -> RunningCluster:
@@ -36,7 +42,7 @@ def detached(name: str, settings: Sequence[str], *, measure: bool) -> RunningClu
 class Launcher:
     """`pipespec up` in a session of its own. What it says goes to the log beside its entry.
 
-    `ours`: it never outlives the thread that starts it, and can be started again.
+    `ours`: it never outlives the thread that starts it, and `watch` starts it again.
     """
 
     def __init__(
@@ -48,15 +54,19 @@ class Launcher:
         self._ours = ours
         self._process: subprocess.Popen[bytes]
         self._partial: Path | None = None  # the log of one that is not ready
-        self.start()
+        self._cluster: RunningCluster | None = None  # once it is
+        self._ready_at: float | None = None  # of the process that was started last
+        self._fruitless: int | None = None  # starts in a row that did not last; None: the first
+        self._again_at: float | None = None  # when it is started again, if it is to be
+        self._start()
 
     @property
     def ended(self) -> bool:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def start(self) -> None:
-        """Start the process; once it has ended, again."""
+    def _start(self) -> None:
+        self._cluster = self._ready_at = None
         with kept_folder() as here:
             # Nobody's log may be lost to a start that is refused.
             self._partial = here / f"{self.name}{LOG}.{os.getpid()}"
@@ -72,26 +82,63 @@ class Launcher:
             )
         assert self._process.stdin is not None
         with self._process.stdin as stdin:
-            # Settings may hold a password, which a command line would show.
+            # Settings may hold a password, which a command line would show. Should we die here,
+            # what is read is refused: it is no JSON.
             stdin.write(json.dumps(self._settings).encode())
 
     def ready(self) -> RunningCluster | None:
         """The cluster, if it is ready. Raises what the process failed with before that."""
+        if self._partial is None:
+            return self._cluster
         entry = held(self.name)
         if entry is not None and entry.cluster and entry.owner.pid == self._process.pid:
-            if self._partial is not None:
-                self._partial.rename(self._partial.with_name(self.name + LOG))
-                self._partial = None
-            return entry.cluster
-        if self.ended and self._partial is not None:
+            self._partial.rename(self._partial.with_name(self.name + LOG))
+            self._partial = None
+            self._cluster, self._ready_at = entry.cluster, time.monotonic()
+        elif self.ended:
             raise failure(self._partial, self._process.returncode)
-        return None
+        return self._cluster
 
     def await_ready(self) -> RunningCluster:
         """The cluster, once it is ready. Raises what the process failed with."""
         while (cluster := self.ready()) is None:
             time.sleep(LOOK_S)
         return cluster
+
+    def watch(self) -> RunningCluster | None:
+        """The cluster, if it is ready. Should it have died, see to it that it is started again.
+
+        Raises what the process failed with if it was never ready, or if that was the last of
+        several starts that did not last.
+        """
+        if self._again_at is not None:
+            if time.monotonic() >= self._again_at:
+                self._again_at = None
+                self._start()
+            return None
+        ended = self.ended
+        try:
+            cluster = self.ready()
+            if not ended:
+                return cluster
+            problem = failure(folder() / (self.name + LOG), self._process.returncode)
+        except PipespecError as error:
+            if self._fruitless is None:
+                raise
+            problem = error
+        self._die(problem)
+        return None
+
+    def _die(self, problem: PipespecError) -> None:
+        """The process has ended after the cluster was ready once."""
+        now = time.monotonic()
+        lasted = self._ready_at is not None and now - self._ready_at >= LASTING_S
+        self._fruitless = 0 if lasted else (self._fruitless or 0) + 1
+        if self._fruitless == len(PAUSES_S):
+            raise problem
+        self._again_at = now + PAUSES_S[self._fruitless]
+        tell(f"{self.name}: {problem}")
+        tell(f"{self.name}: the cluster's launcher has ended; it is started again")
 
     def end(self) -> None:
         """End the process, and with it the cluster."""
@@ -102,7 +149,9 @@ class Launcher:
 
 
 def failure(log: Path, code: int) -> PipespecError:
-    """What a process said last, as an error."""
+    """What a process said last, as an error; of one that a signal ended, that signal."""
+    if code < 0:
+        return PipespecError(f"The cluster's launcher was ended by {Signals(-code).name}.")
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     said = lines[-1].removeprefix(MESSAGE) if lines else f"It ended with exit code {code}."
     return ConfigError(said) if code == ConfigError.exit_code else PipespecError(said)

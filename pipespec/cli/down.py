@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pipespec.cli.arguments import finish, overrides
 from pipespec.cli.terminal import write
-from pipespec.client.registry import entry
+from pipespec.client.registry import clear, entry, left
 from pipespec.errors import ConfigError, PipespecError
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ def add(commands: Commands) -> None:
     command = commands.add_parser(
         "down",
         help="end a cluster that `pipespec up` started",
-        description="End a cluster and wait until nothing of it is left. Requests that are still "
-        "open fail.",
+        description="End a cluster and wait until nothing of it is left but its log. Requests that "
+        "are still open fail. Of one that was killed, remove what it left; what it had not "
+        "finished is then forgotten.",
     )
     command.add_argument("name", nargs="?", metavar="NAME", help="which (the only one)")
     finish(command, run)
@@ -36,7 +37,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """End a cluster."""
     if overrides(rest, arguments.known_options):
         raise ConfigError(f"`pipespec down` takes one name and no settings, but got {rest[0]!r}.")
-    found = entry(arguments.name)
+    name = arguments.name
+    if name is not None and left(name):
+        clear(name)
+        tell(name, f"{name} had ended already; what it left is removed.", arguments)
+        return 0
+    found = entry(name)
     owner = found.owner
     if not owner.here:
         host = found.cluster.host if found.cluster else owner.machine
@@ -53,6 +59,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
                 f"{PATIENCE_S:g} seconds; end it with `kill -9 {owner.pid}`."
             )
         time.sleep(LOOK_S)
-    told = json.dumps({"name": found.name}) if arguments.json else f"{found.name} has ended."
-    write(told + "\n")
+    tell(found.name, f"{found.name} has ended.", arguments)
     return 0
+
+
+def tell(name: str, sentence: str, arguments: argparse.Namespace) -> None:
+    """Say what was done to the cluster of a name."""
+    write((json.dumps({"name": name}) if arguments.json else sentence) + "\n")

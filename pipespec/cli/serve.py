@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,11 @@ from pipespec.cli.arguments import STDIN, finish, overrides
 from pipespec.cli.detach import Launcher
 from pipespec.cli.terminal import write
 from pipespec.cli.up import default_name, read_settings
-from pipespec.client.registry import check_name
+from pipespec.client.registry import check_name, clear, left
+from pipespec.client.served import full_name
 from pipespec.errors import ConfigError, tell
 from pipespec.server.options import ServerOptions, model_name
+from pipespec.system.outcome import SIGNALLED
 from pipespec.system.reading import Unreadable, parse_json, read_text
 
 if TYPE_CHECKING:
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
 
 NEEDS = ("fastapi", "prometheus_client", "uvicorn")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
-# Settings that say where requests are kept.
-KEEPING = ("controller.url=", "controller.data=", "controller=")
 # Options that are numbers, as `ServerOptions` has them.
 LIMITS = (
     (
@@ -39,9 +39,6 @@ LIMITS = (
     ("patience", "S", "how long requests wait for a cluster that is away"),
     ("shutdown_timeout", "S", "in which answers may finish at the end; 0: none"),
 )
-# The folder of those that nobody has said it of, and how long it may take to remove it.
-DATA = "data"
-REMOVED_S = 5.0
 
 
 def add(commands: Commands) -> None:
@@ -127,34 +124,34 @@ def serve_one(arguments: argparse.Namespace) -> int:
     from pipespec.client import registry
 
     with listening(arguments) as listener:
-        answer(arguments, listener, registry.find(arguments.on))
-    return 0
+        running = registry.find(arguments.on)
+        return answer(arguments, listener, running.served.target, lambda: running)
 
 
 def serve_own(arguments: argparse.Namespace, settings: list[str]) -> int:
     """Start a cluster and serve it; both end together."""
-    from pipespec.system.scratch import Scratch
-
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
     read_options(arguments, name)  # what is wrong is told before anything starts
-    with listening(arguments) as listener, ExitStack() as stack:
-        if not any(text.startswith(KEEPING) for text in settings):
-            # A launcher that is started again goes on with what was asked.
-            scratch = Scratch(DATA)
-            stack.callback(scratch.close, REMOVED_S)
-            settings = [*settings, f"controller.data={scratch.folder / DATA}"]
+    with listening(arguments) as listener:
         launcher = Launcher(name, settings, measure=arguments.measure, ours=True)
-        stack.callback(launcher.end)
+        try:
+            tell(f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503")
+            code = answer(arguments, listener, target_of(settings), launcher.watch)
+        finally:
+            launcher.end()
+        # Should it just have died, nobody waits for what it left.
+        if left(name):
+            clear(name)
+    return code
 
-        def watch() -> None:
-            launcher.ready()
-            if launcher.ended:
-                tell(f"{name}: the cluster's launcher has ended; it is started again")
-                launcher.start()
 
-        answer(arguments, listener, launcher.await_ready(), watch)
-    return 0
+def target_of(settings: list[str]) -> str:
+    """The model of a cluster that is made by settings. Raises ConfigError."""
+    from pipespec.config.compose import compose_sections
+
+    (model,) = compose_sections(["model"], settings)
+    return full_name(model.target)
 
 
 @contextmanager
@@ -169,20 +166,21 @@ def listening(arguments: argparse.Namespace) -> Iterator[socket.socket]:
 def answer(
     arguments: argparse.Namespace,
     listener: socket.socket,
-    running: RunningCluster,
-    watch: Callable[[], None] | None = None,
-) -> None:
-    """Answer requests to a cluster until a signal asks for the end."""
+    target: str,
+    find: Callable[[], RunningCluster | None],
+) -> int:
+    """Answer requests to a cluster until a signal asks for the end; the exit code."""
     import asyncio
 
     from pipespec.server.run import serve
 
-    options = read_options(arguments, running.served.target)
+    options = read_options(arguments, target)
 
-    def announce() -> None:
+    def announce(running: RunningCluster) -> None:
         write(announcement(listener, options, running, as_json=arguments.json))
 
-    asyncio.run(serve(running, options, listener, announce, watch))
+    early = asyncio.run(serve(find, options, listener, announce))
+    return 0 if early is None else SIGNALLED + early
 
 
 def check_installed() -> None:
@@ -247,8 +245,7 @@ def announcement(
     listener: socket.socket, options: ServerOptions, running: RunningCluster, *, as_json: bool
 ) -> str:
     """What is printed once requests are answered."""
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    url = f"{url_of(listener)}/v1"
     if as_json:
         told = {
             "url": url,
@@ -261,3 +258,9 @@ def announcement(
         f"The model {options.names[0]!r} of the cluster {running.name!r} is served at {url}; end "
         "it with Ctrl-C.\n"
     )
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a server is reached from this machine."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

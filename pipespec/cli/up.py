@@ -15,6 +15,8 @@ from pipespec.cli.arguments import STDIN, finish, overrides
 from pipespec.cli.detach import detached
 from pipespec.cli.terminal import progress, standard_input, write
 from pipespec.client.registry import (
+    DATA,
+    INVITATION,
     Owner,
     RunningCluster,
     check_name,
@@ -22,6 +24,7 @@ from pipespec.client.registry import (
     folder,
     kept_folder,
     publish,
+    remove_data,
 )
 from pipespec.client.settings import group
 from pipespec.errors import ConfigError, PipespecError, tell
@@ -38,8 +41,8 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "default"
 # How often the ranks are looked at.
 LOOK_S = 0.1
-# The end of the file that lets hosts started by hand take part.
-INVITATION = ".invitation"
+# Settings that say where requests are kept.
+KEEPING = ("controller.url=", "controller.data=", "controller=")
 
 
 def add(commands: Commands) -> None:
@@ -52,7 +55,8 @@ def add(commands: Commands) -> None:
         description="Start a cluster and keep it until Ctrl-C or `pipespec down`. "
         "`pipespec generate --on NAME` and `pipespec bench --on NAME` ask it, several at the same "
         "time if need be: requests queue. With - more settings are read from standard input, one "
-        "per line or as a JSON list, so that a password among them shows in no list of processes.",
+        "per line or as a JSON list, so that a password among them shows in no list of processes. "
+        "If it dies, it goes on with what was unfinished when it is started again under its name.",
     )
     command.add_argument("--name", help=f"what to call it ({DEFAULT_NAME}, or that of hosts.yaml)")
     command.add_argument(
@@ -97,6 +101,8 @@ def read_settings() -> list[str]:
 
 def parse_settings(text: str) -> list[str]:
     """Settings: one per line, or a JSON list. Raises Unreadable."""
+    if not text:  # whoever was to write them may have died
+        raise Unreadable("it is empty")
     if not text.lstrip().startswith("["):
         return [line.strip() for line in text.splitlines() if line.strip()]
     settings = parse_json(text)
@@ -129,29 +135,68 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
         from pipespec.client.served import ServedModel
         from pipespec.cluster import session
         from pipespec.cluster.deployment import decide
+        from pipespec.cluster.store import require_same_model
 
-        deployment = decide(config, placed(config) if measure else None)
         ready = False
         try:
-            with (
-                progress("loading") as (on_loaded,),
-                session.prepare(deployment, stays=True) as agents,
-            ):
-                served = ServedModel.of(deployment)
+            with keeping(name, config, settings) as (kept, on_ready):
+                deployment = decide(kept, placed(kept) if measure else None)
+                if config.controller.data is None:
+                    require_same_model(
+                        deployment, f"run `pipespec down {name}`, or choose another --name"
+                    )
                 with (
-                    invited(name, deployment, settings) as on_begun,
-                    session.start(deployment, agents, on_loaded, on_log, on_begun) as cluster,
+                    progress("loading") as (on_loaded,),
+                    session.prepare(deployment, stays=True) as agents,
                 ):
-                    running = running_cluster(name, cluster, served, settings)
-                    publish(running)
-                    ready = True
-                    write(announcement(running, as_json=as_json))
-                    watch(name, cluster)
+                    served = ServedModel.of(deployment)
+                    with (
+                        invited(name, deployment, settings) as on_begun,
+                        session.start(deployment, agents, on_loaded, on_log, on_begun) as cluster,
+                    ):
+                        running = running_cluster(name, cluster, served, settings)
+                        publish(running)
+                        on_ready()
+                        ready = True
+                        write(announcement(running, as_json=as_json))
+                        watch(name, cluster)
         except KeyboardInterrupt:
             # Once it is up, this is how it is meant to end.
             if not ready:
                 raise
     return 0
+
+
+@contextmanager
+def keeping(
+    name: str, config: Config, settings: Sequence[str]
+) -> Iterator[tuple[Config, Callable[[], None]]]:
+    """The configuration, with a folder beside the entry for the data of the private Redis unless
+    the settings say where requests are kept; and what is to be called once the cluster is up.
+
+    What dies leaves the folder to the next cluster of that name. An orderly end removes it, and
+    so does a start that fails, if the folder is of that start.
+    """
+    if any(text.startswith(KEEPING) for text in settings):
+        yield config, lambda: None
+        return
+    data = folder() / (name + DATA)
+    begun = data.exists()
+
+    def begin() -> None:
+        nonlocal begun
+        begun = True
+
+    controller = replace(config.controller, data=str(data))
+    try:
+        yield replace(config, controller=controller), begin
+    except KeyboardInterrupt:
+        remove_data(name)
+        raise
+    except BaseException:
+        if not begun:
+            remove_data(name)
+        raise
 
 
 def watch(name: str, cluster: ClusterSession) -> NoReturn:

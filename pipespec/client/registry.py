@@ -3,7 +3,8 @@
 `pipespec up` holds its cluster's name from before the start until the end, by a lock on
 `<name>.lock`, which also says which process holds it. Once the cluster is ready there is an entry
 beside it, `<name>.json`. Both are gone when the cluster is; what a killed process left behind
-counts for nothing and is replaced.
+counts for nothing and is replaced. Only the requests that it had not finished count: they lie in
+`<name>.data`, and the next cluster of that name goes on with them.
 
 An entry holds the password of the cluster's Redis, so folder and files are for this user alone.
 Copied to the same folder on another host, it lets that host ask the cluster too.
@@ -15,9 +16,10 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from signal import Signals
@@ -36,6 +38,8 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 # A file's name has 255 bytes at most, and the longest ending, ".log.4194304", must find room.
 LONGEST_NAME = 240
 ENTRY, LOCK, LOG = ".json", ".lock", ".log"
+# The data of a private Redis, and what lets hosts that are started by hand take part.
+DATA, INVITATION = ".data", ".invitation"
 # The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 T = TypeVar("T")
@@ -151,6 +155,37 @@ def claim(name: str) -> Iterator[None]:
         told.unlink(missing_ok=True)
         lock.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def left(name: str) -> bool:
+    """Whether a cluster that has died on this machine left something under its name.
+
+    Raises ConfigError.
+    """
+    check_name(name)
+    if not any((folder() / (name + ending)).exists() for ending in (LOCK, DATA, INVITATION)):
+        return False
+    with kept_folder() as here:
+        descriptor = _lock(here / (name + LOCK))
+    if descriptor is None:
+        return False
+    os.close(descriptor)
+    holder = held(name)
+    # After the machine was started anew, its own entries look as if they were another's.
+    return holder is None or not holder.owner.here
+
+
+def clear(name: str) -> None:
+    """Remove what a cluster has left, but for its log. Raises ConfigError if one lives."""
+    with claim(name):  # which removes entry and lock
+        remove_data(name)
+        (folder() / (name + INVITATION)).unlink(missing_ok=True)
+
+
+def remove_data(name: str) -> None:
+    """Remove what the private Redis of a cluster kept, once it has ended. Raises ConfigError."""
+    with kept_folder() as here, suppress(FileNotFoundError):
+        shutil.rmtree(here / (name + DATA))
 
 
 def publish(cluster: RunningCluster) -> Path:

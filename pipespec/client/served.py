@@ -50,10 +50,8 @@ class ServedModel:
         found = tokenizer.load(deployment.target.path)
         if deployment.draft is not None:
             compare_vocabularies(found, tokenizer.load(deployment.draft.path))
-        name = deployment.config.model.target
         return cls(
-            # What is no folder is the id of a hub's model.
-            target=str(Path(name).absolute() if Path(name).is_dir() else name),
+            target=full_name(deployment.config.model.target),
             vocab_size=deployment.target.vocab_size,
             context=deployment.context,
             eos=deployment.target.eos,
@@ -131,3 +129,8 @@ def emulated_scale(config: Config) -> float | None:
     """How many times longer than in the emulated machine or network everything takes here;
     None: nothing is emulated."""
     return config.pace.scale if config.pace or config.link else None
+
+
+def full_name(target: str) -> str:
+    """A model that was set by `target`: the whole path of its folder, or its id on the hub."""
+    return str(Path(target).absolute() if Path(target).is_dir() else target)

@@ -26,7 +26,7 @@ from pipespec.cluster.launch import PRELOAD, Cluster, check_port
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Fault, Recovery
 from pipespec.cluster.replanning import address_of, own_address, replanner
-from pipespec.cluster.store import store
+from pipespec.cluster.store import require_same_model, store
 from pipespec.controller.client import Controller
 from pipespec.controller.membership import Membership
 from pipespec.controller.requests import RequestLog
@@ -182,6 +182,7 @@ def prepare(deployment: Deployment, *, stays: bool = False) -> Iterator[Cluster]
     require_quantizers(deployment)
     require_backend(deployment)
     memory.require_files(deployment)
+    require_same_model(deployment)
     check_port(deployment.config.transport.port)
     with Cluster(
         [host for host in deployment.hosts if not host.by_hand],
@@ -215,7 +216,7 @@ def start(
     """
     memory.require_memory(deployment, memory.local_ranks(deployment))
     address = own_address(deployment.hosts)
-    with store(deployment.config.controller, address) as (url, elsewhere, namespace, server):
+    with store(deployment, address) as (url, elsewhere, namespace, server):
         assignment = RankAssignment(
             deployment.workers,
             deployment.layers,

@@ -1,4 +1,7 @@
-"""The folder in which a private Redis keeps its data from one start to the next."""
+"""The folder in which a private Redis keeps its data from one start to the next.
+
+Beside its file lie what clients know the server by, and what the requests were asked of.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ from pipespec.errors import ConfigError
 from pipespec.system.reading import Missing, Unreadable, build, read_json
 from pipespec.system.writing import write_whole
 
-IDENTITY = "server.json"
+IDENTITY, MODEL = "server.json", "model.json"
 LOCK = "server.lock"
+# What a Redis that was killed leaves of a file that it had begun to write anew.
+PARTIAL = "temp-*.aof"
 # A server whose starter was killed needs this long to end.
 LOCK_TIMEOUT_S = 5.0
 LOCK_POLL_S = 0.02
@@ -46,7 +51,54 @@ def read_identity(data: Path) -> Identity | None:
 
 def write_identity(data: Path, identity: Identity) -> None:
     """Keeps the identity where only this user can read it."""
-    write_whole(data / IDENTITY, json.dumps(asdict(identity)).encode())
+    write_whole(data / IDENTITY, json.dumps(asdict(identity)).encode(), durable=True)
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """What the requests of a folder were asked of: only it can finish them.
+
+    `target` are words for its checkpoint and what it computes in, `context` tokens.
+    """
+
+    target: str
+    context: int
+
+
+def check_model(data: Path, model: KeptModel, remedy: str) -> None:
+    """Raise ConfigError, whose sentence ends with `remedy`, if the requests that a folder keeps
+    were asked of another model, or of one with a longer context."""
+    file = data / MODEL
+    try:
+        kept = build(KeptModel, read_json(file))
+    except Missing:
+        return
+    except Unreadable as error:
+        raise ConfigError(
+            f"{str(file)!r}, which says what the requests there were asked of, cannot be read "
+            f"({error}); {remedy}."
+        ) from None
+    if kept.target != model.target:
+        raise ConfigError(
+            f"{str(data)!r} keeps requests to {kept.target}, but this cluster is of "
+            f"{model.target}; {remedy}."
+        )
+    if kept.context > model.context:
+        raise ConfigError(
+            f"{str(data)!r} keeps requests to a cluster with a context of {kept.context} tokens, "
+            f"but model.context is {model.context}; raise it, or {remedy}."
+        )
+
+
+def write_model(data: Path, model: KeptModel) -> None:
+    """Keeps what requests are asked of from now on."""
+    write_whole(data / MODEL, json.dumps(asdict(model)).encode(), durable=True)
+
+
+def remove_partial(data: Path) -> None:
+    """Removes what a killed server has begun to write. Only for who holds the folder."""
+    for file in data.glob(PARTIAL):
+        file.unlink()
 
 
 @contextmanager

@@ -15,7 +15,13 @@ from typing import IO, Self
 from urllib.parse import quote
 
 from pipespec.controller.connection import Pipe
-from pipespec.controller.data_folder import Identity, locked, read_identity, write_identity
+from pipespec.controller.data_folder import (
+    Identity,
+    locked,
+    read_identity,
+    remove_partial,
+    write_identity,
+)
 from pipespec.controller.listen import PORT_ATTEMPTS, TlsFiles, free_port, resolve
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from pipespec.system.interfaces import LOOPBACK
@@ -31,6 +37,7 @@ CLIENT_KEEPALIVE_S = 10
 SOCKET = "redis.sock"
 PORT_IN_USE = "Address already in use"
 NO_TLS = "tls-port"
+BAD_FILE = "Bad file format"
 
 
 def find_redis() -> Path:
@@ -144,6 +151,7 @@ class EmbeddedRedis:
             self._scratch = Scratch(SOCKET)
             if self._data:
                 self._lock = self._held.enter_context(locked(self._data))
+                remove_partial(self._data)
             attempts = PORT_ATTEMPTS
             while True:
                 known = self._choose_identity()
@@ -227,6 +235,9 @@ class EmbeddedRedis:
             # Every command is written to the file before its reply, so a killed server loses
             # nothing. A machine that stops may lose a second, if there will be another start.
             f"appendfsync {'everysec' if self._data else 'no'}",
+            # It is written anew when it has doubled, but is not small.
+            "auto-aof-rewrite-percentage 100",
+            "auto-aof-rewrite-min-size 64mb",
             f"tcp-keepalive {CLIENT_KEEPALIVE_S}",
             "loglevel warning",
         ]
@@ -253,12 +264,15 @@ class EmbeddedRedis:
             if self._process.poll() is not None:
                 log.seek(0)
                 raise _why_not_started(
-                    self._process.returncode, log.read().decode(errors="replace")
+                    self._process.returncode, log.read().decode(errors="replace"), self._data
                 )
             try:
                 pipe = Pipe(self.url)
                 try:
                     pipe.call("PING")
+                    if self._data:
+                        # Doubling counts from what was read: each of many lives would add some.
+                        pipe.call("BGREWRITEAOF")
                 finally:
                     pipe.close()
                 return
@@ -268,12 +282,17 @@ class EmbeddedRedis:
                 time.sleep(START_POLL_S)
 
 
-def _why_not_started(code: int, output: str) -> ControllerError | ConfigError:
+def _why_not_started(code: int, output: str, data: Path | None) -> ControllerError | ConfigError:
     lines = output.strip().splitlines() or ["no message"]
     if NO_TLS in output:
         return ConfigError(
             "This redis-server was built without TLS: install one that has it (apt install "
             "redis-server) and put it on PATH, or leave controller.tls out."
+        )
+    if BAD_FILE in output:
+        return ConfigError(
+            f"The data in {str(data)!r} cannot be read: remove that folder, and with it what was "
+            "unfinished, or mend its file with redis-check-aof."
         )
     said = next((line for line in lines if PORT_IN_USE in line), lines[-1])
     return ControllerError(f"redis-server ended with exit code {code}: {said}")

@@ -10,13 +10,15 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
 
-from pipespec.server.errors import ApiError, ErrorReply, invalid
+from pipespec.server.errors import ApiError, ErrorReply, invalid, loading
 from pipespec.server.fields import (
     ChatRequest,
     CompletionRequest,
@@ -24,6 +26,8 @@ from pipespec.server.fields import (
     TokenizeRequest,
 )
 from pipespec.server.guards import BodyLimit, Keys
+from pipespec.server.metrics import Metrics
+from pipespec.server.options import ServerOptions
 from pipespec.server.replies import (
     ChatReply,
     CompletionReply,
@@ -51,20 +55,10 @@ UNPROCESSABLE = "422"
 
 def make_app(service: Service) -> FastAPI:
     """The interface of OpenAI, and what operators want."""
-    options = service.options
-    guards = [Middleware(Keys, options.api_keys), Middleware(BodyLimit, options.max_body_bytes)]
-    if options.allowed_origins:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=list(options.allowed_origins),
-            allow_methods=["*"],
-            allow_headers=["*"],
-        )
-        guards.insert(0, cors)
     app = FastAPI(
         title="pipespec",
         version=version(),
-        middleware=guards,
+        middleware=_guards(service.options),
         responses={code: {"model": ErrorReply, **told} for code, told in FAILURES.items()},
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
@@ -75,6 +69,32 @@ def make_app(service: Service) -> FastAPI:
     _models(app, service)
     _figures(app, service)
     return app
+
+
+def make_loading_app(options: ServerOptions) -> Starlette:
+    """What answers until there is a cluster: 503 on every route but `/metrics`."""
+    metrics = Metrics(options.names[0])
+
+    async def figures(_: Request) -> Response:
+        return Response(metrics.show(None), media_type=CONTENT_TYPE_LATEST)
+
+    error = loading()
+    refusal = JSONResponse(error.reply, error.status, error.headers)
+    routes = [Route("/metrics", figures), Mount("/", refusal)]
+    return Starlette(routes=routes, middleware=_guards(options))
+
+
+def _guards(options: ServerOptions) -> list[Middleware]:
+    guards = [Middleware(Keys, options.api_keys), Middleware(BodyLimit, options.max_body_bytes)]
+    if options.allowed_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(options.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+        guards.insert(0, cors)
+    return guards
 
 
 def version() -> str:

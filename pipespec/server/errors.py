@@ -110,6 +110,15 @@ def away() -> ApiError:
     )
 
 
+def loading() -> ApiError:
+    """The cluster has not been ready yet."""
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "The cluster loads; try again in a moment.",
+        code="not_ready",
+    )
+
+
 def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """What validation has found, the first of it, as one sentence that names the field."""
     first = errors[0]

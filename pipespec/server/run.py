@@ -7,16 +7,19 @@ import math
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipespec.client.aio import attach
 from pipespec.client.registry import RunningCluster
 from pipespec.errors import ConfigError, PipespecError
-from pipespec.server.app import make_app
+from pipespec.server.app import make_app, make_loading_app
 from pipespec.server.options import ServerOptions
 from pipespec.server.service import Service
+from pipespec.system.outcome import OutputClosedError
 
 # Connections that wait to be taken.
 BACKLOG = 2048
@@ -24,7 +27,7 @@ BACKLOG = 2048
 TOLD_S = 2.0
 # Signals that ask for the end; the second one does not wait.
 ENDING = (signal.SIGINT, signal.SIGTERM)
-# How often it is looked whether the cluster's launcher lives.
+# How often it is looked whether the cluster is ready, and whether its launcher lives.
 WATCH_S = 0.1
 
 
@@ -48,54 +51,88 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 async def serve(
-    running: RunningCluster,
+    find: Callable[[], RunningCluster | None],
     options: ServerOptions,
     listener: socket.socket,
-    on_ready: Callable[[], None],
-    watch: Callable[[], None] | None = None,
-) -> None:
+    on_ready: Callable[[RunningCluster], None],
+) -> int | None:
     """Answer requests until SIGINT or SIGTERM; then finish what runs, within
     `options.shutdown_timeout`.
 
-    `watch` is called again and again meanwhile; the server ends with the PipespecError that it
-    raises.
+    `find` is called again and again: the cluster, or None as long as it loads, while everything
+    is refused. The server ends with the PipespecError that it raises. `on_ready` is called once,
+    when there is a cluster.
+
+    Returns the signal if it came before that, else None.
     """
-    async with attach(running, options.patience) as client:
-        service = Service(client, options)
-        config = uvicorn.Config(
-            make_app(service),
-            log_level="warning",
-            access_log=False,  # a prompt has no business in a log, nor has who asks
-            lifespan="off",
-            backlog=BACKLOG,
-            server_header=False,
-            timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + TOLD_S),
-        )
-        server = _Server(config, service, on_ready)
-        watching = asyncio.ensure_future(_watched(server, watch or (lambda: None)))
-        try:
-            await server.serve(sockets=[listener])
-        finally:
-            watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
-
-
-async def _watched(server: uvicorn.Server, watch: Callable[[], None]) -> None:
-    while True:
-        try:
-            watch()
-        except PipespecError:
+    door = _Door(make_loading_app(options))
+    config = uvicorn.Config(
+        door,
+        log_level="warning",
+        access_log=False,  # a prompt has no business in a log, nor has who asks
+        lifespan="off",
+        backlog=BACKLOG,
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + TOLD_S),
+    )
+    server = _Server(config)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    problem: Exception | None = None
+    try:
+        running = await _found(find, serving)
+        if running is None:
+            return server.ended_by
+        async with attach(running, options.patience) as client:
+            server.service = Service(client, options)
+            door.app = make_app(server.service)
+            try:
+                on_ready(running)
+                await _watched(find, serving)
+            except (PipespecError, OutputClosedError) as error:
+                problem = error  # which the client's tasks would wrap
             server.should_exit = True
-            raise
-        await asyncio.sleep(WATCH_S)
+            await serving
+    finally:
+        server.should_exit = True
+        await serving
+    if problem is not None:
+        raise problem
+    return None
+
+
+async def _found(
+    find: Callable[[], RunningCluster | None], serving: asyncio.Future[None]
+) -> RunningCluster | None:
+    """The cluster, once there is one; None: the server has ended before."""
+    while not serving.done():
+        if running := find():
+            return running
+        await asyncio.wait([serving], timeout=WATCH_S)
+    return None
+
+
+async def _watched(
+    find: Callable[[], RunningCluster | None], serving: asyncio.Future[None]
+) -> None:
+    """Look after the cluster until the server has ended."""
+    while not serving.done():
+        find()
+        await asyncio.wait([serving], timeout=WATCH_S)
+
+
+class _Door:
+    """Whoever answers now."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]):
-        super().__init__(config)
-        self._service = service
-        self._on_ready = on_ready
+    service: Service | None = None  # once there is a cluster
+    ended_by: int | None = None  # the last signal that asked for the end
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -107,13 +144,16 @@ class _Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_ready()
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.ended_by = sig
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timeout = self._service.options.shutdown_timeout
-        ending = asyncio.get_running_loop().call_later(timeout, self._service.end)
+        if self.service is None:
+            await super().shutdown(sockets)
+            return
+        timeout = self.service.options.shutdown_timeout
+        ending = asyncio.get_running_loop().call_later(timeout, self.service.end)
         try:
             await super().shutdown(sockets)
         finally:

@@ -18,6 +18,7 @@ from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.controller.client import Controller
 from pipespec.controller.server import EmbeddedRedis
+from pipespec.errors import PipespecError
 from pipespec.server import sending
 from pipespec.server.options import ServerOptions
 from pipespec.server.run import bound, serve
@@ -71,14 +72,12 @@ def play(
 
     async def run() -> None:
         with head_of(redis, NAMESPACE) as head, bound("127.0.0.1", 0) as listener:
-            running = RunningCluster(
-                *("lab", redis.url, NAMESPACE, 1, Owner.this(), "here", (), served),
-                num_ranks=2,
-                started=1.0,
-            )
+            running = cluster_of(redis, served)
             ready = asyncio.Event()
             chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
-            server = asyncio.ensure_future(serve(running, chosen, listener, ready.set))
+            server = asyncio.ensure_future(
+                serve(lambda: running, chosen, listener, lambda _: ready.set())
+            )
             await asyncio.wait_for(ready.wait(), PATIENCE_S)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             try:
@@ -161,3 +160,114 @@ def test_a_full_queue_refuses_until_an_answer_has_begun(
                 assert third.status_code == 200
 
     play(redis, served, story, max_queued_requests=1)
+
+
+# --- a cluster that loads ----------------------------------------------------------------------
+
+
+def test_while_the_cluster_loads_everything_is_refused_and_then_answered(
+    redis: EmbeddedRedis, served: ServedModel
+) -> None:
+    key = {"X-Api-Key": "sesame"}
+    found: list[RunningCluster] = []
+
+    async def told(http: httpx2.AsyncClient) -> None:
+        health = await http.get("/health")
+        assert (health.status_code, health.headers["Retry-After"]) == (503, "1")
+        for ask in (http.get("/v1/models"), http.post("/v1/completions", json=ASKED)):
+            assert (await ask).status_code == 401
+        for ask in (
+            http.get("/v1/models", headers=key),
+            http.post("/v1/completions", json=ASKED, headers=key),
+            http.post("/metrics", headers=key),
+            http.get("/no/such/route", headers=key),
+        ):
+            reply = await ask
+            assert (reply.status_code, reply.headers["Retry-After"]) == (503, "1")
+            assert reply.json()["error"] == {
+                "message": "The cluster loads; try again in a moment.",
+                "type": "server_error",
+                "param": None,
+                "code": "not_ready",
+            }
+        assert (await http.get("/metrics")).status_code == 401
+        assert up(await http.get("/metrics", headers=key)) == 0
+        with head_of(redis, NAMESPACE):
+            found.append(cluster_of(redis, served))
+            while (await http.get("/health")).status_code != 200:
+                await asyncio.sleep(0.01)
+            assert up(await http.get("/metrics", headers=key)) == 1
+            assert (await http.get("/v1/models", headers=key)).json()["data"][0]["id"] == "demo"
+            signal.raise_signal(signal.SIGTERM)
+
+    assert loading(lambda: next(iter(found), None), told, api_keys=("sesame",)) == (None, found)
+
+
+def test_a_signal_ends_a_server_whose_cluster_loads() -> None:
+    async def told(_: httpx2.AsyncClient) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    assert loading(lambda: None, told) == (signal.SIGTERM, [])
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_cluster_that_fails_ends_the_server_with_its_reason(
+    redis: EmbeddedRedis, served: ServedModel, ready: bool
+) -> None:
+    failing: list[bool] = []
+
+    def find() -> RunningCluster | None:
+        if failing:
+            raise PipespecError("It was too small.")
+        return cluster_of(redis, served) if ready else None
+
+    async def told(http: httpx2.AsyncClient) -> None:
+        while (await http.get("/version")).status_code != (200 if ready else 503):
+            await asyncio.sleep(0.01)
+        failing.append(True)
+
+    with pytest.raises(PipespecError, match=r"^It was too small\.$"):
+        loading(find, told)
+
+
+def loading(
+    find: Callable[[], RunningCluster | None],
+    told: Callable[[httpx2.AsyncClient], Awaitable[None]],
+    **options: Any,
+) -> tuple[int | None, list[RunningCluster]]:
+    """Run a server whose cluster is found late until what is `told` has it end; what it returns,
+    and what was announced."""
+    announced: list[RunningCluster] = []
+
+    async def run() -> int | None:
+        with bound("127.0.0.1", 0) as listener:
+            chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
+            server = asyncio.ensure_future(serve(find, chosen, listener, announced.append))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+                while True:  # it is bound, but perhaps does not listen yet
+                    try:
+                        await http.get("/health")
+                        break
+                    except httpx2.ConnectError:
+                        await asyncio.sleep(0.01)
+                await asyncio.wait_for(told(http), PATIENCE_S)
+            return await server
+
+    return asyncio.run(run()), announced
+
+
+def cluster_of(redis: EmbeddedRedis, served: ServedModel) -> RunningCluster:
+    """The entry of a cluster whose head is told what to do."""
+    return RunningCluster(
+        *("lab", redis.url, NAMESPACE, 1, Owner.this(), "here", (), served),
+        num_ranks=2,
+        started=1.0,
+    )
+
+
+def up(reply: httpx2.Response) -> float:
+    """What a reply with figures says of the cluster."""
+    lines = reply.raise_for_status().text.splitlines()
+    (line,) = [line for line in lines if line.startswith("pipespec_cluster_up{")]
+    return float(line.rsplit(" ", 1)[1])

@@ -18,12 +18,14 @@ import pytest
 from pipespec.controller import data_folder
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import Pipe, check_server
+from pipespec.controller.data_folder import KeptModel, check_model, write_model
 from pipespec.controller.graph import Layout, compute, step_graph
 from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tests.helpers.log import accept, take
+from tests.helpers.waiting import until
 from tools.rig import testbed
 from tools.rig.testbed import Testbed
 
@@ -110,6 +112,47 @@ def test_data_password_and_port_outlive_the_server(tmp_path: Path) -> None:
     assert [file.name for file in readable if password.encode() in file.read_bytes()] == [
         "server.json"
     ]
+
+
+def test_the_file_does_not_grow_from_start_to_start(tmp_path: Path) -> None:
+    """It is written anew when it has doubled since the start, so many lives would each add some."""
+    file, much = tmp_path / "appendonly.aof", 200_000
+    (tmp_path / "temp-rewriteaof-bg-123.aof").touch()  # of a server that was killed meanwhile
+    for _ in range(2):
+        with EmbeddedRedis(data=tmp_path) as server:
+            until(lambda: file.stat().st_size < much)
+            pipe = Pipe(server.url)
+            for _ in range(10):
+                pipe.call("SET", "last", "x" * (much // 10))
+            assert file.stat().st_size > much
+            kill(server)
+    with EmbeddedRedis(data=tmp_path) as server:
+        assert Pipe(server.url).call("STRLEN", "last") == much // 10
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "appendonly.aof", "server.json", "server.lock"
+    }  # fmt: skip
+
+
+def test_data_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "appendonly.aof").write_text("no command of Redis'\n")
+    with pytest.raises(ConfigError, match=f"'{tmp_path}' cannot be read: remove that folder"):
+        EmbeddedRedis(data=tmp_path).__enter__()
+
+
+def test_requests_to_another_model_are_not_taken_up(tmp_path: Path) -> None:
+    small = KeptModel("/models/a (float32)", 100)
+    check_model(tmp_path, small, "do this")  # nothing is kept
+    write_model(tmp_path, small)
+    for same in (small, KeptModel(small.target, 101)):
+        check_model(tmp_path, same, "do this")
+    said = "keeps requests to /models/a .float32., but this cluster is of /models/b; do this"
+    with pytest.raises(ConfigError, match=f"^'{tmp_path}' {said}\\.$"):
+        check_model(tmp_path, KeptModel("/models/b", 100), "do this")
+    with pytest.raises(ConfigError, match=r"of 100 tokens, but model\.context is 99"):
+        check_model(tmp_path, KeptModel(small.target, 99), "do this")
+    (tmp_path / "model.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.json', which says .* cannot be read .*do this"):
+        check_model(tmp_path, small, "do this")
 
 
 def test_a_port_that_clients_know_is_not_given_up(tmp_path: Path) -> None:

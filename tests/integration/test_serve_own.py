@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +17,10 @@ from typing import Any
 import pytest
 
 from pipespec.client import registry
+from pipespec.system.resources import resource_dir
 from tests.helpers.imports import slow_imports
 from tests.helpers.listening import listening
-from tests.helpers.place import Place
+from tests.helpers.place import PATIENCE_S, Place
 from tests.helpers.serving import MODEL, Server
 from tests.helpers.waiting import until
 
@@ -26,6 +29,7 @@ SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", "model.context=1024")
 NAME = "default"
 PROMPT = "Once upon a time there was a king who"
 KEY = "a-key-that-nobody-logs"
+LOADS = rf"{NAME}: the cluster loads; until it is ready http://127\.0\.0\.1:\d+ answers 503"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "model": MODEL, "temperature": 0.8}
 
 
@@ -81,9 +85,52 @@ def left(place: Place) -> list[str]:
 def test_a_cluster_that_cannot_start_is_one_sentence(place: Place) -> None:
     code, out, err = place.run("serve", "--port", "0", "model.target=/no/such/folder")
     assert (code, out) == (2, "")
-    assert err.startswith("pipespec: ")
-    assert "/no/such/folder" in err
-    assert err.count("\n") == 1
+    loads, failed = err.splitlines()
+    assert re.fullmatch(LOADS, loads)
+    assert failed.startswith("pipespec: ")
+    assert "/no/such/folder" in failed
+    assert left(place) == []
+
+
+@pytest.mark.timeout(400)
+def test_a_launcher_that_fails_again_and_again_ends_it_and_what_it_kept_can_be_removed(
+    place: Place, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(resource_dir("demo"), model)
+    pair = [f"model.target={model / 'target'}", f"model.draft={model / 'draft'}"]
+    server = Server(place, "cluster.stages=1", "model.context=64", *pair)
+    model.rename(tmp_path / "away")
+    os.kill(registry.find(NAME).owner.pid, signal.SIGKILL)
+    out, err = server.process.communicate(timeout=PATIENCE_S)
+    assert (server.process.returncode, out) == (2, "")
+    first, *again, last = err.splitlines()
+    assert re.fullmatch(LOADS, first)
+    assert again[0] == f"{NAME}: The cluster's launcher was ended by SIGKILL."
+    assert again[1::2] == 2 * [f"{NAME}: the cluster's launcher has ended; it is started again"]
+    assert last.startswith("pipespec: ")
+    assert last.removeprefix("pipespec: ") == again[2].removeprefix(f"{NAME}: ")
+    assert str(model) in last
+    until(lambda: not place.processes())
+    # Nobody has ended it, so what was unfinished is there.
+    assert left(place) == [f"{NAME}.data"]
+    assert place.run("down", NAME) == (
+        0,
+        f"{NAME} had ended already; what it left is removed.\n",
+        "",
+    )
+    assert left(place) == []
+
+
+def test_an_end_while_it_loads_leaves_nothing(place: Place) -> None:
+    process = place.start("serve", "--port", "0", *SETTINGS)
+    assert process.stderr is not None
+    assert re.fullmatch(LOADS, process.stderr.readline().strip())
+    until(lambda: registry.entries())
+    process.terminate()
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out, err) == (128 + signal.SIGTERM, "", "")
+    until(lambda: not place.processes())
     assert left(place) == []
 
 

@@ -21,10 +21,12 @@ from pipespec.client.registry import (
     Owner,
     RunningCluster,
     claim,
+    clear,
     entries,
     entry,
     find,
     held,
+    left,
     publish,
 )
 from pipespec.client.served import ServedModel
@@ -118,6 +120,56 @@ def test_what_a_killed_process_left_counts_for_nothing_and_is_replaced(state: Pa
     with claim("lab"):
         assert not left.exists()
         assert held("lab") == registry.Entry("lab", Owner.this(), None)
+
+
+@pytest.mark.parametrize("where", ["here", "before the machine was started anew"])
+def test_down_removes_what_a_killed_cluster_left_but_for_its_log(
+    where: str, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = in_another_process("lab", "print('held', flush=True); sys.stdin.read()")
+    assert killed.stdout is not None
+    killed.stdout.readline()
+    publish(running(owner=entry("lab").owner))
+    data = state / "lab.data"
+    data.mkdir()
+    for file in (data / "appendonly.aof", state / "lab.invitation", state / "lab.log"):
+        file.touch()
+    assert not left("lab")
+    killed.kill()
+    killed.wait()
+    if where != "here":
+        (state / "lab.lock").write_text(json.dumps(asdict(ELSEWHERE)))
+        publish(running(owner=ELSEWHERE))
+    assert main(["down", "lab"]) == 0
+    assert capsys.readouterr().out == "lab had ended already; what it left is removed.\n"
+    assert [file.name for file in state.iterdir()] == ["lab.log"]
+    assert main(["down", "lab"]) == 2
+    assert "No cluster named 'lab' is up" in capsys.readouterr().err
+
+
+def test_data_alone_is_removed_too_and_a_copied_entry_is_not(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (state / "lab.data").mkdir(parents=True)
+    assert main(["down", "lab", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "lab"}
+    assert list(state.iterdir()) == []
+    copied = publish(running(owner=ELSEWHERE))
+    assert main(["down", "lab"]) == 2
+    assert "was started on alpha; run `pipespec down lab` there" in capsys.readouterr().err
+    assert copied.exists()
+
+
+def test_what_lives_is_not_cleared(state: Path) -> None:
+    with claim("lab"):
+        (state / "lab.data").mkdir()
+        assert not left("lab")
+        with pytest.raises(ConfigError, match="'lab' is up already"):
+            clear("lab")
+        assert (state / "lab.data").exists()
+    assert left("lab")
+    clear("lab")
+    assert not left("lab")
 
 
 def test_a_zombie_has_ended() -> None:
@@ -245,8 +297,8 @@ def test_a_lock_with_an_impossible_process_holds_nothing_and_nobody_is_signalled
     owner = replace(Owner.this(), pid=pid)
     (state / "bad.lock").write_text(json.dumps(asdict(owner)))
     assert owner.gone
-    assert main(["down", "bad"]) == 2
-    assert "No cluster named 'bad' is up" in capsys.readouterr().err
+    assert main(["down", "bad"]) == 0
+    assert "bad had ended already" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to start a process of another user")
@@ -274,8 +326,8 @@ def test_a_process_that_began_at_another_time_is_not_signalled(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         owner = replace(Owner.this(), pid=other.pid, created=time.time() - 3600)
         (state / "lab.lock").write_text(json.dumps(asdict(owner)))
-        assert main(["down", "lab"]) == 2
-        assert "No cluster named 'lab' is up" in capsys.readouterr().err
+        assert main(["down", "lab"]) == 0
+        assert "lab had ended already" in capsys.readouterr().out
         other.communicate(b"\n")
     assert other.returncode == 0
 

@@ -71,8 +71,8 @@ def test_settings_come_by_the_line_or_as_a_list() -> None:
         "decode.stop=['a b']",
     ]
     assert parse_settings("[\"decode.stop=['\\n']\"]") == ["decode.stop=['\n']"]
-    assert parse_settings("") == []
-    for text in ("[1]", "[", '["a"'):
+    assert parse_settings("\n") == parse_settings("[]") == []
+    for text in ("[1]", "[", '["a"', ""):  # whoever was to write it may have died
         with pytest.raises(Unreadable):
             parse_settings(text)
 

@@ -1,0 +1,79 @@
+"""A cluster that dies and is started again under its name goes on with what was unfinished."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipespec.client import registry
+from pipespec.client.aio import AsyncFollowed, attach
+from pipespec.controller.records import Accepted
+from pipespec.core import Sampling
+from tests.helpers.place import PATIENCE_S, Place
+from tests.helpers.waiting import until
+
+pytestmark = pytest.mark.slow
+NAME = "lab"
+SETTINGS = ("--name", NAME, "cluster.stages=2", "cluster.devices=[cpu]")
+PROMPT = "Once upon a time there was a king who"
+NUM_TOKENS = 300
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    place = Place(tmp_path, uuid.uuid4().hex)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    yield place
+    place.kill()
+
+
+async def ask(followed: AsyncFollowed, prompt: list[int]) -> None:
+    await followed.submit(prompt, Sampling(temperature=0.8, seed=3), max_new_tokens=NUM_TOKENS)
+
+
+async def heard(followed: AsyncFollowed, enough: int = NUM_TOKENS) -> list[int]:
+    """The tokens that come, until there are enough or the request has finished."""
+    tokens: list[int] = []
+    while len(followed) and len(tokens) < enough:
+        for _, event in await followed.next(PATIENCE_S):
+            if isinstance(event, Accepted):
+                tokens += event.tokens
+    return tokens
+
+
+@pytest.mark.timeout(400)  # it starts two clusters
+def test_who_follows_a_request_over_the_death_of_its_launcher_gets_the_same_tokens(
+    place: Place,
+) -> None:
+    def start() -> None:
+        code, _, err = place.run("up", "--detach", *SETTINGS)
+        assert (code, err) == (0, "")
+
+    async def story() -> None:
+        running = registry.find(NAME)
+        prompt = running.served.encode(PROMPT)
+        async with attach(running, PATIENCE_S) as client, client.follow() as followed:
+            await ask(followed, prompt)
+            tokens = await heard(followed, 5)
+            assert 0 < len(tokens) < NUM_TOKENS
+            os.kill(running.owner.pid, signal.SIGKILL)
+            await asyncio.to_thread(until, lambda: not place.processes())
+            data = place.folder / "pipespec" / f"{NAME}.data"
+            assert data.stat().st_mode & 0o777 == 0o700
+            await asyncio.to_thread(start)
+            assert registry.find(NAME).owner != running.owner
+            tokens += await heard(followed)
+            await ask(followed, prompt)
+            assert tokens == await heard(followed)
+            assert len(tokens) == NUM_TOKENS
+
+    start()
+    asyncio.run(story())
+    assert place.run("down", NAME) == (0, f"{NAME} has ended.\n", "")
+    assert [file.name for file in (place.folder / "pipespec").iterdir()] == [f"{NAME}.log"]
