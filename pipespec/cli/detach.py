@@ -20,8 +20,9 @@ from pipespec.system.process import dying_with
 LOOK_S = 0.1
 MESSAGE = "pipespec: "
 # A launcher that has died is started again after so long: at once, and later if one start after
-# the other does not last. Then it is given up.
-PAUSES_S = (0.0, 1.0, 4.0)
+# the other does not last. Then it is given up; a request that makes it fail is so before
+# (`pipespec.controller.client.MOST_CLUSTERS`).
+PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 # How long a start must have been ready to have lasted.
 LASTING_S = 30.0
 

@@ -16,7 +16,11 @@ from typing import Any
 
 import pytest
 
+from pipespec.cli import detach
+from pipespec.cli.detach import Launcher
+from pipespec.cli.main import main
 from pipespec.client import registry
+from pipespec.errors import ConfigError
 from pipespec.system.resources import resource_dir
 from tests.helpers.imports import slow_imports
 from tests.helpers.listening import listening
@@ -93,32 +97,37 @@ def test_a_cluster_that_cannot_start_is_one_sentence(place: Place) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_launcher_that_fails_again_and_again_ends_it_and_what_it_kept_can_be_removed(
-    place: Place, tmp_path: Path
+def test_a_launcher_that_fails_again_and_again_is_given_up_and_what_it_kept_can_be_removed(
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(detach, "PAUSES_S", (0.0, 0.1, 0.2))
     model = tmp_path / "model"
     shutil.copytree(resource_dir("demo"), model)
     pair = [f"model.target={model / 'target'}", f"model.draft={model / 'draft'}"]
-    server = Server(place, "cluster.stages=1", "model.context=64", *pair)
+    launcher = Launcher(NAME, ["cluster.stages=1", "model.context=64", *pair], ours=True)
+    first = launcher.await_ready()
+    assert launcher.watch() == first
     model.rename(tmp_path / "away")
-    os.kill(registry.find(NAME).owner.pid, signal.SIGKILL)
-    out, err = server.process.communicate(timeout=PATIENCE_S)
-    assert (server.process.returncode, out) == (2, "")
-    first, *again, last = err.splitlines()
-    assert re.fullmatch(LOADS, first)
-    assert again[0] == f"{NAME}: The cluster's launcher was ended by SIGKILL."
-    assert again[1::2] == 2 * [f"{NAME}: the cluster's launcher has ended; it is started again"]
-    assert last.startswith("pipespec: ")
-    assert last.removeprefix("pipespec: ") == again[2].removeprefix(f"{NAME}: ")
-    assert str(model) in last
+    os.kill(first.owner.pid, signal.SIGKILL)
+    until(lambda: launcher.ended)
+    with pytest.raises(ConfigError, match=f"there is no model folder {model}") as failed:
+        until(launcher.watch)
+    again = f"{NAME}: the cluster's launcher has ended; it is started again"
+    assert capsys.readouterr().err.splitlines() == [
+        *(f"{NAME}: The cluster's launcher was ended by SIGKILL.", again),
+        *(f"{NAME}: {failed.value}", again),
+    ]
+    launcher.end()
     until(lambda: not place.processes())
     # Nobody has ended it, so what was unfinished is there.
-    assert left(place) == [f"{NAME}.data"]
-    assert place.run("down", NAME) == (
-        0,
-        f"{NAME} had ended already; what it left is removed.\n",
-        "",
-    )
+    assert [file for file in left(place) if file.startswith(NAME)] == [f"{NAME}.data"]
+    assert main(["down", NAME]) == 0
+    assert capsys.readouterr().out == f"{NAME} had ended already; what it left is removed.\n"
     assert left(place) == []
 
 
