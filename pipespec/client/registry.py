@@ -165,14 +165,7 @@ def left(name: str) -> bool:
     check_name(name)
     if not any((folder() / (name + ending)).exists() for ending in (LOCK, DATA, INVITATION)):
         return False
-    with kept_folder() as here:
-        descriptor = _lock(here / (name + LOCK))
-    if descriptor is None:
-        return False
-    os.close(descriptor)
-    holder = held(name)
-    # After the machine was started anew, its own entries look as if they were another's.
-    return holder is None or not holder.owner.here
+    return _free(name) and held(name) is None
 
 
 def clear(name: str) -> None:
@@ -203,6 +196,9 @@ def held(name: str) -> Entry | None:
     """Who has a name, None if nobody. Raises ConfigError if the entry cannot be read."""
     # The lock's holder is asked first: the other file may be a killed one's.
     owner = _read(folder() / (name + LOCK), Owner)
+    # Once this machine was started anew, its own processes look as if they were another's.
+    if owner is not None and not owner.here and _free(name):
+        return None
     cluster = _read(folder() / (name + ENTRY), RunningCluster)
     if owner is not None and not owner.gone:
         ready = cluster is not None and cluster.owner == owner
@@ -296,6 +292,15 @@ def _read(file: Path, kind: type[T]) -> T | None:
         raise ConfigError(
             f"The file {str(file)!r} cannot be read ({error}); remove it if its cluster is gone."
         ) from error
+
+
+def _free(name: str) -> bool:
+    """Whether nobody holds a name, on any machine with this folder. Raises ConfigError."""
+    with kept_folder() as here:
+        descriptor = _lock(here / (name + LOCK))
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is not None
 
 
 def _lock(file: Path) -> int | None:

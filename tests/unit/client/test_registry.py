@@ -140,6 +140,7 @@ def test_down_removes_what_a_killed_cluster_left_but_for_its_log(
     if where != "here":
         (state / "lab.lock").write_text(json.dumps(asdict(ELSEWHERE)))
         publish(running(owner=ELSEWHERE))
+    assert entries() == []
     assert main(["down", "lab"]) == 0
     assert capsys.readouterr().out == "lab had ended already; what it left is removed.\n"
     assert [file.name for file in state.iterdir()] == ["lab.log"]
