@@ -31,11 +31,11 @@ class Result:
     text: str
     token_ids: list[int]
     logprobs: list[dict[str, Any]] | None
-    prompt_logprobs: list[dict[str, Any] | None] | None
     prompt_tokens: int
     completion_tokens: int
     finish_reason: str
     stats: dict[str, Any]
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 def generate(
