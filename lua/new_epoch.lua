@@ -6,6 +6,7 @@
 -- KEYS[4]  epochs (stream; its newest entry is the current epoch, with the assignment)
 -- KEYS[5]  prefix of a request's keys
 -- KEYS[6]  number of finished requests
+-- KEYS[7]  totals: the sums of what was counted in epochs that have ended (hash)
 -- ARGV[1]  prefix of the keys of an epoch; "<prefix>:<epoch>:..." are deleted
 -- ARGV[2]  seconds for which a rank of the old epoch can still learn that it is over
 -- ARGV[3]  assignment of the new epoch (opaque)
@@ -18,7 +19,7 @@
 --
 -- Requests that the old epoch admitted and did not finish return to their places in the queue.
 -- A rank that still waits for a task of the old epoch, or the head for a request,
--- is woken with "STALE".
+-- is woken with "STALE". What its ranks have counted is added to the totals.
 --- @include "ending"
 
 local epoch = redis.call('INCR', KEYS[1])
@@ -35,7 +36,11 @@ for _, rank in ipairs(redis.call('HKEYS', old .. ':ranks')) do
   redis.call('RPUSH', ready, 'STALE')
   redis.call('EXPIRE', ready, ARGV[2])
 end
-redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':row_times', old .. ':closed', old .. ':meeting')
+local counted = redis.call('HGETALL', old .. ':counts')
+for i = 1, #counted, 2 do
+  redis.call('HINCRBY', KEYS[7], counted[i], counted[i + 1])
+end
+redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':counts', old .. ':row_times', old .. ':closed', old .. ':meeting')
 if ARGV[4] ~= '' then
   for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
     local request = KEYS[5] .. ':' .. id

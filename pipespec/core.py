@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,10 @@ EXACT, RELAXED, STRICT = "exact", "relaxed", "strict"
 
 # A node id that no node has: the parent of a sequence's first row.
 NO_NODE = -1
+
+# Up to how many tokens, of prompts fed and of answers decided, a step counts as one of the same
+# size; the last: any number.
+STEP_TOKENS = (*(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), math.inf)
 
 # Bytes of all openings of one batch, at most.
 MAX_OPENED_BYTES = 1 << 16

@@ -1,10 +1,14 @@
--- ending(request, events, finished, length, reason, keep): ends a request of the log, whose
--- sequence has `length` tokens, and tells its readers why. The first three are keys; `keep` are
--- the seconds for which the log keeps the request from now on. The caller has taken it off the
--- lists.
-local function ending(request, events, finished, length, reason, keep)
+-- ending(request, events, finished, length, reason, keep, prefill): ends a request of the log,
+-- whose sequence has `length` tokens, and tells its readers why. The first three are keys; `keep`
+-- are the seconds for which the log keeps the request from now on; `prefill` is what its first
+-- token took in nanoseconds, nil or '' if that is not known. The caller has taken it off the lists.
+local function ending(request, events, finished, length, reason, keep, prefill)
   redis.call('HSET', request, 'reason', reason)
-  redis.call('XADD', events, length .. '-1', 'reason', reason)
+  local entry = { 'reason', reason }
+  if prefill and prefill ~= '' then
+    entry[3], entry[4] = 'prefill_ns', prefill
+  end
+  redis.call('XADD', events, length .. '-1', unpack(entry))
   redis.call('INCR', finished)
   redis.call('EXPIRE', request, keep)
   redis.call('EXPIRE', events, keep)

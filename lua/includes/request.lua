@@ -10,9 +10,10 @@
 --                              decoded it, its length being stuck_at all the time
 --   <request>:events   stream  an entry "<length after it>-0" per accepted piece, with base
 --                              and tokens, and notes if there are any (opaque words, one per
---                              token); at last "<length>-1" with the reason. Before them, of
---                              a prompt whose tokens are to be told of, "<position>-0" with
---                              base and notes
+--                              token); at last "<length>-1" with the reason, and prefill_ns if
+--                              the head that ended it knows what its first token took. Before
+--                              them, of a prompt whose tokens are to be told of,
+--                              "<position>-0" with base and notes
 --   <request>:reports  stream  an entry per report of a rank
 --
 -- Two sorted sets hold the ids of those that wait (queue) and of those that an epoch has taken

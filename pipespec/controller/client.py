@@ -28,8 +28,6 @@ LOOK_S = 0.5
 KEEP_STALE_S = 60
 # So many clusters in a row may fail with a request of which nothing was decided.
 MOST_CLUSTERS = 3
-# How long what a rank says of itself is kept after it said so last.
-KEEP_TODAY_S = 86400
 # How often a last stage asks for guesses that the head is just telling.
 AGAIN_S = 0.0005
 # What lua/cancel.lua puts before the number of a request.
@@ -127,6 +125,7 @@ class Controller(RequestLog):
                         keys.assignments,
                         keys.requests,
                         keys.finished,
+                        keys.totals,
                     ),
                     keys.epochs,
                     KEEP_STALE_S,
@@ -274,28 +273,32 @@ class Controller(RequestLog):
                 return found
             self._hear(AGAIN_S)
 
-    def publish(self, statistics: Mapping[str, int]) -> None:
-        """Show whoever asks how the cluster is what this rank, the head, is doing."""
-        pairs = [item for pair in statistics.items() for item in pair]
-        self._keep_today(self._keys.statistics(self._epoch), *pairs)
+    def publish(self, statistics: Mapping[str, int], counts: Mapping[str, int]) -> None:
+        """Show whoever asks how the cluster is what this rank, the head, is doing, and what it
+        has counted since the epoch began."""
+        self._tell(self._keys.statistics(self._epoch), statistics)
+        self._tell(self._keys.counts(self._epoch), counts)
 
-    def publish_times(self, measured: Measured) -> None:
-        """Tell the head how long this rank's batches take."""
-        self._keep_today(self._keys.row_times(self._epoch), self.rank, pack_times(measured))
+    def publish_work(self, measured: Measured, counts: Mapping[str, int]) -> None:
+        """Tell the head how long this rank's batches take, and whoever asks what this rank has
+        counted since the epoch began."""
+        if measured.points:
+            self._tell(self._keys.row_times(self._epoch), {str(self.rank): pack_times(measured)})
+        if counts:
+            own = {f"{name}/{self.rank}": count for name, count in counts.items()}
+            self._tell(self._keys.counts(self._epoch), own)
 
-    def _keep_today(self, key: str, *pairs: object) -> None:
-        """Sets fields of a hash of this epoch, which a later one may already have deleted."""
-        self._pipe.send("HSET", key, *pairs)
-        self._pipe.send("EXPIRE", key, KEEP_TODAY_S)
-        self._pipe.drain()
+    def _tell(self, key: str, fields: Mapping[str, Any]) -> None:
+        pairs = [item for pair in fields.items() for item in pair]
+        self._send("tell", (self._keys.epoch, key), self._epoch, *pairs)
 
     def row_times(self) -> list[Measured]:
         """What the stages have told of that so far."""
         found = self._pipe.call("HVALS", self._keys.row_times(self._epoch))
         return [unpack_times(word.decode()) for word in found]
 
-    def finish(self, request: int, reason: str) -> None:
-        super().finish(request, reason)
+    def finish(self, request: int, reason: str, prefill_ns: int | None = None) -> None:
+        super().finish(request, reason, prefill_ns)
         self._cancelled.discard(request)
 
     def drop_guesses(self, sequence: int) -> None:

@@ -58,8 +58,18 @@ class Keys:
         return self._key("epochs", epoch, "kv_tokens")
 
     def statistics(self, epoch: int) -> str:
-        """What the head says of its requests, rows and steps (hash)."""
+        """What the head says of its requests and slots (hash)."""
         return self._key("epochs", epoch, "statistics")
+
+    def counts(self, epoch: int) -> str:
+        """What the ranks have counted since the epoch began (hash by "name" or "name/label")."""
+        return self._key("epochs", epoch, "counts")
+
+    @property
+    def totals(self) -> str:
+        """The sums of such counts over all epochs that have ended, and what the launcher counts
+        of faults (hash)."""
+        return self._key("totals")
 
     def row_times(self, epoch: int) -> str:
         """How long the batches of each stage take by their rows (hash by rank)."""

@@ -9,12 +9,13 @@ says who holds which rank; the stream of assignments wakes those who wait for it
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from pipespec.controller.connection import ANSWER_TIMEOUT_S, Pipe
 from pipespec.controller.keys import Keys
+from pipespec.controller.overview import numbers
 
 # How long a worker that says nothing counts as alive.
 LEASE_S = 2.0
@@ -98,6 +99,15 @@ class Membership:
         """Keep why an epoch ended, for whoever asks how the cluster is."""
         self._pipe.call("SET", self._keys.fault, f"epoch {epoch}: {reason}")
 
+    def totals(self) -> dict[str, int]:
+        """What was counted since the log began, but for this epoch."""
+        return numbers(self._pipe.call("HGETALL", self._keys.totals))
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        """Set some of those: whoever sets one is the only one to count it."""
+        pairs = [item for pair in counts.items() for item in pair]
+        self._pipe.call("HSET", self._keys.totals, *pairs)
+
     def attached(self, epoch: int) -> dict[int, int]:
         """The ranks that have joined an epoch, and their process ids."""
         found = self._pipe.call("HGETALL", self._keys.ranks(epoch))
@@ -122,6 +132,14 @@ class Membership:
             (int(number), int(length or 0))
             for number, length in zip(found[::2], found[1::2], strict=True)
         )
+
+    def lengths(self, requests: Iterable[int]) -> dict[int, int]:
+        """The lengths of the sequences of those requests that the log has, ended or not."""
+        found = {
+            number: self._pipe.call("HGET", self._keys.request(number), "length")
+            for number in requests
+        }
+        return {number: int(length) for number, length in found.items() if length is not None}
 
     def finished(self) -> int:
         """How many requests are finished."""

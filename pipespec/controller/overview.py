@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pipespec.controller.connection import Pipe
@@ -15,8 +18,10 @@ class Overview:
 
     `joined` ranks have loaded their models and take part in `epoch`. Of the requests so far,
     `open` are being decoded, `queued` wait and `finished` are answered or cancelled. `last_fault`
-    says which epoch ended last, and why; None if none has. `statistics` is what the head said of
-    this epoch last (`Scheduler.statistics`); nothing if it has not begun.
+    says which epoch ended last, and why; None if none has. `state` is what the head said last of
+    this moment (`Scheduler.statistics`), nothing if it has not begun; `counts` is what the ranks
+    have counted in this epoch, and `past` in those before, by "name" or "name/label"
+    (`Totals.counts`, `StageLoop.worked`, `FaultRecord`).
     """
 
     epoch: int
@@ -25,7 +30,38 @@ class Overview:
     queued: int
     finished: int
     last_fault: str | None
-    statistics: dict[str, int] = field(default_factory=dict)
+    state: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    past: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """What the head said of this epoch last; nothing if it has not begun."""
+        return self.state | {name: n for name, n in self.counts.items() if "/" not in name}
+
+    @cached_property
+    def totals(self) -> Counter[str]:
+        """What was counted since the log began."""
+        return Counter(self.past) + Counter(self.counts)
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Of each stage that has told: the share of this epoch's time with a request in which it
+        computed."""
+        active = labelled(self.counts, "active_ns")
+        busy = labelled(self.counts, "busy_ns")
+        return {stage: busy[stage] / max(active[stage], 1) for stage in sorted(busy, key=int)}
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """What ended epochs since the log began, by its kind."""
+        return labelled(self.past, "faults")
+
+
+def labelled(counts: Mapping[str, int], name: str) -> dict[str, int]:
+    """The counts of one name by their labels."""
+    split = ((key.partition("/"), count) for key, count in counts.items())
+    return {label: count for (found, _, label), count in split if found == name and label}
 
 
 def look(url: str, namespace: str) -> Overview | None:
@@ -56,13 +92,16 @@ def questions(keys: Keys, epoch: int) -> list[tuple[Any, ...]]:
         ("ZCARD", keys.admitted),
         ("GET", keys.fault),
         ("HGETALL", keys.statistics(epoch)),
+        ("HGETALL", keys.counts(epoch)),
+        ("HGETALL", keys.totals),
         ("EXEC",),
     ]
 
 
 def overview(epoch: int, replies: list[Any]) -> Overview:
     """What the last reply to `questions` says."""
-    joined, finished, queued, admitted, fault, told = replies
+    joined, finished, queued, admitted, fault, *told = replies
+    state, counts, past = map(numbers, told)
     return Overview(
         epoch=epoch,
         joined=joined,
@@ -70,7 +109,12 @@ def overview(epoch: int, replies: list[Any]) -> Overview:
         queued=queued,
         finished=int(finished or 0),
         last_fault=fault.decode() if fault else None,
-        statistics={
-            name.decode(): int(value) for name, value in zip(told[::2], told[1::2], strict=True)
-        },
+        state=state,
+        counts=counts,
+        past=past,
     )
+
+
+def numbers(reply: list[bytes]) -> dict[str, int]:
+    """A hash of whole numbers, as Redis replies it."""
+    return {name.decode(): int(value) for name, value in zip(reply[::2], reply[1::2], strict=True)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import typing
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
 from pipespec.core import Request, Scored, TokenLogprobs
@@ -40,9 +40,14 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request ended. The last event of its stream."""
+    """A request ended. The last event of its stream.
+
+    `prefill_ns` is what passed at the head from when it opened the request to its first token;
+    None: the head that ended it does not know. Ends are equal whatever it is.
+    """
 
     reason: str
+    prefill_ns: int | None = field(default=None, compare=False)
 
 
 Event = Scored | Accepted | Finished
@@ -58,7 +63,8 @@ def entries_of(found: list[Any]) -> list[Entry]:
 def event_from(fields: dict[bytes, bytes]) -> Event:
     """The event that an entry of a request's stream tells."""
     if b"reason" in fields:
-        return Finished(fields[b"reason"].decode())
+        prefill_ns = fields.get(b"prefill_ns")
+        return Finished(fields[b"reason"].decode(), None if prefill_ns is None else int(prefill_ns))
     base = int(fields[b"base"])
     logprobs = tuple(map(unpack_logprobs, fields.get(b"notes", b"").decode().split()))
     if b"tokens" not in fields:

@@ -75,8 +75,8 @@ class RequestLog(RequestReader):
         names = (keys.epoch, keys.request(request), keys.events(request))
         self._send("score", names, self._epoch, request, told.base, notes)
 
-    def finish(self, request: int, reason: str) -> None:
-        """Ends a request. The first reason stays."""
+    def finish(self, request: int, reason: str, prefill_ns: int | None = None) -> None:
+        """Ends a request (`Finished`). The first reason stays."""
         keys = self._keys
         self._send(
             "finish",
@@ -92,6 +92,7 @@ class RequestLog(RequestReader):
             request,
             reason,
             KEEP_FINISHED_S,
+            "" if prefill_ns is None else prefill_ns,
         )
 
     def cancel(self, request: int) -> None:

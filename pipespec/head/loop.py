@@ -108,6 +108,8 @@ class HeadLoop:
             for request, answer in found:
                 self.open(request, answer)
         for sequence in self.scheduler.admit():
+            if sequence.opened_ns is None:
+                sequence.opened_ns = self.timeline.clock()
             self.source.begin(sequence.context)
         return True
 
@@ -128,7 +130,7 @@ class HeadLoop:
         if now or self._published is None or at - self._published > PUBLISH_NS:
             self._published = at
             with self.timeline("control"):
-                self.controller.publish(self.scheduler.statistics())
+                self.controller.publish(self.scheduler.statistics(), self.scheduler.counts())
                 self.scheduler.learn(together(self.controller.row_times()))
 
     def begin(self) -> None:
@@ -227,7 +229,7 @@ class HeadLoop:
         alone = sequence.number == NOT_OPEN or not sequence.prefilled
         report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
         self.controller.report(request.id, report | sequence.statistics())
-        self.controller.finish(request.id, reason)
+        self.controller.finish(request.id, reason, sequence.prefill_ns)
         self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:

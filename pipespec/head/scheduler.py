@@ -26,11 +26,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
-from pipespec.core import GUESS, KIND, MAX_OPENED_BYTES, Batch, Opening, Verdict
+from pipespec.core import GUESS, KIND, MAX_OPENED_BYTES, POSITION, Batch, Opening, Verdict
 from pipespec.head.admission import Admission
 from pipespec.head.choice import Choice, Offer, certain, choose, share
 from pipespec.head.feed.policy import PipelineState
@@ -84,15 +84,17 @@ class Scheduler(Admission):
         return sum(rates) / len(rates) if rates else 0.0
 
     def statistics(self) -> dict[str, int]:
-        """How many requests are open and wait, what they hold, and what was done so far."""
+        """How many requests are open and wait, and what they hold."""
         return {
             "running": len(self.sequences),
             "waiting": len(self.waiting),
-            "preemptions": self.preemptions,
             "kv_slots": self.num_slots,
             "kv_slots_held": self.num_slots - self.free_slots,
-            **asdict(self.totals),
         }
+
+    def counts(self) -> dict[str, int]:
+        """What was done so far (`Totals.counts`); nothing of it ever falls."""
+        return {"preemptions": self.preemptions, **self.totals.counts()}
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -144,11 +146,11 @@ class Scheduler(Admission):
         for token in verdict.tokens:
             count += 1
             reason = sequence.accept(token, now)
+            self.totals.decided(sequence.tree.root_fed_at)
             if reason:
                 break
         self._decided += count
         self._fruitless = False  # the draft may have room again
-        self.totals.tokens += count
         if not sequence.tree.fed[ROOT]:
             sequence.waits_since = self.step
         accepted = replace(
@@ -188,7 +190,6 @@ class Scheduler(Admission):
         if len(batch) or batch.released or batch.preempted:
             self._busy_until = self.step + self.config.num_steps
         self._meter.fed(len(batch), int(np.count_nonzero(batch.rows[:, KIND] != GUESS)))
-        self.totals.steps += bool(len(batch))
         self.step += 1
         return batch
 
@@ -323,22 +324,26 @@ class Scheduler(Admission):
             self._meter.offered(chances)
         found = [Batch(self.step).rows]
         opened: list[Opening] = []
+        of_prompts = 0
         for sequence, end in prompts:
             if not sequence.prefilled:
                 opened.append(sequence.opening)
             rows = sequence.context.rows(sequence.prefilled, end)
             sequence.prefilled = end
             sequence.counts["rows"] += len(rows)
-            self.totals.prompt_rows += len(rows)
+            of_prompts += len(rows)
             found.append(rows)
+        roots: list[int] = []  # where the tree of each row that follows has its root
         for sequence, nodes in choice:
             if len(nodes):
-                found.append(sequence.tree.rows(sequence.number, nodes))
-                sequence.tree.fed[nodes] = True
+                tree = sequence.tree
+                found.append(tree.rows(sequence.number, nodes))
+                roots += [int(tree.position[ROOT])] * len(nodes)
+                tree.feed(nodes)
                 if not self._policy.keeps_unfed:
-                    sequence.tree.drop_unfed()
+                    tree.drop_unfed()
                 sequence.counts["rows"] += len(nodes)
-                roots = int(nodes[0] == ROOT)
-                self.totals.root_rows += roots
-                self.totals.guess_rows += len(nodes) - roots
-        return Batch(self.step, np.concatenate(found), opened=tuple(opened))
+        rows = np.concatenate(found)
+        depths = rows[of_prompts:, POSITION] - np.array(roots, np.int64)
+        self.totals.step(len(rows), of_prompts, depths, self._decided)
+        return Batch(self.step, rows, opened=tuple(opened))

@@ -39,7 +39,8 @@ class Sequence:
     """One request that is being decoded, or waits for it: its text, its tree, its counts.
 
     `opening` is what the stages are told of it when its first rows enter the pipeline.
-    `replayed` tokens of the answer were decided in an earlier epoch.
+    `replayed` tokens of the answer were decided in an earlier epoch. `opened_ns` is when it was
+    opened first, which whoever holds a clock says.
     """
 
     request: Request
@@ -57,6 +58,7 @@ class Sequence:
         default_factory=lambda: dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0)
     )
     started_ns: int = 0
+    opened_ns: int | None = None
     token_ns: list[int] = field(default_factory=list)
     first_token: dict[str, int] = field(default_factory=dict)
     ended: str | None = None  # why the request was over before this sequence was opened
@@ -155,6 +157,14 @@ class Sequence:
         if token in self.request.eos or self.stops(token):
             return "stop"
         return "length" if self.context_full else None
+
+    @property
+    def prefill_ns(self) -> int | None:
+        """From when it was opened to its first token; None if that was in an earlier epoch, or
+        has not come."""
+        if self.opened_ns is None or self.replayed or not self.token_ns:
+            return None
+        return self.token_ns[0] - self.opened_ns
 
     @property
     def misses_per_step(self) -> float:

@@ -27,10 +27,14 @@ class Tree:
         logp: log-probability given its parent, as the source stated it.
         cum: log-probability given the root, i.e. the sum of `logp` along the path.
         fed: the node has entered the pipeline.
+        fed_under: the position of the root when it did; of no meaning before.
         expanded: a source has proposed its children.
     """
 
-    _COLUMNS = ("id", "parent", "parent_id", "token", "position", "logp", "cum", "fed", "expanded")
+    _COLUMNS = (
+        *("id", "parent", "parent_id", "token", "position", "logp", "cum"),
+        *("fed", "fed_under", "expanded"),
+    )
     __slots__ = (*_COLUMNS, "_next_id")
 
     def __init__(self, root_id: int, parent_id: int, token: int, position: int, *, fed: bool):
@@ -46,6 +50,7 @@ class Tree:
         self.logp = np.zeros(1)
         self.cum = np.zeros(1)
         self.fed = np.array([fed])
+        self.fed_under = np.array([position])
         self.expanded = np.array([False])
 
     def __len__(self) -> int:
@@ -55,6 +60,17 @@ class Tree:
     def depth(self) -> np.ndarray:
         """Distance from the root, `[nodes]`."""
         return self.position - self.position[ROOT]
+
+    @property
+    def root_fed_at(self) -> int:
+        """How far below the root of then the root of now stood when it was fed; 0: it was not fed
+        as a guess."""
+        return int(self.position[ROOT] - self.fed_under[ROOT]) if self.fed[ROOT] else 0
+
+    def feed(self, nodes: np.ndarray) -> None:
+        """The nodes enter the pipeline."""
+        self.fed[nodes] = True
+        self.fed_under[nodes] = self.position[ROOT]
 
     def append(
         self, parents: np.ndarray, tokens: np.ndarray, logps: np.ndarray, limit: int | None = None
@@ -91,6 +107,7 @@ class Tree:
             logp=logp,
             cum=cum,
             fed=np.zeros(count, bool),
+            fed_under=position,
             expanded=np.zeros(count, bool),
         )
         self._next_id += count

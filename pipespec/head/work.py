@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipespec.core import Verdict
+from pipespec.core import STEP_TOKENS, Verdict
 from pipespec.head.feed.policy import FeedPolicy
 from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Asked
@@ -69,17 +70,69 @@ class DraftWork:
         return [part.asked for part in self.parts]
 
 
+# The depth up to which guesses are counted by theirs; deeper ones count as of this one.
+DEEPEST = 64
+
+
 @dataclass(slots=True)
 class Totals:
-    """What was done since the scheduler began: steps, tokens decided, draft rounds, and rows fed
-    of each kind."""
+    """What was done since the scheduler began.
+
+    A guess has the depth that it had below the last decided token when it was fed.
+
+    Attributes:
+        steps: that fed any row.
+        rounds: of the draft.
+        prompt_rows: rows of prompts that were fed.
+        fed: rows of trees that were fed, by depth, `[1 + DEEPEST]`; of depth 0 are roots, which
+            were decided before they were fed.
+        hits: tokens that were decided, by the depth that they were fed at before,
+            `[1 + DEEPEST]`; of depth 0 are those that were not fed.
+        step_tokens: steps, by how many tokens of prompts they fed and of answers they decided
+            together (`STEP_TOKENS`); those that did neither and fed nothing are left out.
+    """
 
     steps: int = 0
-    tokens: int = 0
     rounds: int = 0
-    root_rows: int = 0
     prompt_rows: int = 0
-    guess_rows: int = 0
+    fed: np.ndarray = field(default_factory=lambda: np.zeros(1 + DEEPEST, np.int64))
+    hits: list[int] = field(default_factory=lambda: [0] * (1 + DEEPEST))
+    step_tokens: list[int] = field(default_factory=lambda: [0] * len(STEP_TOKENS))
+
+    def decided(self, depth: int) -> None:
+        """A token was decided that had been fed at this depth."""
+        self.hits[min(depth, DEEPEST)] += 1
+
+    def step(self, rows: int, of_prompts: int, depths: np.ndarray, decided: int) -> None:
+        """A step fed so many rows, those of trees at these depths, `[rows]`, and had decided so
+        many tokens."""
+        if rows:
+            self.steps += 1
+            self.prompt_rows += of_prompts
+            self.fed += np.bincount(np.minimum(depths, DEEPEST), minlength=1 + DEEPEST)
+        if rows or decided:
+            self.step_tokens[bisect_left(STEP_TOKENS, of_prompts + decided)] += 1
+
+    def counts(self) -> dict[str, int]:
+        """Whole numbers by name, or by "name/label"; labelled ones that are 0 are left out."""
+        fed = self.fed.tolist()
+        labelled = {
+            **{f"fed/{depth}": count for depth, count in enumerate(fed)},
+            **{f"hits/{depth}": count for depth, count in enumerate(self.hits)},
+            **{
+                f"step_tokens/{most:g}": count
+                for most, count in zip(STEP_TOKENS, self.step_tokens, strict=True)
+            },
+        }
+        return {
+            "steps": self.steps,
+            "tokens": sum(self.hits),
+            "rounds": self.rounds,
+            "root_rows": fed[0],
+            "prompt_rows": self.prompt_rows,
+            "guess_rows": sum(fed[1:]),
+            **{name: count for name, count in labelled.items() if count},
+        }
 
 
 @dataclass(frozen=True, slots=True)

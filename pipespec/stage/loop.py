@@ -23,7 +23,7 @@ from pipespec.transport.protocol import Transport
 COUNTS = ("steps", "rows", "dropped", "overruns")
 
 
-# How often the head is told how long batches take.
+# How often this stage tells what it does.
 TELL_NS = 10**9
 
 
@@ -79,7 +79,8 @@ class StageLoop:
         self.step = 0
         self._done: list[Task] = []
         self._times = times or RowTimes()
-        self._told = timeline.clock()  # when the head was told of them last
+        self._told = timeline.clock()  # when this stage told what it does last
+        self._worked = Counter[str]()  # what it had told when it was without a sequence last
         self._verdicts: list[Verdict] = []  # of this step, at the last stage
         self._verifiers: dict[int, Verifier] = {}  # of the open sequences, at the last stage
         self._counts = Counter[str]()  # since no sequence was open
@@ -115,7 +116,7 @@ class StageLoop:
                 self.send(self.prune(computed))
             for request, report in ended.items():
                 self.controller.report(request, report)
-            self.tell_times()
+            self.tell(idle=bool(ended) and not self._opened)
             if batch.stop:
                 while not self.last and self.receiver.heard <= self.step:
                     self.follow(self.receiver.verdict())
@@ -245,7 +246,9 @@ class StageLoop:
         for several at once can be counted once.
         """
         ended = {}
-        for sequence in (*batch.released, *batch.preempted):
+        leaving = (*batch.released, *batch.preempted)
+        worked = self.worked() if leaving else self._worked
+        for sequence in leaving:
             self.runner.release(sequence)
             if self._verifiers.pop(sequence, None) is not None:
                 self.controller.drop_guesses(sequence)
@@ -258,22 +261,43 @@ class StageLoop:
                 period = {name: now[name] for name in PERIOD} | elapsed
                 told = {"rank": self.rank, **since, "period": period}
                 ended[opening.request] = told | {"events": events}
+        if not self._opened:
+            self._worked = worked
         return ended
 
-    def tell_times(self) -> None:
-        """Tell the head now and then how long batches take here."""
+    def tell(self, *, idle: bool) -> None:
+        """Tell now and then how long batches take here and what this stage does; also when it has
+        just become `idle`, as it may then have no step for long."""
         now = self.timeline.clock()
-        if now - self._told > TELL_NS and (measured := self._times.measured()).points:
+        if idle or now - self._told > TELL_NS:
             self._told = now
             with self.timeline("control"):
-                self.controller.publish_times(measured)
+                self.controller.publish_work(self._times.measured(), self.worked())
+
+    def worked(self) -> Counter[str]:
+        """Nanoseconds of this epoch in which any sequence was open here: of those, in which this
+        stage computed, waited for the batch of the rank before, and handed its own on."""
+        worked = Counter(self._worked)
+        if self._opened:
+            totals = self.timeline.totals
+            worked["active_ns"] += self.timeline.clock() - self._since
+            worked["busy_ns"] += self._busy_ns
+            worked["receive_ns"] += totals["receive"]
+            worked["send_ns"] += totals["send"]
+        return worked
+
+    @property
+    def _busy_ns(self) -> int:
+        """Of computing, since no sequence was open."""
+        totals = self.timeline.totals
+        return totals["compute"] + totals["verify"] + totals["pace"]
 
     def counted(self) -> Counter[str]:
         """This rank's part of a request's statistics, as totals so far."""
         totals = self.timeline.totals
         return Counter(
             elapsed_ns=self.timeline.clock(),
-            busy_ns=totals["compute"] + totals["verify"] + totals["pace"],
+            busy_ns=self._busy_ns,
             control_ns=totals["control"],
             **{name: self._counts[name] for name in COUNTS},
         )

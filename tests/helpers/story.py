@@ -57,9 +57,11 @@ class StoryController:
         self.accepted: dict[int, list[int]] = {}
         self.logged: list[list[int]] = []  # the requests of each call of `accept`
         self.finished: dict[int, str] = {}
+        self.prefill_ns: dict[int, int | None] = {}
         self.reports: dict[int, dict[str, Any]] = {}
         self.guesses: dict[int, list[Guesses]] = {}  # by sequence
         self.statistics: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
         self.times = Measured()
 
     def next_requests(
@@ -80,11 +82,13 @@ class StoryController:
     def drop_guesses(self, sequence: int) -> None:
         self.guesses.pop(sequence, None)
 
-    def publish(self, statistics: Mapping[str, int]) -> None:
+    def publish(self, statistics: Mapping[str, int], counts: Mapping[str, int]) -> None:
         self.statistics = dict(statistics)
+        self.counts = dict(counts)
 
-    def publish_times(self, measured: Measured) -> None:
+    def publish_work(self, measured: Measured, counts: Mapping[str, int]) -> None:
         self.times = measured
+        self.counts = dict(counts)
 
     def row_times(self) -> list[Measured]:
         return []
@@ -114,8 +118,9 @@ class StoryController:
             self.logged[-1].append(request)
             self.accepted.setdefault(request, []).extend(piece.tokens)
 
-    def finish(self, request: int, reason: str) -> None:
+    def finish(self, request: int, reason: str, prefill_ns: int | None = None) -> None:
         self.finished[request] = reason
+        self.prefill_ns[request] = prefill_ns
 
     def report(self, request: int, stats: dict[str, Any]) -> None:
         self.reports[request] = stats

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -17,12 +18,14 @@ from pipespec.controller.client import MOST_CLUSTERS, Controller
 from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import compute
 from pipespec.controller.keys import Keys
+from pipespec.controller.overview import Overview, look
 from pipespec.controller.records import CANCELLED, FAILED, Accepted, Finished
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Request, Scored, TokenLogprobs
 from pipespec.core import Sampling as Asked
 from pipespec.errors import ControllerError, StaleEpoch
+from pipespec.row_times import UNKNOWN
 from tests.helpers.log import accept, head_of, take
 
 names = count()
@@ -317,6 +320,16 @@ def test_a_reader_sees_tokens_as_they_are_accepted_and_then_the_reason(
     assert head.tokens(request) == (10, 11, 12)
 
 
+def test_readers_hear_what_the_first_token_took_if_the_head_knows(head: Controller) -> None:
+    for known in (None, 0, 12_345_678_901):
+        request = head.enqueue(**ASKED)
+        take(head)
+        head.finish(request, "stop", known)
+        (end,) = head.stream(request)
+        assert isinstance(end, Finished)
+        assert (end.reason, end.prefill_ns) == ("stop", known)
+
+
 def test_a_reader_may_come_late_or_again(head: Controller) -> None:
     request = head.enqueue(**ASKED)
     accept(head, request, 3, [10, 11])
@@ -503,6 +516,46 @@ def test_a_closed_queue_ends_when_it_is_empty(server: EmbeddedRedis, head: Contr
         assert take(successor, wait=False) is None
         successor.enqueue(**ASKED)
         assert take(successor) is not None
+
+
+def test_what_is_counted_adds_up_over_epochs(
+    server: EmbeddedRedis, head: Controller, namespace: str
+) -> None:
+    def seen() -> Overview:
+        found = look(server.url, namespace)
+        assert found is not None
+        return found
+
+    def stage(epoch: int) -> Controller:
+        return Controller(server.url, namespace=namespace, epoch=epoch, rank=1)
+
+    head.publish({"running": 2}, {"steps": 7, "hits/1": 3})
+    with stage(seen().epoch) as first:
+        first.publish_work(UNKNOWN, {"busy_ns": 30, "active_ns": 40})
+        first.publish_work(UNKNOWN, {})  # nothing to tell
+    with head:
+        pass  # all of it has come
+    assert seen().statistics == {"running": 2, "steps": 7}
+    assert seen().busy == {"1": 0.75}
+    before = seen().totals
+    assert before == {"steps": 7, "hits/1": 3, "busy_ns/1": 30, "active_ns/1": 40}
+    with head_of(server, namespace) as successor:
+        assert (seen().statistics, seen().busy) == ({}, {})
+        assert seen().totals == before
+        successor.publish({"running": 1}, {"steps": 2, "hits/2": 1})
+    assert seen().statistics == {"running": 1, "steps": 2}
+    assert seen().totals == before + Counter({"steps": 2, "hits/2": 1})
+
+
+def test_what_a_rank_says_of_an_epoch_that_is_over_is_refused(
+    server: EmbeddedRedis, head: Controller, namespace: str
+) -> None:
+    with head_of(server, namespace):
+        with pytest.raises(StaleEpoch), head:
+            head.publish({"running": 2}, {"steps": 7})
+        found = look(server.url, namespace)
+        assert found is not None
+        assert found.totals == {}
 
 
 def test_a_new_epoch_takes_up_unfinished_requests_where_they_stood(

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.core import DECIDED, GUESS, KIND, LAST_DECIDED, NODE, PARENT, TOKEN, Request, Verdict
+from pipespec.core import (
+    DECIDED,
+    GUESS,
+    KIND,
+    LAST_DECIDED,
+    NODE,
+    PARENT,
+    POSITION,
+    STEP_TOKENS,
+    TOKEN,
+    Request,
+    Verdict,
+)
 from pipespec.head.feed.best_first import BestFirst
 from pipespec.head.feed.level import Level
 from pipespec.head.feed.policy import FeedPolicy
@@ -107,6 +122,47 @@ def test_no_more_rounds_than_are_allowed():
     opened(on)
     on.begin()
     assert grow(on) == 3
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+def test_what_is_counted_is_what_was_fed_and_decided(policy: FeedPolicy):
+    """Against a list of when each node was fed, kept beside it."""
+    on = scheduler(policy, rounds=2)
+    sequence = opened(on, length=10, tokens=60)
+    fed_at: dict[int, int] = {}  # of each node, how deep it stood
+    fed, hits, sizes = Counter[int](), Counter[int](), Counter[float]()
+    chance = Random(4)
+    while True:
+        tokens = [chance.choice([1, 1, 1, 2, 9]) for _ in range(chance.randrange(3))]
+        tokens = tokens if sequence.prefilled == 10 else []
+        batch, progress = step(on, *tokens)
+        accepted = len(progress.accepted.tokens) if progress else 0
+        for node in sequence.context.nodes[len(sequence.context.nodes) - accepted :]:
+            hits[fed_at.get(node, 0)] += 1
+        root = len(sequence.context.tokens) - 1
+        guesses = batch.rows[batch.rows[:, KIND] == GUESS]
+        for node, position in zip(guesses[:, NODE], guesses[:, POSITION], strict=True):
+            fed_at[int(node)] = int(position) - root
+            fed[int(position) - root] += 1
+        done = len(batch) - len(guesses) + accepted
+        if len(batch) or done:
+            sizes[next(most for most in STEP_TOKENS if done <= most)] += 1
+        if progress and progress.reason:
+            break
+    counts = on.counts()
+
+    def labelled(name: str) -> dict[float, int]:
+        found = (key.partition("/") for key in counts)
+        return {
+            float(label): counts[f"{k}/{label}"] for k, _, label in found if k == name and label
+        }
+
+    assert labelled("fed") == fed
+    assert labelled("step_tokens") == sizes
+    assert (counts["root_rows"], counts["guess_rows"]) == (fed[0], sum(fed.values()) - fed[0])
+    assert (counts["prompt_rows"], counts["tokens"]) == (10, 60)
+    assert labelled("hits") == hits
+    assert counts["hits/0"] == 60 - sequence.hits
 
 
 def test_the_end_of_a_text_cuts_the_verdict_and_frees_the_request():

@@ -207,6 +207,41 @@ def test_the_head_is_told_how_long_batches_take(first):
     assert rows == 3 and ms > 0
 
 
+def test_what_a_stage_did_is_told_when_it_becomes_idle_and_idle_time_is_none_of_it(first):
+    class Clock:
+        now = 0
+
+        def __call__(self) -> int:
+            self.now += 1000  # so long does everything take
+            return self.now
+
+    clock = Clock()
+    told: list[dict[str, int]] = []
+
+    class Link(StoryLink):
+        def recv(self) -> Batch:
+            told.append(controller.counts)
+            clock.now += 10 if len(told) in (2, 5) else 10**12  # nothing is open
+            return super().recv()
+
+    again = replace(OPENING, sequence=8)
+    second = Batch(3, Context(8, PROMPT, [0, 1, 2]).rows(0), opened=(again,))
+    batches = [prompt(0), Batch(1, released=(7,)), Batch(2), second, Batch(4, released=(8,))]
+    controller = StoryController()
+    link = Link(1, [*batches, Batch(5, stop=True)])
+    settings = StageSettings(Layout(2), Pace(), 0.0)
+    StageLoop(
+        SliceRunner(first, NUM_SLOTS), link, controller, settings, Timeline(clock=clock)
+    ).run()
+    assert told[0] == {}, "nothing yet"
+    assert told[2] == told[3], "nothing new while it is idle"
+    assert controller.counts.keys() == {"active_ns", "busy_ns", "receive_ns", "send_ns"}
+    for name, once in told[2].items():
+        assert 0 < once < controller.counts[name] < 10**9
+    parts = sum(told[2][name] for name in ("busy_ns", "receive_ns", "send_ns"))
+    assert parts < told[2]["active_ns"]
+
+
 def test_inside_a_group_a_batch_goes_on_within_its_step(first):
     grouped = Layout(3, groups=(1, 2))
     level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
