@@ -12,14 +12,15 @@ a prompt and goes on.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
+from pipespec.cluster.faults import Fault, FaultKind, FaultRecord
 from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.cluster.watched import Death, Server, Workers
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import ANSWER_TIMEOUT_S
 from pipespec.controller.membership import LEASE_S, Membership
@@ -37,53 +38,6 @@ FRUITLESS = 16
 LONG_S = 10.0
 
 log = logging.getLogger(__name__)
-
-
-class Death(Protocol):
-    """A worker was ended by a signal; its supervisor starts another."""
-
-    @property
-    def worker(self) -> str: ...
-
-    @property
-    def pid(self) -> int | None: ...
-
-    @property
-    def how(self) -> str: ...
-
-
-class Workers(Protocol):
-    """The processes that hold ranks."""
-
-    deaths: queue.SimpleQueue[Any]  # of Death
-
-    def kill(self, worker: str, since: float) -> bool:
-        """End one that has hung since then; another is started in its place. False: not now."""
-        ...
-
-    def preparing(self, worker: str) -> bool:
-        """Whether its host has begun to start it."""
-        ...
-
-    def mend(self) -> None:
-        """Start what was lost, as far as it can be reached."""
-
-
-class Server(Protocol):
-    """A private Redis."""
-
-    def alive(self) -> bool: ...
-
-    def restart(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What ended an epoch; `at_s` is on the monotonic clock."""
-
-    epoch: int
-    reason: str
-    at_s: float
 
 
 class Recovery:
@@ -138,9 +92,19 @@ class Recovery:
         self._finished = 0  # requests so far
         self._lengths: dict[int, int] = {}  # of the sequences of the requests seen
         self._failure: RankFailed | None = None
-        self.faults: list[Fault] = []
+        # The workers of this epoch that were seen there, and of the one before; their processes.
+        self._holders: dict[str, int] = {}
+        self._held: dict[str, int] = {}
         self.assignment = assignment
         self.epoch = Controller.new_epoch(url, namespace, assignment.encode())
+        with Membership(url, namespace) as shared:
+            self._record = FaultRecord(shared.totals())
+        self._told = Counter(self._record.counts)
+
+    @property
+    def faults(self) -> Sequence[Fault]:
+        """What has ended epochs so far."""
+        return self._record.faults
 
     def watch(self, workers: Workers) -> None:
         """Begin to watch."""
@@ -177,7 +141,7 @@ class Recovery:
             except Unreachable as error:
                 silent_s = time.monotonic() - reached
                 if not self._revive(silent_s):
-                    self._note("Redis went away")
+                    self._note(FaultKind.REDIS_GONE, "Redis went away")
                     if silent_s > self._patience_s:
                         self._give_up(str(error))
             except Exception as error:  # noqa: BLE001 - nobody else would see to the next fault
@@ -191,7 +155,7 @@ class Recovery:
         hangs = self._server.alive()
         if hangs and silent_s < self._answer_s:
             return False
-        self._note("Redis hung" if hangs else "Redis went away")
+        self._note(FaultKind.REDIS_GONE, "Redis hung" if hangs else "Redis went away")
         try:
             self._server.restart()
         except ControllerError as error:
@@ -201,39 +165,61 @@ class Recovery:
     def _look(self, shared: Membership) -> None:
         """Take in what has happened; begin the next epoch if it must be."""
         assert self._workers is not None
-        reasons = [
-            f"{told.worker}: {told.reason}"
+        suspicions = [
+            (FaultKind.LINK_BROKE, f"{told.worker}: {told.reason}")
             for told in shared.suspicions(LOOK_S)
             if told.epoch == self.epoch
         ]
         deaths = self._deaths()
         here = shared.attached(self.epoch)
-        if len(here) < len(self.assignment.workers):
-            self._complete_at = None
-        elif self._complete_at is None:
-            self._complete_at = time.monotonic()
+        self._holders = {
+            worker: here[rank]
+            for rank, worker in enumerate(self.assignment.workers)
+            if rank in here
+        }
+        reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
             self._events += 1
             self._latest = f"{death.worker} ended ({death.how})"
             # One that had not joined this epoch will join it when it is started again, or has
             # done so already: word of a death can come later than the next life.
-            rank = self.assignment.rank_of(death.worker)
-            if rank in here and death.pid in (None, here[rank]):
-                reasons.append(self._latest)
+            if _of(death, self._holders):
+                reasons.append((FaultKind.WORKER_ENDED, self._latest))
+            elif _of(death, self._held):
+                self._record.explain(FaultKind.WORKER_ENDED)
+        if len(here) < len(self.assignment.workers):
+            self._complete_at = None
+        elif self._complete_at is None:
+            self._complete_at = time.monotonic()
+            self._record.complete(self._complete_at)
         reasons += [
-            f"{worker} says nothing"
+            (FaultKind.WORKER_SILENT, f"{worker} says nothing")
             for worker in self._silent(shared)
-            if self.assignment.rank_of(worker) in here
+            if worker in self._holders
         ]
+        reasons += suspicions  # what is behind them says more
         if self._stalls(shared):
-            reasons.append(f"no step was completed for {self._stall_s:g} seconds")
+            stalled = f"no step was completed for {self._stall_s:g} seconds"
+            reasons.append((FaultKind.STEP_STALLED, stalled))
         self._workers.mend()
+        self._count(shared)
         if reasons:
-            self._note(reasons[0])
+            self._note(*reasons[0])
         if reasons or self._must_replace():
             self._next(shared)
         elif self._events:
             self._judge(shared)
+
+    def _count(self, shared: Membership) -> None:
+        """Look whether the text goes on after a fault, and keep what was counted."""
+        if self._record.lengths:
+            lengths = shared.lengths(self._record.lengths)
+            self._record.heard(lengths, time.monotonic())
+            if shared.idle():
+                self._record.leave()
+        if self._record.counts != self._told:
+            shared.count(self._record.counts)
+            self._told = Counter(self._record.counts)
 
     def _stalls(self, shared: Membership) -> bool:
         """Whether a request is open, all ranks are there, and yet nothing moves: two of them
@@ -293,13 +279,13 @@ class Recovery:
             if now - self._prepared_at > self._patience_s:
                 self._give_up(f"{', '.join(sorted(away))} stayed away: {error}")
             return False
-        self._note(f"{', '.join(sorted(away))} stayed away")
+        self._note(FaultKind.STAYED_AWAY, f"{', '.join(sorted(away))} stayed away")
         return True
 
-    def _note(self, reason: str) -> None:
+    def _note(self, kind: FaultKind, reason: str) -> None:
         """Keep the first reason why an epoch must end."""
         if not self.faults or self.faults[-1].epoch != self.epoch:
-            self.faults.append(Fault(self.epoch, reason, time.monotonic()))
+            self._record.note(Fault(self.epoch, kind, reason, time.monotonic()))
             log.info("epoch %d: %s", self.epoch, reason)
 
     def _next(self, shared: Membership) -> None:
@@ -308,11 +294,15 @@ class Recovery:
         shared.note_fault(self.epoch, self._latest)
         self._judge(shared)
         if not self._stop.is_set():
+            decoded = [number for number, _ in shared.progress()]
             begun = Controller.new_epoch(self._url, self._namespace, self.assignment.encode())
             if begun <= self.epoch:
                 self._give_up("Redis came back without what it knew; start the cluster again.")
             self.epoch, self._complete_at = begun, None
+            self._held, self._holders = self._holders, {}
             log.info("epoch %d begins", self.epoch)
+            # Not before: until then the last epoch may decide tokens.
+            self._record.begun(shared.lengths(decoded))
 
     def _judge(self, shared: Membership) -> None:
         """Give up if there was fault after fault and nothing was decided in between."""
@@ -331,3 +321,8 @@ class Recovery:
     def _give_up(self, reason: str) -> None:
         self._failure = RankFailed(reason)
         self._stop.set()
+
+
+def _of(death: Death, holders: Mapping[str, int]) -> bool:
+    """Whether it is the death of a process that held a rank."""
+    return death.worker in holders and death.pid in (None, holders[death.worker])

@@ -22,9 +22,10 @@ from pipespec.cluster.deployment import (
     require_backend,
     require_quantizers,
 )
+from pipespec.cluster.faults import Fault
 from pipespec.cluster.launch import PRELOAD, Cluster, check_port
 from pipespec.cluster.rank_assignment import RankAssignment
-from pipespec.cluster.recovery import Fault, Recovery
+from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.replanning import address_of, own_address, replanner
 from pipespec.cluster.store import require_same_model, store
 from pipespec.controller.client import Controller

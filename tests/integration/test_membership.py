@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import pytest
 
+from pipespec.cluster.faults import FaultKind
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.running_host import Death
@@ -22,6 +23,7 @@ from pipespec.controller.membership import Epoch, Membership, Suspicion
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
 from tests.helpers.log import accept, take
+from tests.helpers.waiting import until
 
 # For what comes; tests end as soon as it has.
 PATIENCE_S = 20.0
@@ -314,6 +316,53 @@ def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life)
         while recovery.epoch == first:
             assert time.monotonic() < end
     assert [fault.reason for fault in recovery.faults] == ["m/1 ended (this life)"]
+
+
+def test_what_ended_an_epoch_is_counted_with_what_it_cost(life: Life) -> None:
+    processes = Processes()
+    with recovery_of(life) as recovery:
+        shared = life.worker()
+        shared.count({"faults/link_broke": 3, "steps": 9})
+        recovery.watch(processes)
+        first = recovery.epoch
+        head = life.rank(first, 0)
+        life.rank(first, 1)
+        request = head.enqueue(**ASKED)
+        take(head)
+        accept(head, request, 3, (10,))
+        until(lambda: shared.progress() == ((request, 4),))
+        shared.suspect(first, "m/0", "lost its link")
+        until(lambda: recovery.epoch > first)
+        # Word of what was behind it comes later.
+        processes.deaths.put(Death("m/1", "killed", os.getpid()))
+        until(processes.deaths.empty)
+        assert "recoveries" not in shared.totals()
+        head = life.rank(recovery.epoch, 0)
+        life.rank(recovery.epoch, 1)
+        until(lambda: "recoveries" in shared.totals())
+        told = shared.totals()
+        assert told["faults/worker_ended"] == told["recoveries"] == 1
+        assert told["faults/link_broke"] == 3
+        assert 0 < told["recovery_ns"] < PATIENCE_S * 1e9
+        assert "resumptions" not in told
+        take(head)
+        accept(head, request, 4, (11,))
+        until(lambda: "resumptions" in shared.totals())
+        assert shared.totals()["resumption_ns"] > told["recovery_ns"]
+    assert [fault.kind for fault in recovery.faults] == [FaultKind.WORKER_ENDED]
+    # Who watches the same log next goes on counting.
+    with recovery_of(life) as recovery:
+        recovery.watch(processes)
+        life.rank(recovery.epoch, 0)
+        life.rank(recovery.epoch, 1)
+        shared.suspect(recovery.epoch, "m/0", "lost its link")
+        epoch = recovery.epoch
+        until(lambda: recovery.epoch > epoch)
+        life.rank(recovery.epoch, 0)
+        life.rank(recovery.epoch, 1)
+        until(lambda: shared.totals()["recoveries"] == 2)
+    assert shared.totals()["faults/worker_ended"] == 1
+    assert shared.totals()["faults/link_broke"] == 4
 
 
 def test_nobody_gives_up_while_a_lost_host_is_starting(life: Life) -> None:
