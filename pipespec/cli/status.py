@@ -81,10 +81,12 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
         "epoch": seen.epoch,
         "faults": seen.epoch - cluster.epoch,
         "last_fault": seen.last_fault,
+        "faults_by_kind": seen.faults,
         "open": seen.open,
         "queued": seen.queued,
         "finished": seen.finished,
         "statistics": seen.statistics,
+        "stage_busy": seen.busy,
     }
 
 
@@ -105,24 +107,35 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
         since = duration(cluster["up_s"]) if "up_s" in cluster else "-"
         table.add_row(cluster["name"], *known.values(), since)
         problem, fault = cluster.get("problem"), cluster.get("last_fault")
-        told = (problem, fault, work(cluster.get("statistics", {})))
+        kinds = faults(cluster.get("faults_by_kind", {}))
+        done = work(cluster.get("statistics", {}), cluster.get("stage_busy", {}))
+        told = (problem, fault, kinds, done)
         notes += [f"{cluster['name']}: {note}" for note in told if note is not None]
     show(table, *notes)
 
 
-def work(statistics: Mapping[str, int]) -> str | None:
-    """What a cluster has done since its epoch began, in one line; None: nothing yet."""
+def faults(kinds: Mapping[str, int]) -> str | None:
+    """What has ended epochs since the log of a cluster began, in one line; None: nothing has."""
+    told = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in kinds.items())
+    return f"faults: {told}." if told else None
+
+
+def work(statistics: Mapping[str, int], busy: Mapping[str, float]) -> str | None:
+    """What a cluster has done since its epoch began, in one line; None: nothing yet. `busy` are
+    shares of the time with a request, by stage."""
     if not statistics.get("steps"):
         return None
 
     def per_step(name: str) -> str:
         return f"{statistics[name] / statistics['steps']:.2f}"
 
+    shares = ", ".join(f"{share:.0%}" for share in busy.values())
     return (
         f"{per_step('tokens')} tokens per step; rows per step: {per_step('root_rows')} roots, "
         f"{per_step('prompt_rows')} of prompts, {per_step('guess_rows')} guesses; "
-        f"{per_step('rounds')} draft rounds per step; KV {statistics['kv_slots_held']} of "
-        f"{statistics['kv_slots']} slots; {statistics['preemptions']} preemptions."
+        f"{per_step('rounds')} draft rounds per step; stages busy {shares or '-'}; "
+        f"KV {statistics['kv_slots_held']} of {statistics['kv_slots']} slots; "
+        f"{statistics['preemptions']} preemptions."
     )
 
 

@@ -12,7 +12,8 @@ from pipespec.controller.records import FAILED, GIVEN_UP, Accepted, Finished
 from pipespec.core import TokenLogprobs
 from pipespec.errors import PipespecError, RankFailed
 from pipespec.server.asking import Ask
-from pipespec.server.metrics import ENDED_BY_LEAVING, Metrics, Watch
+from pipespec.server.figures import ENDED_BY_LEAVING
+from pipespec.server.metrics import Metrics, Watch
 from pipespec.server.queueing import Place
 from pipespec.server.replies import FinishReason
 from pipespec.text import FinalText
@@ -103,7 +104,7 @@ class Answering:
                 if isinstance(event, Accepted):
                     yield self._accepted(choice, event)
                 elif isinstance(event, Finished):
-                    yield self._finished(choice, event.reason)
+                    yield self._finished(choice, event)
                 else:
                     yield Piece(choice, "", scored=event.logprobs)
 
@@ -124,18 +125,25 @@ class Answering:
         if not self._begun[choice]:
             self._begun[choice] = True
             self._place.begun(len(self.ask.prompt_of(choice)))
-        self._watches[choice].heard(len(event.tokens))
-        if not self.ask.max_tokens[choice // self.ask.n]:
+        wanted = self._wanted(choice)
+        self._watches[choice].heard(len(event.tokens) if wanted else 0)
+        if not wanted:
             return Piece(choice, "")
         text = self._texts[choice].push(event.tokens)
         return Piece(choice, text, event.tokens, event.logprobs)
 
-    def _finished(self, choice: int, reason: str) -> Piece:
+    def _finished(self, choice: int, event: Finished) -> Piece:
+        reason = event.reason
         if reason == FAILED:
             raise RankFailed(GIVEN_UP)
         if reason not in REASONS:
             raise RankFailed(f"The request was {reason} by somebody else; ask again.")
-        self._watches[choice].ended(reason)
-        if not self.ask.max_tokens[choice // self.ask.n]:
+        if not self._wanted(choice):
             reason = "length"
+        self._watches[choice].ended(reason, event.prefill_ns)
         return Piece(choice, self._texts[choice].flush(), finish_reason=cast(FinishReason, reason))
+
+    def _wanted(self, choice: int) -> int:
+        """How many tokens were asked for at most; of none the cluster decides one, which nobody
+        is told of."""
+        return self.ask.max_tokens[choice // self.ask.n]

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.place import PATIENCE_S, Place
 
@@ -43,6 +44,16 @@ class Server:
         found = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
         assert found, f"no figure {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+    def counted(self) -> dict[tuple[str, ...], float]:
+        """Everything in /metrics that must never fall, by its name and labels."""
+        text = self.http.get("/metrics").raise_for_status().text
+        return {
+            (sample.name, *map(str, sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            if family.type in ("counter", "histogram", "summary")
+            for sample in family.samples
+        }
 
     def chunks(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """The raw chunks of a stream, whose end is checked."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import uuid
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipespec.client import registry
+from pipespec.controller.membership import Membership
 from pipespec.system.resources import resource_dir
 from tests.helpers.place import PATIENCE_S, Place
 from tests.helpers.serving import MODEL, Server, cluster_up, serving
@@ -451,6 +455,106 @@ def test_models_tokens_and_figures(server: Server, client: openai.OpenAI, tokeni
     assert server.metric("vllm:generation_tokens_total") == before + NUM_TOKENS
     assert server.metric("pipespec_generation_tokens_total") == before + NUM_TOKENS
     assert server.metric("vllm:time_to_first_token_seconds_count") > 0
+
+
+def test_figures_of_the_cluster_are_of_what_was_asked(
+    server: Server, client: openai.OpenAI, tokenizer: Any
+) -> None:
+    until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
+
+    def told(name: str) -> float:
+        return server.metric(name)
+
+    names = (
+        *("pipespec_decided_tokens_total", "pipespec_rows_total", "pipespec_steps_total"),
+        *("vllm:iteration_tokens_total_sum", "vllm:iteration_tokens_total_count"),
+        *("vllm:spec_decode_num_draft_tokens_total", "pipespec_guess_rows_total"),
+        *("vllm:spec_decode_num_accepted_tokens_total", "pipespec_guess_hits_total"),
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        *(f"vllm:request_{part}_time_seconds_count" for part in ("queue", "prefill", "inference")),
+        *(f"vllm:request_{part}_time_seconds_sum" for part in ("queue", "prefill", "inference")),
+        *("vllm:request_decode_time_seconds_sum", "vllm:e2e_request_latency_seconds_sum"),
+    )
+    before = {name: told(name) for name in names}
+    asked = PROMPTS[:2]
+    for prompt in asked:
+        client.completions.create(prompt=prompt, **ASKED)
+    decided = NUM_TOKENS * len(asked)
+    until(lambda: told(names[0]) == before[names[0]] + decided)
+    # A second after the last of them, as the head says it once a second.
+    until(lambda: told("vllm:kv_cache_usage_perc") == 0)
+    since = {name: told(name) - before[name] for name in names}
+    prompts = sum(len(tokenizer.encode(prompt)) for prompt in asked)
+    assert since["vllm:iteration_tokens_total_sum"] == prompts + decided
+    assert since["vllm:iteration_tokens_total_count"] >= since["pipespec_steps_total"] > decided / 5
+    fed = since["vllm:spec_decode_num_draft_tokens_total"]
+    hits = since["vllm:spec_decode_num_accepted_tokens_total"]
+    assert fed == since["pipespec_guess_rows_total"] > hits
+    assert hits == since["pipespec_guess_hits_total"] > 0
+    assert hits == since["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    # What was decided without having been fed before is fed then, but for the last token.
+    missed = decided - hits
+    roots = since["pipespec_rows_total"] - fed - prompts
+    assert missed - len(asked) <= roots <= missed
+    parts = {
+        part: since[f"vllm:request_{part}_time_seconds_sum"]
+        for part in ("queue", "prefill", "decode", "inference")
+    }
+    assert min(parts.values()) > 0
+    assert parts["inference"] == pytest.approx(parts["prefill"] + parts["decode"])
+    whole = parts["queue"] + parts["inference"]
+    # An answer's last token comes before its end.
+    assert parts["inference"] < whole <= since["vllm:e2e_request_latency_seconds_sum"] + 1e-6
+    for part in ("queue", "prefill", "inference"):
+        assert since[f"vllm:request_{part}_time_seconds_count"] == len(asked)
+    until(lambda: 'pipespec_stage_busy_share{engine="0"' in server.http.get("/metrics").text)
+    assert 0 < told("pipespec_stage_busy_share") < 2  # of two stages together
+
+
+def test_a_fault_is_counted_and_no_counter_falls(
+    place: Place, server: Server, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(place.folder))
+    cluster = registry.find(NAME)
+    until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
+    first = seen = server.counted()
+    kinds = "pipespec_faults_total"
+    faults, epoch = server.metric(kinds), server.metric("pipespec_epoch")
+
+    def look() -> float:
+        """Faults so far."""
+        nonlocal seen
+        now = server.counted()
+        fallen = {key for key in seen if now.get(key, -1.0) < seen[key]}
+        assert not fallen
+        seen = now
+        return sum(value for (name, *_), value in now.items() if name == kinds)
+
+    asked = ASKED | LONG | {"prompt": PROMPTS[0]}
+    undisturbed = client.completions.create(**asked).choices[0].text
+    text = ""
+    for piece in client.completions.create(stream=True, **asked):
+        struck, text = bool(text), text + piece.choices[0].text
+        if text and not struck:
+            with Membership(cluster.url, cluster.namespace) as shared:
+                (pid,) = shared.alive(["local/1"]).values()
+            os.kill(pid, signal.SIGKILL)
+        if len(text) % 7 == 0:
+            look()
+    assert text == undisturbed
+    # On a busy machine a lease may run out beside it.
+    until(lambda: 0 < look() - faults == server.metric("pipespec_epoch") - epoch)
+    until(lambda: look() and server.metric("pipespec_resumption_seconds_count") > 0)
+    assert 0 < server.metric("pipespec_recovery_seconds_count") <= look() - faults
+    whole, silent = (
+        server.metric(f"pipespec_{name}_seconds_sum") for name in ("recovery", "resumption")
+    )
+    assert 0 < whole < silent < PATIENCE_S
+    # And the new epoch goes on from what was counted in the one before.
+    decided = "pipespec_decided_tokens_total"
+    until(lambda: look() and server.metric("vllm:kv_cache_usage_perc") == 0)
+    (before,) = (value for (name, *_), value in first.items() if name == decided)
+    assert server.metric(decided) > before + 400
 
 
 def test_a_second_server_of_the_same_cluster_with_keys_and_a_short_queue(

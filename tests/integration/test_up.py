@@ -454,8 +454,17 @@ def test_a_lost_rank_interrupts_no_request_and_is_counted(
     (told,) = status(capsys)
     assert (told["faults"], told["epoch"], told["finished"]) == (1, running.epoch + 1, 2)
     assert told["last_fault"].startswith(f"epoch {running.epoch}: local/")
+    # All ranks are there, which is when a fault is counted; and the stages have told again.
+    until(lambda: sum(status(capsys)[0]["faults_by_kind"].values()) == 1)
+    until(lambda: set(status(capsys)[0]["stage_busy"]) == {"1", "2"})
+    (told,) = status(capsys)
+    assert all(0 < share <= 1 for share in told["stage_busy"].values())
+    (kind,) = told["faults_by_kind"]
     assert main(["status"]) == 0
-    assert f"{NAME}: epoch {running.epoch}: local/" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{NAME}: epoch {running.epoch}: local/" in said
+    assert f"faults: 1 {kind.replace('_', ' ')}." in said
+    assert "stages busy" in said
     assert f"{NAME}: epoch {running.epoch} ended: " in guest.log(NAME)
 
     # The death of the agent is a fault as good as any.
