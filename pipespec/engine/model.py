@@ -59,19 +59,25 @@ class ModelSlice:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._model = model
-        if isinstance(attention, str):
-            attention = choose.make(attention, self.device, num_slots)
-        self.attention = attention
         self._base = model.base_model
         drop_placeholders(model, layers)
         self.num_weight_bytes = _num_bytes(model.state_dict().values())
         # From here on the model's own forward is the head alone.
         setattr(model, model.base_model_prefix, _Done())
-        self._slice = hook.Slice(self.attention)  # its layers refer to it by number
+        given = None if isinstance(attention, str) else attention
+        # Its layers refer to it by number. What needs no proof makes their pools.
+        self._slice = hook.Slice(given or choose.make(choose.SDPA, self.device, num_slots))
         self._attentions = [
             hook.attach(layer, self._slice, num_slots) for layer in self._base.layers
         ]
         self._allocate()
+        # The backend's name, and a sentence on each that was wanted and does not serve.
+        self.attention, self.refused = "given", list[str]()
+        if isinstance(attention, str):
+            with torch.inference_mode():
+                self.attention, self._slice.attention, self.refused = choose.choose(
+                    attention, self.device, num_slots, [state.layer for state in self._attentions]
+                )
 
     @classmethod
     def load(
@@ -88,7 +94,7 @@ class ModelSlice:
     ) -> ModelSlice:
         """Load `layers` of the checkpoint folder `path` and allocate their KV pools.
 
-        `attention` is the name of a backend, or one for this slice alone.
+        `attention` is the name of a backend, or one for this slice alone that is not proved.
         `dtype` None keeps the checkpoint's; `quantization` is one of QUANTIZATIONS, for plain
         weights. Prints nothing, unless `progress` asks for the progress bar of Transformers.
         Raises `ModelError` if the architecture is not supported, if tensors are missing or of
@@ -170,7 +176,7 @@ class ModelSlice:
         `[rows, hidden]` that the slice before returned. `positions` int64 `[rows]`. Returns
         `[rows, hidden]`. Inputs may lie on any device.
         """
-        self.attention.prepare(plan)
+        self._slice.attention.prepare(plan)
         return self.compute(inputs.to(self.device), positions.to(self.device))
 
     def compute(self, inputs: Tensor, positions: Tensor) -> Tensor:

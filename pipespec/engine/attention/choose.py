@@ -1,25 +1,78 @@
-"""Which attention backend a slice uses. A backend is imported when it is chosen."""
+"""Which attention backend a slice uses: the first of some that proves itself.
+
+A backend is imported when it is wanted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a wrong setting is refused without it
     import torch
 
     from pipespec.engine.attention.plan import Attention
+    from pipespec.engine.attention.proof import Layer
 
-AUTO, SDPA, STATIC = "auto", "sdpa", "static"
-ATTENTIONS = (AUTO, SDPA, STATIC)
+AUTO, SDPA, STATIC, TRITON = "auto", "sdpa", "static", "triton"
+ATTENTIONS = (AUTO, SDPA, STATIC, TRITON)
+# What serves in the place of a backend that does not.
+NEXT = {TRITON: STATIC, STATIC: SDPA}
+
+
+def choose(
+    name: str, device: torch.device, num_slots: int, layers: Sequence[Layer]
+) -> tuple[str, Attention, list[str]]:
+    """The backend of a name for a slice of such layers on a device, or the next that proves itself
+    there; its name, and a sentence on each that does not serve.
+
+    `auto` is PyTorch's own on every device, for now.
+    """
+    refused: list[str] = []
+    name = SDPA if name == AUTO else name
+    while name != SDPA:
+        wrong = missing(name, device.type) or fault(name, device, layers)
+        if wrong is None:
+            return name, make(name, device, num_slots), refused
+        refused.append(f"attention={name} is not used, {NEXT[name]} serves: {wrong}.")
+        name = NEXT[name]
+    return name, make(name, device, num_slots), refused
+
+
+def missing(name: str, device_type: str) -> str | None:
+    """What a backend lacks on a device, as a clause; None: nothing."""
+    if name != TRITON:
+        return None
+    if device_type != "cuda":
+        return f"it is for GPUs, and this rank's device is a {device_type}"
+    if find_spec("triton") is None:
+        return "the package triton is not installed; run pip install 'pipespec[triton]'"
+    return None
+
+
+def fault(name: str, device: torch.device, layers: Sequence[Layer]) -> str | None:
+    """What is wrong with a backend on a device; None: it has proved itself."""
+    from pipespec.engine.attention.proof import NUM_SLOTS
+    from pipespec.engine.attention.proof import fault as faulty
+
+    try:
+        return faulty(make(name, device, NUM_SLOTS), NUM_SLOTS, layers)
+    except Exception as error:  # noqa: BLE001 - a compiler's, a driver's, a kernel's: all the same
+        return f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def make(name: str, device: torch.device, num_slots: int) -> Attention:
-    """The backend of a name, for one slice with so many slots on a device."""
+    """The backend of a name, for pools of so many slots on a device."""
+    if name == TRITON:
+        from pipespec.engine.attention.tree import TreeKernel
+
+        return TreeKernel(device, num_slots)
     if name == STATIC:
         from pipespec.engine.attention.static import Static
 
         return Static(device, num_slots)
     from pipespec.engine.attention.sdpa import Sdpa
 
-    assert name in (AUTO, SDPA), name
+    assert name == SDPA, name
     return Sdpa()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipespec.engine.attention.plan import Attention, LayerOptions, LayerPool
+from pipespec.engine.attention.proof import Layer
 from pipespec.system.quiet import quiet
 
 with quiet():
@@ -47,7 +48,7 @@ _slices: WeakValueDictionary[int, Slice] = WeakValueDictionary()
 class LayerState:
     """What an attention module of a slice carries as its attribute `kv`.
 
-    The layer's first call sets `pool` and `options`: its K and V say what the architecture
+    The layer's first call sets the others: its Q, K and V say what the architecture
     makes of its config better than the config does.
     """
 
@@ -55,6 +56,14 @@ class LayerState:
     num_slots: int
     pool: LayerPool | None = None
     options: LayerOptions | None = None
+    heads: int = 0
+
+    @property
+    def layer(self) -> Layer:
+        """What a backend must prove itself with, once the first call was made."""
+        assert self.pool is not None
+        assert self.options is not None
+        return Layer(self.heads, self.options, self.pool)
 
 
 def register() -> None:
@@ -90,6 +99,7 @@ def _attend(
         state.pool = LayerPool.allocate(state.num_slots, key, value)
         scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
         state.options = LayerOptions(scaling, sliding_window, softcap, s_aux)
+        state.heads = query.shape[1]
     pool, options = state.pool, state.options
     out = torch.ops.pipespec.attend(
         query,
