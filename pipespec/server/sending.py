@@ -54,8 +54,8 @@ async def _events(answering: Answering, shape: Shape) -> AsyncIterator[bytes]:
             if piece is None:
                 yield KEEPALIVE
                 continue
-            for chunk in shape.chunks(piece):
-                yield _event(chunk.model_dump_json())
+            for event in shape.events(piece):
+                yield _event(event)
         for chunk in shape.closing():
             yield _event(chunk.model_dump_json())
     except PipespecError as error:

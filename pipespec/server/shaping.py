@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -37,6 +38,9 @@ from pipespec.text import REPLACEMENT, Tokenizer, token_bytes, token_offsets, to
 
 # JSON has no minus infinity; vLLM's word for it.
 LEAST_LOGPROB = -9999.0
+# A text that no model says, and how it looks in JSON.
+MARK = "\0"
+MARKED = json.dumps(MARK)
 # A token of a completion's text and what is told of it: nothing of a prompt's first.
 Told = tuple[int, TokenLogprobs | None]
 
@@ -71,6 +75,7 @@ class Shape(ABC):
         self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in ask.samplings]
         self._scored: list[list[TokenLogprobs]] = [[] for _ in ask.samplings]
         self._reasons: list[FinishReason] = ["length" for _ in ask.samplings]
+        self._around: dict[int, tuple[str, str]] = {}  # a text in its chunk, by choice
 
     @property
     def usage(self) -> Usage:
@@ -94,6 +99,24 @@ class Shape(ABC):
         if piece.logprobs:
             self._logprobs[piece.index] += zip(piece.token_ids, piece.logprobs, strict=True)
         self._reasons[piece.index] = piece.finish_reason or self._reasons[piece.index]
+
+    def events(self, piece: Piece) -> Iterator[str]:
+        """What a piece adds to a stream, as JSON.
+
+        Chunks that hold text and nothing else, which nearly all do, differ in the text alone.
+        """
+        only_text = piece.text and not (piece.logprobs or piece.scored or piece.finish_reason)
+        if self._continuous or not only_text:
+            for chunk in self.chunks(piece):
+                yield chunk.model_dump_json()
+            return
+        self._tokens += len(piece.token_ids)
+        if piece.index not in self._around:
+            (example,) = self.chunks(Piece(piece.index, MARK))
+            before, _, after = example.model_dump_json().partition(MARKED)
+            self._around[piece.index] = before, after
+        before, after = self._around[piece.index]
+        yield before + json.dumps(piece.text, ensure_ascii=False) + after
 
     @abstractmethod
     def reply(self) -> BaseModel:

@@ -209,6 +209,26 @@ def test_what_can_never_be_is_a_number_all_the_same(running: RunningCluster) -> 
     assert reply["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
 
 
+TEXTS = ("a", 'say "no"\n', "é\u2028😀", "\0", "</script>")
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("kind", [Chat, Completion])
+def test_the_events_of_a_stream_are_its_chunks(
+    running: RunningCluster, kind: type[Chat] | type[Completion], continuous: bool
+) -> None:
+    ask = chat(running, n=2) if kind is Chat else completion(running, n=2)
+    options = {"usage": True, "continuous": continuous}
+    as_json, as_models = (kind(ask, running.served.tokenizer, "demo", **options) for _ in range(2))
+    as_models.id, as_models.created = as_json.id, as_json.created
+    pieces = [Piece(i % 2, text, (i,)) for i, text in enumerate(TEXTS)]
+    pieces += [Piece(0, ""), Piece(0, "b", (5,), finish_reason="stop"), Piece(1, "", (6,))]
+    for piece in pieces:
+        events = [json.loads(event) for event in as_json.events(piece)]
+        assert events == [chunk.model_dump() for chunk in as_models.chunks(piece)]
+    assert as_json.usage == as_models.usage
+
+
 def test_usage_is_told_as_often_as_was_asked(running: RunningCluster) -> None:
     ask = chat(running)
     for continuous in (False, True):
