@@ -33,7 +33,7 @@ import psutil
 
 from benchmarks import experiment, plot
 from benchmarks.http_server import Failed, HttpServer, Place, cluster, processes
-from benchmarks.http_streams import Manner, Stream, ask
+from benchmarks.http_streams import STAYING, Manner, Stream, ask
 from pipespec.client.registry import RunningCluster
 from pipespec.controller.connection import Pipe
 from pipespec.controller.keys import Keys
@@ -51,6 +51,8 @@ LOOK_S = 0.1
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 # MiB that a process may grow by in a thousand requests, in the later half of a run.
 GROWTH = 1.0
+# Keys that come and go while nothing happens: leases, lists of tasks, marks.
+FEW_KEYS = 5
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Visit:
             if streamed:
                 return cls(path, body, Manner(leave_after=chance.randint(1, tokens)))
             return cls(path, body, Manner(leave_s=chance.uniform(0, 2)))
-        return cls(path, body, Manner())
+        return cls(path, body, STAYING)
 
 
 def ending(visit: Visit, stream: Stream) -> str:
@@ -113,7 +115,7 @@ def await_rest(place: Place, running: RunningCluster) -> float:
         time.sleep(LOOK_S)
     rest_s = time.monotonic() - began
     began = time.monotonic()
-    visit = Visit(COMPLETION, {"prompt": PROMPTS[0], "max_tokens": 1, "stream": False}, Manner())
+    visit = Visit(COMPLETION, {"prompt": PROMPTS[0], "max_tokens": 1, "stream": False}, STAYING)
     ending(visit, asyncio.run(ask(place.door, visit.path, visit.body)))
     if (took := time.monotonic() - began) > ANSWER_S:
         raise Failed(f"A single request took {took:.1f} s after the last client.")
@@ -227,7 +229,7 @@ def wrong(seen: Stay) -> list[str]:
         for row in rows(seen)
         if row["growth_mib_per_1000"] > GROWTH
     ]
-    if seen.keys_left:
+    if seen.keys_left > FEW_KEYS:
         said.append(f"Redis has {seen.keys_left} keys more than after the first round")
     return said
 

@@ -24,6 +24,7 @@ from pipespec.client.registry import RunningCluster
 from pipespec.controller.connection import Pipe
 from pipespec.controller.membership import Membership
 from pipespec.controller.overview import look
+from tools.rig.testbed import Testbed
 
 NAME = "bench"
 STATE = "XDG_STATE_HOME"  # the variable that says where the registry is
@@ -42,16 +43,17 @@ class HttpServer:
     Raises Failed.
     """
 
-    def __init__(self, folder: Path, *settings: str):
+    def __init__(self, folder: Path, *settings: str, bed: Testbed | None = None):
+        """`bed`: a test bed in whose first host it runs; None: this machine."""
         self._before = os.environ.get(STATE)
         os.environ[STATE] = str(folder)
-        self.process = start(folder, settings)
+        self.process = start(folder, settings, bed)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             self.__exit__()
             raise Failed("The server did not start.")
-        self.place = Place(json.loads(line)["url"])
+        self.place = Place(json.loads(line)["url"], bed)
 
     def __enter__(self) -> Self:
         return self
@@ -65,33 +67,39 @@ class HttpServer:
             os.environ[STATE] = self._before
 
 
-def start(folder: Path, settings: Sequence[str]) -> subprocess.Popen[str]:
+def start(folder: Path, settings: Sequence[str], bed: Testbed | None) -> subprocess.Popen[str]:
     """The process; the first line that it prints says where it listens."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "pipespec", "serve"),
-            *("--json", "--port", "0", "--name", NAME, *settings),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, STATE: str(folder), "TMPDIR": str(folder), "PYTHONPATH": path},
-        start_new_session=True,  # Ctrl-C is for us
-    )
+    command = [sys.executable, "-m", "pipespec", "serve"]
+    command += ["--json", "--port", "0", "--name", NAME, *settings]
+    options: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "env": {**os.environ, STATE: str(folder), "TMPDIR": str(folder), "PYTHONPATH": path},
+        "start_new_session": True,  # Ctrl-C is for us
+    }
+    if bed is None:
+        return subprocess.Popen(command, **options)
+    return bed.popen(bed.hosts[0], command, **options)
 
 
 class Place:
     """Where a server listens, and what it says of itself."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, bed: Testbed | None = None):
         self.root = url.removesuffix("/v1")
         host, _, port = self.root.removeprefix("http://").rpartition(":")
         self._address = (host, int(port))
+        self._bed = bed
 
     def door(self) -> socket.socket:
         """A connection to it."""
-        return socket.create_connection(self._address)
+        if self._bed is None:
+            return socket.create_connection(self._address)
+        made = self._bed.socket(self._bed.hosts[0])
+        made.connect(self._address)
+        return made
 
     def get(self, path: str) -> str:
         """The reply to a GET."""

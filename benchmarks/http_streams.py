@@ -14,9 +14,10 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import pairwise
 from typing import Any
 
 # Makes a socket that is connected to the server.
@@ -39,6 +40,10 @@ class Manner:
     leave_after: int | None = None
     leave_s: float | None = None
     pause_s: float = 0.0
+
+
+STAYING = Manner()
+NONE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,18 @@ class Stream(asyncio.Protocol):
     def num_heard(self) -> int:
         """Events so far."""
         return self._heard
+
+    @property
+    def text(self) -> str:
+        """What a stream of one completion has said."""
+        choices = [choice for event in self.events() for choice in event.told.get("choices", ())]
+        return "".join(choice["text"] for choice in choices)
+
+    @property
+    def longest_pause_s(self) -> float:
+        """The longest time between two events of a stream."""
+        moments = [event.at_ns for event in self.events()]
+        return max((b - a for a, b in pairwise(moments)), default=0) / 1e9
 
     def events(self) -> Iterator[Event]:
         """The events of a stream."""
@@ -127,24 +144,33 @@ class Stream(asyncio.Protocol):
             self._transport.resume_reading()
 
 
-async def begin(door: Door, path: str, body: dict[str, Any], manner: Manner = Manner()) -> Stream:
+async def begin(
+    door: Door,
+    path: str,
+    body: dict[str, Any],
+    manner: Manner = STAYING,
+    headers: Mapping[str, str] = NONE,
+) -> Stream:
     """Ask; the stream has ended once its `ended` is done. Raises OSError if nobody listens."""
     text = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: server\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
-    )
+    given = {
+        "Host": "server",
+        "Connection": "close",
+        "Content-Type": "application/json",
+        "Content-Length": len(text),
+        **headers,
+    }
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items())]
+    asked = "\r\n".join([*lines, "", ""]).encode() + text
     connection = door()
     if manner.pause_s:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
     loop = asyncio.get_running_loop()
-    made = await loop.create_connection(
-        lambda: Stream(head.encode() + text, manner), sock=connection
-    )
-    return made[1]
+    _, stream = await loop.create_connection(lambda: Stream(asked, manner), sock=connection)
+    return stream
 
 
-async def ask(door: Door, path: str, body: dict[str, Any], manner: Manner = Manner()) -> Stream:
+async def ask(door: Door, path: str, body: dict[str, Any], manner: Manner = STAYING) -> Stream:
     """Ask and hear the answer out, as far as the manner goes. Raises OSError."""
     stream = await begin(door, path, body, manner)
     await stream.ended

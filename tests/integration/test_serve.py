@@ -9,7 +9,6 @@ import socket
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from random import Random
 from typing import Any
 
 import httpx2
@@ -21,6 +20,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks import clients, http_server
 from pipespec.client import registry
 from pipespec.controller.membership import Membership
 from pipespec.system.resources import resource_dir
@@ -350,28 +350,15 @@ def test_whoever_leaves_is_cancelled(server: Server, client: openai.OpenAI) -> N
     assert server.metric("pipespec_request_success_total") == left + 4
 
 
-def test_many_that_come_and_leave_leave_nothing_behind(
-    server: Server, client: openai.OpenAI
+def test_clients_that_come_and_leave_as_they_like_leave_nothing_behind(
+    place: Place, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def visit(seed: int) -> None:
-        chance = Random(seed)
-        stay = chance.randrange(4)
-        stream = client.completions.create(
-            prompt=PROMPTS[seed % 3], n=chance.randrange(1, 4), model=MODEL, stream=True, **LONG
-        )
-        for seen, _ in enumerate(stream):
-            if seen == stay:
-                break
-        stream.close()
-
-    with ThreadPoolExecutor(12) as users:
-        list(users.map(visit, range(24)))
-    until(lambda: server.http.get("/load").json() == {"server_load": 0})
-    for name in ("running", "waiting"):
-        until(lambda name=name: server.metric(f"vllm:num_requests_{name}") == 0)
-    # A second after the last of them, as the head says it once a second.
-    until(lambda: server.metric("vllm:kv_cache_usage_perc") == 0)
-    assert client.completions.create(prompt=PROMPTS[0], **ASKED).choices[0].text
+    monkeypatch.setenv(http_server.STATE, str(place.folder))
+    here, running = http_server.Place(server.told["url"]), http_server.cluster(NAME)
+    seen = clients.stay(here, running, {}, clients=20, rounds=5, tokens=8, seed=1)
+    assert seen.counts.total() == 100
+    assert all(seen.counts[kind] > 10 for kind in ("left", "slow", "stayed"))
+    assert seen.keys_left <= clients.FEW_KEYS
 
 
 def test_sixteen_streams_at_once_say_what_each_says_alone(server: Server) -> None:

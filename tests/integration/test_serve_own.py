@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -10,12 +11,13 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import chaos_streams, http_server
+from benchmarks.chaos_streams import PROMPT
 from pipespec.cli import detach
 from pipespec.cli.detach import Launcher
 from pipespec.cli.main import main
@@ -31,7 +33,6 @@ from tests.helpers.waiting import until
 pytestmark = pytest.mark.slow
 SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", "model.context=1024")
 NAME = "default"
-PROMPT = "Once upon a time there was a king who"
 KEY = "a-key-that-nobody-logs"
 LOADS = rf"{NAME}: the cluster loads; until it is ready http://127\.0\.0\.1:\d+ answers 503"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "model": MODEL, "temperature": 0.8}
@@ -46,27 +47,29 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 @pytest.mark.timeout(400)  # it starts two clusters
-def test_streams_outlive_the_launcher_and_nothing_is_left_at_the_end(place: Place) -> None:
+def test_streams_outlive_what_dies_behind_the_server_and_nothing_is_left_at_the_end(
+    place: Place,
+) -> None:
     server = Server(place, "--api-key", KEY, *SETTINGS)
     server.http.headers["X-Api-Key"] = KEY
     assert (server.told["name"], server.told["models"]) == (NAME, [MODEL])
+    door, keys = http_server.Place(server.told["url"]).door, {"X-Api-Key": KEY}
+    asked = chaos_streams.bodies(streams=16, tokens=40)
+    undisturbed = asyncio.run(chaos_streams.ask_all(door, asked, headers=keys))
+    for kind in ("stage", "head", "redis"):
+        streams = chaos_streams.struck(door, asked, kind, at=4, name=NAME, headers=keys)
+        assert [each.text for each in streams] == [each.text for each in undisturbed]
 
-    def text(seed: int, long: int = 150) -> str:
-        asked = ASKED | {"seed": seed, "max_tokens": long, "ignore_eos": True}
-        chunks = server.chunks("/v1/completions", asked)
-        return "".join(chunk["choices"][0]["text"] for chunk in chunks)
-
-    undisturbed = [text(seed) for seed in range(2)]
-    first = registry.find(NAME)
-    with ThreadPoolExecutor() as users:
-        asked = [users.submit(text, seed) for seed in range(2)]
-        until(lambda: server.metric("vllm:num_requests_running") == 2)
-        os.kill(first.owner.pid, signal.SIGKILL)
+    def refused() -> None:
+        chaos_streams.kill("launcher", NAME)
         until(lambda: server.http.get("/health").status_code == 503)
         assert server.http.post("/v1/completions", json=ASKED).status_code == 503
-        assert [each.result() for each in asked] == undisturbed
-    assert registry.find(NAME).owner.pid != first.owner.pid
-    assert text(5, 4) == text(5, 4)
+
+    first = registry.find(NAME).owner
+    streams = asyncio.run(chaos_streams.ask_all(door, asked, at=4, strike=refused, headers=keys))
+    assert [each.text for each in streams] == [each.text for each in undisturbed]
+    assert registry.find(NAME).owner != first
+    assert len({each.text for each in streams}) == len(streams)
     # Where it is told, and nowhere else; the Redis of the cluster is a Unix socket.
     port = int(server.url.rsplit(":", 1)[1])
     mine = {(found.address, found.port) for found in listening([server.process.pid])}
