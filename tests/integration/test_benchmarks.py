@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import (
     bookkeeping,
+    clients,
     crowd,
     emulated,
     experiment,
@@ -29,6 +30,7 @@ from benchmarks import (
     methods,
     overhead,
     scaling,
+    serve,
     stage,
     timeline,
     traces,
@@ -515,3 +517,38 @@ def test_a_small_crowd_gets_the_texts_of_hugging_face(tmp_path, monkeypatch):
     result = json.loads(file.read_text())
     assert [row["dtype"] for row in result["rows"]] == ["float32"] * 2 + ["bfloat16"] * 2
     assert all(row["crowd"] == 12 and row["cancelled"] > 0 for row in result["cells"])
+
+
+def test_a_tokens_way_ends_with_the_piece_that_holds_the_end_of_its_text():
+    # Characters of four tokens: 2, none, 3, 1. The client read 4 of them, then 2.
+    heard = serve.Heard(sent_ns=0, pieces=[(10 * MS, 4), (20 * MS, 2)])
+    heard.match(ends=[2, 2, 5, 6], left_ns=[1 * MS, 2 * MS, 3 * MS, 4 * MS])
+    assert heard.way_ms.tolist() == [9.0, 17.0, 16.0]
+    assert heard.ttft_ms == 10.0
+
+
+def test_what_a_server_adds_is_the_difference_of_the_medians():
+    def run(way: str, *ways_ms: int) -> serve.Run:
+        heard = serve.Heard(0, [(5 * MS, 1)], [0] * len(ways_ms), [ms * MS for ms in ways_ms])
+        return serve.Run(8, way, [heard], seconds=2.0, server_cpu_s=0.001, client_cpu_s=0.0)
+
+    bare, http = serve.rows([run("bare", 1, 2, 9), run("http", 4, 4, 5), run("http", 4, 90)])
+    assert (bare["client"], bare["way_ms"], bare["added_way_ms"]) == ("bare", 2.0, None)
+    assert (http["way_ms"], http["added_way_ms"], http["requests_per_s"]) == (4.0, 2.0, 0.5)
+    assert http["server_cpu_us_per_token"] == pytest.approx(400)
+
+
+def test_what_grows_in_the_later_half_of_a_stay_is_wrong():
+    def stay(*sizes: float, keys: int = 3) -> clients.Stay:
+        moments = [
+            {"requests": 100 * i, "rest_s": 0.1, "keys": keys if i == len(sizes) - 1 else 3}
+            | {"mib": {"head": size}}
+            for i, size in enumerate(sizes)
+        ]
+        return clients.Stay(moments=moments)
+
+    assert clients.wrong(stay(10, 14, 20, 20, 20, 20)) == []
+    (said,) = clients.wrong(stay(10, 10, 10, 10, 11, 12))
+    assert said == "head grew by 10.00 MiB in a thousand requests"
+    (said,) = clients.wrong(stay(10, 10, 10, 10, keys=30))
+    assert said == "Redis has 27 keys more than after the first round"

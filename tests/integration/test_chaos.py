@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import chaos
+from benchmarks import chaos, chaos_streams
 from benchmarks.faults import KINDS, LOCAL_KINDS, Fault, Struck, compare, recovery_s, table
 from benchmarks.faults import schedule as draw
 from tools.rig import testbed
@@ -117,3 +117,18 @@ def test_a_short_run_finds_nothing_wrong(monkeypatch, tmp_path, capsys):
     assert {fault["kind"] for fault in result["faults"]} == set(LOCAL_KINDS)
     assert all(fault["outcome"] != "missed" for fault in result["faults"])
     assert len(capsys.readouterr().err.splitlines()) == 4
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_streams_outlive_a_whole_host(monkeypatch, tmp_path):
+    if (lacking := testbed.missing()) is not None:
+        pytest.skip(lacking)
+    file = tmp_path / "host.json"
+    monkeypatch.setattr(sys, "argv", ["x", "--quick", "--hosts", "3", "--json", str(file)])
+    chaos_streams.main()
+    nothing, host = json.loads(file.read_text())["rows"]
+    assert (nothing["killed"], host["killed"]) == ("nothing", "host")
+    assert host["as_undisturbed"] == host["streams"] == 16
+    # The host's ranks were needed.
+    assert host["longest_pause_s"] > nothing["longest_pause_s"]

@@ -46,7 +46,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     place.kill()
 
 
-@pytest.mark.timeout(400)  # it starts two clusters
+@pytest.mark.timeout(600)  # it starts two clusters
 def test_streams_outlive_what_dies_behind_the_server_and_nothing_is_left_at_the_end(
     place: Place,
 ) -> None:
