@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipespec.cli.arguments import Commands
     from pipespec.client.registry import RunningCluster
 
-NEEDS = ("fastapi", "prometheus_client", "uvicorn")
+NEEDS = ("fastapi", "httptools", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
 # Options that are numbers, as `ServerOptions` has them.
 LIMITS = (
@@ -170,7 +170,7 @@ def answer(
     find: Callable[[], RunningCluster | None],
 ) -> int:
     """Answer requests to a cluster until a signal asks for the end; the exit code."""
-    import asyncio
+    import uvloop
 
     from pipespec.server.run import serve
 
@@ -179,7 +179,7 @@ def answer(
     def announce(running: RunningCluster) -> None:
         write(announcement(listener, options, running, as_json=arguments.json))
 
-    early = asyncio.run(serve(find, options, listener, announce))
+    early = uvloop.run(serve(find, options, listener, announce))
     return 0 if early is None else SIGNALLED + early
 
 

@@ -211,6 +211,7 @@ class AsyncFollowed:
         self._client = client
         self._open: dict[int, int] = {}  # events that wait here, of each that has not finished
         self._events: list[tuple[int, Event]] = []
+        self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._error: Exception | None = None
 
@@ -247,9 +248,14 @@ class AsyncFollowed:
 
         Raises RankFailed or Unreachable if the cluster is gone for good.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
+        if not self._news.is_set():
+            # `asyncio.timeout` takes as long as all else here, and this is once for every token.
+            waking = timeout is not None and self._loop.call_later(timeout, self._news.set)
+            try:
                 await self._news.wait()
+            finally:
+                if waking:
+                    waking.cancel()
         if self._error:
             raise self._error
         events, self._events = self._events, []
