@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -30,6 +31,8 @@ from pipespec.trace import Timeline
 from pipespec.transport.paced import PacedTransport
 from pipespec.transport.protocol import Transport
 
+log = logging.getLogger(__name__)
+
 
 def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlice | None:
     """The rank's part of the target, or at rank 0 the whole draft, if there is one.
@@ -44,7 +47,7 @@ def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlic
     name = "quantization" if rank else "draft_quantization"
     quantization = getattr(deployment.config.model, name)
     info.require_quantizer(f"model.{name}", quantization)
-    return ModelSlice.load(
+    model = ModelSlice.load(
         info.path,
         memory.layers_of(deployment, info, rank),
         dtype=getattr(torch, deployment.dtype_of(info)),
@@ -53,6 +56,9 @@ def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlic
         num_slots=slots,
         attention=deployment.config.model.attention,
     )
+    for sentence in model.refused:
+        log.warning("rank %d: %s", rank, sentence)
+    return model
 
 
 def serve(

@@ -51,7 +51,7 @@ def survey() -> dict[str, Any]:
     if not any(problem.startswith("torch ") for problem in problems):
         findings["devices"] += _cuda_devices()
         cuda = len(findings["devices"]) > 1
-        findings["attention"] = {"sdpa": _usable(), "flashinfer": _flashinfer(cuda)}
+        findings["attention"] = _attention(cuda) | {"flashinfer": _flashinfer(cuda)}
         findings["transport"] = _transports(cuda)
         if not findings["transport"]["gloo"]["usable"]:
             problems.append("This torch has no gloo; install a torch built with distributed.")
@@ -93,6 +93,25 @@ def _cuda_devices() -> Iterator[dict[str, Any]]:
 
 def _usable(why_not: str | None = None) -> dict[str, Any]:
     return {"usable": why_not is None, "why_not": why_not}
+
+
+def _attention(cuda: bool) -> dict[str, Any]:
+    """Which backends prove themselves, on a layer such as many models have."""
+    import torch
+
+    from pipespec.engine.attention import choose
+    from pipespec.engine.attention.plan import LayerOptions, LayerPool
+    from pipespec.engine.attention.proof import Layer
+
+    device = torch.device("cuda" if cuda else "cpu")
+    like = torch.zeros(1, 8, 128, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
+    layer = Layer(32, LayerOptions(128**-0.5), LayerPool(like, like))
+    found = {choose.SDPA: _usable()}
+    for name in (choose.STATIC, choose.TRITON):
+        with torch.inference_mode():
+            wrong = choose.missing(name, device.type) or choose.fault(name, device, [layer])
+        found[name] = _usable(wrong)
+    return found
 
 
 def _flashinfer(cuda: bool) -> dict[str, Any]:

@@ -208,7 +208,9 @@ def test_check_says_what_the_machine_can_run(capsys: pytest.CaptureFixture[str])
     assert findings["packages"]["torch"]
     assert findings["devices"][0]["name"] == "cpu"
     assert findings["devices"][0]["memory_gib"] >= findings["devices"][0]["free_gib"] > 0
-    assert findings["attention"]["sdpa"] == {"usable": True, "why_not": None}
+    for backend in ("sdpa", "static"):
+        assert findings["attention"][backend] == {"usable": True, "why_not": None}
+    assert findings["attention"]["triton"]["usable"] == (len(findings["devices"]) > 1)
     assert findings["transport"]["gloo"]["usable"] is True
     assert findings["redis"]["version"][0].isdigit()
 
