@@ -38,6 +38,8 @@ from benchmarks.memory import LLAMA_70B, MIB
 from benchmarks.stage_report import draw, pace, show
 from benchmarks.timed_stage import SEQUENCE, TimedStage, guesses, random_tree
 from pipespec.core import Verdict
+from pipespec.engine.attention.choose import ATTENTIONS, AUTO
+from pipespec.errors import ConfigError
 from pipespec.head.source.draft_model import DraftModelSource
 from pipespec.head.source.protocol import Asked
 from pipespec.head.tree import ROOT
@@ -73,18 +75,20 @@ def step(stage: TimedStage, rows: int, context: int, seconds: float) -> dict[str
         return {"step": spent, "admit": stage.admit_ms, "forward": spent - stage.admit_ms}
 
     figures = repeat(compute, seconds)
-    backend = stage.watched
-    assert backend.given is not None
-    assert backend.plan is not None
-    (query, key, value, options), plan = backend.given, backend.plan
-    pools = list(backend.pools.values())
+    backend, layers, plan = stage.model.backend, stage.model.attention_layers, stage.plan
+    assert plan is not None
+    like = layers[0].pool
+    query = torch.randn(rows, layers[0].heads, like.keys.shape[2], device=device).to(like.keys)
+    key, value = (
+        torch.randn(rows, *x.shape[1:], device=device).to(x) for x in (like.keys, like.values)
+    )
 
     def attend() -> dict[str, float]:
         backend.prepare(plan)
         moments = [now_ms(device)]
         for _ in range(2):  # the second time masks and indices are there
-            for pool in pools:
-                backend.attend(query, key, value, pool, options)
+            for layer in layers:
+                backend.attend(query, key, value, layer.pool, layer.options)
             moments.append(now_ms(device))
         return {"attention": moments[1] - moments[0], "prepared": moments[2] - moments[1]}
 
@@ -167,18 +171,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     load = os.getloadavg()[0]
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    on = {"dtype": dtype, "device": device}
+    on = {"dtype": dtype, "device": device, "attention": options.attention}
     num_slots = max(options.contexts) + max(*options.rows, options.held)
     # A layer more on either side, so that the slice has neither embedding nor head.
     layers = range(1, 1 + options.layers)
     stage = TimedStage(SHAPES[options.shape], options.layers + 2, layers, num_slots, on)
     if device.type != "cpu" and hasattr(torch.accelerator, "reset_peak_memory_stats"):
         torch.accelerator.reset_peak_memory_stats(device)
+    if options.graph_rows:
+        stage.model.record(options.graph_rows)
+        if stage.model.refused:
+            raise ConfigError(stage.model.refused[0])
     steps: list[dict[str, Any]] = []
     for context in options.contexts:
         stage.hold_text(context)
         steps += [step(stage, rows, context, options.seconds) for rows in options.rows]
-    memory = used(stage)
+    memory, stage_attention = used(stage), stage.model.attention
     verdicts = []
     for context in options.contexts:
         stage.hold_text(context)
@@ -209,6 +217,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "load": [load, os.getloadavg()[0]],  # processes that ran, at the start and at the end
+        "attention": stage_attention,
+        "graph_rows": options.graph_rows,
         "shape": options.shape,
         "layers": options.layers,
         "limits": limit,
@@ -228,6 +238,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help=f"of the slice (1/{STAGES} of the model)")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help=f"({DTYPES[0]})")
     parser.add_argument("--device", default=default, help=f"({default})")
+    parser.add_argument("--attention", choices=ATTENTIONS, default=AUTO, help=f"({AUTO})")
+    parser.add_argument(
+        "--graph-rows", type=numbers, default=[], help="replay graphs of up to so many rows (none)"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
     rows = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256]
     parser.add_argument("--rows", type=numbers, default=rows, help="1 is always among them")
@@ -273,7 +287,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     result = measure(options)
     title = (
-        f"MEASURED: a stage of {options.layers} layers of {options.shape}, {options.dtype}, on "
+        f"MEASURED: a stage of {options.layers} layers of {options.shape}, {options.dtype}, "
+        f"attention {result['attention']}{', graphs' * bool(options.graph_rows)}, on "
         f"{result['device']}, {options.threads} CPU threads"
     )
     show(title, result)

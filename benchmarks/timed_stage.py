@@ -1,5 +1,5 @@
-"""A stage with random weights that can be measured: it notes how long admission took, keeps what
-its attention was given, and goes back to where it was."""
+"""A stage with random weights that can be measured: it notes how long admission took, keeps the
+plan of the newest batch, and goes back to where it was."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transformers import LlamaConfig
 
 from benchmarks.inflate import Shape
 from pipespec.core import Batch
-from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool
-from pipespec.engine.attention.sdpa import Sdpa
+from pipespec.engine.attention.plan import AttentionPlan
 from pipespec.engine.kv import SlotPool
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
+from pipespec.errors import ConfigError
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import Tree
 
@@ -28,38 +28,20 @@ CHUNK = 512  # rows of the text in one batch
 SIBLINGS = 4  # at most, of a random tree
 
 
-class Watched(Sdpa):
-    """The attention backend, which also keeps the layers' pools and what it was given last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pools: dict[int, LayerPool] = {}  # in the layers' order, by where they lie
-        self.plan: AttentionPlan | None = None
-        self.given: tuple[Tensor, Tensor, Tensor, LayerOptions] | None = None  # no pool
-
-    def prepare(self, plan: AttentionPlan) -> None:
-        super().prepare(plan)
-        self.plan = plan
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions
-    ) -> Tensor:
-        self.pools[pool.keys.data_ptr()] = pool
-        self.given = query, key, value, options
-        return super().attend(query, key, value, pool, options)
-
-
 class TimedStage(SliceRunner):
     """A stage with random weights and K and V, which notes how long admission took."""
 
     admit_ms = 0.0
+    plan: AttentionPlan | None = None  # of the newest batch
 
     def __init__(
         self, shape: Shape, of: int, layers: range, num_slots: int, on: dict[str, Any]
     ) -> None:
-        """`layers` of a model that has `of`; `on` says which `dtype` and which `device`."""
+        """`layers` of a model that has `of`; `on` says which `dtype`, `device` and `attention`.
+
+        Raises ConfigError if that attention does not serve here.
+        """
         self.shape = shape
-        self.watched = Watched()
         config = LlamaConfig(
             hidden_size=shape.hidden,
             num_hidden_layers=of,
@@ -70,14 +52,17 @@ class TimedStage(SliceRunner):
             vocab_size=shape.vocab,
             tie_word_embeddings=shape.tied,
         )
-        model = ModelSlice.random(config, layers, num_slots=num_slots, attention=self.watched, **on)
+        model = ModelSlice.random(config, layers, num_slots=num_slots, **on)
+        if model.refused:
+            raise ConfigError(model.refused[0])
         super().__init__(model, num_slots)
         with torch.inference_mode():
             for tensor in self.pool_tensors():
                 tensor.normal_()
 
     def pool_tensors(self) -> list[Tensor]:
-        return [kind for pool in self.watched.pools.values() for kind in (pool.keys, pool.values)]
+        pools = [layer.pool for layer in self.model.attention_layers]
+        return [kind for pool in pools for kind in (pool.keys, pool.values)]
 
     def hold_text(self, context: int) -> Context:
         """Hold `context` committed tokens and nothing else; K and V are what the pools hold."""
@@ -106,6 +91,7 @@ class TimedStage(SliceRunner):
         start = time.perf_counter_ns()
         admitted = super()._admit(batch)
         self.admit_ms = (time.perf_counter_ns() - start) / 1e6
+        self.plan = admitted[1]
         return admitted
 
     def work(self, rows: int, context: int) -> dict[str, float]:

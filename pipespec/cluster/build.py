@@ -56,6 +56,8 @@ def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlic
         num_slots=slots,
         attention=deployment.config.model.attention,
     )
+    if model.device.type == "cuda":
+        model.record(deployment.config.model.graph_rows)
     for sentence in model.refused:
         log.warning("rank %d: %s", rank, sentence)
     return model

@@ -20,6 +20,7 @@ from pipespec.limits import (
     LARGEST_PORT,
     MAX_COUNT,
     MAX_PRIORITY,
+    MAX_ROWS,
     MAX_SECONDS,
     MAX_STAGES,
     check_choice,
@@ -71,7 +72,8 @@ class ModelConfig:
     `draft` may be None where the source needs no draft model. `quantization` keeps the weights
     of the target's layers in fewer bits than `dtype`, `draft_quantization` those of the draft's.
     `kv_memory` is what a rank may take for KV: a share of what its device has free, or an amount
-    ("8GiB"); None: KV_SHARE of it. `attention` is the backend of every rank's attention.
+    ("8GiB"); None: KV_SHARE of it. `attention` is the backend of every rank's attention. On a GPU
+    batches of up to so many rows as `graph_rows` names are computed by replaying a graph.
     """
 
     target: str
@@ -82,6 +84,7 @@ class ModelConfig:
     context: int | None = None
     kv_memory: float | str | None = None
     attention: str = AUTO
+    graph_rows: list[int] = field(default_factory=lambda: [64])
 
     def __post_init__(self) -> None:
         kv_amount(self.kv_memory)
@@ -90,6 +93,8 @@ class ModelConfig:
                 raise ConfigError(f"model.{name} is empty, but must name a model folder.")
         check_choice("model.dtype", self.dtype, DTYPES)
         check_choice("model.attention", self.attention, ATTENTIONS)
+        for rows in self.graph_rows:
+            check_whole("model.graph_rows", rows, 1, MAX_ROWS, hint=", or nothing: []")
         for name in ("quantization", "draft_quantization"):
             if getattr(self, name) is not None:
                 check_choice(f"model.{name}", getattr(self, name), QUANTIZATIONS)

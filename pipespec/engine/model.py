@@ -10,7 +10,7 @@ the batch's plan to a backend (`pipespec.engine.attention`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import choose, hook
+from pipespec.engine.attention.flat import FlatAttention
 from pipespec.engine.attention.plan import Attention, AttentionPlan, causal_plan
+from pipespec.engine.attention.proof import Layer
+from pipespec.engine.graphs import Recorder, Recording, record_cuda
 from pipespec.engine.precision import name_of
 from pipespec.engine.quantization import loading_options
 from pipespec.engine.slicing import drop_placeholders, sliced_class
@@ -70,13 +73,14 @@ class ModelSlice:
         self._attentions = [
             hook.attach(layer, self._slice, num_slots) for layer in self._base.layers
         ]
+        self._recordings: list[Recording] = []  # of rising numbers of rows
         self._allocate()
         # The backend's name, and a sentence on each that was wanted and does not serve.
         self.attention, self.refused = "given", list[str]()
         if isinstance(attention, str):
             with torch.inference_mode():
                 self.attention, self._slice.attention, self.refused = choose.choose(
-                    attention, self.device, num_slots, [state.layer for state in self._attentions]
+                    attention, self.device, num_slots, self.attention_layers
                 )
 
     @classmethod
@@ -164,6 +168,16 @@ class ModelSlice:
         return self.layers.stop == self.num_layers
 
     @property
+    def backend(self) -> Attention:
+        """What its layers attend with."""
+        return self._slice.attention
+
+    @property
+    def attention_layers(self) -> list[Layer]:
+        """What the attention of each layer works on."""
+        return [state.layer for state in self._attentions]
+
+    @property
     def num_kv_bytes(self) -> int:
         """Bytes of all KV pools of the slice."""
         return sum(state.pool.num_bytes for state in self._attentions if state.pool is not None)
@@ -176,8 +190,37 @@ class ModelSlice:
         `[rows, hidden]` that the slice before returned. `positions` int64 `[rows]`. Returns
         `[rows, hidden]`. Inputs may lie on any device.
         """
+        for recording in self._recordings:
+            if len(positions) <= recording.rows:
+                replayed = recording.run(inputs, positions, plan)
+                if replayed is not None:
+                    return replayed
         self._slice.attention.prepare(plan)
         return self.compute(inputs.to(self.device), positions.to(self.device))
+
+    @torch.inference_mode()
+    def record(self, buckets: Sequence[int], record: Recorder = record_cuda) -> None:
+        """Compute batches of up to so many rows by replaying a recording from now on.
+
+        The KV slots are nobody's until this is over. What cannot be recorded, or does not give the
+        very same, is computed as before; `refused` says why.
+        """
+        attention = self._slice.attention
+        for rows in sorted(buckets):
+            inputs = torch.randn(rows, self.hidden_size, device=self.device).to(self.dtype)
+            if self.is_first:
+                inputs = torch.randint(self.vocab_size, (rows,), device=self.device)
+            try:
+                if not isinstance(attention, FlatAttention):
+                    raise ValueError(f"attention={self.attention} cannot be recorded")
+                self._recordings.append(
+                    Recording(self.compute, inputs, attention, self.num_slots, record)
+                )
+            except Exception as error:  # noqa: BLE001 - a model's, a driver's, a kernel's
+                why = " ".join(str(error).split())[:200]
+                self.refused.append(
+                    f"Batches of up to {rows} rows are computed without a graph: {why}."
+                )
 
     def compute(self, inputs: Tensor, positions: Tensor) -> Tensor:
         """`forward` by the plan that attention has: what a compiler or a recorder may take for

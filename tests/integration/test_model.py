@@ -204,14 +204,13 @@ def test_shape_and_memory_are_told(checkpoint):
     assert (model.dtype, model.device) == (torch.bfloat16, torch.device("cpu"))
     assert not model.is_first
     assert not model.is_last
-    # Layers, K and V, slots and the one of padding, ..., 2 bytes.
-    assert model.num_kv_bytes == 2 * 2 * (NUM_SLOTS + 1) * 2 * 12 * 2
+    assert model.num_kv_bytes == 2 * 2 * NUM_SLOTS * 2 * 12 * 2  # layers, K and V, ..., 2 bytes
 
 
 def test_the_pool_is_as_large_as_the_checkpoint_foretells(model):
     (whole,) = model.slices(1)
     slot_bytes = inspect(model.path).kv_size * NUM_LAYERS * whole.dtype.itemsize
-    assert whole.num_kv_bytes == (whole.num_slots + 1) * slot_bytes
+    assert whole.num_kv_bytes == whole.num_slots * slot_bytes
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused(tmp_path):

@@ -25,6 +25,8 @@ from pipespec.engine.attention.plan import AttentionPlan
 
 # Bits of a word of `mask`.
 WORD = 32
+# Tree keys of one row that a reserved buffer has room for.
+MOST_TREE = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,38 @@ class FlatPlan:
         return np.stack(
             (np.append(first, padding), np.append(until - first, np.ones_like(padding))), 1
         )
+
+
+class FlatAttention:
+    """What backends have in common that attend by a flat plan alone.
+
+    `flat` is where the newest plan stands.
+    """
+
+    TILE = 1  # rows of one segment that are computed together
+
+    def __init__(self, device: torch.device | str, num_slots: int):
+        self._device, self._num_slots = device, num_slots
+        self._growing = self._buffer(Capacity(1, 1, 1, 1))
+        self.flat = self._growing
+
+    def prepare(self, plan: AttentionPlan, flat: FlatPlan | None = None) -> None:
+        """Attend by this plan, in a buffer that has room for it; None: in one that grows."""
+        if flat is None:
+            needed = Capacity.of(plan)
+            if not self._growing.capacity.holds(needed):
+                self._growing = self._buffer(self._growing.capacity.grown(needed))
+            flat = self._growing
+        self.flat = flat
+        flat.fill(plan)
+
+    def reserved(self, rows: int) -> FlatPlan:
+        """A buffer that stays where it is, for plans of so many rows and all slots."""
+        tree = min(MOST_TREE, self._num_slots)
+        return self._buffer(Capacity(rows, tree, self._num_slots, self._num_slots))
+
+    def _buffer(self, capacity: Capacity) -> FlatPlan:
+        return FlatPlan(capacity, self._num_slots, self._device, self.TILE)
 
 
 def _words(plan: AttentionPlan, trees: np.ndarray, words: int) -> np.ndarray:

@@ -113,7 +113,8 @@ class LayerOptions:
 
 @dataclass(slots=True, eq=False)
 class LayerPool:
-    """K `[slots, kv_heads, head_dim]` and V `[slots, kv_heads, value_dim]` of one layer."""
+    """K `[slots, kv_heads, head_dim]` and V `[slots, kv_heads, value_dim]` of one layer; the last
+    slot is nobody's."""
 
     keys: Tensor
     values: Tensor
@@ -126,7 +127,8 @@ class LayerPool:
 
     @property
     def num_bytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        """Of the slots that tokens may have."""
+        return self.keys[:-1].nbytes + self.values[:-1].nbytes
 
 
 def _zeros(num_slots: int, like: Tensor) -> Tensor:

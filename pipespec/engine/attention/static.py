@@ -11,28 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipespec.engine.attention.flat import WORD, Capacity, FlatPlan
-from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool
+from pipespec.engine.attention.flat import WORD, FlatAttention
+from pipespec.engine.attention.plan import LayerOptions, LayerPool
 
 # Keys of every row that are looked at together.
 BLOCK = 128
 
 
-class Static:
-    """The `Attention` of this backend.
-
-    `flat` is where the newest plan stands; another takes its place when a plan does not fit.
-    """
-
-    def __init__(self, device: torch.device | str, num_slots: int):
-        self._device, self._trash = device, num_slots
-        self.flat = FlatPlan(Capacity(1, 1, 1, 1), num_slots, device)
-
-    def prepare(self, plan: AttentionPlan) -> None:
-        needed = Capacity.of(plan)
-        if not self.flat.capacity.holds(needed):
-            self.flat = FlatPlan(self.flat.capacity.grown(needed), self._trash, self._device)
-        self.flat.fill(plan)
+class Static(FlatAttention):
+    """The `Attention` of this backend."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions

@@ -13,8 +13,8 @@ import triton
 from torch import Tensor
 
 from pipespec.engine.attention import kernels
-from pipespec.engine.attention.flat import WORD, Capacity, FlatPlan
-from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool
+from pipespec.engine.attention.flat import WORD, FlatAttention
+from pipespec.engine.attention.plan import LayerOptions, LayerPool
 
 # Rows and query heads of a program, keys that it looks at together, and programs among which the
 # keys of a row are split.
@@ -23,21 +23,10 @@ TILE, HEADS, BLOCK, SPLITS = 8, 16, 64, 16
 LEAST = 16
 
 
-class TreeKernel:
-    """The `Attention` of this backend. Head sizes up to 256, in float32, bfloat16 or float16.
+class TreeKernel(FlatAttention):
+    """The `Attention` of this backend. Head sizes up to 256, in float32, bfloat16 or float16."""
 
-    `flat` is where the newest plan stands; another takes its place when a plan does not fit.
-    """
-
-    def __init__(self, device: torch.device | str, num_slots: int):
-        self._device, self._trash = device, num_slots
-        self.flat = FlatPlan(Capacity(1, 1, 1, 1), num_slots, device, TILE)
-
-    def prepare(self, plan: AttentionPlan) -> None:
-        needed = Capacity.of(plan)
-        if not self.flat.capacity.holds(needed):
-            self.flat = FlatPlan(self.flat.capacity.grown(needed), self._trash, self._device, TILE)
-        self.flat.fill(plan)
+    TILE = TILE
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions

@@ -172,4 +172,4 @@ def test_a_pool_has_a_row_per_slot_and_knows_its_size():
     # And one for the rows of padding.
     assert pool.keys.shape == (11, 2, 8)
     assert pool.values.shape == (11, 2, 6)
-    assert pool.num_bytes == 11 * 2 * (8 + 6) * 4
+    assert pool.num_bytes == 10 * 2 * (8 + 6) * 4

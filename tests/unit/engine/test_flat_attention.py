@@ -99,10 +99,9 @@ def test_rows_of_padding_change_nothing(plan: AttentionPlan, options: LayerOptio
     rows = len(plan.write)
     query, key, value, pool = given_rows(rows + 3, 1)
     backend = Static("cpu", NUM_SLOTS)
-    room = Capacity(rows + 3, *(1 << 10 for _ in range(3)))
-    backend.flat = FlatPlan(room, NUM_SLOTS, "cpu")
-    where = backend.flat.slots.data_ptr()
-    backend.prepare(plan)
+    flat = backend.reserved(rows + 3)
+    where = flat.slots.data_ptr()
+    backend.prepare(plan, flat)
     out = backend.attend(query, key, value, pool, options)
     assert out.isfinite().all()
     expected = explicit(query[:rows], pool, plan, options)
@@ -110,7 +109,8 @@ def test_rows_of_padding_change_nothing(plan: AttentionPlan, options: LayerOptio
     untouched = np.setdiff1d(np.arange(NUM_SLOTS), plan.write)
     before = given_rows(rows + 3, 1)[3]
     assert pool.keys[untouched].equal(before.keys[untouched])
-    assert backend.flat.slots.data_ptr() == where
+    assert backend.flat is flat
+    assert flat.slots.data_ptr() == where
 
 
 def test_a_buffer_grows_as_far_as_it_must() -> None:

@@ -1,0 +1,115 @@
+"""A slice that is recorded and replayed, with a stand-in for CUDA's graphs: `make_fx` notes every
+operation of one run, and replays them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pipespec.engine.model import ModelSlice
+from tests.helpers import models
+from tests.helpers.plans import plans
+
+NUM_SLOTS = 300
+BUCKET = 32
+# Rope of two kinds with windows and caps; sinks and experts.
+ARCHITECTURES = ("llama", "gemma2", "gpt_oss")
+
+
+def stand_in(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+    """As `record_cuda`: what is computed lies where it lay."""
+    graph = make_fx(lambda: run())()
+    result = graph()
+    return lambda: result.copy_(graph()), result
+
+
+@pytest.fixture(scope="module")
+def slices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelSlice, ModelSlice]]:
+    """Of each architecture a recorded slice, and one with PyTorch's attention."""
+    found = {}
+    for name in ARCHITECTURES:
+        folder = models.build(name, tmp_path_factory.mktemp("models") / name)
+        recorded, plain = (
+            ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention=attention)
+            for attention in ("static", "sdpa")
+        )
+        recorded.record([BUCKET], stand_in)
+        assert recorded.refused == []
+        found[name] = recorded, plain
+    return found
+
+
+@settings(max_examples=15)
+@given(
+    name=st.sampled_from(ARCHITECTURES), these=st.lists(plans(NUM_SLOTS), min_size=1, max_size=3)
+)
+def test_a_recording_computes_other_rows_and_other_trees(slices, name, these):
+    recorded, plain = slices[name]
+    for part in (recorded, plain):
+        for state in part._attentions:
+            with torch.inference_mode():
+                state.pool.keys.zero_()
+                state.pool.values.zero_()
+    replayed = []
+    (recording,) = recorded._recordings
+    whole = recording.run
+    recording.run = lambda *given: replayed.append(1) or whole(*given)
+    try:
+        for plan in these:
+            rng = np.random.default_rng(len(plan.write))
+            ids = torch.from_numpy(rng.integers(models.VOCAB_SIZE, size=len(plan.write)))
+            given_ = ids, torch.from_numpy(plan.positions), plan
+            expected = plain.forward(*given_)
+            off = (recorded.forward(*given_) - expected).abs().max()
+            assert off <= 2e-6 * max(1, expected.abs().max())
+    finally:
+        recording.run = whole
+    assert len(replayed) == sum(len(plan.write) <= BUCKET for plan in these)
+
+
+def loaded(folder: Path) -> ModelSlice:
+    return ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention="static")
+
+
+def test_what_reads_on_the_host_is_computed_without_a_graph(tmp_path: Path):
+    folder = models.build("llama", tmp_path / "model")
+    part = loaded(folder)
+
+    class Reading(nn.Module):
+        def __init__(self, norm: nn.Module):
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.norm(hidden) if hidden.sum().item() < 1e9 else hidden
+
+    base = part._base
+    base.layers[1].input_layernorm = Reading(base.layers[1].input_layernorm)
+    part.record([8], stand_in)
+    (said,) = part.refused
+    assert said.startswith("Batches of up to 8 rows are computed without a graph: ")
+    assert part._recordings == []
+
+
+def test_a_graph_that_gives_something_else_does_not_serve(tmp_path: Path):
+    folder = models.build("llama", tmp_path / "model")
+
+    def frozen(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """What was computed while it was recorded, again and again."""
+        result = run()
+        return lambda: None, result
+
+    part = loaded(folder)
+    part.record([8], frozen)
+    assert "gives other values than what was recorded" in part.refused[0]
+    other = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention="sdpa")
+    other.record([8], stand_in)
+    assert "attention=sdpa cannot be recorded" in other.refused[0]
