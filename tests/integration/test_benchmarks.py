@@ -294,7 +294,8 @@ def test_measured_times_of_a_stage_are_a_pace(tmp_path, monkeypatch):
     }
     assert dict(curve.points) == pytest.approx(measured, abs=1e-4)
     assert pace.draft_ms == pytest.approx(result["drafts"][-1]["ms"]["round"]["median"], abs=1e-4)
-    assert profile.read_text().startswith("# MEASURED: a stage of 2 layers of demo, bfloat16, on ")
+    said = "# MEASURED: a stage of 2 layers of demo, bfloat16, attention sdpa, on "
+    assert profile.read_text().startswith(said)
     assert (tmp_path / "stage.svg").exists()
 
 
@@ -311,7 +312,7 @@ def move(pool) -> None:
 def test_a_verdict_that_touches_keys_or_values_is_found_out(touch, tmp_path, monkeypatch):
     def apply(held: TimedStage, verdicts: list[Verdict]) -> None:
         SliceRunner.apply(held, verdicts)
-        touch(next(iter(held.watched.pools)))
+        touch(held.model.attention_layers[0].pool)
 
     monkeypatch.setattr(TimedStage, "apply", apply)
     measured_stage(monkeypatch, "--json", tmp_path / "stage.json")
