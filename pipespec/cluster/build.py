@@ -14,6 +14,7 @@ from pipespec.config.schema import Config
 from pipespec.controller.client import Controller
 from pipespec.core import Request
 from pipespec.engine import tokenizer
+from pipespec.engine.attention.choose import SDPA
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
 from pipespec.head.loop import HeadLoop, HeadSettings
@@ -56,7 +57,7 @@ def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlic
         num_slots=slots,
         attention=deployment.config.model.attention,
     )
-    if model.device.type == "cuda":
+    if model.device.type == "cuda" and model.attention != SDPA:
         model.record(deployment.config.model.graph_rows)
     for sentence in model.refused:
         log.warning("rank %d: %s", rank, sentence)

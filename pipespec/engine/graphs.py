@@ -33,9 +33,9 @@ class Recorder(Protocol):
 
 
 def record_cuda(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """As a CUDA graph, which refuses whatever waits for the device."""
+    """As a CUDA graph, which refuses whatever waits for the device. Other threads may go on."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = run()
     return graph.replay, result
 

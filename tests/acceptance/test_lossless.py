@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.system.resources import resource_dir
 from tests.helpers import models
@@ -223,6 +225,29 @@ def test_another_attention_backend_says_the_same(tmp_path, redis):
     answers = cluster.decode(
         deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 24} for p in prompts]
     )
+    assert [tokens for tokens, _, _ in answers] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["sdpa", "static", "triton"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_eight_stages_and_a_draft_share_a_gpu(redis, policy, attention):
+    folder = resource_dir("demo")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
+    prompts = [tokenizer.encode(text)[:MAX_PROMPT] for text in texts[::9]]
+    expected = cluster.reference(folder / "target", prompts, 24, device_map="cuda")
+    deployment = decide(
+        compose(
+            [
+                *("cluster.stages=8", "cluster.devices=[cuda]", "model.dtype=float32"),
+                # The ranks are threads here; `test_graphs.py` has a recording.
+                *(f"model.attention={attention}", "model.graph_rows=[]", *POLICIES[policy]),
+            ]
+        )
+    )
+    requests = [{"prompt": tuple(ids), "max_new_tokens": 24} for ids in prompts]
+    answers = cluster.decode(deployment, redis, requests)
     assert [tokens for tokens, _, _ in answers] == expected
 
 

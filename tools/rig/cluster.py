@@ -92,7 +92,7 @@ def reference(
     model = AutoModelForCausalLM.from_pretrained(target, **{"dtype": torch.float32, **settings})
     out = []
     for prompt in prompts:
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=model.device)
         answer = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),

@@ -83,6 +83,17 @@ class FlatPlan:
         longest: most keys that a row has, as a number of the host.
     """
 
+    write: Tensor
+    positions: Tensor
+    first: Tensor
+    prefix: Tensor
+    tree: Tensor
+    tree_first: Tensor
+    tiles: Tensor
+    mask: Tensor
+    tree_positions: Tensor
+    slots: Tensor
+
     _ROWS = ("write", "positions", "first", "prefix", "tree", "tree_first")
 
     def __init__(
@@ -113,17 +124,6 @@ class FlatPlan:
             setattr(self, name, there.view(shape))
             self._host[name] = here.view(shape).numpy()
         self._copied = torch.cuda.Event() if pinned else None
-
-    write: Tensor
-    positions: Tensor
-    first: Tensor
-    prefix: Tensor
-    tree: Tensor
-    tree_first: Tensor
-    tiles: Tensor
-    mask: Tensor
-    tree_positions: Tensor
-    slots: Tensor
 
     def fill(self, plan: AttentionPlan) -> None:
         """Bring a plan to the device. It must fit (`Capacity.holds`)."""

@@ -113,3 +113,16 @@ def test_a_graph_that_gives_something_else_does_not_serve(tmp_path: Path):
     other = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention="sdpa")
     other.record([8], stand_in)
     assert "attention=sdpa cannot be recorded" in other.refused[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["static", "triton"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_cuda_graph_proves_itself(tmp_path: Path, name: str, attention: str):
+    folder = models.build(name, tmp_path / "model")
+    part = ModelSlice.load(
+        folder, range(2), num_slots=NUM_SLOTS, attention=attention, device="cuda"
+    )
+    part.record([BUCKET])
+    assert part.attention == attention
+    assert part.refused == []
