@@ -13,7 +13,7 @@ from pipespec.engine.attention.tree import TreeKernel
 from tests.helpers.plans import plans
 
 NUM_SLOTS = 300
-EXAMPLES = 8 if settings.default.max_examples <= 50 else 60
+EXAMPLES = 4 if settings.default.max_examples <= 50 else 60
 
 
 @settings(max_examples=EXAMPLES)

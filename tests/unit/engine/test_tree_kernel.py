@@ -19,6 +19,7 @@ WINDOWED = LayerOptions(0.1, window=60, softcap=20.0)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_kernels_in_the_interpreter(long):
     pytest.importorskip("triton")
     ran = subprocess.run(
