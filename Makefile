@@ -11,10 +11,13 @@ PROMPT ?= Once upon a time there was a little girl who
 SETTINGS ?= verify=sample verify.temperature=0.7 verify.top_p=0.9 verify.seed=2
 
 QUICK := build/bench
+# FlashInfer and what its Python imports, of the versions that its tests ran with.
+FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-bindings==13.5.0 \
+  cuda-pathfinder==1.9.0 nvidia-ml-py==13.615.71
 # The tests of a file share what is slow to make; files share the cores, the long ones first.
 PYTEST_FLAGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test check bench-quick format clean
+.PHONY: demo test test-flashinfer check bench-quick format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -22,6 +25,11 @@ demo: $(VENV)/.run
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+# How we use FlashInfer, with its own wrappers but without the CUDA packages that it depends on.
+test-flashinfer: $(VENV)/.test
+	$(PIP) --no-deps --upgrade --target build/flashinfer $(FLASHINFER)
+	PYTHONPATH=build/flashinfer $(BIN)/python -m pytest tests/unit/engine/test_flashinfer.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -51,7 +51,7 @@ def survey() -> dict[str, Any]:
     if not any(problem.startswith("torch ") for problem in problems):
         findings["devices"] += _cuda_devices()
         cuda = len(findings["devices"]) > 1
-        findings["attention"] = _attention(cuda) | {"flashinfer": _flashinfer(cuda)}
+        findings["attention"] = _attention(cuda)
         findings["transport"] = _transports(cuda)
         if not findings["transport"]["gloo"]["usable"]:
             problems.append("This torch has no gloo; install a torch built with distributed.")
@@ -107,21 +107,11 @@ def _attention(cuda: bool) -> dict[str, Any]:
     like = torch.zeros(1, 8, 128, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
     layer = Layer(32, LayerOptions(128**-0.5), LayerPool(like, like))
     found = {choose.SDPA: _usable()}
-    for name in (choose.STATIC, choose.TRITON):
+    for name in (choose.STATIC, choose.TRITON, choose.FLASHINFER):
         with torch.inference_mode():
             wrong = choose.missing(name, device.type) or choose.fault(name, device, [layer])
         found[name] = _usable(wrong)
     return found
-
-
-def _flashinfer(cuda: bool) -> dict[str, Any]:
-    if not cuda:
-        return _usable("needs a CUDA device")
-    if find_spec("flashinfer") is None:
-        return _usable("not installed: pip install 'pipespec[cuda]'")
-    if find_spec("pipespec.engine.attention.flashinfer") is None:
-        return _usable("installed, but this version of pipespec attends with SDPA only")
-    return _usable()
 
 
 def _transports(cuda: bool) -> dict[str, Any]:

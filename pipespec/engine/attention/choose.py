@@ -15,10 +15,12 @@ if TYPE_CHECKING:  # a wrong setting is refused without it
     from pipespec.engine.attention.plan import Attention
     from pipespec.engine.attention.proof import Layer
 
-AUTO, SDPA, STATIC, TRITON = "auto", "sdpa", "static", "triton"
-ATTENTIONS = (AUTO, SDPA, STATIC, TRITON)
+AUTO, SDPA, STATIC, TRITON, FLASHINFER = "auto", "sdpa", "static", "triton", "flashinfer"
+ATTENTIONS = (AUTO, SDPA, STATIC, TRITON, FLASHINFER)
 # What serves in the place of a backend that does not.
-NEXT = {TRITON: STATIC, STATIC: SDPA}
+NEXT = {FLASHINFER: TRITON, TRITON: STATIC, STATIC: SDPA}
+# The package of a backend that is for GPUs, and what of pipespec brings it.
+PACKAGES = {TRITON: ("triton", "triton"), FLASHINFER: ("flashinfer", "cuda")}
 
 
 def choose(
@@ -42,12 +44,13 @@ def choose(
 
 def missing(name: str, device_type: str) -> str | None:
     """What a backend lacks on a device, as a clause; None: nothing."""
-    if name != TRITON:
+    if name not in PACKAGES:
         return None
     if device_type != "cuda":
-        return f"it is for GPUs, and this rank's device is a {device_type}"
-    if find_spec("triton") is None:
-        return "the package triton is not installed; run pip install 'pipespec[triton]'"
+        return f"it is for GPUs, and the device is a {device_type}"
+    package, extra = PACKAGES[name]
+    if find_spec(package) is None:
+        return f"the package {package} is not installed; run pip install 'pipespec[{extra}]'"
     return None
 
 
@@ -64,6 +67,10 @@ def fault(name: str, device: torch.device, layers: Sequence[Layer]) -> str | Non
 
 def make(name: str, device: torch.device, num_slots: int) -> Attention:
     """The backend of a name, for pools of so many slots on a device."""
+    if name == FLASHINFER:
+        from pipespec.engine.attention.flashinfer import FlashInfer
+
+        return FlashInfer(device)
     if name == TRITON:
         from pipespec.engine.attention.tree import TreeKernel
 

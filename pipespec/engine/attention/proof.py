@@ -23,9 +23,11 @@ NUM_SLOTS = 1024
 # What rounding may come to where PyTorch's attention happens to be exact: half of what the type
 # can tell from 1, and this at least.
 LEAST = 1e-6
-# Rows, keys of the text and other tree keys of each request, in one plan after another.
+# Rows, keys of the text and other tree keys of each request, in one plan after another. A row
+# alone that is part of the text has no tree keys.
 PLANS = (
     ((1, 200, 0),),
+    ((1, 90, -1), (5, 20, 3), (1, 1, -1)),
     ((40, 130, 50),),
     ((1, 0, 0), (3, 65, 30), (17, 7, 70), (1, 300, 3)),
 )
@@ -132,11 +134,12 @@ def _plan(parts: tuple[tuple[int, int, int], ...], num_slots: int, seed: int) ->
     for i, (count, length, size) in enumerate(zip(rows, prefix, tree, strict=True)):
         mine = slots[starts[i] : starts[i + 1]]
         pages[i, :length] = mine[:length]
-        at = length + rng.integers(0, 12, size)
+        at = length + rng.integers(0, 12, size) if size else np.zeros(0, np.int64)
         mask = rng.random((count, size)) < 0.4
-        mask[:, size - count :] |= np.eye(count, dtype=bool)
+        if size:
+            mask[:, size - count :] |= np.eye(count, dtype=bool)
         write.append(mine[len(mine) - count :])
-        positions.append(at[size - count :])
+        positions.append(at[size - count :] if size else np.array([length - 1]))
         keys.append(mine[length:])
         keys_at.append(at)
         masks.append(mask.ravel())

@@ -1,0 +1,167 @@
+"""Attention with FlashInfer's fa2 kernels, which read the slot pools as pages of one token.
+
+For each kind of layer two wrappers: one for what all rows of a request see, without a mask, and one
+for the rest, with one. They are merged by their log-sum-exp (FlashInfer, Ye et al. 2025, section
+2.2), sinks too, which fa2 itself leaves out without a word. Windows are folded into what is masked:
+fa2 reckons them from a row's place in the batch, which is not where it stands in a tree.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+from torch import Tensor
+
+from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool, Segment
+
+WORKSPACE_BYTES = 128 << 20  # as FlashInfer recommends
+
+
+class FlashInfer:
+    """The `Attention` of this backend. In bfloat16 and float16; what else it refuses is found by
+    its proof."""
+
+    def __init__(self, device: torch.device | str):
+        self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._plan: AttentionPlan | None = None
+        self._write: Tensor | None = None
+        self._kinds: dict[tuple[object, ...], _Kind] = {}
+
+    def prepare(self, plan: AttentionPlan) -> None:
+        self._plan, self._write = plan, None
+        for kind in self._kinds.values():
+            kind.planned = False
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions
+    ) -> Tensor:
+        assert self._plan is not None
+        if self._write is None:
+            self._write = torch.from_numpy(self._plan.write).to(query.device)
+        pool.keys.index_copy_(0, self._write, key)
+        pool.values.index_copy_(0, self._write, value)
+        sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
+        name = (sizes, options.scaling, options.softcap, options.window)
+        if name not in self._kinds:
+            self._kinds[name] = _Kind(self._workspace)
+        kind = self._kinds[name]
+        if not kind.planned:
+            kind.plan(self._plan, sizes, options, query.dtype)
+        return kind.run(query, pool, options.sinks)
+
+
+class _Kind:
+    """Layers of the same sizes, scale, cap and window."""
+
+    def __init__(self, workspace: Tensor):
+        self.planned = False
+        self._open, self._masked = (_Part(workspace) for _ in range(2))
+
+    def plan(
+        self,
+        plan: AttentionPlan,
+        sizes: tuple[int, int, int, int],
+        options: LayerOptions,
+        dtype: torch.dtype,
+    ) -> None:
+        """Let both know which keys they read."""
+        parts = [_parted(segment, options.window) for segment in plan.segments()]
+        like = (plan.row_start, sizes, options, dtype)
+        self._open.plan([keys for keys, _, _ in parts], None, *like)
+        self._masked.plan([keys for _, keys, _ in parts], [mask for *_, mask in parts], *like)
+        self.planned = True
+
+    def run(self, query: Tensor, pool: LayerPool, sinks: Tensor | None) -> Tensor:
+        """`[rows, heads, value_dim]`."""
+        found = [part.run(query, pool) for part in (self._open, self._masked) if part.any]
+        weights = [weight for _, weight in found]
+        if sinks is not None:
+            weights.append((sinks.float() * math.log2(math.e)).expand_as(weights[0]))
+        shares = torch.stack(weights).mul(math.log(2)).softmax(0)[: len(found)]
+        merged = sum(
+            out.float() * share[..., None] for (out, _), share in zip(found, shares, strict=True)
+        )
+        assert isinstance(merged, Tensor)
+        return merged.to(query.dtype)
+
+
+class _Part:
+    """A wrapper, and what it was last planned for."""
+
+    def __init__(self, workspace: Tensor):
+        self.any = False  # whether any row reads any key here
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa2")
+        self._cuda = workspace.device.type == "cuda"
+        self._planned: torch.cuda.Event | None = None
+
+    def plan(
+        self,
+        keys: list[np.ndarray],
+        masks: list[np.ndarray] | None,
+        row_start: np.ndarray,
+        sizes: tuple[int, int, int, int],
+        options: LayerOptions,
+        dtype: torch.dtype,
+    ) -> None:
+        """Read these slots for each segment, whose rows see them as its mask `[rows, keys]` says;
+        None: all of them."""
+        counts = np.array([len(each) for each in keys])
+        self.any = bool(counts.any())
+        if not self.any:
+            return
+        if self._planned is not None:
+            self._planned.synchronize()  # its pinned buffer is still read until then
+        heads, kv_heads, dim, value_dim = sizes
+        bits = None if masks is None else [np.packbits(m, bitorder="little") for m in masks]
+        self._wrapper.plan(
+            _int32(row_start),
+            _int32(np.concatenate(([0], np.cumsum(counts)))),
+            _int32(np.concatenate(keys)),
+            torch.ones(len(keys), dtype=torch.int32),
+            heads,
+            kv_heads,
+            dim,
+            1,
+            head_dim_vo=value_dim,
+            packed_custom_mask=None if bits is None else torch.from_numpy(np.concatenate(bits)),
+            sm_scale=options.scaling,
+            logits_soft_cap=options.softcap,
+            q_data_type=dtype,
+        )
+        if bits is not None:
+            # It counts bits where its kernel wants bytes (flashinfer-ai/flashinfer#2201).
+            ends = np.cumsum([len(each) for each in bits])
+            starts = _int32(np.concatenate(([0], ends)))
+            self._wrapper._mask_indptr_buf = starts.to(self._wrapper.device)
+        if self._cuda:
+            self._planned = torch.cuda.Event()
+            self._planned.record()
+
+    def run(self, query: Tensor, pool: LayerPool) -> tuple[Tensor, Tensor]:
+        """What the rows get from these keys, `[rows, heads, value_dim]`, and the binary logarithm
+        of its weight, `[rows, heads]`."""
+        pages = (pool.keys[:, None], pool.values[:, None])
+        return self._wrapper.run(query.contiguous(), pages, return_lse=True)
+
+
+def _parted(segment: Segment, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The slots that all rows of a segment see, those of which some see some, and which."""
+    prefix, tree, mask = segment.prefix, segment.tree, segment.mask
+    if window is None:
+        return prefix, tree, mask
+    length = len(prefix)
+    # The window of the earliest row bounds what any sees, that of the latest what all see.
+    some = min(max(0, int(segment.positions.min()) - window + 1), length)
+    every = min(max(0, int(segment.positions.max()) - window + 1), length)
+    at = segment.positions[:, None]
+    near = at - np.arange(some, every) < window
+    mask = mask & (at - segment.tree_positions < window)
+    slots = np.concatenate((prefix[some:every], tree))
+    return prefix[every:], slots, np.hstack((near, mask))
+
+
+def _int32(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, np.int32))
