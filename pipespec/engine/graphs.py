@@ -87,6 +87,8 @@ class Recording:
         slots = np.arange(num_slots)
         for rows in PROVED:
             rows = min(rows, self.rows, num_slots - held)
+            if not rows:
+                break
             plan = causal_plan(slots[:held], slots[held : held + rows])
             replayed = self.run(inputs[:rows], torch.arange(held, held + rows), plan)
             if replayed is None or not replayed.equal(self._whole()[:rows]):

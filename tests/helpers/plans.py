@@ -35,22 +35,25 @@ def plans(draw: st.DrawFn, num_slots: int) -> AttentionPlan:
     """Plans of some requests, whose keys are any slots in any order."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     free = rng.permutation(num_slots)
-    parts = []
+    parts, writes = [], []
     row = 0
     for _ in range(draw(st.integers(1, 4))):
-        rows = draw(st.integers(1, 7))
-        tree = rows + draw(st.integers(0, 40))
         prefix = draw(st.sampled_from([0, 1, 5, 31, 64, 150]))
+        alone = prefix > 0 and draw(st.booleans())  # one row, which is part of the text
+        rows = 1 if alone else draw(st.integers(1, 7))
+        tree = 0 if alone else rows + draw(st.integers(0, 40))
         if prefix + tree > len(free):
             break
         mine, free = np.split(free, [prefix + tree])
-        positions = prefix + rng.integers(0, 9, tree)
+        positions = prefix + rng.integers(0, 9, tree) if tree else np.zeros(0, np.int64)
         mask = rng.random((rows, tree)) < draw(st.sampled_from([0.0, 0.3, 1.0]))
-        mask[:, tree - rows :] |= np.eye(rows, dtype=bool)
+        if tree:
+            mask[:, tree - rows :] |= np.eye(rows, dtype=bool)
+        writes.append(mine[-rows:])
         parts.append(
             Segment(
                 slice(row, row + rows),
-                positions[tree - rows :],
+                positions[tree - rows :] if tree else np.array([prefix - 1]),
                 mine[:prefix],
                 mine[prefix:],
                 positions,
@@ -58,8 +61,7 @@ def plans(draw: st.DrawFn, num_slots: int) -> AttentionPlan:
             )
         )
         row += rows
-    write = np.concatenate([part.tree[-(part.rows.stop - part.rows.start) :] for part in parts])
-    return joined(parts, write)
+    return joined(parts, np.concatenate(writes))
 
 
 def seen_by(plan: AttentionPlan, window: int | None = None) -> list[dict[int, int]]:

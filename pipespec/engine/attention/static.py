@@ -60,10 +60,12 @@ class Static(FlatAttention):
         i = torch.arange(start, start + BLOCK, dtype=torch.int32, device=first.device)
         there = i < prefix + tree
         slots = flat.slots[torch.where(there, first + i, 0)]
-        j = torch.where(there & (i >= prefix), i - prefix, 0)
+        beyond = there & (i >= prefix)
+        j = torch.where(beyond, i - prefix, 0)
         words = flat.mask[:rows].gather(1, (j // WORD).long())
         seen = there & ((i < prefix) | (words >> (j % WORD) & 1).bool())
         if window is not None:
-            at = torch.where(i < prefix, i, flat.tree_positions[tree_first + j])
+            # A row without tree keys may have nothing where those would begin.
+            at = torch.where(beyond, flat.tree_positions[torch.where(beyond, tree_first + j, 0)], i)
             seen &= position - at < window
         return slots, seen
