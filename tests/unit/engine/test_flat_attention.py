@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipespec.engine.attention.flat import WORD, Capacity, FlatPlan
-from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool
+from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool, Segment
 from pipespec.engine.attention.static import Static
-from tests.helpers.plans import plans, seen_by
+from tests.helpers.plans import joined, plans, seen_by
 
 NUM_SLOTS = 700
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
@@ -120,3 +120,20 @@ def test_a_buffer_grows_as_far_as_it_must() -> None:
     assert grown.holds(Capacity(8, 1, 4, 64))
     assert not grown.holds(Capacity(9, 1, 1, 1))
     assert not grown.holds(Capacity(1, 2, 1, 1))
+
+
+def test_a_last_request_without_tree_keys_reads_none() -> None:
+    """The buffer is full of those of the request before, and the layer has a window."""
+    slots = np.arange(20)
+    tree = Segment(slice(0, 8), np.arange(8), slots[:0], slots[:8], np.arange(8), np.eye(8) > 0)
+    alone = Segment(
+        slice(8, 9), np.array([3]), slots[8:12], slots[:0], slots[:0], np.zeros((1, 0), bool)
+    )
+    plan = joined([tree, alone], slots[[*range(8), 11]])
+    options = LayerOptions(0.3, window=2)
+    query, key, value, pool = given_rows(9, 1)
+    backend = Static("cpu", NUM_SLOTS)
+    backend.prepare(plan)
+    assert backend.flat.capacity.trees == len(plan.tree)
+    out = backend.attend(query, key, value, pool, options)
+    torch.testing.assert_close(out, explicit(query, pool, plan, options), rtol=0, atol=2e-6)
