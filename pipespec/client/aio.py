@@ -22,7 +22,7 @@ from pipespec.client import registry
 from pipespec.client.registry import RunningCluster
 from pipespec.client.served import ServedModel
 from pipespec.controller.aio import AsyncLog, AsyncStreams, Forgotten
-from pipespec.controller.connection import RETRY_S, password
+from pipespec.controller.connection import ANSWER_TIMEOUT_S, RETRY_S, password
 from pipespec.controller.overview import Overview
 from pipespec.controller.records import Event, Finished
 from pipespec.core import Sampling
@@ -197,10 +197,13 @@ class AsyncClient:
         )
 
     async def _close(self) -> None:
-        """Once nobody follows anything: see to it that what was cancelled is."""
+        """Once nobody follows anything: see to it that what was cancelled is, if Redis answers."""
         self._log.patience = 0
-        while self._leaving:
-            await asyncio.wait(self._leaving)
+        if self._leaving:
+            _, late = await asyncio.wait(self._leaving, timeout=ANSWER_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         await self._disconnect()
 
 

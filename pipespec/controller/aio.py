@@ -173,15 +173,15 @@ class AsyncLog:
         return overview(int(epoch), replies[-1])
 
     async def _call(self, *command: Any) -> Any:
-        give_up: float | None = None
+        since: float | None = None
         while True:
             try:
                 return await self._pipe.call(*command)
             except (Unreachable, ScriptsLost):
                 await self._pipe.close()
                 now = time.monotonic()
-                give_up = give_up or now + self.patience
-                if now >= give_up:
+                since = since or now
+                if now - since >= self.patience:  # which may have become less meanwhile
                     raise
                 await asyncio.sleep(RETRY_S)
 

@@ -73,7 +73,7 @@ class RequestLog(RequestReader):
         keys = self._keys
         notes = " ".join(map(pack_logprobs, told.logprobs))
         names = (keys.epoch, keys.request(request), keys.events(request))
-        self._send("score", names, self._epoch, request, told.base, notes)
+        self._send("score", names, self._epoch, told.base, notes)
 
     def finish(self, request: int, reason: str, prefill_ns: int | None = None) -> None:
         """Ends a request (`Finished`). The first reason stays."""
@@ -109,7 +109,6 @@ class RequestLog(RequestReader):
             "report",
             (keys.epoch, keys.request(request), keys.reports(request)),
             self._epoch,
-            request,
             rank,
             json.dumps(stats),
             KEEP_FINISHED_S,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +21,14 @@ from pipespec.client.served import ServedModel
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.controller.client import Controller
+from pipespec.controller.connection import ANSWER_TIMEOUT_S
 from pipespec.controller.following import MOST_ENTRIES, Event
 from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Sampling
 from pipespec.errors import RankFailed
 from tests.helpers.log import accept, head_of
+from tests.helpers.waiting import soon
 
 NAME, NAMESPACE = "lab", "async-client"
 PROMPT = (5, 6, 7)
@@ -137,6 +141,25 @@ def test_who_leaves_cancels_and_who_finished_does_not(
         second: Finished("cancelled"),
         second + 1: Finished("cancelled"),
     }
+
+
+def test_who_leaves_while_the_cluster_is_away_does_not_wait_for_it(
+    running: RunningCluster,
+) -> None:
+    async def story() -> float:
+        with ExitStack() as ending:
+            redis = ending.enter_context(EmbeddedRedis())
+            here = replace(running, url=redis.url)
+            async with attach(here, 10 * LONG_S) as client:
+                async with client.follow() as followed:
+                    await ask(followed)
+                    ending.close()
+                # Its cancellation finds nobody, and tries again.
+                await soon(lambda: not client._log._pipe.connected)
+                began = time.monotonic()
+        return time.monotonic() - began
+
+    assert asyncio.run(story()) < 2 * ANSWER_TIMEOUT_S
 
 
 def test_a_cluster_that_has_ended_is_waited_for_so_long(

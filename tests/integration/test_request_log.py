@@ -481,7 +481,6 @@ def test_a_request_that_is_not_in_the_log_is_named(head: Controller) -> None:
         lambda: next(head.stream(99)),
         lambda: accept(head, 99, 0, [1]),
         lambda: head.finish(99, "stop"),
-        lambda: head.report(99, {}),
     ):
         with pytest.raises(ControllerError, match="equest 99 is not in the log"):
             perform(head, call)
@@ -658,6 +657,19 @@ def test_a_finished_request_does_not_stay_forever(head: Controller) -> None:
     assert [head._pipe.call("TTL", key) for key in names[:2]] == [-1, -1]
     head.finish(request, "stop")
     assert all(0 < head._pipe.call("TTL", key) <= requests.KEEP_FINISHED_S for key in names)
+
+
+def test_what_comes_late_of_a_request_that_is_forgotten_is_dropped(
+    head: Controller, pipe: Pipe
+) -> None:
+    """A stage may say it when the head has long ended it, also after the hour."""
+    request, keys = head.enqueue(**ASKED), head._keys
+    perform(head, lambda: head.finish(request, "stop"))
+    pipe.call("DEL", keys.request(request), keys.events(request))
+    perform(head, lambda: head.score(request, Scored(1, (TokenLogprobs(-0.1, ()),))))
+    perform(head, lambda: head.report(request, {"rows": 1}))
+    names = (keys.request(request), keys.events(request), keys.reports(request))
+    assert not pipe.call("EXISTS", *names)
 
 
 def test_every_rank_reports(server: EmbeddedRedis, head: Controller) -> None:
