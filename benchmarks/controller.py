@@ -21,6 +21,7 @@ from dataclasses import asdict
 
 from benchmarks import experiment
 from benchmarks.experiment import Row
+from pipespec.controller import epochs
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import Pipe, check_server
 from pipespec.controller.graph import Graph, Layout, compute, prune, step_graph, transfer
@@ -52,7 +53,7 @@ def echo(url: str, epoch: int, steps: int) -> None:
 
 
 def measure_hop(url: str, rounds: int) -> list[Row]:
-    epoch = Controller.new_epoch(url, NAMESPACE)
+    epoch = epochs.begin(url, NAMESPACE)
     context = multiprocessing.get_context("spawn")
     other = context.Process(target=echo, args=(url, epoch, rounds * ROUND))
     other.start()
@@ -100,7 +101,7 @@ def redis_times(pipe: Pipe) -> tuple[float, float]:
 def measure_work(url: str, stages: int, steps: int) -> list[Row]:
     layout = Layout(stages)
     last = layout.last
-    epoch = Controller.new_epoch(url, NAMESPACE)
+    epoch = epochs.begin(url, NAMESPACE)
     ranks = [Controller(url, namespace=NAMESPACE, epoch=epoch, rank=rank) for rank in layout.ranks]
     head = ranks[0]
     request = head.enqueue(prompt=(1,), max_new_tokens=steps)

@@ -190,11 +190,8 @@ def keeping(
     controller = replace(config.controller, data=str(data))
     try:
         yield replace(config, controller=controller), begin
-    except KeyboardInterrupt:
-        remove_data(name)
-        raise
-    except BaseException:
-        if not begun:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) or not begun:
             remove_data(name)
         raise
 

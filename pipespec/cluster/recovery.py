@@ -21,7 +21,7 @@ from typing import Self
 from pipespec.cluster.faults import Fault, FaultKind, FaultRecord
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.watched import Death, Server, Workers
-from pipespec.controller.client import Controller
+from pipespec.controller import epochs
 from pipespec.controller.connection import ANSWER_TIMEOUT_S
 from pipespec.controller.membership import LEASE_S, Membership
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
@@ -96,7 +96,7 @@ class Recovery:
         self._holders: dict[str, int] = {}
         self._held: dict[str, int] = {}
         self.assignment = assignment
-        self.epoch = Controller.new_epoch(url, namespace, assignment.encode())
+        self.epoch = epochs.begin(url, namespace, assignment.encode())
         with Membership(url, namespace) as shared:
             self._record = FaultRecord(shared.totals())
         self._told = Counter(self._record.counts)
@@ -295,7 +295,7 @@ class Recovery:
         self._judge(shared)
         if not self._stop.is_set():
             decoded = [number for number, _ in shared.progress()]
-            begun = Controller.new_epoch(self._url, self._namespace, self.assignment.encode())
+            begun = epochs.begin(self._url, self._namespace, self.assignment.encode())
             if begun <= self.epoch:
                 self._give_up("Redis came back without what it knew; start the cluster again.")
             self.epoch, self._complete_at = begun, None

@@ -28,7 +28,7 @@ from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.replanning import address_of, own_address, replanner
 from pipespec.cluster.store import require_same_model, store
-from pipespec.controller.client import Controller
+from pipespec.controller import epochs
 from pipespec.controller.membership import Membership
 from pipespec.controller.requests import RequestLog
 from pipespec.engine.architectures import modeling_module
@@ -266,7 +266,7 @@ def start(
                     # Spares, and workers that others started, learn that it is over.
                     with suppress(ControllerError):
                         recovery.stop()
-                        Controller.end(url, namespace, failed=failed)
+                        epochs.end(url, namespace, failed=failed)
                     agents.stop()
 
 

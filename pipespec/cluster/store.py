@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipespec.cluster.deployment import Deployment
-from pipespec.controller.client import Controller
+from pipespec.controller import epochs
 from pipespec.controller.connection import check_server
 from pipespec.controller.data_folder import KeptModel, check_model, write_model
 from pipespec.controller.listen import TlsFiles
@@ -65,4 +65,4 @@ def store(
     try:
         yield config.url, config.url, namespace, None
     finally:
-        Controller.forget(config.url, namespace)
+        epochs.forget(config.url, namespace)

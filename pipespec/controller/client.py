@@ -10,10 +10,8 @@ from typing import Any
 from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import Graph, Kind, Task
 from pipespec.controller.guesses import NO_MORE, pack, unpack
-from pipespec.controller.keys import Keys
-from pipespec.controller.records import FAILED, entries_of, unpack_request
+from pipespec.controller.records import entries_of, unpack_request
 from pipespec.controller.requests import KEEP_FINISHED_S, RequestLog
-from pipespec.controller.scripts import evalsha, load
 from pipespec.core import Guesses, Request
 from pipespec.errors import ControllerError, StaleEpoch
 from pipespec.row_times import UNKNOWN, Measured
@@ -26,8 +24,6 @@ MAX_OPEN_STEPS = 1024
 LOOK_S = 0.5
 # How long a rank of an old epoch can still learn that it is over.
 KEEP_STALE_S = 60
-# So many clusters in a row may fail with a request of which nothing was decided.
-MOST_CLUSTERS = 3
 # How often a last stage asks for guesses that the head is just telling.
 AGAIN_S = 0.0005
 # What lua/cancel.lua puts before the number of a request.
@@ -91,67 +87,6 @@ class Controller(RequestLog):
         # Of a lossy sequence: the last entry that was read, and its step.
         self._told: dict[int, tuple[str, int]] = {}
         self._listen()
-
-    @staticmethod
-    def new_epoch(url: str, namespace: str, assignment: str = "") -> int:
-        """Ends the current epoch of a namespace, if there is one, and begins the next.
-
-        `assignment` is what `Membership.epoch` tells of it.
-        """
-        return Controller._next_epoch(url, namespace, assignment)
-
-    @staticmethod
-    def end(url: str, namespace: str, *, failed: bool) -> None:
-        """Ends the current epoch of a namespace; its cluster will begin no other.
-
-        A request with which MOST_CLUSTERS in a row have failed, before any of its tokens was
-        decided, is given up: it may be why.
-        """
-        Controller._next_epoch(url, namespace, "", MOST_CLUSTERS if failed else "")
-
-    @staticmethod
-    def _next_epoch(url: str, namespace: str, assignment: str, most: int | str = "") -> int:
-        keys = Keys(namespace)
-        pipe = Pipe(url)
-        try:
-            load(pipe)
-            return pipe.call(
-                *evalsha(
-                    "new_epoch",
-                    (
-                        keys.epoch,
-                        keys.queue,
-                        keys.admitted,
-                        keys.assignments,
-                        keys.requests,
-                        keys.finished,
-                        keys.totals,
-                    ),
-                    keys.epochs,
-                    KEEP_STALE_S,
-                    assignment,
-                    most,
-                    FAILED,
-                    KEEP_FINISHED_S,
-                )
-            )
-        finally:
-            pipe.close()
-
-    @staticmethod
-    def forget(url: str, namespace: str) -> None:
-        """Deletes every key of a namespace; for clusters that live for one request."""
-        pipe = Pipe(url)
-        try:
-            cursor = b"0"
-            while True:
-                cursor, names = pipe.call("SCAN", cursor, "MATCH", Keys(namespace).everything)
-                if names:
-                    pipe.call("DEL", *names)
-                if cursor == b"0":
-                    return
-        finally:
-            pipe.close()
 
     def close(self) -> None:
         self._announcements.close()

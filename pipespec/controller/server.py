@@ -63,8 +63,8 @@ class EmbeddedRedis:
     """A redis-server of our own, for as long as the context lasts.
 
         with EmbeddedRedis(addresses=["10.0.0.1"]) as server:
-            Controller.new_epoch(server.url, "demo")       # on this machine
-            elsewhere = server.url_at("10.0.0.1")          # for the other hosts
+            epochs.begin(server.url, "demo")        # on this machine
+            elsewhere = server.url_at("10.0.0.1")   # for the other hosts
 
     It listens on a Unix socket in a folder that only this user can open and, given addresses
     or a port, on one TCP port of these addresses and of 127.0.0.1; everywhere it asks for a

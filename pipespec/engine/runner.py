@@ -193,6 +193,8 @@ class SliceRunner:
         found = []
         for sequence, span in _spans(batch.rows):
             verifier = verifier_of(sequence)
+            if not verifier.unscored:
+                continue
             decided = span.start + np.flatnonzero(batch.rows[span, KIND] != GUESS)
             decided = decided[: verifier.unscored]
             for start in range(0, len(decided), SCORED_ROWS):

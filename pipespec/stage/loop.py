@@ -154,8 +154,9 @@ class StageLoop:
             start += self.hear_guesses(computed)  # which is not this stage's work
             with self.timeline("verify"):
                 verifier_of = self._verifiers.__getitem__
-                for sequence, told in self.runner.scores(computed, verifier_of):
-                    self.controller.score(self._opened[sequence][0].request, told)
+                if any(verifier.unscored for verifier in self._verifiers.values()):
+                    for sequence, told in self.runner.scores(computed, verifier_of):
+                        self.controller.score(self._opened[sequence][0].request, told)
                 self._verdicts = self.runner.verdicts(computed, verifier_of)
         with self.timeline("pace"):
             paced = wait_until(

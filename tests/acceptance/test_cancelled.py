@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pipespec.controller.client import Controller
+from pipespec.controller import epochs
 from pipespec.controller.overview import look
 from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.requests import RequestLog
@@ -29,7 +29,7 @@ def test_what_is_cancelled_leaves_nothing(decoding: bool, sync: str) -> None:
         DEMO / "target", DEMO / "draft", *SETTINGS, f"cluster.sync={sync}"
     )
     with EmbeddedRedis() as server:
-        epoch = Controller.new_epoch(server.url, cluster.NAMESPACE)
+        epoch = epochs.begin(server.url, cluster.NAMESPACE)
 
         def log() -> RequestLog:
             return RequestLog(server.url, namespace=cluster.NAMESPACE, epoch=epoch)

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from pipespec.cluster.deployment import Deployment
 from pipespec.config import choices
+from pipespec.controller import epochs
 from pipespec.controller.client import Controller
 from pipespec.controller.records import Accepted, Finished
 from pipespec.controller.requests import RequestLog
@@ -92,7 +93,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[int]:
     """Lets one epoch leave the requests as they are and another finish them; their ids."""
-    first = Controller.new_epoch(redis.url, cluster.NAMESPACE)
+    first = epochs.begin(redis.url, cluster.NAMESPACE)
     with Controller(redis.url, namespace=cluster.NAMESPACE, epoch=first, rank=0) as earlier:
         numbers = [earlier.enqueue(**asked.fields) for asked in requests]
         for number, asked in zip(numbers, requests, strict=True):
@@ -105,7 +106,7 @@ def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Aske
             for start, end in pairwise(borders):
                 new = slice(start, end)
                 accept(earlier, number, base + start, asked.tokens[new], asked.logprobs[new])
-    second = Controller.new_epoch(redis.url, cluster.NAMESPACE)
+    second = epochs.begin(redis.url, cluster.NAMESPACE)
     with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=second) as log:
         log.close_queue()
         cluster.serve(deployment, redis, second)

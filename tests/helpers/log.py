@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipespec.controller import epochs
 from pipespec.controller.client import Controller
 from pipespec.controller.records import Accepted
 from pipespec.controller.requests import RequestLog
@@ -13,7 +14,7 @@ from pipespec.core import Request, TokenLogprobs
 
 def head_of(server: EmbeddedRedis, namespace: str) -> Controller:
     """Rank 0 of the next epoch of a namespace."""
-    epoch = Controller.new_epoch(server.url, namespace)
+    epoch = epochs.begin(server.url, namespace)
     return Controller(server.url, namespace=namespace, epoch=epoch, rank=0)
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipespec.controller import epochs
 from pipespec.controller.client import MAX_OPEN_STEPS, Controller
 from pipespec.controller.connection import Pipe
 from pipespec.controller.graph import (
@@ -43,7 +44,7 @@ class Cluster:
         self.url = server.url
         self.namespace = namespace
         self.layout = Layout(num_stages)
-        self.epoch = Controller.new_epoch(self.url, namespace)
+        self.epoch = epochs.begin(self.url, namespace)
         self.ranks = [
             Controller(self.url, namespace=namespace, epoch=self.epoch, rank=rank)
             for rank in self.layout.ranks
@@ -253,7 +254,7 @@ def test_a_rank_that_completes_nothing_is_noticed(cluster: Cluster) -> None:
 
 def test_who_belongs_to_an_old_epoch_is_refused(cluster: Cluster) -> None:
     cluster.ranks[0].submit(step_graph(cluster.layout, 0))
-    assert Controller.new_epoch(cluster.url, cluster.namespace) == cluster.epoch + 1
+    assert epochs.begin(cluster.url, cluster.namespace) == cluster.epoch + 1
     error = refused(cluster, lambda: cluster.ranks[1].complete([compute(1, 0)]))
     assert isinstance(error, StaleEpoch)
     assert f"epoch {cluster.epoch} is over" in str(error)
@@ -272,7 +273,7 @@ def test_a_rank_that_waits_learns_that_its_epoch_is_over(cluster: Cluster) -> No
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    Controller.new_epoch(cluster.url, cluster.namespace)
+    epochs.begin(cluster.url, cluster.namespace)
     waiter.join(20)
     assert [type(error) for error in errors] == [StaleEpoch]
 
@@ -282,7 +283,7 @@ def test_an_old_epoch_leaves_nothing_that_stays(cluster: Cluster, pipe: Pipe) ->
     cluster.ranks[0].submit(step_graph(cluster.layout, 1))
     cluster.ranks[1].complete([compute(1, 7)])  # of a step that never comes
     cluster.settle()
-    Controller.new_epoch(cluster.url, cluster.namespace)
+    epochs.begin(cluster.url, cluster.namespace)
     left = pipe.call("KEYS", f"{Keys(cluster.namespace).epochs}:*")
     assert all(pipe.call("TTL", key) > 0 for key in left)
 
@@ -413,7 +414,7 @@ def test_any_graph_completed_in_any_order_announces_what_the_reference_does(
 ) -> None:
     namespace = f"history-{next(numbers)}"
     keys = Keys(namespace)
-    epoch = Controller.new_epoch(server.url, namespace)
+    epoch = epochs.begin(server.url, namespace)
     pipe = Pipe(server.url)
     mine = (keys.epoch, keys.graph(epoch), keys.ready(epoch))
     reference = Reference()
@@ -496,7 +497,7 @@ def test_the_last_stage_waits_for_the_guesses_of_a_step(cluster: Cluster) -> Non
 
 
 def test_whoever_waits_for_guesses_hears_of_a_new_epoch(cluster: Cluster) -> None:
-    begin = threading.Timer(0.1, lambda: Controller.new_epoch(cluster.url, cluster.namespace))
+    begin = threading.Timer(0.1, lambda: epochs.begin(cluster.url, cluster.namespace))
     begin.start()
     with pytest.raises(StaleEpoch):
         cluster.ranks[-1].told(5, until=0)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from pipespec.cluster.heartbeat import Heartbeat
-from pipespec.controller.client import Controller
+from pipespec.controller import epochs
 from pipespec.controller.connection import Pipe
 from pipespec.controller.keys import Keys
 from pipespec.controller.membership import LEASE_S, Epoch, Membership, Suspicion
@@ -33,7 +33,7 @@ def server() -> Iterator[EmbeddedRedis]:
 
 
 def begin(server: EmbeddedRedis, plan: str = "") -> int:
-    return Controller.new_epoch(server.url, NAMESPACE, plan)
+    return epochs.begin(server.url, NAMESPACE, plan)
 
 
 def beating(server: EmbeddedRedis, patience_s: float = PATIENCE_S) -> Heartbeat:

@@ -17,6 +17,7 @@ from pipespec.cluster.faults import FaultKind
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Recovery
 from pipespec.cluster.running_host import Death
+from pipespec.controller import epochs
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, compute, prune, step_graph, transfer
 from pipespec.controller.membership import Epoch, Membership, Suspicion
@@ -42,7 +43,7 @@ class Life:
         self._stack = stack
 
     def begin(self, plan: str = "") -> int:
-        return Controller.new_epoch(self.url, self.namespace, plan)
+        return epochs.begin(self.url, self.namespace, plan)
 
     def worker(self) -> Membership:
         return self._stack.enter_context(Membership(self.url, self.namespace))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.controller import data_folder
+from pipespec.controller import data_folder, epochs
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import Pipe, check_server
 from pipespec.controller.data_folder import KeptModel, check_model, write_model
@@ -42,7 +42,7 @@ def server() -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def user(server: EmbeddedRedis) -> Iterator[RequestLog]:
-    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    epoch = epochs.begin(server.url, NAMESPACE)
     with RequestLog(server.url, namespace=NAMESPACE, epoch=epoch) as log:
         yield log
 
@@ -50,7 +50,7 @@ def user(server: EmbeddedRedis) -> Iterator[RequestLog]:
 @contextmanager
 def head(server: EmbeddedRedis) -> Iterator[Controller]:
     """Rank 0 of a new epoch."""
-    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    epoch = epochs.begin(server.url, NAMESPACE)
     with Controller(server.url, namespace=NAMESPACE, epoch=epoch, rank=0) as controller:
         yield controller
 
@@ -332,7 +332,7 @@ def test_a_reader_with_a_heartbeat_is_not_held_up_while_redis_is_away(
 
 
 def test_a_reader_gives_up_when_redis_stays_away(server: EmbeddedRedis) -> None:
-    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    epoch = epochs.begin(server.url, NAMESPACE)
     log = RequestLog(server.url, namespace=NAMESPACE, epoch=epoch, patience=0.2)
     request = log.enqueue(**ASKED)
     events = log.stream(request, heartbeat=0.01)
@@ -424,7 +424,7 @@ def test_a_request_whose_reply_was_lost_is_not_asked_twice(server: EmbeddedRedis
     path, _, password = server.url.removeprefix("unix://").partition("?password=")
     between = Between(path)
     url = f"redis://:{password}@{LOOPBACK}:{between.port}"
-    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    epoch = epochs.begin(server.url, NAMESPACE)
     with RequestLog(url, namespace=NAMESPACE, epoch=epoch) as log:
         asked = [log.enqueue(**ASKED) for _ in range(2)]
     with head(server) as controller:
@@ -443,7 +443,7 @@ def test_scripts_that_redis_lost_are_given_to_it_again(
 
 def test_a_rank_does_not_come_back(server: EmbeddedRedis) -> None:
     """Its epoch has ended: what it had sent may be lost."""
-    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    epoch = epochs.begin(server.url, NAMESPACE)
     rank = Controller(server.url, namespace=NAMESPACE, epoch=epoch, rank=0)
     request = rank.enqueue(**ASKED)
     server.restart()
@@ -465,7 +465,7 @@ import sys
 from pipespec.controller.client import Controller
 from pipespec.controller.server import EmbeddedRedis
 with EmbeddedRedis(addresses=[sys.argv[1]]) as server:
-    Controller.new_epoch(server.url, "n")
+    epochs.begin(server.url, "n")
     print(server.url_at(sys.argv[1]), flush=True)
     sys.stdin.read()
 """

@@ -19,6 +19,7 @@ import pytest
 import trustme
 
 import pipespec
+from pipespec.controller import epochs
 from pipespec.controller import server as server_module
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import Pipe, check_server, place
@@ -100,7 +101,7 @@ def test_the_request_log_outlives_a_server_that_keeps_a_file(tmp_path: Path) -> 
     request = 0
     for start in range(2):
         with EmbeddedRedis(data=tmp_path / "data") as server:
-            epoch = Controller.new_epoch(server.url, "n")
+            epoch = epochs.begin(server.url, "n")
             assert epoch == start + 1
             with Controller(server.url, namespace="n", epoch=epoch, rank=0) as log:
                 if start == 0:
@@ -246,7 +247,7 @@ def test_a_server_that_takes_no_writes_is_refused_before_and_named_later(
 ) -> None:
     with EmbeddedRedis() as server:
         assert check_server(server.url, namespace="n")
-        epoch = Controller.new_epoch(server.url, "n")
+        epoch = epochs.begin(server.url, "n")
         with RequestLog(server.url, namespace="n", epoch=epoch) as log:
             admin = Pipe(server.url)
             spoil(admin, tmp_path / "gone")
@@ -319,7 +320,7 @@ def test_a_server_behind_tls_can_be_used(
     password = loopback.url_at(LOOPBACK).partition("//:")[2].partition("@")[0]
     url = f"rediss://:{password}@localhost:{secure_port}?ssl_ca_certs={tmp_path}/ca.pem"
     assert check_server(url)
-    epoch = Controller.new_epoch(url, "tls")
+    epoch = epochs.begin(url, "tls")
     with Controller(url, namespace="tls", epoch=epoch, rank=0) as controller:
         request = controller.enqueue(prompt=(1,), max_new_tokens=5)
         accept(controller, request, 1, [7])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from pipespec.controller import epochs
 from pipespec.controller.client import Controller
 from pipespec.controller.connection import check_server
 from pipespec.controller.listen import TlsFiles
@@ -46,7 +47,7 @@ def server(certificates: Path) -> Iterator[EmbeddedRedis]:
 def test_another_host_connects_with_nothing_but_the_url(server: EmbeddedRedis) -> None:
     url = server.url_at(HOST)
     assert url.startswith("rediss://")
-    epoch = Controller.new_epoch(url, "tls")
+    epoch = epochs.begin(url, "tls")
     with Controller(url, namespace="tls", epoch=epoch, rank=0) as controller:
         request = controller.enqueue(prompt=(1,), max_new_tokens=5)
         accept(controller, request, 1, [7])

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.controller import records, requests
-from pipespec.controller.client import MOST_CLUSTERS, Controller
+from pipespec.controller import epochs, records, requests
+from pipespec.controller.client import Controller
 from pipespec.controller.connection import Pipe
+from pipespec.controller.epochs import MOST_CLUSTERS
 from pipespec.controller.graph import compute
 from pipespec.controller.keys import Keys
 from pipespec.controller.overview import Overview, look
@@ -170,7 +171,7 @@ def test_redis_is_not_asked_while_nothing_arrives(head: Controller, pipe: Pipe) 
 
 def test_many_requests_are_announced_once(server: EmbeddedRedis, pipe: Pipe) -> None:
     namespace = f"log-{next(names)}"
-    epoch = Controller.new_epoch(server.url, namespace)
+    epoch = epochs.begin(server.url, namespace)
     announced = f"{Keys(namespace).ready(epoch)}:0"
     with RequestLog(server.url, namespace=namespace, epoch=epoch) as user:
         ids = [user.enqueue(**ASKED) for _ in range(100)]
@@ -195,7 +196,7 @@ def test_many_requests_are_announced_once(server: EmbeddedRedis, pipe: Pipe) -> 
 
 def test_an_epoch_to_which_no_head_came_leaves_nothing(server: EmbeddedRedis, pipe: Pipe) -> None:
     namespace = f"log-{next(names)}"
-    epoch = Controller.new_epoch(server.url, namespace)
+    epoch = epochs.begin(server.url, namespace)
     with RequestLog(server.url, namespace=namespace, epoch=epoch) as user:
         request = user.enqueue(**ASKED)
     assert pipe.call("KEYS", f"{Keys(namespace).epochs}:*")
@@ -290,7 +291,7 @@ def test_a_head_that_waits_learns_that_its_epoch_is_over(
     server: EmbeddedRedis, head: Controller
 ) -> None:
     waiting = Waiting(head)
-    Controller.new_epoch(server.url, head._keys.namespace)
+    epochs.begin(server.url, head._keys.namespace)
     assert isinstance(waiting.found(), StaleEpoch)
 
 
@@ -383,13 +384,13 @@ def test_a_request_with_which_clusters_end_is_given_up(
         assert [head.enqueue(**ASKED) for _ in range(3)] == [poison, innocent, waiting]
     for tokens in range(MOST_CLUSTERS):
         for failed in (False, False, False, True):  # neither lost ranks nor orderly ends count
-            Controller.end(server.url, namespace, failed=False)
+            epochs.end(server.url, namespace, failed=False)
             with head_of(server, namespace) as head:
                 found = head.next_requests(2, wait=False)
                 assert [request.id for request, _ in found or []] == [poison, innocent]
                 if failed:
                     accept(head, innocent, 3 + tokens, [9])
-        Controller.end(server.url, namespace, failed=True)
+        epochs.end(server.url, namespace, failed=True)
     with head_of(server, namespace) as head:
         assert list(head.stream(poison)) == [Finished(FAILED)]
         found = head.next_requests(9, wait=False)
@@ -488,7 +489,7 @@ def test_a_request_that_is_not_in_the_log_is_named(head: Controller) -> None:
 
 def test_what_a_stale_epoch_writes_is_refused(server: EmbeddedRedis, head: Controller) -> None:
     request = head.enqueue(**ASKED)
-    Controller.new_epoch(server.url, head._keys.namespace)
+    epochs.begin(server.url, head._keys.namespace)
     for write in (
         lambda: accept(head, request, 3, [1]),
         lambda: head.finish(request, "stop"),

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from pipespec.cluster import build
 from pipespec.cluster.deployment import ControllerAddress, Deployment, decide
 from pipespec.config.compose import compose
-from pipespec.controller.client import Controller
+from pipespec.controller import epochs
 from pipespec.controller.records import Accepted
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.server import EmbeddedRedis
@@ -53,7 +53,7 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
         except Exception as error:  # noqa: BLE001 - raised again below
             errors.append(error)
             # Wakes every rank that waits for a verdict.
-            Controller.new_epoch(server.url, NAMESPACE)
+            epochs.begin(server.url, NAMESPACE)
 
     threads = [threading.Thread(target=rank, args=(i,)) for i in range(deployment.num_ranks)]
     for thread in threads:
@@ -68,7 +68,7 @@ def decode(
     deployment: Deployment, server: EmbeddedRedis, requests: Sequence[dict[str, Any]]
 ) -> list[tuple[list[int], str, dict[str, Any]]]:
     """Token ids, finish reason and statistics of each request, decoded one after another."""
-    epoch = Controller.new_epoch(server.url, NAMESPACE)
+    epoch = epochs.begin(server.url, NAMESPACE)
     with RequestLog(server.url, namespace=NAMESPACE, epoch=epoch) as log:
         numbers = [log.enqueue(**asked) for asked in requests]
         log.close_queue()
