@@ -14,6 +14,8 @@ from pipespec.errors import PipespecError, Unreachable
 from pipespec.server import asking
 from pipespec.server.answering import Answering
 from pipespec.server.asking import Ask, Defaults
+from pipespec.server.chat import Chat
+from pipespec.server.completion import Completion
 from pipespec.server.errors import ApiError, Ending, away, of, refused
 from pipespec.server.fields import (
     ChatRequest,
@@ -33,7 +35,7 @@ from pipespec.server.replies import (
     TokenizerInfo,
 )
 from pipespec.server.sending import EventStream, whole
-from pipespec.server.shaping import Chat, Completion, Shape
+from pipespec.server.shaping import Shape
 from pipespec.text import token_text
 
 

@@ -20,9 +20,10 @@ from pipespec.sampling.spec import MAX_SEED
 from pipespec.server import asking
 from pipespec.server.answering import Piece
 from pipespec.server.asking import Ask, Defaults
+from pipespec.server.chat import Chat
+from pipespec.server.completion import Completion
 from pipespec.server.errors import ApiError
 from pipespec.server.fields import ChatRequest, CompletionRequest
-from pipespec.server.shaping import Chat, Completion
 from pipespec.system.resources import resource_dir
 from pipespec.text import token_text
 
