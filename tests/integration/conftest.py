@@ -1,15 +1,19 @@
-"""A Redis for the tests of a module, and in it a namespace and a head for each of them."""
+"""What many tests need: a Redis for those of a module, and in it a namespace and a head for each; a
+place for commands."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 
 from pipespec.controller.client import Controller
 from pipespec.controller.server import EmbeddedRedis
 from tests.helpers.log import head_of
+from tests.helpers.place import Place
 
 names = count()
 
@@ -29,3 +33,12 @@ def namespace() -> str:
 def head(server: EmbeddedRedis, namespace: str) -> Iterator[Controller]:
     with head_of(server, namespace) as controller:
         yield controller
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A place of one test; commands that run in its process use it too."""
+    place = Place(tmp_path, uuid.uuid4().hex)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    yield place
+    place.kill()

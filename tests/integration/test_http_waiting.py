@@ -39,7 +39,7 @@ class Scene:
     async def taken(self) -> tuple[int, int]:
         """The next request that the head takes: its number, and the length of its prompt."""
         while (request := take(self.head, wait=False)) is None:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
         return request.id, len(request.prompt)
 
     def say(self, request: int, base: int, text: int) -> None:
@@ -195,7 +195,7 @@ def test_while_the_cluster_loads_everything_is_refused_and_then_answered(
         with head_of(redis, NAMESPACE):
             found.append(cluster_of(redis, served))
             while (await http.get("/health")).status_code != 200:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
             assert up(await http.get("/metrics", headers=key)) == 1
             assert (await http.get("/v1/models", headers=key)).json()["data"][0]["id"] == "demo"
             signal.raise_signal(signal.SIGTERM)
@@ -223,7 +223,7 @@ def test_a_cluster_that_fails_ends_the_server_with_its_reason(
 
     async def told(http: httpx2.AsyncClient) -> None:
         while (await http.get("/version")).status_code != (200 if ready else 503):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
         failing.append(True)
 
     with pytest.raises(PipespecError, match=r"^It was too small\.$"):
@@ -250,7 +250,7 @@ def loading(
                         await http.get("/health")
                         break
                     except httpx2.ConnectError:
-                        await asyncio.sleep(0.01)
+                        await asyncio.sleep(0)
                 await asyncio.wait_for(told(http), PATIENCE_S)
             return await server
 

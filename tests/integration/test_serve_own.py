@@ -38,14 +38,6 @@ LOADS = rf"{NAME}: the cluster loads; until it is ready http://127\.0\.0\.1:\d+ 
 ASKED: dict[str, Any] = {"prompt": PROMPT, "model": MODEL, "temperature": 0.8}
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    place = Place(tmp_path, uuid.uuid4().hex)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    yield place
-    place.kill()
-
-
 @pytest.mark.timeout(600)  # it starts two clusters
 def test_streams_outlive_what_dies_behind_the_server_and_nothing_is_left_at_the_end(
     place: Place,

@@ -55,15 +55,6 @@ SETTINGS = (
 LONG = ("decode.max_new_tokens=1500", "decode.ignore_eos=true")
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A place of one test; commands that run in this process use it too."""
-    place = Place(tmp_path, uuid.uuid4().hex)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    yield place
-    place.kill()
-
-
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A place where a cluster is up, until a test kills it."""

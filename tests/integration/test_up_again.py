@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import uuid
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,14 +20,6 @@ NAME = "lab"
 SETTINGS = ("--name", NAME, "cluster.stages=2", "cluster.devices=[cpu]")
 PROMPT = "Once upon a time there was a king who"
 NUM_TOKENS = 300
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    place = Place(tmp_path, uuid.uuid4().hex)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    yield place
-    place.kill()
 
 
 async def ask(followed: AsyncFollowed, prompt: list[int]) -> None:
