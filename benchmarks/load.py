@@ -237,22 +237,27 @@ def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
             )
 
 
+def add_crowd(parser: argparse.ArgumentParser) -> None:
+    """Options that say what many requests ask for, and how it is guessed."""
+    parser.add_argument("--rows", type=int, default=64, help="of a batch (64)")
+    parser.add_argument("--children", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=2, help="draft rounds per step (2)")
+    parser.add_argument("--curve", default=emulated.CURVE, help=f"({emulated.CURVE})")
+    parser.add_argument("--spread", type=float, default=0.8)
+    parser.add_argument("--dataset", type=Path, default=emulated.DATA)
+    parser.add_argument("--num-prompts", type=int, default=128, help="different ones (128)")
+    parser.add_argument("--prompt-tokens", type=int, default=32, help="cut to (32)")
+
+
 def main() -> None:
     parser = experiment.parser(__doc__, plot=True)
     emulated.add_cluster(parser, pace="rtx3090_8")
     parser.add_argument("--emulate", action="store_true", help="run the product beside it")
     parser.add_argument("--requests", type=numbers, default=[1, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--methods", type=names, default=list(METHODS)[1:])
-    parser.add_argument("--rows", type=int, default=64, help="of a batch (64)")
     parser.add_argument("--width", type=int, default=16, help="of a level of one request (16)")
-    parser.add_argument("--children", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=2, help="draft rounds per step (2)")
     parser.add_argument("--tokens", type=int, default=2000, help="of all requests (2000)")
-    parser.add_argument("--curve", default=emulated.CURVE, help=f"({emulated.CURVE})")
-    parser.add_argument("--spread", type=float, default=0.8)
-    parser.add_argument("--dataset", type=Path, default=emulated.DATA)
-    parser.add_argument("--num-prompts", type=int, default=128, help="different ones (128)")
-    parser.add_argument("--prompt-tokens", type=int, default=32, help="cut to (32)")
+    add_crowd(parser)
     options = experiment.parse(parser, requests=[1, 8], tokens=200)
     rows = []
     with tempfile.TemporaryDirectory() as name:
