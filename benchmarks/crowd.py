@@ -34,7 +34,7 @@ from pipespec.cluster.memory import slot_bytes
 from pipespec.config.compose import compose
 from pipespec.controller.records import CANCELLED
 from pipespec.core import Sampling
-from pipespec.sampling.distribution import adjust, distribution
+from pipespec.sampling.distribution import adjust
 from pipespec.sampling.draw import draw
 
 METHODS = (*emulated.METHODS, "adaptive")
@@ -59,8 +59,8 @@ class Drawn:
         self.asked = asked
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        spread = distribution(adjust(scores[0], self.asked, None), self.asked)
-        token = draw(spread, self.asked.seed, ids.shape[1])
+        scores_here = adjust(scores[0], self.asked, None)[None]
+        (token,) = draw(scores_here, [self.asked], [ids.shape[1]])
         only = torch.full_like(scores, -torch.inf)
         only[0, token] = 0.0
         return only

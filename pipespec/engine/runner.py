@@ -26,6 +26,7 @@ from pipespec.engine.attention.plan import AttentionPlan
 from pipespec.engine.kv import PageTable, SlotPool
 from pipespec.engine.lineage import DROPPED, TIP, Lineage, LiveNodes
 from pipespec.engine.model import ModelSlice
+from pipespec.sampling.decide import Walk, decide
 from pipespec.sampling.verifier import Verifier
 
 # Rows whose logits are looked at together when a prompt is told of: a long one has gigabytes.
@@ -166,24 +167,28 @@ class SliceRunner:
 
         `verifier_of` gives the verifier of a sequence.
         """
-        asked: list[tuple[int, np.ndarray]] = []  # sequence, which rows it asks about
+        walks: dict[int, Walk] = {}
+        asked: list[np.ndarray] = []  # which rows each of them is through
         for sequence, span in _spans(batch.rows):
             mine = span.start + np.flatnonzero(batch.rows[span, KIND] != DECIDED)
-            if self.lineages[sequence].tip in batch.rows[mine, NODE].tolist():
-                asked.append((sequence, mine))
+            nodes, parents, guesses = batch.rows[mine][:, [NODE, PARENT, TOKEN]].T.tolist()
+            walk = Walk(self.lineages[sequence].tip, nodes, parents, guesses)
+            if walk.row is not None:
+                walks[sequence] = walk
+                asked.append(mine)
         if not asked:
             return []
-        logits = self._logits(batch, np.concatenate([mine for _, mine in asked]))
-        found: list[Verdict] = []
-        for (sequence, mine), own in zip(
-            asked, logits.split([len(mine) for _, mine in asked]), strict=True
-        ):
-            lineage, verifier = self.lineages[sequence], verifier_of(sequence)
-            assert verifier.length == lineage.decided, "the verifier has missed a token"
-            nodes, parents, guesses = batch.rows[mine][:, [NODE, PARENT, TOKEN]].T.tolist()
-            tokens, logprobs = verifier.decide(lineage.tip, nodes, parents, guesses, own)
-            found.append(Verdict(sequence, lineage.decided, tuple(tokens), tuple(logprobs)))
-        return found
+        verifiers = [verifier_of(sequence) for sequence in walks]
+        decided = [self.lineages[sequence].decided for sequence in walks]
+        assert decided == [v.length for v in verifiers], "a verifier has missed a token"
+        decide(
+            [*zip(verifiers, walks.values(), strict=True)],
+            self._logits(batch, np.concatenate(asked)),
+        )
+        return [
+            Verdict(sequence, base, tuple(walk.tokens), tuple(walk.reports))
+            for (sequence, walk), base in zip(walks.items(), decided, strict=True)
+        ]
 
     def scores(
         self, batch: Batch, verifier_of: Callable[[int], Verifier]

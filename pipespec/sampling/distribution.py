@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipespec.core import Sampling, TokenLogprobs
-
-# Most probable tokens among which top-p looks before it sorts them all.
-SORTED_FIRST = 1024
 
 
 class Tally:
@@ -66,39 +64,83 @@ def adjust(logits: Tensor, sampling: Sampling, tally: Tally | None) -> Tensor:
     return scores
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """Tokens that may follow at some rows.
+
+    Attributes:
+        ids: int64 `[rows, n]`.
+        weights: their log-probabilities but for a constant of each row, float64 `[rows, n]`;
+            -inf: never drawn.
+        complete: bool `[rows]`: whether no other token may follow.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    complete: Tensor
+
+
+def cut_by_rank(sampling: Sampling) -> bool:
+    """Whether tokens must be sorted to know which may follow."""
+    return sampling.top_k > 0 or sampling.top_p < 1
+
+
+def candidates(scores: Tensor, asked: Sequence[Sampling], most: int) -> Candidates:
+    """What the cut-offs leave, of adjusted logits `[rows, vocab]`, float64.
+
+    Args:
+        asked: how each row's token is to be drawn. At temperature 0 these are the candidates at
+            temperature 1, of which none is drawn.
+        most: so many tokens are looked at where a row is cut by rank, the most probable ones.
+    """
+    size = scores.shape[1]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]
+
+    behind = scores - scores.amax(1, keepdim=True)
+    behind = behind / column([one.temperature or 1.0 for one in asked])
+    ids = torch.arange(size, device=scores.device).expand_as(behind)
+    values = behind
+    if any(map(cut_by_rank, asked)):
+        if most < size:
+            ids = behind.topk(most).indices.sort().values
+            values = behind.gather(1, ids)
+        values, order = values.sort(descending=True, stable=True)  # of equals the lower id first
+        ids = ids.gather(1, order)
+    floor = column([math.log(one.min_p) if one.min_p > 0 else -math.inf for one in asked])
+    kept = (values >= floor) & (values > -torch.inf)
+    num = values.shape[1]
+    ranks = [one.top_k if 0 < one.top_k < size else size for one in asked]
+    if min(ranks) < size:
+        last = torch.tensor([min(rank, num) - 1 for rank in ranks], device=scores.device)
+        kept &= values >= values.gather(1, last[:, None])  # equals of the last one stay
+    if any(one.top_p < 1 for one in asked):
+        shares = values.exp().masked_fill(~kept, 0.0)
+        whole = shares.sum(1, keepdim=True)
+        if num < size:
+            beyond = behind.exp().masked_fill(behind < floor, 0.0).sum(1, keepdim=True)
+            whole = torch.where(column(ranks) <= num, whole, beyond)
+        before = (shares / whole).cumsum(1).roll(1, 1)
+        before[:, 0] = 0.0
+        kept &= before < column([one.top_p if one.top_p < 1 else math.inf for one in asked])
+    complete = torch.ones(len(asked), dtype=torch.bool, device=scores.device)
+    if num < size:
+        # An equal of the last one that was looked at may be among those that were not.
+        complete = ~(kept & (values == values[:, -1:])).any(1)
+    return Candidates(ids, values.masked_fill(~kept, -torch.inf), complete)
+
+
 def distribution(scores: Tensor, sampling: Sampling) -> Tensor:
     """The log-probabilities `[vocab]` that a token is drawn with; -inf: never.
 
     `scores` are adjusted logits. At temperature 0 it is the distribution at temperature 1,
     from which nothing is drawn.
     """
-    scores = (scores - scores.max()) / (sampling.temperature or 1.0)
-    kept = scores > -torch.inf
-    if sampling.min_p > 0:
-        kept &= scores >= math.log(sampling.min_p)
-    if 0 < sampling.top_k < len(scores):
-        kept &= scores >= scores.topk(sampling.top_k).values[-1]  # equals of the last one stay
-    if sampling.top_p < 1:
-        kept = _nucleus(scores, kept, sampling.top_p)
-    return scores.masked_fill(~kept, -torch.inf).log_softmax(0)
-
-
-def _nucleus(scores: Tensor, kept: Tensor, top_p: float) -> Tensor:
-    """Of the tokens `kept` (bool `[vocab]`), the most probable that together have `top_p`."""
-    probabilities = scores.masked_fill(~kept, -torch.inf).softmax(0)
-    head = scores.topk(min(SORTED_FIRST, len(scores))).values[-1]
-    # Sorting a large vocabulary takes longer than all else; its head is nearly always enough.
-    for candidates in (kept & (scores >= head), kept):
-        ids = candidates.nonzero().squeeze(1)
-        ids = ids[scores[ids].sort(descending=True, stable=True).indices]
-        reached = probabilities[ids].cumsum(0)
-        if reached[-1] >= top_p:
-            break
-    before = reached.roll(1)
-    before[0] = 0.0
-    chosen = torch.zeros_like(kept)
-    chosen[ids[before < top_p]] = True
-    return chosen
+    found = candidates(scores[None], [sampling], len(scores))
+    spread = torch.empty_like(scores)
+    spread[found.ids[0]] = found.weights[0].log_softmax(0)
+    return spread
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:

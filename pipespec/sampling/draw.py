@@ -18,6 +18,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipespec.core import Sampling
+from pipespec.sampling.distribution import candidates, cut_by_rank
+
+# Most probable tokens among which top-k and top-p look before they sort them all, which takes
+# longer than all else in a large vocabulary.
+SORTED_FIRST = 1024
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -43,16 +49,19 @@ def _shift(values: Tensor, by: int) -> Tensor:
     return (values >> by) & (2 ** (64 - by) - 1)
 
 
-def uniforms(seed: int, positions: Sequence[int], ids: Tensor) -> Tensor:
+def uniforms(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Tensor:
     """Numbers of the streams of (seed, position): float64 `[rows, n]` in (0, 1).
 
     Args:
-        positions: of each row, `[rows]`.
+        seeds, positions: of each row, `[rows]`.
         ids: which numbers of a row's stream, int64 `[rows, n]`.
 
     The stream is SplitMix64 from a state that is a hash of both.
     """
-    starts = [_mix((_mix((seed + _GOLDEN) & _MASK) + (p + 1) * _GOLDEN) & _MASK) for p in positions]
+    starts = [
+        _mix((_mix((seed + _GOLDEN) & _MASK) + (position + 1) * _GOLDEN) & _MASK)
+        for seed, position in zip(seeds, positions, strict=True)
+    ]
     first = torch.tensor([_signed((start + _GOLDEN) & _MASK) for start in starts])
     # Integers wrap, as they should.
     values = ids * _signed(_GOLDEN) + first.to(ids.device)[:, None]
@@ -62,12 +71,35 @@ def uniforms(seed: int, positions: Sequence[int], ids: Tensor) -> Tensor:
     return (_shift(values, 64 - _UNIFORM_BITS).double() + 0.5) * 2.0**-_UNIFORM_BITS
 
 
-def noise(seed: int, positions: Sequence[int], ids: Tensor) -> Tensor:
+def noise(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Tensor:
     """The Gumbel noise of tokens `ids` at positions: float64 `[rows, n]`; arguments as above."""
-    return -torch.log(-torch.log(uniforms(seed, positions, ids)))
+    return -torch.log(-torch.log(uniforms(seeds, positions, ids)))
 
 
-def draw(logprobs: Tensor, seed: int, position: int) -> int:
-    """A token from the distribution `logprobs` `[vocab]`; `position` is where it will stand."""
-    ids = torch.isfinite(logprobs).nonzero().squeeze(1)
-    return int(ids[(logprobs[ids] + noise(seed, [position], ids[None])[0]).argmax()])
+def draw(scores: Tensor, asked: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
+    """The token that follows at each row, drawn with that row's settings.
+
+    Args:
+        scores: adjusted logits, float64 `[rows, vocab]`.
+        positions: where the tokens will stand, `[rows]`.
+
+    Rows that are cut by rank are drawn from their most probable tokens, and again from all in the
+    rare case that those do not do; either way the device is waited for once.
+    """
+    tokens = [0] * len(asked)
+    ranked = [cut_by_rank(one) for one in asked]
+    for rows, most in (
+        ([i for i, one in enumerate(ranked) if not one], scores.shape[1]),
+        ([i for i, one in enumerate(ranked) if one], SORTED_FIRST),
+    ):
+        while rows:
+            mine = [asked[i] for i in rows]
+            found = candidates(scores if len(rows) == len(asked) else scores[rows], mine, most)
+            drawn = noise([one.seed for one in mine], [positions[i] for i in rows], found.ids)
+            best = (found.weights + drawn).argmax(1, keepdim=True)
+            told = torch.stack((found.ids.gather(1, best)[:, 0], found.complete.long()), 1).tolist()
+            for i, (token, _) in zip(rows, told, strict=True):
+                tokens[i] = token
+            rows = [i for i, (_, complete) in zip(rows, told, strict=True) if not complete]
+            most = scores.shape[1]
+    return tokens

@@ -52,7 +52,8 @@ def scores(
     if logits.shape[1] > LOOKED_AT:
         whole = ((logits - best.values[:, :1]) / temperature).logsumexp(1)
         share = (logq.logsumexp(1) - whole).exp().clamp(max=1.0)
-    drawn = noise(sampling.seed, positions, best.indices) - CUT_OFF * cut_off(logq, sampling)
+    drawn = noise([sampling.seed] * len(positions), positions, best.indices)
+    drawn -= CUT_OFF * cut_off(logq, sampling)
     return best.indices, behind + temperature * drawn, share
 
 
@@ -71,7 +72,7 @@ def reweigh(logps: Tensor, tokens: Tensor, positions: list[int], seed: int) -> T
     """
     if not logps.shape[1]:
         return logps
-    known = logps + noise(seed, positions, tokens)
+    known = logps + noise([seed] * len(positions), positions, tokens)
     others = 1 - logps.exp().sum(1, keepdim=True).clamp(max=1.0)
     stated = -others * torch.exp(-known.max(1, keepdim=True).values)
     weighed = stated + known.log_softmax(1)

@@ -1,29 +1,22 @@
-"""What the last stage accepts (design: losslessness).
-
-The target alone decides every token: its arg-max, or a draw from its own distribution with
-randomness keyed by (seed, position). Only then is it asked whether the tree guessed that
-token, i.e. whether the decision after it was computed already. So the tree changes when a
-token is known, never which; the lossy rules are the exceptions, and say so.
-"""
+"""What the last stage knows of a sequence whose tokens it decides, and the lossy rules."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from pipespec.core import RELAXED, STRICT, Guesses, Opening, Scored, TokenLogprobs
+from pipespec.core import RELAXED, STRICT, Guesses, Opening, Scored
 from pipespec.sampling.distribution import Tally, adjust, distribution, logprobs
-from pipespec.sampling.draw import draw
 from pipespec.sampling.terms import unpack
 
 
 class Verifier:
-    """Decides the tokens of one sequence, at the last stage.
+    """What was asked for of one sequence, and what its text says of the next token.
 
-    It keeps the length of the text and, if there are penalties, its tally. All tokens that it
-    decides join the text, so both only ever move forward.
+    It keeps the length of the text and, if there are penalties, its tally. All tokens that are
+    decided join the text, so both only ever move forward.
     """
 
     def __init__(self, opening: Opening):
@@ -79,63 +72,35 @@ class Verifier:
             for parent in self._steps.popleft().parents.tolist():
                 self._guessed.pop(parent, None)
 
-    def decide(
-        self,
-        tip: int,
-        nodes: Sequence[int],
-        parents: Sequence[int],
-        guesses: Sequence[int],
-        logits: torch.Tensor,
-    ) -> tuple[list[int], list[TokenLogprobs]]:
-        """The tokens that follow the tip, as far as this batch tells, and their log-probabilities.
-
-        Args:
-            tip, nodes, parents, guesses: see `walk`.
-            logits: of the batch's rows, `[rows, vocab]`.
-
-        Rows off the accepted path cost an arg-max at most: what is drawn depends on the text
-        before it, so it is drawn only once that text is decided.
-        """
-        reports: list[TokenLogprobs] = []
-        if self.sampling.plain:
-            tokens = walk(tip, nodes, parents, guesses, logits.argmax(-1).tolist().__getitem__)
-            self.length += len(tokens)
-            return tokens, reports
-
-        def draw_after(row: int) -> int:
-            token = self._next(logits[row], self._guessed.get(nodes[row], {}))
-            if self.sampling.logprobs is not None:
-                reports.extend(logprobs(logits[row, None], [token], self.sampling.logprobs))
-            return token
-
-        return walk(tip, nodes, parents, guesses, draw_after), reports
-
-    def _next(self, logits: torch.Tensor, guesses: Mapping[int, float]) -> int:
-        """Decide one token from its logits `[vocab]`; the text then ends with it.
-
-        `guesses`: what a lossy rule may prefer, with the draft's log-probabilities.
-        """
+    def adjusted(self, scores: torch.Tensor) -> torch.Tensor:
+        """The next token's logits after what was asked for: float64 `[vocab]`, as given."""
         sampling = self.sampling
         if sampling.penalises and self._tally is None:
             assert not self.reads, "the text before was not read"
             prompt, answer = self._read[: self._prompt], self._read[self._prompt :]
-            self._tally = Tally(prompt, answer, len(logits), logits.device)
-        scores = adjust(logits, sampling, self._tally)
+            self._tally = Tally(prompt, answer, len(scores), scores.device)
+        if sampling.logit_bias or sampling.penalises:
+            scores = adjust(scores, sampling, self._tally)
         if self.length - self._prompt < sampling.min_tokens:
+            scores = scores.clone()
             scores[[token for token in self.eos if token < len(scores)]] = -torch.inf
-        token = None
+        return scores
+
+    def preferred(self, node: int, scores: torch.Tensor) -> int | None:
+        """The token after a node that a lossy rule takes, given the adjusted logits `[vocab]`;
+        None: the target's own."""
+        sampling, guesses = self.sampling, self._guessed.get(node, {})
         if sampling.acceptance == RELAXED:
-            token = relaxed(scores, guesses, self.eos)
-        elif sampling.acceptance == STRICT:
-            token = strict(distribution(scores, sampling), guesses, self.eos)
-        if token is None and sampling.temperature == 0:
-            token = int(scores.argmax())
-        if token is None:
-            token = draw(distribution(scores, sampling), sampling.seed, self.length)
+            return relaxed(scores, guesses, self.eos)
+        if sampling.acceptance == STRICT:
+            return strict(distribution(scores, sampling), guesses, self.eos)
+        return None
+
+    def append(self, token: int) -> None:
+        """The text goes on with a token."""
         if self._tally is not None:
             self._tally.append(token)
         self.length += 1
-        return token
 
 
 def relaxed(scores: torch.Tensor, guesses: Collection[int], eos: Sequence[int]) -> int | None:
@@ -164,30 +129,3 @@ def strict(logprobs: torch.Tensor, guesses: Mapping[int, float], eos: Sequence[i
         return None
     ends = {token: float(logprobs[token]) for token in eos if token < len(logprobs)}
     return max((ends | inside).items(), key=lambda pair: (pair[1], -pair[0]))[0]
-
-
-def walk(
-    tip: int,
-    nodes: Sequence[int],
-    parents: Sequence[int],
-    guesses: Sequence[int],
-    draw_after: Callable[[int], int],
-) -> list[int]:
-    """The tokens that follow the tip, as far as this batch tells.
-
-    Args:
-        tip: node id of the last committed row.
-        nodes, parents, guesses: the batch's rows `[rows]`; a guess is a row's token.
-        draw_after: the token that follows a row, given its index; called along the path only.
-
-    Returns the drawn tokens along the successor chain: empty if the tip is not in the batch,
-    else one more than the number of guesses that were right.
-    """
-    row_of = {node: i for i, node in enumerate(nodes)}
-    row_by_guess = {guess: i for i, guess in enumerate(zip(parents, guesses, strict=True))}
-    accepted: list[int] = []
-    row = row_of.get(tip)
-    while row is not None:
-        accepted.append(draw_after(row))
-        row = row_by_guess.get((nodes[row], accepted[-1]))
-    return accepted

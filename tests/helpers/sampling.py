@@ -1,15 +1,37 @@
-"""Logits to draw from, and one token drawn: what longer ways to a text must agree with."""
+"""Logits to draw from, and a way to a token that others must agree with: one row at a time, with
+everything sorted."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pipespec.core import Sampling
-from pipespec.sampling.distribution import Tally, adjust, distribution
-from pipespec.sampling.draw import draw
+from pipespec.core import Sampling, TokenLogprobs
+from pipespec.sampling.decide import Walk, decide
+from pipespec.sampling.distribution import Tally, adjust
+from pipespec.sampling.draw import noise
+from pipespec.sampling.verifier import Verifier
 
 VOCAB = 97
+
+
+def allowed(scores: Tensor, sampling: Sampling) -> Tensor:
+    """Which tokens may follow, bool `[vocab]`, of adjusted logits `[vocab]`."""
+    scores = (scores - scores.max()) / (sampling.temperature or 1.0)
+    kept = scores > -torch.inf
+    if sampling.min_p > 0:
+        kept &= scores >= math.log(sampling.min_p)
+    falling = scores.sort(descending=True, stable=True)
+    if 0 < sampling.top_k < len(scores):
+        kept &= scores >= falling.values[sampling.top_k - 1]
+    if sampling.top_p < 1:
+        shares = scores.masked_fill(~kept, -torch.inf).softmax(0)[falling.indices]
+        before = torch.cat((torch.zeros(1), shares.cumsum(0)[:-1]))
+        kept[falling.indices[before >= sampling.top_p]] = False
+    return kept
 
 
 def sample(logits: Tensor, sampling: Sampling, position: int, tally: Tally | None = None) -> int:
@@ -22,7 +44,23 @@ def sample(logits: Tensor, sampling: Sampling, position: int, tally: Tally | Non
     scores = adjust(logits, sampling, tally)
     if sampling.temperature == 0:
         return int(scores.argmax())
-    return draw(distribution(scores, sampling), sampling.seed, position)
+    drawn = (scores - scores.max()) / sampling.temperature
+    drawn += noise([sampling.seed], [position], torch.arange(len(scores))[None])[0]
+    return int(drawn.masked_fill(~allowed(scores, sampling), -torch.inf).argmax())
+
+
+def decided(
+    verifier: Verifier,
+    tip: int,
+    nodes: Sequence[int],
+    parents: Sequence[int],
+    guesses: Sequence[int],
+    logits: Tensor,
+) -> tuple[list[int], list[TokenLogprobs]]:
+    """What a sequence by itself goes on with, and the log-probabilities of that."""
+    walk = Walk(tip, nodes, parents, guesses)
+    decide([(verifier, walk)], logits)
+    return walk.tokens, walk.reports
 
 
 def some_logits(seed: int, size: int = VOCAB) -> Tensor:

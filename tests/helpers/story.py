@@ -24,7 +24,7 @@ from pipespec.core import (
 )
 from pipespec.engine.lineage import Lineage, LiveNodes
 from pipespec.row_times import Measured
-from pipespec.sampling.verifier import walk
+from pipespec.sampling.decide import Walk
 
 
 class StoryOver(Exception):
@@ -183,11 +183,11 @@ class StoryStages:
             lineage.nodes.admit(mine, {number: lineage})
             asked = mine[mine[:, KIND] != DECIDED]
             nodes, parents, tokens = (asked[:, i].tolist() for i in (NODE, PARENT, TOKEN))
-            following = iter(text[lineage.decided :])
-            accepted = walk(
-                lineage.tip, nodes, parents, tokens, lambda row, text=following: next(text)
-            )
-            if accepted:
-                found.append(Verdict(number, lineage.decided, tuple(accepted)))
+            walk = Walk(lineage.tip, nodes, parents, tokens)
+            for token in text[lineage.decided :]:
+                if walk.row is not None:
+                    walk.go_on(token)
+            if walk.tokens:
+                found.append(Verdict(number, lineage.decided, tuple(walk.tokens)))
                 lineage.apply(found[-1])
         return found

@@ -10,7 +10,7 @@ from pipespec.core import DECIDED, GUESS, KIND, NODE, PARENT, POSITION, TOKEN, V
 from pipespec.engine.lineage import DROPPED, Lineage, LiveNodes
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
-from pipespec.sampling.verifier import walk
+from pipespec.sampling.decide import Walk
 
 VOCABULARY = 3
 
@@ -89,9 +89,11 @@ class Pipeline:
         nodes, parents, tokens = (rows[:, c].tolist() for c in (NODE, PARENT, TOKEN))
         positions = rows[:, POSITION].tolist()
         drawn = [self.text[p + 1] if p + 1 < len(self.text) else 0 for p in positions]
-        accepted = walk(lineage.tip, nodes, parents, tokens, drawn.__getitem__)
-        if accepted:
-            verdict = Verdict(1, lineage.decided, tuple(accepted))
+        walk = Walk(lineage.tip, nodes, parents, tokens)
+        while walk.row is not None:
+            walk.go_on(drawn[walk.row])
+        if walk.tokens:
+            verdict = Verdict(1, lineage.decided, tuple(walk.tokens))
             lineage.apply(verdict)
             lineage.check()
             self.heard.append(verdict)

@@ -19,7 +19,8 @@ from transformers import (
 from transformers.generation import SequenceBiasLogitsProcessor
 
 from pipespec.core import Sampling
-from pipespec.sampling.distribution import SORTED_FIRST, Tally, adjust, distribution, logprobs
+from pipespec.sampling.distribution import Tally, adjust, distribution, logprobs
+from pipespec.sampling.draw import SORTED_FIRST
 from pipespec.sampling.spec import MAX_REPETITION, MIN_REPETITION, check_sampling
 from tests.helpers.sampling import VOCAB, sample, some_logits
 

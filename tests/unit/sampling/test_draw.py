@@ -8,10 +8,13 @@ from itertools import islice
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipespec.core import Sampling
-from pipespec.sampling.draw import draw, uniforms
-from tests.helpers.sampling import sample, some_logits
+from pipespec.sampling.distribution import distribution
+from pipespec.sampling.draw import SORTED_FIRST, draw, uniforms
+from tests.helpers.sampling import VOCAB, allowed, sample, some_logits
 
 
 def splitmix(state: int):
@@ -32,17 +35,17 @@ def test_the_stream_of_a_position_is_splitmix64():
         key = next(splitmix(seed))  # hashed once, then again with the position
         state = next(splitmix((key + position * 0x9E3779B97F4A7C15) % 2**64))
         expected = [((z >> 12) + 0.5) / 2**52 for z in islice(splitmix(state), 40)]
-        assert uniforms(seed, [position], torch.arange(40)[None])[0].tolist() == expected
+        assert uniforms([seed], [position], torch.arange(40)[None])[0].tolist() == expected
 
 
 def test_a_number_depends_on_seed_position_and_token_alone():
     ids = torch.tensor([90, 3, 41])
-    whole = uniforms(5, [9], torch.arange(100)[None])[0]
+    whole = uniforms([5], [9], torch.arange(100)[None])[0]
     state = torch.random.get_rng_state()
-    assert torch.equal(uniforms(5, [4, 9], ids.expand(2, 3))[1], whole[ids])
+    assert torch.equal(uniforms([5, 5], [4, 9], ids.expand(2, 3))[1], whole[ids])
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert not torch.isin(uniforms(5, [10], torch.arange(100)[None]), whole).any()
-    assert not torch.isin(uniforms(6, [9], torch.arange(100)[None]), whole).any()
+    assert not torch.isin(uniforms([5], [10], torch.arange(100)[None]), whole).any()
+    assert not torch.isin(uniforms([6], [9], torch.arange(100)[None]), whole).any()
     assert whole.min() > 0 and whole.max() < 1
 
 
@@ -57,13 +60,56 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 def test_draws_follow_the_distribution_and_do_not_depend_on_each_other(along):
     logprobs = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).double().log()
     num = 12_000
-    drawn = torch.tensor(
-        [draw(logprobs, *((i, 3) if along == "seeds" else (3, i))) for i in range(num)]
-    )
+    seeds = [i if along == "seeds" else 3 for i in range(num)]
+    positions = [3 if along == "seeds" else i for i in range(num)]
+    asked = [Sampling(1.0, seed=seed) for seed in seeds]
+    drawn = torch.tensor(draw(logprobs.expand(num, -1), asked, positions))
     assert abs(chi_square(drawn.bincount(minlength=5), logprobs.exp())) < 5
     pairs = drawn[:-1] * 5 + drawn[1:]
     joint = (logprobs[:, None] + logprobs[None]).exp().flatten()
     assert abs(chi_square(pairs.bincount(minlength=25), joint)) < 5
+
+
+SETTINGS = st.builds(
+    Sampling,
+    st.sampled_from([0.05, 0.7, 1.0, 30.0]),
+    st.sampled_from([0, 1, 3, 50, 10**6]),
+    st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-6]),
+    st.sampled_from([0.0, 0.02, 1.0]),
+    seed=st.integers(0, 2**63 - 1),
+)
+
+
+@given(st.lists(SETTINGS, min_size=1, max_size=5), st.data())
+def test_rows_that_are_drawn_together_are_drawn_as_each_by_itself(
+    asked: list[Sampling], data: st.DataObject
+) -> None:
+    """Whatever the others want; with few levels of logits, of which many are equal, and of more
+    tokens than are looked at first."""
+    size = data.draw(st.sampled_from([7, VOCAB, 3 * SORTED_FIRST]))
+    levels = data.draw(st.sampled_from([1, 3, 40, 10**6]))
+    seed = data.draw(st.integers(0, 1000))
+    rows = torch.stack([some_logits(seed + i, size) for i in range(len(asked))])
+    rows = ((rows * levels).round() / levels).double()
+    rows[0, : size // 2] = -torch.inf  # which a bias can do
+    positions = [10 * i + seed for i in range(len(asked))]
+    expected = [sample(*each) for each in zip(rows, asked, positions, strict=True)]
+    assert draw(rows, asked, positions) == expected
+    for row, one in zip(rows, asked, strict=True):
+        assert torch.equal(distribution(row, one).isfinite(), allowed(row, one))
+
+
+def test_a_flat_row_is_cut_though_its_edge_lies_beyond_what_is_looked_at() -> None:
+    """Also beside one for which the most probable tokens do."""
+    size = 4 * SORTED_FIRST
+    flat, steep = torch.zeros(size).double(), torch.linspace(0, -9000, size).double()
+    asked = [Sampling(1.0, top_p=0.5, seed=seed) for seed in range(40)]
+    drawn = draw(torch.stack([flat, steep] * 20), asked, [3] * 40)
+    assert drawn[:6] == [
+        sample(*each, 3) for each in zip([flat, steep] * 3, asked[:6], strict=True)
+    ]
+    assert set(drawn[1::2]) == {0}
+    assert SORTED_FIRST < max(drawn[::2]) < size // 2
 
 
 def test_what_cannot_be_drawn_never_is():
@@ -79,11 +125,12 @@ def test_a_few_last_bits_of_the_logits_do_not_change_a_draw():
     wide = some_logits(3, 20_000)
     noise = 1e-5 * torch.randn(20_000, generator=torch.Generator().manual_seed(0))
     asked = Sampling(1.5, top_p=0.95)
-    same = [
-        sample(wide, replace(asked, seed=s), s) == sample(wide + noise, replace(asked, seed=s), s)
-        for s in range(100)
+    seeds = range(100)
+    wanted = [replace(asked, seed=seed) for seed in seeds]
+    drawn = [
+        draw(row.double().expand(len(wanted), -1), wanted, seeds) for row in (wide, wide + noise)
     ]
-    assert all(same)
+    assert drawn[0] == drawn[1]
 
 
 def test_temperature_zero_is_the_arg_max_of_the_adjusted_logits():
@@ -92,3 +139,22 @@ def test_temperature_zero_is_the_arg_max_of_the_adjusted_logits():
     assert sample(logits, Sampling(top_k=3, seed=9), 0) == best
     banned = Sampling(logit_bias=((best, -100.0),))
     assert sample(logits, banned, 0) == int(logits.topk(2).indices[1])
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_what_a_cpu_draws() -> None:
+    """The uniforms bit for bit; the last bit of a logarithm may differ, which shows in no token."""
+    ids = torch.randint(0, 2**20, (3, 5000), generator=torch.Generator().manual_seed(1))
+    seeds, positions = [0, 7, 2**63 - 1], [0, 131071, 9]
+    assert torch.equal(
+        uniforms(seeds, positions, ids.cuda()).cpu(), uniforms(seeds, positions, ids)
+    )
+    kinds = [
+        Sampling(1.0),
+        Sampling(0.7, 50, 0.9),
+        Sampling(1.3, min_p=0.02),
+        Sampling(2, top_p=0.99),
+    ]
+    asked = [replace(kind, seed=seed) for kind in kinds for seed in range(50)]
+    rows = torch.stack([some_logits(i, 4 * SORTED_FIRST) for i in range(len(asked))]).double()
+    assert draw(rows.cuda(), asked, range(200)) == draw(rows, asked, range(200))

@@ -29,9 +29,7 @@ def test_a_draft_that_is_the_target_foresees_every_draw(asked):
     tokens, scored, _ = scores(rows, list(range(40)), asked)
     bias = torch.zeros(rows.shape[1])
     bias[2] = 3.0 if asked.logit_bias else 0.0
-    drawn = [
-        draw(distribution((rows[row] + bias).double(), asked), asked.seed, row) for row in range(40)
-    ]
+    drawn = draw((rows + bias).double(), [asked] * 40, range(40))
     best = tokens.gather(1, scored.argmax(1, keepdim=True))[:, 0].tolist()
     # What would be cut off is ranked behind, but not left out.
     cuts = asked.top_p < 1 or asked.top_k or asked.min_p
@@ -78,7 +76,10 @@ def test_the_likelier_of_stated_tokens_is_known_once_the_noise_is():
         assert after.exp().sum() <= 1 + 1e-9
         logprobs = torch.full((10,), -torch.inf, dtype=torch.float64)
         logprobs[tokens[0, :3]] = stated[:3].log()
-        assert int(tokens[0, after.argmax()]) == draw(logprobs, 1, position)
+        assert (
+            int(tokens[0, after.argmax()])
+            == draw(logprobs[None], [Sampling(1.0, seed=1)], [position])[0]
+        )
 
 
 def test_where_nothing_is_stated_nothing_is_proposed():

@@ -11,10 +11,11 @@ import torch
 from pipespec.controller.guesses import pack, unpack
 from pipespec.core import RELAXED, Guesses, Opening, Sampling, TokenLogprobs
 from pipespec.sampling import terms
+from pipespec.sampling.decide import Walk, decide
 from pipespec.sampling.distribution import Tally, logprobs
 from pipespec.sampling.spec import Greedy, Relaxed, Sample, Strict, VerifierSpec
 from pipespec.sampling.verifier import Verifier
-from tests.helpers.sampling import sample
+from tests.helpers.sampling import decided, sample
 
 VOCAB = 6
 PROMPT = (1, 2)
@@ -70,11 +71,41 @@ def test_a_judge_says_in_any_portions_what_single_draws_say(asked):
             part = text[len(said) : len(said) + width]
             nodes, parents, guesses = chain(*part[:-1])
             logits = rows[len(said) : len(said) + len(part)]
-            tokens, reports = mine.decide(TIP, nodes, parents, guesses, logits)
+            tokens, reports = decided(mine, TIP, nodes, parents, guesses, logits)
             assert len(reports) == (0 if asked.logprobs is None else len(tokens))
             said += tokens
             assert mine.length == len(PROMPT) + len(said)
         assert said == text
+
+
+def test_sequences_that_are_decided_together_say_what_each_says_alone() -> None:
+    """Of any kind, each with guesses of its own, right and wrong."""
+    kinds = [
+        Sampling(),
+        Sampling(1.0, seed=3, logprobs=2),
+        Sampling(0.7, 4, 0.9, seed=4),
+        Sampling(presence_penalty=2.0, logprobs=0),
+        Sampling(1.5, repetition_penalty=1.5, logit_bias=((3, 1.0),), seed=5),
+        Sampling(min_tokens=3),
+        Sampling(acceptance=RELAXED),
+    ]
+    rows = torch.randn(len(kinds), 8, VOCAB, generator=torch.Generator().manual_seed(7))
+    alone, asked = [], []
+    for kind, logits in zip(kinds, rows, strict=True):
+        text = expected_text(kind, logits)
+        nodes, parents, guesses = chain(*text[: len(asked) % 4], 0, *text[:2])
+        size = len(nodes)
+        mine = opened(kind, eos=(1,))
+        mine.guess(told(0, {nodes[1]: {2: -1.0}}), since=0)
+        alone.append(decided(mine, TIP, nodes, parents, guesses, logits[:size]))
+        again = opened(kind, eos=(1,))
+        again.guess(told(0, {nodes[1]: {2: -1.0}}), since=0)
+        asked.append((again, Walk(TIP, nodes, parents, guesses)))
+        assert again.length == len(PROMPT) < mine.length
+    sizes = [len(walk.nodes) for _, walk in asked]
+    decide(asked, torch.cat([part[:size] for part, size in zip(rows, sizes, strict=True)]))
+    assert [(walk.tokens, walk.reports) for _, walk in asked] == alone
+    assert {len(tokens) for tokens, _ in alone} > {1, 2, 3}
 
 
 def test_a_prompt_is_scored_in_any_portions():
@@ -102,7 +133,7 @@ def test_a_judge_goes_on_where_an_earlier_one_ended():
     text = expected_text(asked, rows)
     successor = opened(asked, text[:4])
     nodes, parents, guesses = chain(text[4])
-    assert successor.decide(TIP, nodes, parents, guesses, rows[4:])[0] == text[4:]
+    assert decided(successor, TIP, nodes, parents, guesses, rows[4:])[0] == text[4:]
 
 
 def test_a_wrong_guess_ends_the_walk_and_leaves_no_trace():
@@ -110,13 +141,13 @@ def test_a_wrong_guess_ends_the_walk_and_leaves_no_trace():
     nodes, parents, guesses = chain(5, 5, 5)
     logits = torch.tensor([[0, 0, 0, 4.0, 3.0, 0]] * 4)
     mine = verifier(**asked)
-    assert mine.decide(TIP, nodes, parents, guesses, logits)[0] == [3]
-    assert mine.decide(TIP, [TIP], [0], [3], logits[:1])[0] == [4]  # 4 - 2 < 3
+    assert decided(mine, TIP, nodes, parents, guesses, logits)[0] == [3]
+    assert decided(mine, TIP, [TIP], [0], [3], logits[:1])[0] == [4]  # 4 - 2 < 3
     assert mine.length == len(PROMPT) + 2
 
 
 def test_a_batch_without_the_tip_decides_nothing():
-    assert verifier(temperature=1.0).decide(99, *chain(3), torch.zeros(2, VOCAB)) == ([], [])
+    assert decided(verifier(temperature=1.0), 99, *chain(3), torch.zeros(2, VOCAB)) == ([], [])
 
 
 # --- the lossy rules --------------------------------------------------------------------------
@@ -125,11 +156,11 @@ def test_a_batch_without_the_tip_decides_nothing():
 LOGITS = torch.tensor([5.0, 4.9, 3.0, 2.2, -9.0, -9.0])
 
 
-def decided(spec: VerifierSpec, guesses: dict[int, float], *, eos: tuple[int, ...] = ()) -> int:
+def after_tip(spec: VerifierSpec, guesses: dict[int, float], *, eos: tuple[int, ...] = ()) -> int:
     """The token after the tip, whose guessed children have these log-probabilities."""
     mine = opened(spec.sampling(0), eos=eos)
     mine.guess(told(0, dict.fromkeys([TIP], guesses)), since=0)
-    return mine.decide(TIP, [TIP], [0], [PROMPT[-1]], LOGITS[None])[0][0]
+    return decided(mine, TIP, [TIP], [0], [PROMPT[-1]], LOGITS[None])[0][0]
 
 
 def told(step: int, below: dict[int, dict[int, float]]) -> Guesses:
@@ -149,9 +180,9 @@ def told(step: int, below: dict[int, dict[int, float]]) -> Guesses:
     ],
 )
 def test_relaxed_takes_the_guess_that_the_target_finds_most_probable(guesses, eos, expected):
-    assert decided(Relaxed(temperature=0.0), guesses, eos=eos) == expected
+    assert after_tip(Relaxed(temperature=0.0), guesses, eos=eos) == expected
     if guesses:  # and whatever would have been drawn
-        assert {decided(Relaxed(seed=s), guesses, eos=eos) for s in range(9)} == {expected}
+        assert {after_tip(Relaxed(seed=s), guesses, eos=eos) for s in range(9)} == {expected}
 
 
 @pytest.mark.parametrize(
@@ -170,22 +201,22 @@ def test_strict_takes_the_guess_within_the_top_p_that_the_draft_finds_most_proba
     guesses, eos, expected
 ):
     spec = Strict(temperature=0.0, top_p=0.85)
-    assert decided(spec, guesses, eos=eos) == expected
+    assert after_tip(spec, guesses, eos=eos) == expected
     if guesses.keys() & {0, 1}:
-        drawn = {decided(Strict(seed=s, top_p=0.85), guesses, eos=eos) for s in range(9)}
+        drawn = {after_tip(Strict(seed=s, top_p=0.85), guesses, eos=eos) for s in range(9)}
         assert drawn == {expected}
 
 
 def test_strict_draws_where_nothing_was_guessed():
-    assert {decided(Strict(seed=seed), {}) for seed in range(20)} == {0, 1}
+    assert {after_tip(Strict(seed=seed), {}) for seed in range(20)} == {0, 1}
 
 
 def test_what_the_draft_thinks_of_guesses_is_forgotten_once_they_are_decided():
     mine = verifier(acceptance=RELAXED)
     for step in range(100):
         mine.guess(told(step, {step: {2: -1.0}}), since=step - 3)
-    assert mine.decide(99, [99], [98], [2], LOGITS[None])[0] == [2]
-    assert mine.decide(90, [90], [89], [2], LOGITS[None])[0] == [0]
+    assert decided(mine, 99, [99], [98], [2], LOGITS[None])[0] == [2]
+    assert decided(mine, 90, [90], [89], [2], LOGITS[None])[0] == [0]
 
 
 def test_a_batch_without_guesses_is_told_and_read_too():
@@ -211,7 +242,7 @@ def test_the_text_does_not_end_before_it_has_so_many_tokens(temperature: float) 
         mine = opened(asked, answer, eos=(ends, 99))
         found = []
         for row in likes_to_end:
-            tokens, _ = mine.decide(TIP, [TIP], [0], [PROMPT[-1]], row[None])
+            tokens, _ = decided(mine, TIP, [TIP], [0], [PROMPT[-1]], row[None])
             found += tokens
         assert [token == ends for token in found] == [i >= free for i in range(4)]
 
@@ -220,4 +251,4 @@ def test_a_lossy_rule_does_not_end_it_either() -> None:
     asked = Sampling(min_tokens=1, acceptance=RELAXED)
     mine = opened(asked, eos=(0,))
     mine.guess(told(0, {TIP: {0: -0.1}}), since=0)
-    assert mine.decide(TIP, [TIP], [0], [PROMPT[-1]], LOGITS[None])[0] == [1]
+    assert decided(mine, TIP, [TIP], [0], [PROMPT[-1]], LOGITS[None])[0] == [1]

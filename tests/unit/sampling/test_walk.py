@@ -1,6 +1,8 @@
 """The acceptance loop of the last stage: it never assumes one depth per batch."""
 
-from pipespec.sampling.verifier import walk
+from collections.abc import Sequence
+
+from pipespec.sampling.decide import Walk
 
 #          id  parent token drawn after it
 ROWS = [
@@ -11,19 +13,24 @@ ROWS = [
     (14, 13, 2, 4),  # wrong
     (15, 11, 7, 9),  # below a wrong guess
 ]
-COLUMNS = [list(column) for column in zip(*ROWS, strict=True)]
+
+
+def walked(tip: int, rows: Sequence[tuple[int, int, int, int]]) -> list[int]:
+    """What the walk gives through some of the rows."""
+    nodes, parents, tokens, drawn = (list(column) for column in zip(*rows, strict=True))
+    walk = Walk(tip, nodes, parents, tokens)
+    while walk.row is not None:
+        walk.go_on(drawn[walk.row])
+    return walk.tokens
 
 
 def test_the_walk_follows_right_guesses_and_ends_one_token_beyond_them():
-    nodes, parents, tokens, drawn = COLUMNS
-    assert walk(10, nodes, parents, tokens, drawn.__getitem__) == [7, 8, 3]
+    assert walked(10, ROWS) == [7, 8, 3]
 
 
 def test_the_walk_is_empty_when_the_tip_is_not_in_the_batch():
-    nodes, parents, tokens, drawn = COLUMNS
-    assert walk(99, nodes, parents, tokens, drawn.__getitem__) == []
+    assert walked(99, ROWS) == []
 
 
 def test_a_right_guess_below_a_wrong_one_does_not_count():
-    nodes, parents, tokens, drawn = ([row[i] for row in ROWS if row[0] != 12] for i in range(4))
-    assert walk(10, nodes, parents, tokens, drawn.__getitem__) == [7]
+    assert walked(10, [row for row in ROWS if row[0] != 12]) == [7]
