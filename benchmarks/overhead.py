@@ -14,7 +14,8 @@ the last two ranks a step is cut, without gaps, along the chain that its length 
     python     received -> computing begins
     late       computing and drawing beyond the pace: a sleep that ends late, an over-run
 
-Then the same sum against the length of the context and the width. These times are EMULATED.
+Then the same sum against the length of the context and the width, and for ranks that sleep while
+they wait for one another and that spin (`transport.wait`). These times are EMULATED.
 The second figure (`_books`) is that of `benchmarks.bookkeeping`, which is measured.
 """
 
@@ -33,17 +34,19 @@ from typing import Any
 
 from benchmarks import bookkeeping, emulated, experiment, plot, traces
 from benchmarks.comparison import Ran, recorded
-from benchmarks.experiment import numbers
+from benchmarks.experiment import names, numbers
 from benchmarks.traces import Span, Trace
 from pipespec.client.dataset import Sample, load
 from pipespec.client.truth import record_truth
+from pipespec.system.waiting import AUTO, SLEEP, SPIN
 
 PARTS = ("neighbour", "verdict", "prune", "wire", "python", "late")
 CURVE = "1:0.9,16:0.9999"  # nearly always among the rows of a batch
 CHILDREN = 16
 # The clock is read a moment before the span of computing begins.
 NEARLY = 0.99
-Size = tuple[int, int, int]
+# Stages, width, tokens of the prompt, and how ranks wait for one another.
+Size = tuple[int, int, int, str]
 
 
 # --- a step's length, from a trace --------------------------------------------------------------
@@ -94,26 +97,28 @@ def typical(steps: Sequence[dict[str, float]]) -> dict[str, float]:
 # --- runs ---------------------------------------------------------------------------------------
 
 
-def sweeps(options: argparse.Namespace) -> list[tuple[str, int, Size]]:
-    """What varies, its value, and the size of that run: (stages, width, prompt tokens)."""
+def sweeps(options: argparse.Namespace) -> list[tuple[str, int | str, Size]]:
+    """What varies, its value, and the size of that run."""
     stages, width, tokens = options.num_stages, options.width, options.prompt_tokens
     return [
-        *(("stages", n, (n, width, tokens)) for n in options.stages),
-        *(("context", n, (stages, width, n)) for n in options.contexts),
-        *(("width", n, (stages, n, tokens)) for n in options.widths),
+        *(("stages", n, (n, width, tokens, AUTO)) for n in options.stages),
+        *(("context", n, (stages, width, n, AUTO)) for n in options.contexts),
+        *(("width", n, (stages, n, tokens, AUTO)) for n in options.widths),
+        *(("wait", wait, (stages, width, tokens, wait)) for wait in options.waits),
+        *(("wait, one stage", wait, (1, width, tokens, wait)) for wait in options.waits),
     ]
 
 
 def decode(options: argparse.Namespace, size: Size, prompt: str, folder: Path) -> tuple[Ran, Trace]:
     """One request of that size, with its trace."""
-    stages, width, prompt_tokens = size
+    stages, width, prompt_tokens, wait = size
     answer = emulated.answer(options.tokens)
     truth = folder / f"truth_{prompt_tokens}.jsonl"
     if not truth.exists():
         text = [Sample("text", "text", prompt)]
         record_truth(text, truth, *answer, prompt_tokens=prompt_tokens)
     return traces.record(
-        f"{stages} stages, width {width}, context {prompt_tokens}",
+        f"{stages} stages, width {width}, context {prompt_tokens}, wait {wait}",
         [
             f"cluster.stages={stages}",
             "cluster.devices=[cpu]",
@@ -124,6 +129,7 @@ def decode(options: argparse.Namespace, size: Size, prompt: str, folder: Path) -
             "feed=best_first",
             f"feed.width={width}",
             f"feed.children={CHILDREN}",
+            f"transport.wait={wait}",
             "feed.row_cost=0",  # full batches, however sure the draft is
             *answer,
         ],
@@ -133,7 +139,9 @@ def decode(options: argparse.Namespace, size: Size, prompt: str, folder: Path) -
     )
 
 
-def row(varies: str, value: int, steps: Sequence[dict[str, float]], ran: Ran) -> dict[str, Any]:
+def row(
+    varies: str, value: int | str, steps: Sequence[dict[str, float]], ran: Ran
+) -> dict[str, Any]:
     """A line of the table, milliseconds per step."""
     usual = typical(steps)
     stats = ran.requests[0].stats
@@ -154,6 +162,7 @@ def main() -> None:
     parser.add_argument("--stages", type=numbers, default=[1, 2, 4, 8, 16])
     parser.add_argument("--contexts", type=numbers, default=[128, 512, 1024, 1536])
     parser.add_argument("--widths", type=numbers, default=[1, 4, 16, 64])
+    parser.add_argument("--waits", type=names, default=[SLEEP, SPIN])
     parser.add_argument("--width", type=int, default=16, help="but where it varies (16)")
     parser.add_argument("--num-stages", type=int, default=4, help="but where they vary (4)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="but where it varies (128)")

@@ -71,10 +71,13 @@ def serve(
     model: ModelSlice | None,
     connect: Callable[[], Transport],
     guard: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda _: nullcontext(),
+    *,
+    spins: bool = False,
 ) -> None:
     """Run the loop of a rank until the head says stop.
 
-    `connect` joins the rank to its neighbours; `guard` is what may end the links meanwhile.
+    `connect` joins the rank to its neighbours; `guard` is what may end the links meanwhile;
+    `spins`: see `pipespec.system.waiting`.
     """
     config = deployment.config
     # Word from the last stage goes to the head's machine, and from there to the rank's.
@@ -95,6 +98,7 @@ def serve(
         rank=rank,
         kv_tokens=tokens,
         row_times=times.measured(),
+        spins=spins,
     ) as controller:
         link = inner = connect()
         if config.link:

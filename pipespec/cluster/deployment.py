@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pipespec.config.hosts import Host, load_hosts, this_machine
-from pipespec.config.schema import ClusterConfig, Config
+from pipespec.config.schema import NCCL, ClusterConfig, Config
 from pipespec.controller.graph import Layout
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.precision import automatic
@@ -159,8 +159,9 @@ def require_quantizers(deployment: Deployment) -> None:
 
 
 def require_backend(deployment: Deployment) -> None:
-    """Raise ConfigError if NCCL is asked for and a stage has no CUDA device of its own."""
-    if deployment.config.transport.backend != "nccl":
+    """Raise ConfigError if NCCL is asked for and a stage has no CUDA device of its own, or they are
+    in several hosts."""
+    if deployment.config.transport.backend != NCCL:
         return
     stages = [
         (worker.rpartition("/")[0], "cuda:0" if device == "cuda" else device)
@@ -171,6 +172,11 @@ def require_backend(deployment: Deployment) -> None:
         raise ConfigError(
             "transport.backend is nccl, but NCCL needs a CUDA device of its own for every stage, "
             f"and the stages are on {', '.join(devices)}; use auto or gloo."
+        )
+    if len(names := sorted({host for host, _ in stages})) > 1:
+        raise ConfigError(
+            "transport.backend is nccl, but NCCL is for the devices of one host, and the stages "
+            f"are on {', '.join(names)}; use auto or gloo."
         )
 
 

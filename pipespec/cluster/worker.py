@@ -19,15 +19,16 @@ from pipespec.cluster.memory import require_memory
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.supervisor import WORKER
 from pipespec.config.hosts import Host
+from pipespec.config.schema import NCCL
 from pipespec.controller.membership import Membership
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
+from pipespec.system.waiting import spins
 from pipespec.transport.distributed import (
     MEET_S,
     DistributedTransport,
     Meeting,
-    choose_backend,
     host_meeting,
     join_meeting,
 )
@@ -163,7 +164,8 @@ def serve(
                 deployment.devices,
                 meeting=meeting,
                 rank=rank,
-                backend=backend,
+                nccl=transport.backend == NCCL,
+                spins=spinning,
                 epoch=where.epoch,
                 secret=where.secret,
                 max_rows=deployment.max_rows,
@@ -190,11 +192,15 @@ def serve(
                 raise RankFailed(f"The head did not say within {MEET_S:g} s where to meet.")
         return join_meeting(place)
 
-    backend = deployment.config.transport.backend
-    if backend == "auto":
-        backend = choose_backend(
-            deployment.devices, [hosts[worker].name for worker in assignment.workers]
-        )
+    transport = deployment.config.transport
+    names = [hosts[worker].name for worker in assignment.workers]
+    spinning = spins(transport.wait, names.count(names[rank]))
     build.serve(
-        deployment, where, rank, model, connect, lambda alarm: heartbeat.guard(where.epoch, alarm)
+        deployment,
+        where,
+        rank,
+        model,
+        connect,
+        lambda alarm: heartbeat.guard(where.epoch, alarm),
+        spins=spinning,
     )

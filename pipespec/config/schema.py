@@ -28,6 +28,7 @@ from pipespec.limits import (
     check_whole,
 )
 from pipespec.system.reading import shown
+from pipespec.system.waiting import WAITS
 
 if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
     from pipespec.emulation import Link, Pace
@@ -37,7 +38,8 @@ if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
 
 DTYPES = ("auto", *ITEM_BYTES)
 SYNCS = ("lockstep", "free")
-BACKENDS = ("auto", "gloo", "nccl")
+NCCL = "nccl"
+BACKENDS = ("auto", "gloo", NCCL)
 URL_SCHEMES = ("redis", "rediss", "unix")
 MAX_CHUNK = 65536  # prompt tokens in a batch
 MAX_SEQS = 4096  # requests that are open at once
@@ -247,13 +249,16 @@ class ControllerConfig:
 
 @dataclass(frozen=True)
 class TransportConfig:
-    """What carries batches between ranks, and the port where they meet (0: a free one)."""
+    """What carries batches between ranks, the port where they meet (0: a free one), and how ranks
+    wait for one another."""
 
     backend: str = "auto"
     port: int = 0
+    wait: str = AUTO
 
     def __post_init__(self) -> None:
         check_choice("transport.backend", self.backend, BACKENDS)
+        check_choice("transport.wait", self.wait, WAITS)
         check_whole("transport.port", self.port, 0, LARGEST_PORT, A_FREE_PORT)
 
 

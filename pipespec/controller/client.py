@@ -17,6 +17,7 @@ from pipespec.errors import ControllerError, StaleEpoch
 from pipespec.row_times import UNKNOWN, Measured
 from pipespec.row_times import pack as pack_times
 from pipespec.row_times import unpack as unpack_times
+from pipespec.system.waiting import spin
 
 # More open steps than this are a mistake (a rank completes nothing), not a deep pipeline.
 MAX_OPEN_STEPS = 1024
@@ -43,6 +44,7 @@ class Controller(RequestLog):
     Args:
         kv_tokens: how many tokens of text the rank holds; None: it holds none and needs not to.
         row_times: how long its batches take by their rows, as far as it knows.
+        spins: see `pipespec.system.waiting`.
 
     Raises Unreachable or StaleEpoch.
     """
@@ -56,6 +58,7 @@ class Controller(RequestLog):
         rank: int,
         kv_tokens: int | None = None,
         row_times: Measured = UNKNOWN,
+        spins: bool = False,
     ):
         # An epoch ends with a rank's connection.
         super().__init__(url, namespace=namespace, epoch=epoch, patience=0)
@@ -78,6 +81,7 @@ class Controller(RequestLog):
         tokens = "" if kv_tokens is None else kv_tokens
         self._call("attach", keys, epoch, rank, os.getpid(), tokens, pack_times(row_times))
         self._announcements = Pipe(url)
+        self._spins = spins
         self._listening = False
         self._cancelled: set[int] = set()
         # Whether there may be something in the queue, and whether it was empty and closed when
@@ -178,7 +182,7 @@ class Controller(RequestLog):
             if not wait:
                 return []
             self._pipe.drain()
-            self._hear(LOOK_S)
+            self._hear(LOOK_S, idle=True)
 
     def report(self, request: int, stats: dict[str, Any]) -> None:
         """Adds what this rank has to say about a request (anything that JSON can hold)."""
@@ -273,9 +277,12 @@ class Controller(RequestLog):
             self._announcements.send("BLPOP", f"{self._graph[2]}:{self.rank}", 0)
             self._listening = True
 
-    def _hear(self, timeout: float) -> bool:
-        """Takes in one announcement if it comes within `timeout` seconds."""
+    def _hear(self, timeout: float, *, idle: bool = False) -> bool:
+        """Takes in one announcement if it comes within `timeout` seconds; `idle`: no step is under
+        way."""
         self._listen()
+        if self._spins and timeout and not idle:
+            spin(self._announcements.readable, timeout)
         if not self._announcements.readable(timeout):
             return False
         self._listening = False

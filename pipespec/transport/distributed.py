@@ -8,8 +8,14 @@ One message per batch over gloo (`pipespec.transport.wire`). Two facts about glo
 - What arrives may be shorter than the posted buffer. So the buffer has room for the largest
   batch, and one row still sends one row.
 
-Between CUDA devices that no two stages share, NCCL carries the hidden states behind the message;
-otherwise they are part of it, by way of CPU memory.
+The hidden states are part of the message, by way of CPU memory, which is pinned where there is a
+GPU: torch keeps what was pinned once and hands it out again. With the backend `nccl`, which is for
+the GPUs of one host, NCCL carries them behind the message. NCCL's own answer to an error is to end
+the process, and the weights with it, which torchrun's agent asks for; that is turned off, and a
+rank that waits in one of its kernels is freed by `abort`.
+
+Who spins while a step is under way looks at the memory that the message is written to, as gloo
+cannot be asked.
 `benchmarks/transport.py` measures a hop beside a bare gloo ping-pong.
 """
 
@@ -31,6 +37,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from pipespec.core import Batch
 from pipespec.errors import RankFailed
+from pipespec.system.waiting import spin
 from pipespec.transport.wire import Wire, token
 
 # How long the ranks wait for one another when they meet, all of them being ready.
@@ -112,20 +119,6 @@ def _in_file(file: str) -> Store:
     return store
 
 
-def choose_backend(devices: Sequence[str], hosts: Sequence[str] = ()) -> str:
-    """What carries hidden states between stages: "nccl" or "gloo".
-
-    `devices` are the ranks' devices, the head's first, and `hosts` the machines that they are
-    in, if those differ. The head neither sends nor receives hidden states, so it may share its
-    device or have none. NCCL refuses two ranks on a GPU.
-    """
-    stages = [torch.device(device) for device in devices[1:]]
-    places = hosts[1:] or [""] * len(stages)
-    distinct = {(place, device.index) for place, device in zip(places, stages, strict=True)}
-    on_cuda = all(device.type == "cuda" and device.index is not None for device in stages)
-    return "nccl" if len(stages) > 1 and on_cuda and len(distinct) == len(stages) else "gloo"
-
-
 class DistributedTransport:
     """One rank's links to its neighbours, each a process of its own."""
 
@@ -136,6 +129,8 @@ class DistributedTransport:
         wire: Wire,
         device: torch.device,
         meeting: Meeting | None = None,
+        *,
+        spins: bool = False,
     ) -> None:
         """Use the process group that exists already; `connect` makes it first."""
         self.rank = rank
@@ -143,6 +138,8 @@ class DistributedTransport:
         self._last_rank = num_ranks - 1
         self._wire = wire
         self._device = device
+        self._pinned = device.type == "cuda"
+        self._spins = spins
         # The sends that may still be under way, and the tensors they read.
         self._outbox: list[tuple[dist.Work, torch.Tensor]] = []
         # The posted receive and where it arrives.
@@ -163,27 +160,28 @@ class DistributedTransport:
         max_released: int = 1,
         hidden_size: int,
         dtype: torch.dtype,
-        backend: str = "auto",
+        nccl: bool = False,
+        spins: bool = False,
     ) -> DistributedTransport:
         """Meet the other ranks (`host_meeting`, `join_meeting`).
 
-        `devices` holds every rank's device, the head's first; `backend` "auto" lets
-        `choose_backend` choose; `max_rows` and `max_released` limit a batch;
-        `hidden_size` and `dtype` are the target's. Only ranks of the same epoch and secret find
-        one another.
+        `devices` holds every rank's device, the head's first; `max_rows` and `max_released` limit
+        a batch; `hidden_size` and `dtype` are the target's; `nccl` is what carries hidden states,
+        instead of gloo; `spins`: see `pipespec.system.waiting`. Only ranks of the same epoch and
+        secret find one another.
 
         Raises:
             RankFailed: a rank did not come.
         """
-        if backend == "auto":
-            backend = choose_backend(devices)
+        if nccl:
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         # A meeting that failed leaves torch counting groups, and the count is in their names:
         # those who were there would not find those who come anew.
         dist.distributed_c10d._world.group_count = 0
         proof = token(secret, epoch)
         with _blaming("The ranks did not meet"):
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+                "cpu:gloo,cuda:nccl" if nccl else "gloo",
                 # Ranks of another secret look for other names. Who can reach the store can list
                 # them, so they are not made of what proves a message's sender.
                 store=PrefixStore("{}:{}".format(*token(secret, epoch, "meeting")), meeting.store),
@@ -194,21 +192,20 @@ class DistributedTransport:
         device = torch.device(devices[rank])
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        inline = backend == "gloo"
         wire = Wire(
             epoch,
             max_rows,
             hidden_size,
             dtype,
-            inline=inline,
+            inline=not nccl,
             token=proof,
             max_released=max_released,
         )
-        return cls(rank, len(devices), wire, device, meeting)
+        return cls(rank, len(devices), wire, device, meeting, spins=spins)
 
     def send(self, batch: Batch) -> None:
         assert self.rank < self._last_rank, "the last rank has nobody to send to"
-        message = self._wire.pack(batch)
+        message = self._wire.pack(batch, pinned=self._pinned)
         with _blaming(f"Rank {self.rank} lost its link to rank {self.rank + 1}"):
             self._flush()
             self._start(message)
@@ -221,6 +218,8 @@ class DistributedTransport:
         assert self._inbox is not None, "nothing comes to rank 0, nor after a stop batch"
         work, message = self._inbox
         lost = f"Rank {self.rank} lost its link to rank {self.rank - 1}"
+        if self._spins:
+            spin(lambda: self._wire.arrived(message))
         with _blaming(lost):
             work.wait(_FOREVER)
         batch = self._wire.unpack(message)
@@ -229,7 +228,7 @@ class DistributedTransport:
             with _blaming(lost):
                 self._post()
         if self._wire.inline and batch.hidden is not None:
-            batch.hidden = batch.hidden.to(self._device)
+            batch.hidden = batch.hidden.to(self._device, non_blocking=True)
         elif not self._wire.inline and self._wire.has_hidden(message):
             shape = (len(batch), self._wire.hidden_size)
             batch.hidden = torch.empty(shape, dtype=self._wire.dtype, device=self._device)
@@ -249,6 +248,8 @@ class DistributedTransport:
                     work = dist.irecv(torch.empty(1), neighbour, tag=_NOBODY)
                     assert work is not None
                     work.wait(_AT_ONCE)
+        if not self._wire.inline:
+            dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
         self._outbox.clear()
@@ -261,7 +262,8 @@ class DistributedTransport:
 
     def _post(self) -> None:
         # A fresh buffer each time: the hidden states of the last batch still lie in theirs.
-        message = torch.empty(self._wire.capacity, dtype=torch.uint8)
+        message = torch.empty(self._wire.capacity, dtype=torch.uint8, pin_memory=self._pinned)
+        self._wire.expect(message)
         work = dist.irecv(message, self.rank - 1, tag=_TAG)
         assert work is not None
         self._inbox = (work, message)

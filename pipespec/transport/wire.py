@@ -1,9 +1,11 @@
 """A batch as the bytes that travel between neighbours, and back. Pure packing, no I/O.
 
-    message   [ header 10 x int64 | rows num_rows x 6 x int64 | released x int64 |
-                preempted x int64 | opened | 0..63 bytes | hidden states ]
+    message   [ header 11 x int64 | rows num_rows x 6 x int64 | released x int64 |
+                preempted x int64 | opened | 0..63 bytes | hidden states | 0..7 bytes |
+                end ]
     header    epoch, step, num_rows, flags, num_released, num_preempted, opened_ints, sent_ns,
-              token (2)
+              token (2), bytes of the message
+    end       the first part of the token and the step, by exclusive or
     opened    sequence, request, prompt, known, length of terms: int64 each; the terms, up to a
               multiple of 8 bytes; and the next
 
@@ -26,7 +28,8 @@ from pipespec.errors import RankFailed, StaleEpoch
 
 _EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_RELEASED, _NUM_PREEMPTED, _OPENED, _SENT = range(8)
 _TOKEN = slice(8, 10)
-_HEADER = 10
+_BYTES = 10
+_HEADER = 11
 _STOP, _HIDDEN = 1, 2
 _INT = np.dtype(np.int64).itemsize
 _ALIGNMENT = 64
@@ -63,9 +66,9 @@ class Wire:
     def capacity(self) -> int:
         """The length of the longest message, in bytes."""
         start = self._hidden_start(self.max_rows, self.max_released + MAX_OPENED_BYTES // _INT)
-        return start + self._hidden_bytes(self.max_rows)
+        return start + self._hidden_bytes(self.max_rows) + _INT
 
-    def pack(self, batch: Batch) -> torch.Tensor:
+    def pack(self, batch: Batch, *, pinned: bool = False) -> torch.Tensor:
         """The batch as a message, uint8 `[bytes]` in CPU memory, sharing nothing with it."""
         rows, hidden = len(batch), batch.hidden
         assert rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
@@ -82,8 +85,11 @@ class Wire:
 
         start = self._hidden_start(rows, tail)
         carried = self._hidden_bytes(rows) if hidden is not None else 0
-        message = torch.empty(start + carried, dtype=torch.uint8)
-        ints = message.numpy()[:start].view(np.int64)
+        size = start + carried + _INT
+        message = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        whole = message.numpy()
+        whole[-_INT:].view(np.int64)[0] = self.token[0] ^ batch.step
+        ints = whole[:start].view(np.int64)
         ints[:_HEADER] = 0
         ints[_EPOCH] = self.epoch
         ints[_STEP] = batch.step
@@ -94,12 +100,13 @@ class Wire:
         ints[_OPENED] = len(opened) // _INT
         ints[_SENT] = batch.sent_ns
         ints[_TOKEN] = self.token
+        ints[_BYTES] = size
         end = _HEADER + rows * NUM_COLUMNS
         ints[_HEADER:end] = batch.rows.reshape(-1)
         ints[end : end + len(released)] = released
         ints[end + len(released) : end + tail] = np.frombuffer(opened, np.int64)
         if hidden is not None and carried:
-            message[start:].view(self.dtype).view(rows, self.hidden_size).copy_(hidden)
+            self._hidden_of(message, start, rows).copy_(hidden)
         return message
 
     def unpack(self, message: torch.Tensor) -> Batch:
@@ -135,8 +142,7 @@ class Wire:
         hidden = None
         if self.inline and self.has_hidden(message):
             start = self._hidden_start(rows, tail)
-            bytes_ = message[start : start + self._hidden_bytes(rows)]
-            hidden = bytes_.view(self.dtype).view(rows, self.hidden_size)
+            hidden = self._hidden_of(message, start, rows)
         return Batch(
             step=int(ints[_STEP]),
             rows=table[:end].reshape(rows, NUM_COLUMNS).copy(),
@@ -147,6 +153,22 @@ class Wire:
             stop=bool(ints[_FLAGS] & _STOP),
             sent_ns=int(ints[_SENT]),
         )
+
+    def expect(self, message: torch.Tensor) -> None:
+        """Make ready a message that is about to come, for `arrived`."""
+        self._header(message)[:] = 0
+
+    def arrived(self, message: torch.Tensor) -> bool:
+        """Whether it seems that all of an expected message has come, while it is being written.
+
+        No more than a hint: who reads it makes sure.
+        """
+        header = self._header(message)
+        step, size = int(header[_STEP]), int(header[_BYTES])
+        if not _HEADER * _INT < size <= self.capacity or size % _INT:
+            return False
+        end = message.numpy()[size - _INT : size].view(np.int64)
+        return int(end[0]) == self.token[0] ^ step
 
     def has_hidden(self, message: torch.Tensor) -> bool:
         """Whether the batch in the message had hidden states."""
@@ -160,8 +182,15 @@ class Wire:
         ints = (_HEADER + rows * NUM_COLUMNS + tail) * _INT
         return -(-ints // _ALIGNMENT) * _ALIGNMENT
 
+    def _hidden_of(self, message: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+        """The hidden states in a message that carries them, `[rows, hidden]`."""
+        size = rows * self.hidden_size * self.dtype.itemsize
+        return message[start : start + size].view(self.dtype).view(rows, self.hidden_size)
+
     def _hidden_bytes(self, rows: int) -> int:
-        return rows * self.hidden_size * self.dtype.itemsize if self.inline else 0
+        """What they take in a message, which ends at a multiple of an integer's."""
+        size = rows * self.hidden_size * self.dtype.itemsize if self.inline else 0
+        return -(-size // _INT) * _INT
 
 
 def _pack_opening(opening: Opening) -> bytes:

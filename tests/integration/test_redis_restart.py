@@ -462,7 +462,7 @@ def test_a_rank_does_not_come_back(server: EmbeddedRedis) -> None:
 
 SERVE = """
 import sys
-from pipespec.controller.client import Controller
+from pipespec.controller import epochs
 from pipespec.controller.server import EmbeddedRedis
 with EmbeddedRedis(addresses=[sys.argv[1]]) as server:
     epochs.begin(server.url, "n")

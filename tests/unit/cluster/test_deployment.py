@@ -42,12 +42,13 @@ def test_nccl_with_a_device_for_every_stage_is_not() -> None:
         assert deployment.devices == (head, "cuda:0", "cuda:1")
 
 
-def test_the_same_index_on_two_hosts_is_two_devices() -> None:
+def test_nccl_between_hosts_is_refused() -> None:
     deployment = on("cpu", "cuda", "cuda")
     workers = ("a/0", "a/1", "b/0")
     apart = replace(deployment, placement=replace(deployment.placement, workers_by_rank=workers))
-    require_backend(apart)
-    with pytest.raises(ConfigError, match="use auto or gloo"):
+    with pytest.raises(ConfigError, match="the stages are on a, b; use auto or gloo"):
+        require_backend(apart)
+    with pytest.raises(ConfigError, match="of its own for every stage"):
         require_backend(deployment)
 
 
