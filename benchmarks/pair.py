@@ -97,7 +97,7 @@ class Pair:
             drawn = torch.tensor(answer)[:, None]
             positions = list(range(len(prompt), len(prompt) + len(answer)))
             ranks["plain"] += (logits > logits.gather(1, drawn)).sum(1).tolist()
-            tokens, scored, _ = scores(logits, positions, sampling)
+            tokens, scored, _ = scores(logits, positions, [sampling] * len(positions))
             order = tokens.gather(1, scored.argsort(1, descending=True))
             found = order == drawn
             none = torch.full((len(answer),), order.shape[1])

@@ -8,6 +8,7 @@ that noise, instead of q. Nothing here decides a token.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,36 +26,48 @@ CUT_OFF = 3.0
 
 
 def scores(
-    logits: Tensor, positions: list[int], sampling: Sampling
+    logits: Tensor, positions: Sequence[int], asked: Sequence[Sampling]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens that may be drawn, how far each is ahead, and how likely one of them is drawn:
     int64 and float64 `[rows, n]`, float64 `[rows]`.
 
     Args:
         logits: the draft's, `[rows, vocab]`.
-        positions: where the tokens would stand, `[rows]`.
+        positions, asked: where the tokens would stand, and how they are drawn, `[rows]`.
 
     A score is T (log q / T + noise), but for a constant of its row; so what is unknown of it, the
     error of log q, has one size at every temperature.
     """
-    logits = logits.float()
-    if sampling.logit_bias:
-        ids, biases = zip(*sampling.logit_bias, strict=True)
-        known = [(i, bias) for i, bias in zip(ids, biases, strict=True) if i < logits.shape[1]]
-        columns = torch.tensor([i for i, _ in known], device=logits.device, dtype=torch.int64)
-        added = torch.tensor([float(bias) for _, bias in known], device=logits.device)
-        logits = logits.index_add(1, columns, added.expand(len(logits), -1))
-    temperature = min(max(sampling.temperature, COLDEST), HOTTEST)
+    logits = _biased(logits.float(), asked)
+    temperature = _column([min(max(one.temperature, COLDEST), HOTTEST) for one in asked], logits)
     best = logits.topk(min(LOOKED_AT, logits.shape[1]))
     behind = (best.values - best.values[:, :1]).double()  # 0 and below, falling
     logq = behind / temperature
     share = torch.ones(len(logits), dtype=torch.float64, device=logits.device)
     if logits.shape[1] > LOOKED_AT:
-        whole = ((logits - best.values[:, :1]) / temperature).logsumexp(1)
+        whole = ((logits - best.values[:, :1]) / temperature.float()).logsumexp(1)
         share = (logq.logsumexp(1) - whole).exp().clamp(max=1.0)
-    drawn = noise([sampling.seed] * len(positions), positions, best.indices)
-    drawn -= CUT_OFF * cut_off(logq, sampling)
+    drawn = noise([one.seed for one in asked], positions, best.indices)
+    drawn -= CUT_OFF * cut_off(logq, asked)
     return best.indices, behind + temperature * drawn, share
+
+
+def _biased(logits: Tensor, asked: Sequence[Sampling]) -> Tensor:
+    """With what was asked to be added, as far as the draft knows those tokens."""
+    added = [
+        (row, token, float(bias))
+        for row, one in enumerate(asked)
+        for token, bias in one.logit_bias
+        if token < logits.shape[1]
+    ]
+    if not added:
+        return logits
+    rows, tokens, biases = (torch.tensor(x, device=logits.device) for x in zip(*added, strict=True))
+    return logits.index_put((rows, tokens), biases, accumulate=True)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
 
 
 def reweigh(logps: Tensor, tokens: Tensor, positions: list[int], seed: int) -> Tensor:
@@ -79,15 +92,17 @@ def reweigh(logps: Tensor, tokens: Tensor, positions: list[int], seed: int) -> T
     return weighed.masked_fill(weighed.isnan(), -torch.inf)  # rows without any token
 
 
-def cut_off(logq: Tensor, sampling: Sampling) -> Tensor:
-    """bool `[rows, n]`: which tokens min-p, top-k and top-p would leave out, of
+def cut_off(logq: Tensor, asked: Sequence[Sampling]) -> Tensor:
+    """bool `[rows, n]`: which tokens the min-p, top-k and top-p of each row would leave out, of
     log-probabilities that fall along a row; a constant of the row may be missing."""
-    cut = torch.zeros_like(logq, dtype=torch.bool)
-    if sampling.min_p > 0:
-        cut |= logq < logq[:, :1] + math.log(sampling.min_p)
-    if sampling.top_k > 0:
-        cut[:, sampling.top_k :] = True
-    if sampling.top_p < 1:
+    floor = _column([math.log(one.min_p) if one.min_p > 0 else -math.inf for one in asked], logq)
+    cut = logq < logq[:, :1] + floor
+    num = logq.shape[1]
+    cut |= torch.arange(num, device=logq.device) >= _column(
+        [one.top_k or num for one in asked], logq
+    )
+    if any(one.top_p < 1 for one in asked):
         kept = logq.masked_fill(cut, -torch.inf).softmax(1)
-        cut |= kept.cumsum(1) - kept >= sampling.top_p
+        most = _column([one.top_p if one.top_p < 1 else math.inf for one in asked], logq)
+        cut |= kept.cumsum(1) - kept >= most
     return cut

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -107,45 +107,72 @@ class DraftModelSource:
                 tree_rows = asked[i].tree.rows(asked[i].context.sequence, guesses)
                 rows = np.concatenate((rows, tree_rows))
                 end = start + len(rows)
-                ready.append((i, fitting, slice(end - len(fitting.nodes), end)))
+                if len(fitting.nodes):
+                    ready.append((i, fitting, slice(end - len(fitting.nodes), end)))
+                else:
+                    found[i] = Candidates.of(NOTHING, [])
             elif not len(rows) and not free:
                 found[i] = Candidates.of(NOTHING, [])
             parts.append(rows)
             start += len(rows)
         if not start:
-            for i, _, _ in ready:
-                found[i] = Candidates.of(NOTHING, [])
             return found
         hidden = self.runner.compute(Batch(step=0, rows=np.concatenate(parts))).hidden
         assert hidden is not None and len(hidden) == start, "the draft lost a parent"
-        if ready:
-            import torch  # whoever only reads settings can do without
-
-            wanted = torch.cat([hidden[where] for _, _, where in ready])
-            logits = self.runner.model.logits(wanted)[:, : self.vocabulary].float()
-            of_each = logits.split([where.stop - where.start for _, _, where in ready])
-            for (i, fitting, _), mine in zip(ready, of_each, strict=True):
-                of_one = self._of_one(fitting, mine, children) if len(mine) else None
-                found[i] = of_one or Candidates.of(NOTHING, [])
+        # Those whose draws are foreseen are ranked together, and so are the others: the device is
+        # waited for no more often than for one sequence.
+        for foreseen, children_of in ((False, self._likeliest), (True, self._foreseen)):
+            if mine := [each for each in ready if self._foresees(each[1].context) == foreseen]:
+                logits = self._logits(hidden, [where for _, _, where in mine])
+                told = children_of([fitting for _, fitting, _ in mine], logits, children)
+                for (i, _, _), candidates in zip(mine, told, strict=True):
+                    found[i] = candidates
         return found
 
-    def _of_one(self, asked: Asked, logits: Tensor, children: int) -> Candidates:
-        """The children of one sequence's nodes, by the draft's logits after them."""
-        context, tree, nodes = asked.context, asked.tree, asked.nodes
-        if not (self.foresight and context.drawn):
-            top = logits.log_softmax(-1).topk(min(children, logits.shape[-1]))
-            return Candidates(nodes, top.indices.cpu().numpy(), top.values.double().cpu().numpy())
+    def _foresees(self, context: Context) -> bool:
+        return self.foresight and context.drawn
+
+    def _logits(self, hidden: Tensor, rows: Sequence[slice]) -> Tensor:
+        """Of some rows, of the tokens that the target knows, `[k, vocab]` float32."""
+        import torch  # whoever only reads settings can do without
+
+        wanted = torch.cat([hidden[where] for where in rows])
+        return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
+
+    def _likeliest(
+        self, asked: Sequence[Asked], logits: Tensor, children: int
+    ) -> Iterator[Candidates]:
+        """The children of each sequence's nodes, by the logits after these, `[nodes, vocab]`."""
+        top = logits.log_softmax(-1).topk(min(children, logits.shape[1]))
+        tokens, logps = top.indices.cpu().numpy(), top.values.double().cpu().numpy()
+        for each, rows in _spans(asked):
+            yield Candidates(each.nodes, tokens[rows], logps[rows])
+
+    def _foreseen(
+        self, asked: Sequence[Asked], logits: Tensor, children: int
+    ) -> Iterator[Candidates]:
+        """The same as the target's own noise ranks them."""
         from pipespec.sampling.foresight import scores
 
-        # As the target's own noise ranks them.
-        positions = (tree.position[nodes] + 1).tolist()
-        found = scores(logits, positions, context.sampling)
-        tokens, scored, share = (part.cpu().numpy() for part in found)
-        self.confidence.keep(context.sequence, tree.id)
-        best = self.confidence.propose(
-            context.sequence, tree.id[nodes], tokens, scored, share, children
-        )
-        return Candidates(nodes, *best)
+        positions = np.concatenate([each.tree.position[each.nodes] + 1 for each in asked]).tolist()
+        samplings = [each.context.sampling for each in asked for _ in each.nodes]
+        tokens, scored, share = (x.cpu().numpy() for x in scores(logits, positions, samplings))
+        for each, rows in _spans(asked):
+            sequence, ids = each.context.sequence, each.tree.id
+            self.confidence.keep(sequence, ids)
+            best = self.confidence.propose(
+                sequence, ids[each.nodes], tokens[rows], scored[rows], share[rows], children
+            )
+            yield Candidates(each.nodes, *best)
+
+
+def _spans(asked: Sequence[Asked]) -> Iterator[tuple[Asked, slice]]:
+    """Each with the rows of its nodes."""
+    start = 0
+    for each in asked:
+        end = start + len(each.nodes)
+        yield each, slice(start, end)
+        start = end
 
 
 def _fitting(asked: Asked, free: int) -> Asked:

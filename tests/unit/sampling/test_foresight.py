@@ -26,7 +26,7 @@ ASKED = [
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_draft_that_is_the_target_foresees_every_draw(asked):
     rows = torch.stack([some_logits(row) for row in range(40)])
-    tokens, scored, _ = scores(rows, list(range(40)), asked)
+    tokens, scored, _ = scores(rows, range(40), [asked] * 40)
     bias = torch.zeros(rows.shape[1])
     bias[2] = 3.0 if asked.logit_bias else 0.0
     drawn = draw((rows + bias).double(), [asked] * 40, range(40))
@@ -36,6 +36,16 @@ def test_a_draft_that_is_the_target_foresees_every_draw(asked):
     assert sum(map(eq, best, drawn)) >= (38 if cuts else 40)
 
 
+def test_rows_are_ranked_together_as_each_by_itself():
+    rows = torch.stack([some_logits(row, 3000) for row in range(len(ASKED))])
+    positions = range(5, 5 + len(ASKED))
+    together = scores(rows, positions, ASKED)
+    for row, (position, asked) in enumerate(zip(positions, ASKED, strict=True)):
+        alone = scores(rows[row, None], [position], [asked])
+        for of_all, of_one in zip(together, alone, strict=True):
+            assert torch.equal(of_all[row], of_one[0])
+
+
 @pytest.mark.parametrize("temperature", [1e-308, 1e-9, 50.0, 1e308])
 def test_no_temperature_is_too_much_for_a_draft(temperature):
     """Nor does it spoil the requests that follow."""
@@ -43,7 +53,7 @@ def test_no_temperature_is_too_much_for_a_draft(temperature):
     rows = torch.stack([some_logits(row, 3000) for row in range(4)])
     rows[:, 5] = -torch.inf
     asked = Sampling(temperature, seed=1)
-    tokens, scored, share = (part.numpy() for part in scores(rows, [7, 8, 9, 9], asked))
+    tokens, scored, share = (part.numpy() for part in scores(rows, [7, 8, 9, 9], [asked] * 4))
     nodes = np.arange(4)
     proposed, logps = confidence.propose(1, nodes, tokens, scored, share, 16)
     assert not np.isnan(logps).any() and (np.exp(logps).sum(1) <= share + 1e-9).all()
@@ -54,7 +64,7 @@ def test_no_temperature_is_too_much_for_a_draft(temperature):
 
 def test_of_a_flat_distribution_most_is_beyond_what_is_looked_at():
     rows = torch.zeros(3, 8 * 1024)
-    _, _, share = scores(rows, [1, 2, 3], Sampling(1.0))
+    _, _, share = scores(rows, [1, 2, 3], [Sampling(1.0)] * 3)
     assert share.tolist() == pytest.approx([1 / 8] * 3, rel=1e-3)
 
 
@@ -64,7 +74,7 @@ def test_the_cut_offs_are_those_of_the_target(asked):
         logits = some_logits(row).double()
         falling = (logits / asked.temperature).log_softmax(0).sort(descending=True)
         kept = torch.isfinite(distribution(logits, asked))[falling.indices]
-        assert torch.equal(~cut_off(falling.values[None], asked)[0], kept)
+        assert torch.equal(~cut_off(falling.values[None], [asked])[0], kept)
 
 
 def test_the_likelier_of_stated_tokens_is_known_once_the_noise_is():
