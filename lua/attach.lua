@@ -4,11 +4,13 @@
 -- KEYS[2]  ranks of the epoch (hash: rank, process id)
 -- KEYS[3]  tokens that their KV holds (hash by rank)
 -- KEYS[4]  how long their batches take (hash by rank)
+-- KEYS[5]  how they compute (hash by rank)
 -- ARGV[1]  epoch of the caller
 -- ARGV[2]  rank
 -- ARGV[3]  process id
 -- ARGV[4]  tokens that its KV holds; nothing: it needs none
 -- ARGV[5]  how long its batches take (opaque); nothing: it does not know
+-- ARGV[6]  how it computes (opaque); nothing: it holds no model
 -- Reply    1
 -- Errors   STALE
 --
@@ -31,5 +33,8 @@ if ARGV[4] ~= '' then
 end
 if ARGV[5] ~= '' then
   redis.call('HSET', KEYS[4], ARGV[2], ARGV[5])
+end
+if ARGV[6] ~= '' then
+  redis.call('HSET', KEYS[5], ARGV[2], ARGV[6])
 end
 return 1

@@ -19,7 +19,8 @@ def blank(rank: int) -> Report:
     if rank:
         counts = dict.fromkeys(("elapsed_ns", "busy_ns", "steps", "rows", "dropped", "overruns"), 0)
         period = dict.fromkeys(PERIOD, 0)
-        return {"rank": rank, "control_ns": 0, "events": [], "period": period, **counts}
+        told = {"control_ns": 0, "events": [], "period": period, "attention": None}
+        return {"rank": rank, **told, **counts}
     return {
         "rank": 0,
         "control_ns": 0,
@@ -43,7 +44,8 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     last; with fewer than two tokens they are None. `hit_rate` is the share of tokens that had
     entered the pipeline before they were decided. `stage_busy` is the share of the request's
     time in which each stage computed. `control_ms_per_step` is what the controller costs a
-    rank per step, the mean over the ranks: the calls, and the way of the verdict.
+    rank per step, the mean over the ranks: the calls, and the way of the verdict. `attention` is
+    the backend of each stage.
     """
     head, *stages = sorted(reports, key=lambda report: report["rank"])
     times, counts, first = head["token_ns"], head["counts"], head["first_token"]
@@ -76,6 +78,7 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         / (len(reports) * max(counts["steps"], 1)),
         "stage_busy": [stage["busy_ns"] / max(stage["elapsed_ns"], 1) for stage in stages],
         "overruns": sum(stage["overruns"] for stage in stages) + counts["overruns"],
+        "attention": [stage["attention"] for stage in stages],
     }
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 LOADING, READY, RECOVERING = "loading", "ready", "recovering"
 SILENT, DAMAGED = "no answer", "unreadable"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
+USUAL = "sdpa"  # how a CPU attends
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
@@ -87,6 +88,7 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
         "finished": seen.finished,
         "statistics": seen.statistics,
         "stage_busy": seen.busy,
+        "computing": seen.computing,
     }
 
 
@@ -109,7 +111,7 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
         problem, fault = cluster.get("problem"), cluster.get("last_fault")
         kinds = faults(cluster.get("faults_by_kind", {}))
         done = work(cluster.get("statistics", {}), cluster.get("stage_busy", {}))
-        told = (problem, fault, kinds, done)
+        told = (problem, fault, kinds, done, computing(cluster.get("computing", {})))
         notes += [f"{cluster['name']}: {note}" for note in told if note is not None]
     show(table, *notes)
 
@@ -137,6 +139,25 @@ def work(statistics: Mapping[str, int], busy: Mapping[str, float]) -> str | None
         f"KV {statistics['kv_slots_held']} of {statistics['kv_slots']} slots; "
         f"{statistics['preemptions']} preemptions."
     )
+
+
+def computing(ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """How ranks compute, in one line, those that do alike together; None: all as usual."""
+    alike: dict[str, list[int]] = {}
+    for rank, how in ranks.items():
+        sizes = " and ".join(map(str, how["graph_rows"]))
+        graphs = f", graphs of {sizes} rows" if sizes else ""
+        words = f"{how['attention']}{graphs}{', compiled' * how['compiled']}"
+        alike.setdefault(words, []).append(rank)
+    told = "; ".join(f"{words} ({_ranks(those)})" for words, those in alike.items())
+    refused = [f"rank {rank}: {why}" for rank, how in ranks.items() for why in how["refused"]]
+    usual = set(alike) <= {USUAL} and not refused
+    return None if usual else " ".join([f"attention: {told}.", *refused])
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """As in "ranks 0, 3"."""
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def duration(seconds: float) -> str:

@@ -14,9 +14,10 @@ from pipespec.config.schema import Config
 from pipespec.controller.client import Controller
 from pipespec.core import Request
 from pipespec.engine import tokenizer
-from pipespec.engine.attention.choose import SDPA
+from pipespec.engine.attention.choose import AUTO, SDPA
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
+from pipespec.engine.tuning import tune
 from pipespec.head.loop import HeadLoop, HeadSettings
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.sequence import StopCheck
@@ -48,6 +49,7 @@ def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlic
     name = "quantization" if rank else "draft_quantization"
     quantization = getattr(deployment.config.model, name)
     info.require_quantizer(f"model.{name}", quantization)
+    settings = deployment.config.model
     model = ModelSlice.load(
         info.path,
         memory.layers_of(deployment, info, rank),
@@ -55,10 +57,14 @@ def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlic
         quantization=quantization,
         device=device,
         num_slots=slots,
-        attention=deployment.config.model.attention,
+        attention=settings.attention,
     )
-    if model.device.type == "cuda" and model.attention != SDPA:
-        model.record(deployment.config.model.graph_rows)
+    if settings.compile:
+        model.compile()
+    if model.device.type == "cuda" and settings.attention == AUTO:
+        tune(model, settings.graph_rows)
+    elif model.device.type == "cuda" and model.attention != SDPA:
+        model.record(settings.graph_rows)
     for sentence in model.refused:
         log.warning("rank %d: %s", rank, sentence)
     return model
@@ -99,6 +105,7 @@ def serve(
         kv_tokens=tokens,
         row_times=times.measured(),
         spins=spins,
+        computing=None if model is None else model.outcome(),
     ) as controller:
         link = inner = connect()
         if config.link:
@@ -107,7 +114,9 @@ def serve(
             with guard(inner.abort):
                 if rank:
                     assert runner is not None
-                    settings = StageSettings(deployment.layout, config.pace, delay_ms)
+                    settings = StageSettings(
+                        deployment.layout, config.pace, delay_ms, runner.model.attention
+                    )
                     StageLoop(runner, link, controller, settings, timeline, times).run()
                 else:
                     tokens = controller.kv_tokens(deployment.num_ranks - 1)

@@ -75,7 +75,8 @@ class ModelConfig:
     of the target's layers in fewer bits than `dtype`, `draft_quantization` those of the draft's.
     `kv_memory` is what a rank may take for KV: a share of what its device has free, or an amount
     ("8GiB"); None: KV_SHARE of it. `attention` is the backend of every rank's attention. On a GPU
-    batches of up to so many rows as `graph_rows` names are computed by replaying a graph.
+    batches of up to so many rows as `graph_rows` names are computed by replaying a graph. `compile`
+    has torch.compile fuse what lies between the products.
     """
 
     target: str
@@ -87,6 +88,7 @@ class ModelConfig:
     kv_memory: float | str | None = None
     attention: str = AUTO
     graph_rows: list[int] = field(default_factory=lambda: [64])
+    compile: bool = False
 
     def __post_init__(self) -> None:
         kv_amount(self.kv_memory)

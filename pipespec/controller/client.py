@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,7 @@ class Controller(RequestLog):
         kv_tokens: how many tokens of text the rank holds; None: it holds none and needs not to.
         row_times: how long its batches take by their rows, as far as it knows.
         spins: see `pipespec.system.waiting`.
+        computing: how it computes, for whoever asks (`ModelSlice.outcome`); None: it does not.
 
     Raises Unreachable or StaleEpoch.
     """
@@ -59,6 +61,7 @@ class Controller(RequestLog):
         kv_tokens: int | None = None,
         row_times: Measured = UNKNOWN,
         spins: bool = False,
+        computing: Mapping[str, Any] | None = None,
     ):
         # An epoch ends with a rank's connection.
         super().__init__(url, namespace=namespace, epoch=epoch, patience=0)
@@ -77,9 +80,11 @@ class Controller(RequestLog):
             self._keys.ranks(epoch),
             self._keys.kv_tokens(epoch),
             self._keys.row_times(epoch),
+            self._keys.computing(epoch),
         )
+        how = "" if computing is None else json.dumps(computing)
         tokens = "" if kv_tokens is None else kv_tokens
-        self._call("attach", keys, epoch, rank, os.getpid(), tokens, pack_times(row_times))
+        self._call("attach", keys, epoch, rank, os.getpid(), tokens, pack_times(row_times), how)
         self._announcements = Pipe(url)
         self._spins = spins
         self._listening = False

@@ -75,6 +75,10 @@ class Keys:
         """How long the batches of each stage take by their rows (hash by rank)."""
         return self._key("epochs", epoch, "row_times")
 
+    def computing(self, epoch: int) -> str:
+        """How each rank computes (hash by rank)."""
+        return self._key("epochs", epoch, "computing")
+
     def closed(self, epoch: int) -> str:
         return self._key("epochs", epoch, "closed")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ class Overview:
     says which epoch ended last, and why; None if none has. `state` is what the head said last of
     this moment (`Scheduler.statistics`), nothing if it has not begun; `counts` is what the ranks
     have counted in this epoch, and `past` in those before, by "name" or "name/label"
-    (`Totals.counts`, `StageLoop.worked`, `FaultRecord`).
+    (`Totals.counts`, `StageLoop.worked`, `FaultRecord`). `computing` is how each rank computes that
+    holds a model (`ModelSlice.outcome`).
     """
 
     epoch: int
@@ -33,6 +35,7 @@ class Overview:
     state: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     past: dict[str, int] = field(default_factory=dict)
+    computing: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def statistics(self) -> dict[str, int]:
@@ -94,14 +97,16 @@ def questions(keys: Keys, epoch: int) -> list[tuple[Any, ...]]:
         ("HGETALL", keys.statistics(epoch)),
         ("HGETALL", keys.counts(epoch)),
         ("HGETALL", keys.totals),
+        ("HGETALL", keys.computing(epoch)),
         ("EXEC",),
     ]
 
 
 def overview(epoch: int, replies: list[Any]) -> Overview:
     """What the last reply to `questions` says."""
-    joined, finished, queued, admitted, fault, *told = replies
+    joined, finished, queued, admitted, fault, *told, computing = replies
     state, counts, past = map(numbers, told)
+    by_rank = dict(zip(map(int, computing[::2]), map(json.loads, computing[1::2]), strict=True))
     return Overview(
         epoch=epoch,
         joined=joined,
@@ -112,6 +117,7 @@ def overview(epoch: int, replies: list[Any]) -> Overview:
         state=state,
         counts=counts,
         past=past,
+        computing={rank: by_rank[rank] for rank in sorted(by_rank)},
     )
 
 

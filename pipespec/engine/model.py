@@ -10,7 +10,7 @@ the batch's plan to a backend (`pipespec.engine.attention`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from pipespec.engine.attention import choose, hook
 from pipespec.engine.attention.flat import FlatAttention
 from pipespec.engine.attention.plan import Attention, AttentionPlan, causal_plan
 from pipespec.engine.attention.proof import Layer
+from pipespec.engine.compiling import Compute, compiled
 from pipespec.engine.graphs import Recorder, Recording, record_cuda
 from pipespec.engine.precision import name_of
 from pipespec.engine.quantization import loading_options
@@ -74,9 +75,13 @@ class ModelSlice:
             hook.attach(layer, self._slice, num_slots) for layer in self._base.layers
         ]
         self._recordings: list[Recording] = []  # of rising numbers of rows
+        self._compiled: Compute | None = None
         self._allocate()
         # The backend's name, and a sentence on each that was wanted and does not serve.
         self.attention, self.refused = "given", list[str]()
+        # Milliseconds of a batch, and of reading the weights, where that was measured (`tuning`).
+        self.step_ms: float | None = None
+        self.floor_ms: float | None = None
         if isinstance(attention, str):
             with torch.inference_mode():
                 self.attention, self._slice.attention, self.refused = choose.choose(
@@ -172,6 +177,27 @@ class ModelSlice:
         """What its layers attend with."""
         return self._slice.attention
 
+    def attend_by(self, name: str, backend: Attention) -> None:
+        """Attend with another backend from now on, which has proved itself; without graphs."""
+        self._recordings = []
+        self.attention, self._slice.attention = name, backend
+
+    def outcome(self) -> dict[str, Any]:
+        """How it computes, as JSON can hold it."""
+        return {
+            "attention": self.attention,
+            "graph_rows": list(self.graph_rows),
+            "compiled": self._compiled is not None,
+            "refused": self.refused,
+            "step_ms": self.step_ms,
+            "floor_ms": self.floor_ms,
+        }
+
+    @property
+    def graph_rows(self) -> tuple[int, ...]:
+        """Batches of up to so many rows are computed by graphs."""
+        return tuple(recording.rows for recording in self._recordings)
+
     @property
     def attention_layers(self) -> list[Layer]:
         """What the attention of each layer works on."""
@@ -196,7 +222,23 @@ class ModelSlice:
                 if replayed is not None:
                     return replayed
         self._slice.attention.prepare(plan)
-        return self.compute(inputs.to(self.device), positions.to(self.device))
+        return self._computed(inputs.to(self.device), positions.to(self.device))
+
+    @torch.inference_mode()
+    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Have torch.compile fuse what lies between the products from now on, by this backend.
+
+        The KV slots are nobody's until this is over. What cannot be compiled, or is off by more
+        than rounding, is computed as before; `refused` says why.
+        """
+        try:
+            self._compiled = compiled(self, backend)
+        except Exception as error:  # noqa: BLE001 - a model's, a compiler's, a driver's
+            why = " ".join(str(error).split())[:200]
+            self.refused.append(f"The slice is computed without a compiler: {why}.")
+
+    def _computed(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        return (self._compiled or self.compute)(inputs, positions)
 
     @torch.inference_mode()
     def record(self, buckets: Sequence[int], record: Recorder = record_cuda) -> None:
@@ -207,20 +249,27 @@ class ModelSlice:
         """
         attention = self._slice.attention
         for rows in sorted(buckets):
-            inputs = torch.randn(rows, self.hidden_size, device=self.device).to(self.dtype)
-            if self.is_first:
-                inputs = torch.randint(self.vocab_size, (rows,), device=self.device)
+            inputs, _, _ = self.example(rows)
             try:
                 if not isinstance(attention, FlatAttention):
                     raise ValueError(f"attention={self.attention} cannot be recorded")
                 self._recordings.append(
-                    Recording(self.compute, inputs, attention, self.num_slots, record)
+                    Recording(self._computed, inputs, attention, self.num_slots, record)
                 )
             except Exception as error:  # noqa: BLE001 - a model's, a driver's, a kernel's
                 why = " ".join(str(error).split())[:200]
                 self.refused.append(
                     f"Batches of up to {rows} rows are computed without a graph: {why}."
                 )
+
+    def example(self, rows: int) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """A batch of a text's first rows: inputs, positions, plan."""
+        inputs = torch.randn(rows, self.hidden_size, device=self.device).to(self.dtype)
+        if self.is_first:
+            inputs = torch.randint(self.vocab_size, (rows,), device=self.device)
+        slots = np.arange(rows)
+        plan = causal_plan(slots[:0], slots)
+        return inputs, torch.arange(rows, device=self.device), plan
 
     def compute(self, inputs: Tensor, positions: Tensor) -> Tensor:
         """`forward` by the plan that attention has: what a compiler or a recorder may take for

@@ -222,6 +222,22 @@ def _busy(seen: Overview) -> list[Sample]:
     return [("", {"stage": stage}, share) for stage, share in seen.busy.items()]
 
 
+def _computing(seen: Overview) -> list[Sample]:
+    return [
+        (
+            "",
+            {
+                "rank": str(rank),
+                "attention": how["attention"],
+                "graph_rows": ",".join(map(str, how["graph_rows"])),
+                "compiled": str(how["compiled"]).lower(),
+            },
+            1,
+        )
+        for rank, how in seen.computing.items()
+    ]
+
+
 def _faults(seen: Overview) -> list[Sample]:
     return [("_total", {"kind": kind}, seen.faults.get(kind, 0)) for kind in FaultKind]
 
@@ -258,6 +274,7 @@ CLUSTER = (
     Figure("spec_decode_num_accepted_tokens_per_pos", COUNTER, BOTH, _by_position, "By depth - 1"),
     Figure("guess_rows", COUNTER, OWN, _by("fed", "depth", 1), "Guesses fed, by depth then"),
     Figure("guess_hits", COUNTER, OWN, _by("hits", "depth", 1), "Of those, accepted"),
+    Figure("rank_info", GAUGE, OWN, _computing, "How each rank computes"),
     Figure("stage_busy_share", GAUGE, OWN, _busy, "Of this epoch's time with requests"),
     Figure("stage_active_seconds", COUNTER, OWN, _spent("active_ns"), "Time with requests"),
     Figure("stage_busy_seconds", COUNTER, OWN, _spent("busy_ns"), "Of that, computing"),

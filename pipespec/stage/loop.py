@@ -35,11 +35,13 @@ class StageSettings:
         layout: the stages, their groups, and whether ranks wait for verdicts.
         pace: what this rank's steps are held to.
         delay_ms: what a verdict takes to this rank, beyond what it takes here.
+        attention: the backend, for whoever asks.
     """
 
     layout: Layout
     pace: Pace
     delay_ms: float
+    attention: str = ""
 
 
 class StageLoop:
@@ -261,6 +263,7 @@ class StageLoop:
                 elapsed = {"since_ns": self._since, "elapsed_ns": now["elapsed_ns"] - self._since}
                 period = {name: now[name] for name in PERIOD} | elapsed
                 told = {"rank": self.rank, **since, "period": period}
+                told["attention"] = self.settings.attention
                 ended[opening.request] = told | {"events": events}
         if not self._opened:
             self._worked = worked

@@ -51,7 +51,7 @@ def survey() -> dict[str, Any]:
     if not any(problem.startswith("torch ") for problem in problems):
         findings["devices"] += _cuda_devices()
         cuda = len(findings["devices"]) > 1
-        findings["attention"] = _attention(cuda)
+        findings["attention"] = {n: _usable(why) for n, why in attention_faults(cuda).items()}
         findings["transport"] = _transports(cuda)
         if not findings["transport"]["gloo"]["usable"]:
             problems.append("This torch has no gloo; install a torch built with distributed.")
@@ -95,8 +95,9 @@ def _usable(why_not: str | None = None) -> dict[str, Any]:
     return {"usable": why_not is None, "why_not": why_not}
 
 
-def _attention(cuda: bool) -> dict[str, Any]:
-    """Which backends prove themselves, on a layer such as many models have."""
+def attention_faults(cuda: bool) -> dict[str, str | None]:
+    """Of each backend, why it cannot be used on this machine's first device, as a clause; None: it
+    proves itself, on a layer such as many models have."""
     import torch
 
     from pipespec.engine.attention import choose
@@ -106,11 +107,11 @@ def _attention(cuda: bool) -> dict[str, Any]:
     device = torch.device("cuda" if cuda else "cpu")
     like = torch.zeros(1, 8, 128, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
     layer = Layer(32, LayerOptions(128**-0.5), LayerPool(like, like))
-    found = {choose.SDPA: _usable()}
+    found: dict[str, str | None] = {choose.SDPA: None}
     for name in (choose.STATIC, choose.TRITON, choose.FLASHINFER):
         with torch.inference_mode():
             wrong = choose.missing(name, device.type) or choose.fault(name, device, [layer])
-        found[name] = _usable(wrong)
+        found[name] = wrong
     return found
 
 

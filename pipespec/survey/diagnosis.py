@@ -65,6 +65,7 @@ def diagnose(
         *_versions(stocks),
         *_models(hosts_file, stocks),
         *_devices(hosts_file, stocks),
+        *_attention(stocks),
         *_slow(hosts, links),
         *_clocks({name: seen.clock for name, seen in hosts.items() if seen.clock is not None}),
     ]
@@ -251,6 +252,15 @@ def _devices(hosts_file: HostsFile, stocks: Mapping[str, Inventory]) -> Iterator
                     (name,),
                     f"{name} names the device {device}, but its CUDA devices end with "
                     f"cuda:{len(stock.cuda) - 1}; correct its `devices`.",
+                )
+
+
+def _attention(stocks: Mapping[str, Inventory]) -> Iterator[Finding]:
+    for name, stock in stocks.items():
+        for backend, fault in stock.attention.items():
+            if fault is not None:
+                yield Finding(
+                    False, (name,), f"On {name} attention={backend} is not used, because {fault}."
                 )
 
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from pipespec.engine.attention.choose import missing
 from pipespec.engine.headers import weight_map
 from pipespec.errors import ModelError
-from pipespec.survey.check import package_version
+from pipespec.survey.check import attention_faults, package_version
 from pipespec.system.devices import num_cuda
 from pipespec.system.reading import (
     Missing,
@@ -62,12 +63,15 @@ class Inventory:
     `versions` has python, pipespec, code (of pipespec: a hash), torch, transformers, torchao,
     bitsandbytes and driver (NVIDIA's); None stands for what is not there. `cuda` names the CUDA
     devices that torch can use, None if nobody asked; `cuda_problem` says in a clause why there
-    are none. `models` maps "target" and "draft" to what lies where they should.
+    are none. `attention` tells of the backends that are installed, where there is such a device,
+    what fails in their proof, as a clause (None: nothing). `models` maps "target" and "draft" to
+    what lies where they should.
     """
 
     versions: dict[str, str | None]
     cuda: list[str] | None
     cuda_problem: str | None
+    attention: dict[str, str | None]
     models: dict[str, Fingerprint]
 
 
@@ -89,7 +93,9 @@ def take(models: Mapping[str, str], devices: Iterable[str]) -> Inventory:
     wanted = named or (driver is not None and any(device == "auto" for device in devices))
     cuda, problem = cuda_devices() if wanted else (None, None)
     found = {part: fingerprint(model) for part, model in models.items()}
-    return Inventory(versions, cuda, problem, found)
+    faults = attention_faults(True) if cuda else {}
+    installed = {name: why for name, why in faults.items() if missing(name, "cuda") is None}
+    return Inventory(versions, cuda, problem, installed, found)
 
 
 def nvidia_driver() -> str | None:

@@ -63,7 +63,7 @@ def test_statistics_of_a_request():
     }
     stage = {
         "busy_ns": 30 * ms, "elapsed_ns": 60 * ms, "dropped": 4, "overruns": 1,
-        "control_ns": 18 * ms,
+        "control_ns": 18 * ms, "attention": "triton",
     }  # fmt: skip
     stats = summarise(0, [stage | {"rank": 1}, head])
     assert stats["ttft_ms"] == 20
@@ -79,6 +79,7 @@ def test_statistics_of_a_request():
     assert stats["pruned_rows"] == 4
     assert stats["control_ms_per_step"] == 1.5
     assert stats["overruns"] == 1
+    assert stats["attention"] == ["triton"]
 
 
 def test_a_request_of_one_token_has_no_rates():
@@ -88,6 +89,7 @@ def test_a_request_of_one_token_has_no_rates():
         "first_token": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
     }  # fmt: skip
     stage = {"rank": 1, "busy_ns": 1, "elapsed_ns": 4, "dropped": 0, "overruns": 0, "control_ns": 0}
+    stage["attention"] = "sdpa"
     stats = summarise(0, [head, stage])
     assert stats["tokens_per_step"] is None
     assert stats["tbt_ms"] == {"mean": None, "p50": None, "p99": None}

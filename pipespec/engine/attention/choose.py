@@ -29,7 +29,7 @@ def choose(
     """The backend of a name for a slice of such layers on a device, or the next that proves itself
     there; its name, and a sentence on each that does not serve.
 
-    `auto` is PyTorch's own on every device, for now.
+    `auto` is PyTorch's own, until `pipespec.engine.tuning` has found a faster one.
     """
     refused: list[str] = []
     name = SDPA if name == AUTO else name

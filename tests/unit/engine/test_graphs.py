@@ -1,5 +1,4 @@
-"""A slice that is recorded and replayed, with a stand-in for CUDA's graphs: `make_fx` notes every
-operation of one run, and replays them."""
+"""A slice that is recorded and replayed, with a stand-in for CUDA's graphs."""
 
 from __future__ import annotations
 
@@ -12,23 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from pipespec.engine.model import ModelSlice
 from tests.helpers import models
 from tests.helpers.plans import plans
+from tests.helpers.recording import stand_in
 
 NUM_SLOTS = 300
 BUCKET = 32
 # Rope of two kinds with windows and caps; sinks and experts.
 ARCHITECTURES = ("llama", "gemma2", "gpt_oss")
-
-
-def stand_in(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """As `record_cuda`: what is computed lies where it lay."""
-    graph = make_fx(lambda: run())()
-    result = graph()
-    return lambda: result.copy_(graph()), result
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,11 @@ PAST = {
     "recoveries": 2,
     "recovery_ns": 5 * 10**9,
 }
-SEEN = Overview(5, 3, 4, 2, 9, None, STATE, COUNTS, PAST)
+COMPUTING = {
+    1: {"attention": "triton", "graph_rows": [16, 64], "compiled": False, "refused": []},
+    2: {"attention": "sdpa", "graph_rows": [], "compiled": True, "refused": ["It is old."]},
+}
+SEEN = Overview(5, 3, 4, 2, 9, None, STATE, COUNTS, PAST, COMPUTING)
 
 
 class Read:
@@ -134,6 +138,10 @@ def test_what_stages_and_the_launcher_say_is_told_too() -> None:
     assert read.value("pipespec_stage_receive_seconds_total", stage="1") == pytest.approx(0.1)
     assert read.value("pipespec_stage_send_seconds_total", stage="1") == pytest.approx(0.01)
     assert read.value("pipespec_faults_total", kind="worker_ended") == 2
+    graphs = {"attention": "triton", "graph_rows": "16,64", "compiled": "false"}
+    assert read.value("pipespec_rank_info", rank="1", **graphs) == 1
+    plain = {"attention": "sdpa", "graph_rows": "", "compiled": "true"}
+    assert read.value("pipespec_rank_info", rank="2", **plain) == 1
     assert read.value("pipespec_faults_total", kind="redis_gone") == 0
     assert read.kind("pipespec_recovery_seconds") == "summary"
     assert read.value("pipespec_recovery_seconds_sum") == 5

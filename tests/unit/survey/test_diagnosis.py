@@ -56,7 +56,9 @@ def healthy() -> dict[str, Seen]:
     """Three hosts that have the same and listen on eth0."""
     return {
         name: Seen(
-            Inventory(dict(VERSIONS), ["L40"], None, {"target": MODEL, "draft": MODEL}),
+            Inventory(
+                dict(VERSIONS), ["L40"], None, {"sdpa": None}, {"target": MODEL, "draft": MODEL}
+            ),
             listening(name),
             Offset(0.001, 0.0002),
         )
@@ -293,6 +295,18 @@ def test_the_draft_is_needed_where_the_head_is(tmp_path: Path) -> None:
         assert seen.inventory is not None
         seen.inventory.models["draft"] = gone
     assert [each.error for each in diagnose(anywhere, hosts, ALL_LINKS)] == [True] * 3
+
+
+def test_a_backend_that_fails_its_proof_is_a_warning(hosts_file: HostsFile) -> None:
+    hosts = healthy()
+    inventory = hosts["beta"].inventory
+    assert inventory is not None
+    inventory.attention["triton"] = "its error is 3 where 1 is allowed"
+    found = only(diagnose(hosts_file, hosts, with_links()))
+    assert not found.error
+    assert found.sentence == (
+        "On beta attention=triton is not used, because its error is 3 where 1 is allowed."
+    )
 
 
 def test_a_device_that_torch_does_not_have(tmp_path: Path) -> None:
