@@ -178,10 +178,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     stage = TimedStage(SHAPES[options.shape], options.layers + 2, layers, num_slots, on)
     if device.type != "cpu" and hasattr(torch.accelerator, "reset_peak_memory_stats"):
         torch.accelerator.reset_peak_memory_stats(device)
+    if options.compile:
+        stage.model.compile()
     if options.graph_rows:
         stage.model.record(options.graph_rows)
-        if stage.model.refused:
-            raise ConfigError(stage.model.refused[0])
+    if stage.model.refused:
+        raise ConfigError(stage.model.refused[0])
     steps: list[dict[str, Any]] = []
     for context in options.contexts:
         stage.hold_text(context)
@@ -219,6 +221,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "load": [load, os.getloadavg()[0]],  # processes that ran, at the start and at the end
         "attention": stage_attention,
         "graph_rows": options.graph_rows,
+        "compiled": options.compile,
         "shape": options.shape,
         "layers": options.layers,
         "limits": limit,
@@ -242,6 +245,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--graph-rows", type=numbers, default=[], help="replay graphs of up to so many rows (none)"
     )
+    parser.add_argument("--compile", action="store_true", help="by torch.compile")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
     rows = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256]
     parser.add_argument("--rows", type=numbers, default=rows, help="1 is always among them")
@@ -288,7 +292,8 @@ def main() -> None:
     result = measure(options)
     title = (
         f"MEASURED: a stage of {options.layers} layers of {options.shape}, {options.dtype}, "
-        f"attention {result['attention']}{', graphs' * bool(options.graph_rows)}, on "
+        f"attention {result['attention']}{', graphs' * bool(options.graph_rows)}"
+        f"{', compiled' * options.compile}, on "
         f"{result['device']}, {options.threads} CPU threads"
     )
     show(title, result)
