@@ -36,7 +36,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/unit
+	$(BIN)/python -m pytest -q $(PYTEST_FLAGS) tests/unit
 
 # Every figure of docs/benchmarks.md at a small size, in less than ten minutes.
 bench-quick: $(VENV)/.bench

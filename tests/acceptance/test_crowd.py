@@ -36,7 +36,10 @@ WAYS = [
     pytest.param(("feed=static_tree",), marks=pytest.mark.long),
     pytest.param(("feed=root", "cluster.groups=3"), marks=pytest.mark.long),
     pytest.param(("feed=adaptive", "source=hybrid"), marks=pytest.mark.long),
-    ("feed=level", "feed.levels_per_step=2", "feed.width=4", "source.rounds=3"),
+    pytest.param(
+        ("feed=level", "feed.levels_per_step=2", "feed.width=4", "source.rounds=3"),
+        marks=pytest.mark.long,
+    ),
 ]
 
 

@@ -48,7 +48,7 @@ def test_streams_outlive_what_dies_behind_the_server_and_nothing_is_left_at_the_
     door, keys = http_server.Place(server.told["url"]).door, {"X-Api-Key": KEY}
     asked = chaos_streams.bodies(streams=16, tokens=40)
     undisturbed = asyncio.run(chaos_streams.ask_all(door, asked, headers=keys))
-    for kind in ("stage", "head", "redis"):
+    for kind in ("head", "redis"):  # a stage: test_serve.py
         streams = chaos_streams.struck(door, asked, kind, at=4, name=NAME, headers=keys)
         assert [each.text for each in streams] == [each.text for each in undisturbed]
 
@@ -165,7 +165,7 @@ def test_the_description_is_true(small: tuple[Place, Server], tmp_path: Path) ->
     done = subprocess.run(
         [
             *(sys.executable, "-m", "schemathesis.cli", "run", url, "--no-color"),
-            *("--max-examples", "5", "--generation-deterministic", "--request-timeout", "60"),
+            *("--max-examples", "3", "--generation-deterministic", "--request-timeout", "60"),
             *("--exclude-checks", "positive_data_acceptance"),
         ],
         cwd=tmp_path,

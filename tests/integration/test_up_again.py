@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 NAME = "lab"
 SETTINGS = ("--name", NAME, "cluster.stages=2", "cluster.devices=[cpu]")
 PROMPT = "Once upon a time there was a king who"
-NUM_TOKENS = 300
+NUM_TOKENS = 120
 
 
 async def ask(followed: AsyncFollowed, prompt: list[int]) -> None:

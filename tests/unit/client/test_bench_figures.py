@@ -174,7 +174,7 @@ def reports() -> list[dict[str, Any]]:
         "control_ns": 0,
     }
     stage = {"dropped": 0, "busy_ns": 5, "elapsed_ns": 10, "overruns": 0, "control_ns": 6_000_000}
-    return [head, {"rank": 1} | stage]
+    return [head, {"rank": 1, "attention": "sdpa"} | stage]
 
 
 def served(*settings: str) -> ServedModel:

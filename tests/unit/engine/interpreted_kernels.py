@@ -13,7 +13,7 @@ from pipespec.engine.attention.tree import TreeKernel
 from tests.helpers.plans import plans
 
 NUM_SLOTS = 300
-EXAMPLES = 4 if settings.default.max_examples <= 50 else 60
+EXAMPLES = 3 if settings.default.max_examples <= 50 else 60
 
 
 @settings(max_examples=EXAMPLES)
@@ -48,7 +48,7 @@ def test_kernels_attend_as_defined(these, heads, dims, window, softcap, sinks, d
         torch.testing.assert_close(out, expected, rtol=0, atol=limit)
 
 
-@settings(max_examples=2)
+@settings(max_examples=1 if EXAMPLES == 3 else 8)
 @given(plans(NUM_SLOTS))
 def test_rows_of_padding_change_nothing(plan: AttentionPlan):
     backend = TreeKernel("cpu", NUM_SLOTS)
