@@ -18,10 +18,16 @@ Points = tuple[tuple[int, float], ...]
 
 
 class Measured(NamedTuple):
-    """What batches take: the mean time by rows, and what each KV slot more that is read adds."""
+    """What batches take: the mean time by rows, what each KV slot adds that is read, which is not
+    in those times, and how many a batch reads on average."""
 
     points: Points = ()
     slot_ms: float = 0.0
+    slots: float = 0.0
+
+    def whole(self) -> Points:
+        """The mean time by rows of batches that read as many slots as the average does."""
+        return tuple((rows, ms + self.slot_ms * self.slots) for rows, ms in self.points)
 
 
 UNKNOWN = Measured()
@@ -85,18 +91,24 @@ class RowTimes:
 
     def __init__(self) -> None:
         self._by_size: dict[int, _Size] = {}
+        self._slots = Ema()
 
     def add(self, rows: int, ms: float, slots: int = 0) -> None:
         """A batch of so many rows, one or more, that read so many KV slots, took so long."""
         self._by_size.setdefault(largest_like(rows), _Size()).add(rows, slots, ms)
+        self._slots.add(slots)
 
-    def points(self) -> Points:
-        """The mean times; more rows never count as cheaper than fewer."""
-        return _rising((size.rows, size.ms) for size in self._by_size.values())
+    def points(self, slot_ms: float = 0.0) -> Points:
+        """The mean times, without what the KV slots add; more rows never count as cheaper than
+        fewer."""
+        return _rising(
+            (size.rows, max(size.ms - slot_ms * size.slots, 0.0)) for size in self._by_size.values()
+        )
 
     def measured(self) -> Measured:
         """What is known so far."""
-        return Measured(self.points(), self._slot_ms())
+        slot_ms = self._slot_ms()
+        return Measured(self.points(slot_ms), slot_ms, self._slots.value or 0.0)
 
     def _slot_ms(self) -> float:
         """By least squares of times on rows and slots, among batches of one size.
@@ -123,14 +135,19 @@ def together(measured: Iterable[Measured]) -> Measured:
     """
     by_size: dict[int, list[tuple[int, float]]] = {}
     found = list(measured)
-    for points, _ in found:
-        for rows, ms in points:
+    for each in found:
+        for rows, ms in each.points:
             by_size.setdefault(largest_like(rows), []).append((rows, ms))
     means = _rising(
         (sum(rows for rows, _ in like) / len(like), sum(ms for _, ms in like) / len(like))
         for like in by_size.values()
     )
-    return Measured(means, sum(slot_ms for _, slot_ms in found) / max(len(found), 1))
+    count = max(len(found), 1)
+    return Measured(
+        means,
+        sum(each.slot_ms for each in found) / count,
+        sum(each.slots for each in found) / count,
+    )
 
 
 def _rising(points: Iterable[tuple[float, float]]) -> Points:
@@ -143,17 +160,18 @@ def _rising(points: Iterable[tuple[float, float]]) -> Points:
 
 
 def pack(measured: Measured) -> str:
-    """As one word, such as "1:5.25,16:8;0.0001"; nothing is known: none."""
+    """As one word, such as "1:5.25,16:8;0.0001;350"; nothing is known: none."""
     if not measured.points:
         return ""
     points = ",".join(f"{rows}:{ms:.6g}" for rows, ms in measured.points)
-    return f"{points};{measured.slot_ms:.6g}"
+    return f"{points};{measured.slot_ms:.6g};{measured.slots:.6g}"
 
 
 def unpack(word: str) -> Measured:
     """The inverse of `pack`."""
     if not word:
         return UNKNOWN
-    points, _, slot_ms = word.partition(";")
+    points, slot_ms, slots = word.split(";")
     pairs = (part.split(":") for part in points.split(",") if part)
-    return Measured(tuple((int(rows), float(ms)) for rows, ms in pairs), float(slot_ms))
+    known = tuple((int(rows), float(ms)) for rows, ms in pairs)
+    return Measured(known, float(slot_ms), float(slots))

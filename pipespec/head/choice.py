@@ -10,6 +10,7 @@ under ancestors. Everything here is pure; docs/feeding.md derives the rules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,17 +49,21 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What is fed: nodes of each offer. `chances` are those of everything that was offered to lie
-    on accepted paths, falling, `[rows]`."""
+    on accepted paths, falling, and `slots` the KV slots that each row reads beside those before it,
+    `[rows]`."""
 
     taken: list[np.ndarray]
     chances: np.ndarray
+    slots: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """How large batches are to be, and the time of a token with them."""
+    """How large batches are to be, rows and KV slots that they read, and the time of a token with
+    them."""
 
     rows: int
+    slots: float
     ms_per_token: float
 
 
@@ -82,7 +87,7 @@ def choose(
         of_prompts: rows that are in the batch already.
     """
     if not offers:
-        return Choice([], np.empty(0))
+        return Choice([], np.empty(0), np.empty(0))
     guesses = [offer.nodes[offer.certain :] for offer in offers]
     cum = np.concatenate(
         [offer.tree.cum[nodes] for offer, nodes in zip(offers, guesses, strict=True)]
@@ -90,18 +95,24 @@ def choose(
     known = 0 if state.offered is None else len(state.offered)
     order = _likeliest(cum, max(budget, known))
     chances = np.concatenate((np.ones(certain(offers)), np.exp(cum[order])))
-    usual = None if row_cost is not None else usual_batch(chances, state)
+    owner = np.repeat(np.arange(len(offers)), [len(nodes) for nodes in guesses])[order]
+    slots = _slots(offers, owner)
+    usual = None if row_cost is not None else usual_batch(chances, slots, state)
     limit = budget if usual is None else min(budget, usual.rows)
     taken = []
-    fed = 0
+    fed = read = 0
+    full = False
     for offer in offers:
-        fits = fed + offer.certain <= limit  # else its root waits, and nothing is left for guesses
-        taken.append(offer.nodes[: offer.certain] if fits else NOTHING)
+        needed = offer.context if offer.certain else 0
+        full |= fed + offer.certain > limit
+        full |= usual is not None and fed > 0 and read + needed > usual.slots
+        # From the first whose root does not fit they wait.
+        taken.append(NOTHING if full else offer.nodes[: offer.certain])
         fed += len(taken[-1])
+        read += 0 if full else needed
     if usual is not None and state.slot_ms:
-        owner = np.repeat(np.arange(len(offers)), [len(nodes) for nodes in guesses])[order]
         saved_ms = usual.ms_per_token * np.exp(cum[order])
-        saved_ms[limit - fed :] = 0  # there is no room for these
+        saved_ms[0 if full else limit - fed :] = 0  # there is no room for these
         order = order[_read(offers, taken, owner, saved_ms, state.slot_ms)[owner]]
     order = order[: limit - fed]
     likeliest = np.concatenate((np.ones(fed), np.exp(cum[order])))
@@ -116,7 +127,21 @@ def choose(
     for i, nodes in enumerate(_split(guesses, order[: max(worth - fed, 0)])):
         if len(nodes):
             taken[i] = np.concatenate((taken[i], nodes))
-    return Choice(taken, chances)
+    return Choice(taken, chances, slots)
+
+
+def _slots(offers: Sequence[Offer], owner: np.ndarray) -> np.ndarray:
+    """The KV slots that each row reads beside those before it, of all that come before guesses and
+    of guesses, each of its `owner`."""
+    context = np.array([offer.context for offer in offers])
+    before = np.array([offer.certain for offer in offers])
+    read = np.zeros(before.sum() + len(owner))
+    ends = np.cumsum(before)
+    read[(ends - before)[before > 0]] = context[before > 0]
+    owners, first = np.unique(owner, return_index=True)
+    alone = before[owners] == 0
+    read[before.sum() + first[alone]] = context[owners[alone]]
+    return read
 
 
 def _read(
@@ -129,34 +154,40 @@ def _read(
     """Whose context is read in this step, bool `[offers]`: of those who are fed anyway, and of
     those whose guesses, each of its `owner` and saving so many `saved_ms`, are worth that."""
     worth = np.bincount(owner, saved_ms, len(offers))
-    costs = slot_ms * np.array([offer.context for offer in offers])
+    costs = LEFT_FOR_LATER * slot_ms * np.array([offer.context for offer in offers])
     return (worth >= costs) | np.array([len(nodes) > 0 for nodes in taken])
 
 
 def curve(state: PipelineState, rows: np.ndarray) -> np.ndarray:
-    """Milliseconds of a step whose largest batch has so many rows, as measured; beyond that, as
-    the last two sizes go on."""
+    """Milliseconds of a step whose largest batch has so many rows, as measured, without what the
+    KV slots add; beyond that, as the last two sizes go on."""
     known, ms = np.array(state.step_ms).T
     slope = (ms[-1] - ms[-2]) / (known[-1] - known[-2]) if len(known) > 1 else 0.0
     return np.interp(rows, known, ms) + slope * np.maximum(rows - known[-1], 0)
 
 
-def usual_batch(chances: np.ndarray, state: PipelineState) -> Usual | None:
+def usual_batch(chances: np.ndarray, slots: np.ndarray, state: PipelineState) -> Usual | None:
     """The batch that makes the text come fastest if all batches are like it; None: nothing was
     measured.
 
     A step lasts as long as the largest batch on its way, so one that is larger than the others
     holds them all up: a size is chosen for all of them, and requests whose roots come in one
     step are spread over several. What so many rows yield is what they would have yielded in the
-    steps so far; `chances` are those of this step.
+    steps so far, and the KV slots that they read likewise; `chances` and `slots` are those of this
+    step.
     """
     if not state.step_ms or not len(chances):
         return None
-    tokens = np.cumsum(chances) if state.offered is None else state.offered
-    ms = np.maximum(curve(state, np.arange(1, len(tokens) + 1)), state.drafting_ms)
+    if state.offered is None or state.offered_slots is None:
+        tokens, read = np.cumsum(chances), np.cumsum(slots)
+    else:
+        tokens, read = state.offered, state.offered_slots
+    ms = curve(state, np.arange(1, len(tokens) + 1)) + state.slot_ms * read
+    ms = np.maximum(ms, state.drafting_ms)
     rate = tokens / (ms[0] + LEFT_FOR_LATER * (ms - ms[0]))
     rows = int(np.flatnonzero(rate >= ABOUT_AS_FAST * rate.max())[-1]) + 1
-    return Usual(rows, ms[rows - 1] / max(tokens[rows - 1], 1 / state.num_stages))
+    most = read[rows - 1] if state.slot_ms else math.inf
+    return Usual(rows, most, ms[rows - 1] / max(tokens[rows - 1], 1 / state.num_stages))
 
 
 def share(offers: Sequence[Offer], budget: int) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 
 from pipespec.head.feed.policy import PipelineState, Rate
-from pipespec.row_times import MEMORY, Ema, Measured, Points, RowTimes, largest_like
+from pipespec.row_times import MEMORY, UNKNOWN, Ema, Measured, Points, RowTimes, largest_like
 
 # What it takes to hear a verdict that has been there.
 AT_ONCE_MS = 0.3
@@ -29,7 +29,8 @@ class Meter:
     def __init__(self, num_stages: int, rounds: int = 1, max_rows: int = 1) -> None:
         self.num_stages = num_stages
         self._rounds = rounds
-        self._offered = np.zeros(max_rows)  # tokens by rows
+        # Tokens by rows, and KV slots that these read.
+        self._offered = np.zeros((2, max_rows))
         self._offers = 0  # steps of which that is the mean
         # Rows of the batches on the way, and how many of them are of prompts.
         self._in_flight: deque[tuple[int, int]] = deque(maxlen=num_stages)
@@ -40,8 +41,7 @@ class Meter:
         self._drafted_ms = 0.0  # of this step
         self._verdict = Ema()
         self._by_rows = RowTimes()  # ms per step, by the largest batch on its way
-        self._stages: Points = ()  # ms of a stage, as the stages have measured it
-        self._slot_ms = 0.0
+        self._stages = UNKNOWN  # ms of a stage, as the stages have measured it
         self._beside = Ema()  # ms of a step beside its stages
         self._plain = Ema()  # ms per step
         self._plain_requests = Ema()  # that were decoding in such a step
@@ -109,21 +109,22 @@ class Meter:
             self._quiet.add(ms)
         if rows:
             self._by_rows.add(rows, ms)
-            if self._stages:
-                self._beside.add(max(ms - _at(self._stages, rows), 0.0))
+            if self._stages.points:
+                self._beside.add(max(ms - _at(self._stages.whole(), rows), 0.0))
 
     def stages(self, measured: Measured) -> None:
         """How long the stages' own batches take, as they have measured it."""
-        self._stages, self._slot_ms = measured
+        self._stages = measured
 
-    def offered(self, chances: np.ndarray) -> None:
+    def offered(self, chances: np.ndarray, slots: np.ndarray) -> None:
         """Rows that were offered in this step, by their chances to lie on an accepted path,
-        `[rows]`, falling."""
-        tokens = np.zeros(len(self._offered))
-        tokens[: len(chances)] = chances[: len(tokens)]
+        falling, and the KV slots that each reads beside those before it, `[rows]` both."""
+        rows = np.zeros(self._offered.shape)
+        for row, values in zip(rows, (chances, slots), strict=True):
+            row[: len(values)] = values[: len(row)]
         self._offers += 1
         # A new array: states hold the old one.
-        self._offered = self._offered + (np.cumsum(tokens) - self._offered) / min(
+        self._offered = self._offered + (np.cumsum(rows, 1) - self._offered) / min(
             self._offers, MEMORY
         )
         self._drafting.add(self._drafted_ms)
@@ -137,7 +138,7 @@ class Meter:
         rows of prompts, when so many roots are fed anyway; twice the largest seen, if that did;
         None: nothing was measured.
         """
-        curve = self._curve()
+        curve = self._curve(self._stages.whole())
         if self._quiet.value is None or not curve:
             return None
         most_ms = stretch * max(self._quiet.value, _at(curve, roots))
@@ -162,9 +163,10 @@ class Meter:
             draft_ms=self._draft.value,
             verdict_ms=self._verdict.value,
             tokens_per_step=self._tokens.value,
-            step_ms=self._curve(),
-            slot_ms=self._slot_ms,
-            offered=self._offered if self._offers else None,
+            step_ms=self._curve(self._stages.points),
+            slot_ms=self._stages.slot_ms,
+            offered=self._offered[0] if self._offers else None,
+            offered_slots=self._offered[1] if self._offers else None,
             drafting_ms=self._drafting.value or 0.0,
             plain=self._rate(self._plain, (self._plain_requests.value or 0) / self.num_stages),
             guessing=self._rate(self._guessing, self._tokens.value),
@@ -177,13 +179,13 @@ class Meter:
             return None
         return Rate(step_ms.value / tokens_per_step, step_ms.samples)
 
-    def _curve(self) -> Points:
+    def _curve(self, stages: Points) -> Points:
         """Step time by rows: as the stages know it, who see batches of more sizes, and what
         steps last beside; without word of them by the steps alone."""
-        if not self._stages:
+        if not stages:
             return self._by_rows.points()
         beside = self._beside.value or 0.0
-        return tuple((rows, ms + beside) for rows, ms in self._stages)
+        return tuple((rows, ms + beside) for rows, ms in stages)
 
 
 def _at(points: Points, rows: int) -> float:

@@ -241,9 +241,9 @@ class Scheduler(Admission):
 
     def _choice(
         self, state: PipelineState
-    ) -> tuple[list[tuple[Sequence, np.ndarray]], list[tuple[Sequence, int]], np.ndarray]:
+    ) -> tuple[list[tuple[Sequence, np.ndarray]], list[tuple[Sequence, int]], Choice]:
         """The nodes to feed now of every sequence that is past its prompt, up to where the
-        prompts of others are read, and the chances of all nodes that were offered.
+        prompts of others are read, and the choice among all nodes that were offered.
 
         Roots come first, who has waited longest before all others, then prompts, then guesses;
         of what roots leave beside running answers, guesses have a part before prompts.
@@ -274,7 +274,7 @@ class Scheduler(Admission):
         prompts = self._prompts(min(most, slots) - kept)
         of_prompts = sum(end - each.prefilled for each, end in prompts)
         chosen = beside(of_prompts, most - of_prompts)
-        return list(zip(decoding, chosen.taken, strict=True)), prompts, chosen.chances
+        return list(zip(decoding, chosen.taken, strict=True)), prompts, chosen
 
     @property
     def _reads_beside(self) -> bool:
@@ -311,7 +311,7 @@ class Scheduler(Admission):
 
     def _next_rows(self, elapsed_ms: float) -> Batch | DraftWork:
         state = self._state(elapsed_ms)
-        choice, prompts, chances = self._choice(state)
+        choice, prompts, offered = self._choice(state)
         if not prompts and not any(len(nodes) for _, nodes in choice):
             stuck = [each for each, _ in choice if not each.tree.fed[ROOT]]
             work, urgent = self._growth(stuck, state)
@@ -321,7 +321,7 @@ class Scheduler(Admission):
                 most = min(self.free_slots, self._budget(len(stuck)))
                 choice = [(each, np.array([ROOT])) for each in stuck[:most]]
         if choice:
-            self._meter.offered(chances)
+            self._meter.offered(offered.chances, offered.slots)
         found = [Batch(self.step).rows]
         opened: list[Opening] = []
         of_prompts = 0

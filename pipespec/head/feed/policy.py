@@ -45,11 +45,12 @@ class PipelineState:
         draft_ms: one draft round.
         verdict_ms: from the start of a step until its verdict has come, where that decided tokens.
         tokens_per_step: tokens decided per step, of all requests, while guesses are made.
-        step_ms: a whole step by the largest batch in the pipeline, `(rows, ms)` by rising rows;
-            empty if unknown.
+        step_ms: a whole step by the largest batch in the pipeline, `(rows, ms)` by rising rows,
+            without what the KV slots add; empty if unknown.
         slot_ms: what each KV slot adds to a step that is read in it.
         offered: tokens that the likeliest so many rows of a step's offers would have yielded, on
             average, `[rows]`; None if unknown.
+        offered_slots: KV slots that they would have read, likewise.
         drafting_ms: how long the draft's rounds take in a step whatever else it does.
         plain, guessing: the cost of a token while no guesses are made, and while some are.
         made_guesses: the last step made guesses or had some in the pipeline.
@@ -68,6 +69,7 @@ class PipelineState:
     step_ms: tuple[tuple[int, float], ...] = ()
     slot_ms: float = 0.0
     offered: np.ndarray | None = field(default=None, compare=False)
+    offered_slots: np.ndarray | None = field(default=None, compare=False)
     drafting_ms: float = 0.0
     plain: Rate | None = None
     guessing: Rate | None = None

@@ -327,11 +327,35 @@ def test_a_measured_curve_bounds_the_width_where_rows_become_dear():
 def test_where_rows_are_dear_roots_that_come_in_one_step_are_spread_over_several():
     offers = [Offer(one_level([0.5], fed=False), np.array([ROOT, 1])) for _ in range(12)]
     usually = np.minimum(np.arange(1, 17), 4.0)  # steps have had four roots each
-    dear = replace(STATE, offered=usually, step_ms=((1, 10.0), (16, 40.0)))
+    nothing = np.zeros(16)
+    dear = replace(STATE, offered=usually, offered_slots=nothing, step_ms=((1, 10.0), (16, 40.0)))
     taken = choose(offers, 16, None, dear).taken
     assert [len(nodes) for nodes in taken] == [1] * 4 + [0] * 8
     free = replace(dear, step_ms=((1, 10.0), (16, 10.0)))
     assert sum(map(len, choose(offers, 16, None, free).taken)) == 16
+
+
+def test_where_contexts_are_dear_roots_that_come_in_one_step_are_spread_over_several():
+    offers = [
+        Offer(one_level([0.5, 0.2], fed=False), np.arange(3), context=1000) for _ in range(12)
+    ]
+    # Steps have had four roots each; reading their contexts takes four times as long as the rest.
+    usually = np.minimum(np.arange(1, 37), 4.0)
+    dear = replace(
+        STATE,
+        offered=usually,
+        offered_slots=1000 * usually,
+        step_ms=((1, 10.0), (36, 10.0)),
+        slot_ms=0.01,
+    )
+    taken = choose(offers, 36, None, dear).taken
+    # What is read for a root is read for its guesses too.
+    assert [len(nodes) for nodes in taken] == [3] * 4 + [0] * 8
+    # The one that has waited longest is fed however long its context is.
+    longest = [replace(offers[0], context=9000), *offers[1:]]
+    assert [len(nodes) for nodes in choose(longest, 36, None, dear).taken] == [3] + [0] * 11
+    free = replace(dear, slot_ms=0.0)
+    assert sum(map(len, choose(offers, 36, None, free).taken)) == 36
 
 
 def test_a_context_is_read_for_guesses_only_if_they_save_more_than_that():
@@ -339,9 +363,11 @@ def test_a_context_is_read_for_guesses_only_if_they_save_more_than_that():
         Offer(one_level([0.3, 0.2], fed=fed), np.arange(fed, 3), context=1000)
         for fed in (True, False)
     )
-    # A token takes 10 ms: the guesses of either save 5.
-    state = replace(STATE, offered=np.ones(8), step_ms=((1, 10.0), (16, 10.0)))
-    for slot_ms, fed in ((0.0, [2, 3]), (0.004, [2, 3]), (0.006, [0, 3])):
+    # A token takes 10 ms: the guesses of either save 5, and a cost counts 1.5 times.
+    state = replace(
+        STATE, offered=np.ones(8), offered_slots=np.zeros(8), step_ms=((1, 10.0), (16, 10.0))
+    )
+    for slot_ms, fed in ((0.0, [2, 3]), (0.003, [2, 3]), (0.004, [0, 3])):
         taken = choose([far, near], 16, None, replace(state, slot_ms=slot_ms)).taken
         assert [len(nodes) for nodes in taken] == fed, "the root reads that of the second anyway"
 
