@@ -83,9 +83,12 @@ def _go_on(asked: Sequence[tuple[Verifier, Walk]], logits: Tensor) -> None:
     scores = logits.to(torch.float64, copy=True)
     tokens: dict[int, int] = {}
     for i, (verifier, walk) in enumerate(asked):
-        scores[i] = verifier.adjusted(scores[i])
+        as_said = scores[i]
+        wanted = verifier.adjusted(as_said)
+        if wanted is not as_said:
+            scores[i] = wanted
         assert walk.row is not None
-        preferred = verifier.preferred(walk.nodes[walk.row], scores[i])
+        preferred = verifier.preferred(walk.nodes[walk.row], wanted)
         if preferred is not None:
             tokens[i] = preferred
     samplings = [verifier.sampling for verifier, _ in asked]

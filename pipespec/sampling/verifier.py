@@ -73,7 +73,8 @@ class Verifier:
                 self._guessed.pop(parent, None)
 
     def adjusted(self, scores: torch.Tensor) -> torch.Tensor:
-        """The next token's logits after what was asked for: float64 `[vocab]`, as given."""
+        """The next token's logits after what was asked for, float64 `[vocab]`; those given, if
+        nothing was."""
         sampling = self.sampling
         if sampling.penalises and self._tally is None:
             assert not self.reads, "the text before was not read"

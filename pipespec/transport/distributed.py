@@ -15,8 +15,7 @@ the process, and the weights with it, which torchrun's agent asks for; that is t
 rank that waits in one of its kernels is freed by `abort`.
 
 Who spins while a step is under way looks at the memory that the message is written to, as gloo
-cannot be asked.
-`benchmarks/transport.py` measures a hop beside a bare gloo ping-pong.
+cannot be asked. `benchmarks/transport.py` measures a hop beside a bare gloo ping-pong.
 """
 
 from __future__ import annotations
