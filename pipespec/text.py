@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -17,6 +17,8 @@ CONTEXT_TOKENS = 8
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that text needs."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
     def decode(
         self,
@@ -95,9 +97,14 @@ class Detokenizer:
 
     def flush(self) -> str:
         """What is left at the end of the text, broken characters as U+FFFD."""
-        text = self._unshown()
+        text = self.pending
         self._shown = len(self._ids)
         return text
+
+    @property
+    def pending(self) -> str:
+        """What `flush` would give."""
+        return self._decode(self._ids)[len(self._decode(self._ids[: self._shown])) :]
 
     def _push(self, token: int) -> str:
         self._ids.append(token)
@@ -111,15 +118,12 @@ class Detokenizer:
             self._in_raw_bytes = self._decode(self._ids) == self._decode(self._ids[:-1])
         if self._in_raw_bytes:
             return ""
-        text = self._unshown()
+        text = self.pending
         if not text or text.endswith(REPLACEMENT):
             return ""
         self._ids = self._ids[self._shown :]
         self._shown = len(self._ids)
         return text
-
-    def _unshown(self) -> str:
-        return self._decode(self._ids)[len(self._decode(self._ids[: self._shown])) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -204,11 +208,75 @@ class FinalText:
         return self._stops.push(self._text.flush()) + self._stops.flush()
 
     def _push(self, token: int) -> str:
-        piece = self._text.push([token])
+        return self._before_stop(self._text.push([token]))
+
+    def _before_stop(self, piece: str) -> str:
+        """What can be shown once a token has made a piece final."""
         if self._free:
             self._free -= 1
             return piece
         return self._stops.push(piece)
+
+
+class MarkedText(FinalText):
+    """The same text with some special tokens in it, which otherwise do not show.
+
+    `markers` are their ids and what they show as. Stop strings do not see them: a text ends where
+    it ends without them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int],
+        stops: Sequence[str],
+        min_tokens: int,
+        markers: Mapping[int, str],
+    ):
+        super().__init__(tokenizer, context, stops, min_tokens)
+        self._markers = markers
+        self._final = 0  # characters of the text that tokens made final
+        self._shown = 0  # those of them that were given out
+        self._waiting: list[tuple[int, str]] = []  # markers, and how many characters are before
+
+    def flush(self) -> str:
+        """What is left at the end of the text."""
+        text = self._marked(super().flush())
+        rest = "" if self.found is not None else "".join(marker for _, marker in self._waiting)
+        self._waiting.clear()
+        return text + rest
+
+    def _push(self, token: int) -> str:
+        marker = self._markers.get(token)
+        if marker is not None:
+            self._waiting.append((self._final + len(self._text.pending), marker))
+        piece = self._text.push([token])
+        self._final += len(piece)
+        return self._marked(self._before_stop(piece))
+
+    def _marked(self, text: str) -> str:
+        """The next text that can be shown, with the markers in it."""
+        parts = []
+        while self._waiting and self._waiting[0][0] <= self._shown + len(text):
+            place, marker = self._waiting.pop(0)
+            before = place - self._shown
+            parts += [text[:before], marker]
+            text, self._shown = text[before:], place
+        self._shown += len(text)
+        return "".join([*parts, text])
+
+
+def special_markers(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
+    """Those of the texts that are special tokens of the vocabulary, by their ids."""
+    found = {}
+    for text in texts:
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            hidden = not tokenizer.decode(
+                [token], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            if hidden and tokenizer.convert_ids_to_tokens(token) == text:
+                found[token] = text
+    return found
 
 
 class StopChecker:

@@ -13,8 +13,10 @@ from transformers import PreTrainedTokenizerFast
 from pipespec.text import (
     Detokenizer,
     FinalText,
+    MarkedText,
     StopChecker,
     StopStrings,
+    special_markers,
     token_bytes,
     token_offsets,
     token_text,
@@ -225,6 +227,54 @@ def test_no_stop_string_counts_before_so_many_tokens() -> None:
         assert text.push(ids) + text.flush() == shown
         assert text.found == "the"
         assert ends.index(True) == (0 if not least else len(tokenizer.encode("the cat, the")) - 1)
+
+
+@given(
+    parts=st.lists(st.sampled_from(["the", " cat", "é", "🙂", ",", EOS]), max_size=8),
+    stops=st.lists(st.sampled_from(["t,", "cat", "ca🙂", "ec"]), max_size=2),
+    least=st.integers(0, 3),
+    data=st.data(),
+)
+def test_marked_text_is_the_same_text_with_markers_where_they_stand(
+    parts: list[str], stops: list[str], least: int, data: st.DataObject
+) -> None:
+    tokenizer = byte_level()
+    ids = [token for part in parts for token in tokenizer.encode(part)]
+    plain = FinalText(tokenizer, (), stops, least)
+    text = plain.push(ids) + plain.flush()
+    marked = MarkedText(tokenizer, (), stops, least, {tokenizer.eos_token_id: EOS})
+    shown = "".join(marked.push(chunk) for chunk in chunks(data, ids)) + marked.flush()
+    assert (shown.replace(EOS, ""), marked.found) == (text, plain.found)
+    # Before the stop string a marker is where it was written; behind it there is none.
+    assert "".join(parts).startswith(shown)
+    if plain.found is None:
+        assert shown == "".join(parts)
+
+
+def test_a_marker_that_a_beginning_stop_string_holds_back_keeps_its_place() -> None:
+    tokenizer = byte_level()
+    eos = tokenizer.eos_token_id
+    text = MarkedText(tokenizer, (), ["the cat"], 0, {eos: EOS})
+    assert text.push([*tokenizer.encode("a the"), eos]) == "a "
+    assert text.push(tokenizer.encode("re")) == f"the{EOS}re"
+
+
+def test_a_marker_within_a_character_loses_nothing() -> None:
+    tokenizer = byte_level()
+    first, *rest = tokenizer.encode("🙂")
+    eos = tokenizer.eos_token_id
+    text = MarkedText(tokenizer, (), (), 0, {eos: EOS})
+    assert text.push([first, eos, *rest]) + text.flush() == f"🙂{EOS}"
+    text = MarkedText(tokenizer, (), (), 0, {eos: EOS})
+    assert text.push([first, eos]) + text.flush() == f"{REPLACEMENT}{EOS}"
+
+
+def test_special_markers_are_those_that_decoding_leaves_out() -> None:
+    tokenizer = byte_level.__wrapped__()  # that of the other tests stays as it is
+    tokenizer.add_tokens(["<tool_call>"])
+    assert special_markers(tokenizer, [EOS, "<tool_call>", "the", "unknown"]) == {
+        tokenizer.eos_token_id: EOS
+    }
 
 
 def test_tokens_are_found_in_their_text() -> None:
