@@ -19,6 +19,7 @@ from pipespec.client.registry import check_name, clear, left
 from pipespec.client.served import full_name
 from pipespec.errors import ConfigError, tell
 from pipespec.server.options import ServerOptions, model_name
+from pipespec.server.tools.families import FAMILIES
 from pipespec.system.outcome import SIGNALLED
 from pipespec.system.reading import Unreadable, parse_json, read_text
 
@@ -98,6 +99,12 @@ def add(commands: Commands) -> None:
         metavar="ORIGIN",
         help="web pages that may ask (CORS), such as http://localhost:3000 or *; may be given "
         "several times, or as a JSON list (none)",
+    )
+    command.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help=f"how the model writes calls of tools: {', '.join(FAMILIES)} (as its chat template "
+        "tells)",
     )
     finish(command, run)
 
@@ -205,6 +212,7 @@ def read_options(arguments: argparse.Namespace, target: str) -> ServerOptions:
         patience=arguments.patience,
         shutdown_timeout=arguments.shutdown_timeout,
         allowed_origins=tuple(read_origins(arguments.allowed_origins)),
+        tool_call_parser=arguments.tool_call_parser,
     )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipespec.engine import tokenizer
 from pipespec.engine.tokenizer import LONGEST_REASON, BackendTokenizer, Tokenizer
@@ -87,18 +87,27 @@ class ServedModel:
             )
         return ids
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, answering: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        answering: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The text of a conversation, with `answering` up to where the model's answer begins.
 
-        Raises TemplateFailed, also if the model has no chat template.
+        `tools` are functions that it may call, as Transformers gives them to templates. Raises
+        TemplateFailed, also if the model has no chat template.
         """
         if not self.tokenizer.chat_template:
             raise TemplateFailed("there is none")
+        conversation = [dict(message) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+            text = self._template()(
+                conversation,
                 add_generation_prompt=answering,
                 tokenize=False,
+                **({"tools": [dict(tool) for tool in tools]} if tools else {}),
             )
         except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
@@ -106,6 +115,19 @@ class ServedModel:
         if not isinstance(text, str) or not is_whole(text):
             raise TemplateFailed("what it makes is no text")
         return text
+
+    def _template(self) -> Callable[..., str]:
+        """`apply_chat_template` of Transformers, with whatever a template may name."""
+        backend = self.tokenizer
+        if not isinstance(backend, BackendTokenizer):
+            return backend.apply_chat_template
+
+        def apply(messages: list[dict[str, Any]], *, tokenize: bool, **names: Any) -> str:
+            assert backend.chat_template is not None and not tokenize
+            everything = {"tools": None, "documents": None, **backend.special_tokens, **names}
+            return tokenizer.render(backend.chat_template, messages=messages, **everything)
+
+        return apply
 
     def _as_chat(self, prompt: str) -> str:
         if not self.tokenizer.chat_template:

@@ -16,7 +16,7 @@ from pipespec.server.figures import ENDED_BY_LEAVING
 from pipespec.server.metrics import Metrics, Watch
 from pipespec.server.queueing import Place
 from pipespec.server.replies import FinishReason
-from pipespec.text import FinalText
+from pipespec.text import FinalText, MarkedText, Tokenizer, special_markers
 
 # Why an answer may have ended, as far as its reader is told.
 REASONS = ("stop", "length")
@@ -65,11 +65,7 @@ class Answering:
         self._following = AsyncExitStack()
         self._followed: AsyncFollowed | None = None
         self._choice: dict[int, int] = {}  # of each request in the log
-        tokenizer = client.served.tokenizer
-        self._texts = [
-            FinalText(tokenizer, ask.prompt_of(i), ask.stop, sampling.min_tokens)
-            for i, sampling in enumerate(ask.samplings)
-        ]
+        self._texts = _texts(client.served.tokenizer, ask)
         self._begun = [False for _ in ask.samplings]
 
     async def begin(self) -> None:
@@ -147,3 +143,13 @@ class Answering:
         """How many tokens were asked for at most; of none the cluster decides one, which nobody
         is told of."""
         return self.ask.max_tokens[choice // self.ask.n]
+
+
+def _texts(tokenizer: Tokenizer, ask: Ask) -> list[FinalText]:
+    """The text of each answer; who reads calls out of it sees the special tokens around them."""
+    markers = special_markers(tokenizer, ask.tools.family.special) if ask.tools else {}
+    texts: list[FinalText] = []
+    for choice, sampling in enumerate(ask.samplings):
+        told = tokenizer, ask.prompt_of(choice), ask.stop, sampling.min_tokens
+        texts.append(MarkedText(*told, markers) if markers else FinalText(*told))
+    return texts

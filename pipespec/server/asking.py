@@ -14,7 +14,9 @@ from pipespec.core import Sampling
 from pipespec.errors import ConfigError
 from pipespec.sampling.spec import MAX_SEED, check_sampling, check_vocabulary
 from pipespec.server.errors import ApiError, refused
-from pipespec.server.fields import ChatRequest, CompletionRequest, GenerationRequest, Message
+from pipespec.server.fields import ChatRequest, CompletionRequest, GenerationRequest
+from pipespec.server.messages import Message, Tool
+from pipespec.server.tools.use import ToolUse, check_template, offered, read_as
 
 # The tokens of an answer to /v1/completions that names no number, as OpenAI says.
 COMPLETION_TOKENS = 16
@@ -64,7 +66,8 @@ class Ask:
     `prompts` are token ids, `texts` the prompts as text if `echo` asks for them. `max_tokens` is
     a number for each prompt, all 0 if nothing but the prompts is wanted. `prompt_logprobs` says
     how many most probable tokens are told of at each place of a prompt beside itself. Of all
-    choices i has the prompt i // n and `samplings[i]`.
+    choices i has the prompt i // n and `samplings[i]`. `tools` says how calls of tools are read
+    out of the answers, if any may be made.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -76,6 +79,7 @@ class Ask:
     eos: tuple[int, ...]
     priority: int
     prompt_logprobs: int | None
+    tools: ToolUse | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -121,8 +125,13 @@ def num_choices(body: GenerationRequest) -> int:
     return n * prompts
 
 
-async def chat(body: ChatRequest, served: ServedModel, defaults: Defaults) -> Ask:
-    """What a chat asks. Raises ApiError."""
+async def chat(
+    body: ChatRequest, served: ServedModel, defaults: Defaults, tool_parser: str | None = None
+) -> Ask:
+    """What a chat asks; `tool_parser` reads its calls, unless the model's template tells which.
+
+    Raises ApiError.
+    """
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs", "top_logprobs is given, but logprobs is not true.")
     if body.max_completion_tokens and body.max_tokens not in (None, body.max_completion_tokens):
@@ -132,10 +141,14 @@ async def chat(body: ChatRequest, served: ServedModel, defaults: Defaults) -> As
             f"{body.max_completion_tokens}; leave one out.",
         )
     field = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-    prompt = await encode(served, conversation(served, body.messages), "messages", special=False)
+    tools = offered(body)
+    text = conversation(served, body.messages, tools)
+    use = read_as(body, served, tool_parser) if tools else None
+    prompt = await encode(served, text, "messages", special=False)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
-    return _ask(body, served, defaults, [prompt], (), logprobs, wanted, field)
+    ask = _ask(body, served, defaults, [prompt], (), logprobs, wanted, field)
+    return replace(ask, tools=use)
 
 
 async def completion(body: CompletionRequest, served: ServedModel, defaults: Defaults) -> Ask:
@@ -252,26 +265,24 @@ def _room(served: ServedModel, prompt: int, wanted: int | None, least: int, fiel
 
 
 def conversation(
-    served: ServedModel, messages: Sequence[Message], *, answering: bool = True
+    served: ServedModel,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] = (),
+    *,
+    answering: bool = True,
 ) -> str:
-    """Messages in the model's chat template. Raises ApiError."""
-    told = []
-    for message in messages:
-        # OpenAI's newer word for the same role, which templates do not know.
-        role = "system" if message.role == "developer" else message.role
-        name = {} if message.name is None else {"name": message.name}
-        told.append({"role": role, "content": message.content or "", **name})
-    if any((message.model_extra or {}).get("tool_calls") for message in messages):
-        raise refused(
-            "messages",
-            "messages hold tool_calls, which are not supported yet.",
-            "unsupported_field",
-        )
+    """Messages in the model's chat template, which is shown the tools. Raises ApiError."""
+    check_template(served, messages, tools)
     try:
-        return served.render(told, answering=answering)
+        return served.render(
+            [message.for_template() for message in messages],
+            answering=answering,
+            tools=[tool.for_template() for tool in tools],
+        )
     except TemplateFailed as error:
+        told = "messages and tools do" if tools else "messages do"
         raise refused(
-            "messages", f"messages do not fit the model's chat template ({error}); change them."
+            "messages", f"{told} not fit the model's chat template ({error}); change them."
         ) from None
 
 

@@ -33,11 +33,11 @@ class Chat(Shape):
         choices = [
             ChatChoice(
                 index=i,
-                message=ChatMessage(content="".join(texts)),
+                message=self._message(i),
                 logprobs=self._report(i, self._logprobs[i]),
                 finish_reason=self._reasons[i],
             )
-            for i, texts in enumerate(self._texts)
+            for i in range(len(self.ask.samplings))
         ]
         return ChatReply(
             id=self.id,
@@ -52,12 +52,13 @@ class Chat(Shape):
         for i in range(len(self.ask.samplings)):
             yield self._chunk(i, Delta(role="assistant", content=""))
 
+    def _message(self, choice: int) -> ChatMessage:
+        return ChatMessage(content="".join(self._texts[choice]))
+
     def chunks(self, piece: Piece) -> Iterator[BaseModel]:
         self._tokens += len(piece.token_ids)
         if piece.text or piece.logprobs:
-            told = zip(piece.token_ids, piece.logprobs, strict=False)
-            report = self._report(piece.index, [*told]) if piece.logprobs else None
-            yield self._chunk(piece.index, Delta(content=piece.text), report)
+            yield self._chunk(piece.index, Delta(content=piece.text), self._report_of(piece))
         if piece.finish_reason:
             yield self._chunk(piece.index, Delta(), reason=piece.finish_reason)
 
@@ -82,6 +83,11 @@ class Chat(Shape):
             choices=[told],
             usage=self._counted(),
         )
+
+    def _report_of(self, piece: Piece) -> ChatLogprobs | None:
+        """Of a piece's tokens."""
+        told = zip(piece.token_ids, piece.logprobs, strict=False)
+        return self._report(piece.index, [*told]) if piece.logprobs else None
 
     def _report(
         self, choice: int, tokens: Sequence[tuple[int, TokenLogprobs]]

@@ -21,6 +21,7 @@ OWN_WORDS = "Value error, "
 OUR_WORDS = {
     "model_type": "should be an object",
     "model_attributes_type": "should be an object",
+    "string_pattern_mismatch": "should match {pattern}",
     "too_short": "should have {min_length} or more items",
     "too_long": "should have {max_length} items at most",
 }

@@ -7,16 +7,9 @@ not know are ignored. docs/serving.md has the table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    WithJsonSchema,
-)
+from pydantic import BeforeValidator, Field, FiniteFloat, WithJsonSchema
 
 from pipespec.limits import MAX_COUNT, MAX_PRIORITY
 from pipespec.sampling.spec import (
@@ -28,6 +21,7 @@ from pipespec.sampling.spec import (
     MAX_SEED,
     MIN_REPETITION,
 )
+from pipespec.server.messages import Fields, Message, ToolChoice, Tools
 from pipespec.system.reading import is_whole, shown
 
 MAX_CHOICES = 128  # of one prompt
@@ -36,17 +30,15 @@ MAX_STOPS = 64
 MAX_TEMPERATURE = 1e6
 
 LATER = "is not supported yet"
-NO_TOOLS = "is not supported yet: tools cannot be called"
+OLD_TOOLS = "is not supported: OpenAI has replaced it by tools and tool_choice"
 NO_SCHEMA = "is not supported yet: the text cannot be held to a form"
 NO_MEDIA = "is not supported: the model reads and writes text alone"
 FIXED = "cannot be chosen by a request"
 # Fields that would change the text and that nothing here honours, why, and the values that ask for
 # nothing; null, false and what is empty ask for nothing either.
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "tools": (NO_TOOLS, ()),
-    "tool_choice": (NO_TOOLS, ("none", "auto")),
-    "functions": (NO_TOOLS, ()),
-    "function_call": (NO_TOOLS, ("none", "auto")),
+    "functions": (OLD_TOOLS, ()),
+    "function_call": (OLD_TOOLS, ("none", "auto")),
     "response_format": (NO_SCHEMA, ({"type": "text"},)),
     "structured_outputs": (NO_SCHEMA, ()),
     "guided_json": (NO_SCHEMA, ()),
@@ -212,12 +204,6 @@ LogprobCount = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_length=MAX_BIASED)]
 
 
-class Fields(BaseModel):
-    """Part of a request. Types are as JSON has them: "1" is no number."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
 class StreamOptions(Fields):
     """What a stream tells beside the text."""
 
@@ -264,52 +250,6 @@ class GenerationRequest(Fields):
         return None
 
 
-def _content(value: Any) -> Any:
-    """Text, or parts of text."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError(f"is {shown(value)}, but must be a text or a list of parts")
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f"holds a part of type {shown(kind)}, but the model reads parts of type 'text' "
-                "alone"
-            )
-    return "\n".join(part["text"] for part in value)
-
-
-Content = Annotated[
-    str | None,
-    BeforeValidator(_content),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {
-                        "type": "object",
-                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        "required": ["type", "text"],
-                    },
-                },
-                {"type": "null"},
-            ]
-        }
-    ),
-]
-
-
-class Message(Fields):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content = None
-    name: str | None = None
-
-
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
@@ -317,6 +257,9 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Length = None
     logprobs: bool | None = None
     top_logprobs: LogprobCount = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -336,6 +279,7 @@ class TokenizeRequest(Fields):
     prompt: str | None = None
     content: str | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    tools: Tools = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

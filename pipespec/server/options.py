@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pipespec.errors import ConfigError
 from pipespec.limits import LARGEST_PORT, MAX_COUNT, MAX_SECONDS, check_number, check_whole
+from pipespec.server.tools.families import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class ServerOptions:
         shutdown_timeout: seconds in which what runs may finish once the server is to end.
         max_body_bytes: of a request.
         allowed_origins: of web pages that may ask (CORS).
+        tool_call_parser: how the model's calls of tools are read (`FAMILIES`); None: as its chat
+            template tells.
     """
 
     names: tuple[str, ...]
@@ -33,6 +36,7 @@ class ServerOptions:
     shutdown_timeout: float = 30.0
     max_body_bytes: int = 32 * 2**20
     allowed_origins: tuple[str, ...] = ()
+    tool_call_parser: str | None = None
 
     def __post_init__(self) -> None:
         check_whole("--port", self.port, 0, LARGEST_PORT, "; 0 is a free one")
@@ -42,6 +46,11 @@ class ServerOptions:
         check_number("--shutdown-timeout", self.shutdown_timeout, 0, MAX_SECONDS)
         if not all(self.names):
             raise ConfigError("--served-model-name is empty, but must be a name.")
+        if self.tool_call_parser not in (None, *FAMILIES):
+            raise ConfigError(
+                f"--tool-call-parser is {self.tool_call_parser!r}, but must be one of "
+                f"{', '.join(FAMILIES)}."
+            )
         if not all(key.isascii() and key.strip() == key and key for key in self.api_keys):
             raise ConfigError(
                 "An API key is empty, or has blanks around it or letters beyond ASCII, which a "

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 # Of a field that is left out of a reply where there is nothing to say.
 OrNothing: Any = Field(default=None, exclude_if=lambda value: value is None)
 
@@ -53,12 +53,28 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class FunctionCall(BaseModel):
+    """The function that is to be called, and its arguments: JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(BaseModel):
-    """What the model says."""
+    """What the model says; content is null if it has called tools and said nothing else."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | None = OrNothing
 
 
 class ChatChoice(BaseModel):
@@ -82,11 +98,28 @@ class ChatReply(BaseModel):
     prompt_logprobs: PromptLogprobs | None = OrNothing
 
 
+class FunctionDelta(BaseModel):
+    """What a chunk adds to a call: its name at first, then text of its arguments."""
+
+    name: str | None = OrNothing
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """The same, and whose it is; `id` and `type` come with the name."""
+
+    index: int
+    id: str | None = OrNothing
+    type: Literal["function"] | None = OrNothing
+    function: FunctionDelta
+
+
 class Delta(BaseModel):
     """What a chunk adds to a message; what it adds nothing to is left out."""
 
     role: Literal["assistant"] | None = OrNothing
     content: str | None = OrNothing
+    tool_calls: list[ToolCallDelta] | None = OrNothing
 
 
 class ChunkChoice(BaseModel):

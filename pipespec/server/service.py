@@ -36,6 +36,7 @@ from pipespec.server.replies import (
 )
 from pipespec.server.sending import EventStream, whole
 from pipespec.server.shaping import Shape
+from pipespec.server.tool_chat import ToolChat
 from pipespec.text import token_text
 
 
@@ -64,8 +65,10 @@ class Service:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """POST /v1/chat/completions. Raises ApiError."""
         with self._place(body) as place:
-            ask = await asking.chat(body, self.client.served, self.defaults)
-            return await self._answer(ask, self._shape(Chat, ask, body), place, body, request)
+            parser = self.options.tool_call_parser
+            ask = await asking.chat(body, self.client.served, self.defaults, parser)
+            kind = Chat if ask.tools is None else ToolChat
+            return await self._answer(ask, self._shape(kind, ask, body), place, body, request)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions. Raises ApiError."""
@@ -155,7 +158,8 @@ class Service:
         text = body.content if body.prompt is None else body.prompt
         if body.messages is not None:
             answering = body.add_generation_prompt is not False
-            text = asking.conversation(served, body.messages, answering=answering)
+            tools = body.tools or ()
+            text = asking.conversation(served, body.messages, tools, answering=answering)
             special = bool(body.add_special_tokens)  # the template writes its own
         ids = await asking.tokens(served, text or "", special=special)
         names = None

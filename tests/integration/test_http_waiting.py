@@ -6,49 +6,24 @@ import asyncio
 import json
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 import pytest
 
-from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.registry import RunningCluster
 from pipespec.client.served import ServedModel
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
-from pipespec.controller.client import Controller
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.errors import PipespecError
 from pipespec.server import sending
 from pipespec.server.options import ServerOptions
 from pipespec.server.run import bound, serve
-from tests.helpers.log import accept, head_of, take
+from tests.helpers.log import head_of
+from tests.helpers.scenes import NAMESPACE, PATIENCE_S, Scene, cluster_of, play
 
-NAMESPACE = "http"
-PATIENCE_S = 60.0
 ASKED: dict[str, Any] = {"prompt": "Once upon a time", "stream": True, "max_tokens": 5}
-
-
-@dataclass
-class Scene:
-    """The head of a cluster, and a client of its server."""
-
-    head: Controller
-    http: httpx2.AsyncClient
-
-    async def taken(self) -> tuple[int, int]:
-        """The next request that the head takes: its number, and the length of its prompt."""
-        while (request := take(self.head, wait=False)) is None:
-            await asyncio.sleep(0)
-        return request.id, len(request.prompt)
-
-    def say(self, request: int, base: int, text: int) -> None:
-        accept(self.head, request, base, [text])
-        self.head.tokens(request)
-
-    def finish(self, request: int, reason: str) -> None:
-        self.head.finish(request, reason)
-        self.head.tokens(request)
 
 
 @pytest.fixture(scope="module")
@@ -60,34 +35,6 @@ def served() -> ServedModel:
 def redis() -> Iterator[EmbeddedRedis]:
     with EmbeddedRedis() as redis:
         yield redis
-
-
-def play(
-    redis: EmbeddedRedis,
-    served: ServedModel,
-    story: Callable[[Scene], Awaitable[None]],
-    **options: Any,
-) -> None:
-    """Run a server in this process while a story is told."""
-
-    async def run() -> None:
-        with head_of(redis, NAMESPACE) as head, bound("127.0.0.1", 0) as listener:
-            running = cluster_of(redis, served)
-            ready = asyncio.Event()
-            chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
-            server = asyncio.ensure_future(
-                serve(lambda: running, chosen, listener, lambda _: ready.set())
-            )
-            await asyncio.wait_for(ready.wait(), PATIENCE_S)
-            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            try:
-                async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
-                    await asyncio.wait_for(story(Scene(head, http)), PATIENCE_S)
-            finally:
-                signal.raise_signal(signal.SIGTERM)
-                await server
-
-    asyncio.run(run())
 
 
 def test_a_stream_that_waits_says_so_and_then_goes_on(
@@ -255,15 +202,6 @@ def loading(
             return await server
 
     return asyncio.run(run()), announced
-
-
-def cluster_of(redis: EmbeddedRedis, served: ServedModel) -> RunningCluster:
-    """The entry of a cluster whose head is told what to do."""
-    return RunningCluster(
-        *("lab", redis.url, NAMESPACE, 1, Owner.this(), "here", (), served),
-        num_ranks=2,
-        started=1.0,
-    )
 
 
 def up(reply: httpx2.Response) -> float:

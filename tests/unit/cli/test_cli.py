@@ -99,6 +99,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--api-key", "two words "], "An API key is empty"),
         (["serve", "--api-key-file", "/no/such/file"], "No such file"),
         (["serve", "--allowed-origins", "[1]"], "--allowed-origins must be texts"),
+        (
+            ["serve", "--tool-call-parser", "qwen"],
+            "--tool-call-parser is 'qwen', but must be one of hermes, llama3_json, mistral",
+        ),
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["launch", "--name", "", "hosts.yaml"], "The name of a cluster is ''"),
         (["check", "feed=level"], "takes no settings"),

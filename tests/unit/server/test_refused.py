@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pipespec.config.compose import compose
 from pipespec.server.app import make_app
 from pipespec.server.options import ServerOptions
 from pipespec.server.service import Service
+from tests.helpers.calling import TEMPLATE, WEATHER, calling
 
 CONTEXT = 512
 HELLO = [{"role": "user", "content": "Tell me a story"}]
@@ -46,10 +48,27 @@ def http(running: RunningCluster) -> Iterator[TestClient]:
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
+def called(arguments: Any, role: str = "assistant") -> dict[str, Any]:
+    """A conversation in which a tool was called."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [*HELLO, {"role": role, "content": None, "tool_calls": [call]}]}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    """A tool with fields of its own."""
+    return {"tools": [{"type": "function", "function": {"name": "f"} | fields}]}
+
+
+def named(name: str) -> dict[str, Any]:
+    """The choice of one function."""
+    return {"type": "function", "function": {"name": name}}
+
+
 OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "valid list"),
     ({"messages": [{"role": "poet", "content": "a"}]}, "messages[0].role", "'poet'"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", "'tool'"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0]", "no tool_call_id"),
+    ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0]", "no content"),
     (
         {"messages": [*HELLO, {"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[1].content",
@@ -58,11 +77,30 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a text"),
     (
         {"messages": [*HELLO, {"role": "assistant", "tool_calls": [{"id": "a"}]}]},
-        "messages",
-        "tool_calls",
+        "messages[1].tool_calls[0].function",
+        "missing",
     ),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported yet"),
-    ({"tool_choice": "required"}, "tool_choice", "not supported yet"),
+    (called("[1]"), "messages[1].tool_calls[0].function.arguments", "must be a JSON object"),
+    (called("{"), "messages[1].tool_calls[0].function.arguments", "it is not JSON"),
+    (called({}), "messages[1].tool_calls[0].function.arguments", "must be a JSON object as text"),
+    (called("{}") | {"tools": []}, "messages", "no place for them"),
+    (called("{}", role="user"), "messages[1]", "only 'assistant' calls tools"),
+    ({"tools": [WEATHER]}, "tools", "no place for them"),
+    ({"tools": {}}, "tools", "valid list"),
+    ({"tools": [WEATHER] * 129}, "tools", "128 items at most"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type", "'custom'"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+    (tool(name="a b"), "tools[0].function.name", "'a b', but should match"),
+    (tool(parameters=[]), "tools[0].function.parameters", "is []"),
+    (tool(strict="yes"), "tools[0].function.strict", "valid boolean"),
+    ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "'any', but must be 'none'"),
+    ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "but must be"),
+    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "not supported yet"),
+    ({"tools": [WEATHER], "tool_choice": named("get_weather")}, "tool_choice", "not supported yet"),
+    ({"tools": [WEATHER], "tool_choice": named("dig")}, "tool_choice", "'dig', which is not in"),
+    ({"tool_choice": "required"}, "tool_choice", "tools holds none"),
+    ({"tools": [WEATHER], "parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
+    ({"functions": [{"name": "a"}]}, "functions", "replaced it by tools"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported yet"),
     ({"chat_template": "a"}, "chat_template", "cannot be chosen"),
@@ -207,6 +245,18 @@ def check_error(reply: Response, param: str | None, said: str, *, any_param: boo
     assert len(error["message"]) <= 1000
     assert "\n" not in error["message"]
     assert error["message"].endswith(".")
+
+
+def test_a_family_that_is_not_known_names_the_flag(running: RunningCluster) -> None:
+    unknown = replace(running, served=calling(running.served, TEMPLATE))
+    asked = {"messages": HELLO, "tools": [WEATHER]}
+    with client_of(unknown) as http:
+        reply = http.post(CHAT, json=asked)
+        assert reply.status_code == 400
+        check_error(reply, "tools", "--tool-call-parser hermes|llama3_json|mistral")
+        assert http.post(CHAT, json=asked | {"tool_choice": "none"}).status_code == 503
+    with client_of(unknown, tool_call_parser="hermes") as http:
+        assert http.post(CHAT, json=asked).status_code == 503
 
 
 def test_a_cluster_that_does_not_answer_is_503(http: TestClient) -> None:

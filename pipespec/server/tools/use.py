@@ -1,0 +1,73 @@
+"""Whether a chat may call tools, and how its calls are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipespec.client.served import ServedModel
+from pipespec.server.errors import refused
+from pipespec.server.fields import ChatRequest
+from pipespec.server.messages import Message, Tool
+from pipespec.server.tools.families import FAMILIES, Family, family_of
+from pipespec.system.reading import shown
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How calls are read out of an answer; one at most unless `parallel`."""
+
+    family: Family
+    parallel: bool
+
+
+def offered(body: ChatRequest) -> Sequence[Tool]:
+    """The tools that the model is shown: with `tool_choice` none there are none. Raises ApiError.
+
+    What is not shown is not called, and nothing else keeps a model from a call.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    if choice in (None, "auto"):
+        return tools
+    if choice == "none":
+        return ()
+    named = choice["function"]["name"] if isinstance(choice, dict) else None
+    if not tools:
+        raise refused("tool_choice", f"tool_choice is {shown(choice)}, but tools holds none.")
+    if named is not None and named not in [tool.function.name for tool in tools]:
+        raise refused("tool_choice", f"tool_choice names {shown(named)}, which is not in tools.")
+    raise refused(
+        "tool_choice",
+        f"tool_choice {shown(choice)} is not supported yet; leave it to the model with 'auto'.",
+        "unsupported_field",
+    )
+
+
+def read_as(body: ChatRequest, served: ServedModel, parser: str | None) -> ToolUse:
+    """How the calls of a chat are read: with a parser that was chosen, or by the template."""
+    name = parser or family_of(served.tokenizer.chat_template or "")
+    if name is None:
+        raise refused(
+            "tools",
+            "tools are given, but how this model writes a call cannot be told from its chat "
+            f"template; start the server with --tool-call-parser {'|'.join(FAMILIES)}.",
+            "unsupported_field",
+        )
+    return ToolUse(FAMILIES[name], parallel=body.parallel_tool_calls is not False)
+
+
+def check_template(served: ServedModel, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+    """Raise ApiError if the model's chat template would leave tools or calls out."""
+    template = served.tokenizer.chat_template or ""
+    called = any(message.tool_calls for message in messages)
+    for param, given, word, told in (
+        ("tools", tools, "tools", "tools are given"),
+        ("messages", called, "tool_calls", "messages hold tool_calls"),
+    ):
+        if given and word not in template:
+            raise refused(
+                param,
+                f"{told}, but the model's chat template has no place for them; leave "
+                "them out or serve another model.",
+                "unsupported_field",
+            )

@@ -1,0 +1,81 @@
+"""A server whose cluster is told a story: a head that says what a test wants it to say."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.served import ServedModel
+from pipespec.controller.client import Controller
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.server.options import ServerOptions
+from pipespec.server.run import bound, serve
+from tests.helpers.log import accept, head_of, take
+
+NAMESPACE = "http"
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Scene:
+    """The head of a cluster, and a client of its server."""
+
+    head: Controller
+    http: httpx2.AsyncClient
+
+    async def taken(self) -> tuple[int, int]:
+        """The next request that the head takes: its number, and the length of its prompt."""
+        while (request := take(self.head, wait=False)) is None:
+            await asyncio.sleep(0)
+        return request.id, len(request.prompt)
+
+    def say(self, request: int, base: int, *tokens: int) -> None:
+        accept(self.head, request, base, tokens)
+        self.head.tokens(request)
+
+    def finish(self, request: int, reason: str) -> None:
+        self.head.finish(request, reason)
+        self.head.tokens(request)
+
+
+def play(
+    redis: EmbeddedRedis,
+    served: ServedModel,
+    story: Callable[[Scene], Awaitable[None]],
+    **options: Any,
+) -> None:
+    """Run a server in this process while a story is told."""
+
+    async def run() -> None:
+        with head_of(redis, NAMESPACE) as head, bound("127.0.0.1", 0) as listener:
+            running = cluster_of(redis, served)
+            ready = asyncio.Event()
+            chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
+            server = asyncio.ensure_future(
+                serve(lambda: running, chosen, listener, lambda _: ready.set())
+            )
+            await asyncio.wait_for(ready.wait(), PATIENCE_S)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            try:
+                async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+                    await asyncio.wait_for(story(Scene(head, http)), PATIENCE_S)
+            finally:
+                signal.raise_signal(signal.SIGTERM)
+                await server
+
+    asyncio.run(run())
+
+
+def cluster_of(redis: EmbeddedRedis, served: ServedModel) -> RunningCluster:
+    """The entry of a cluster whose head is told what to do."""
+    return RunningCluster(
+        *("lab", redis.url, NAMESPACE, 1, Owner.this(), "here", (), served),
+        num_ranks=2,
+        started=1.0,
+    )

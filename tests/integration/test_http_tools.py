@@ -1,0 +1,199 @@
+"""A server whose model calls tools, token by token, as OpenAI's package hears it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+
+from pipespec.client.served import ServedModel
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.controller.server import EmbeddedRedis
+from tests.helpers.calling import HERMES, MISTRAL, WEATHER, calling
+from tests.helpers.scenes import PATIENCE_S, Scene, play
+
+CHAT = "/v1/chat/completions"
+ARGUMENTS = '{"city": "Zürich {\\"}"}'
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather in Zürich?"}]
+ASKED: dict[str, Any] = {"messages": HELLO, "tools": [WEATHER], "model": "demo"}
+# A template, its special tokens, what the model says, and what of it is the message.
+STORIES = {
+    "hermes": (
+        HERMES,
+        (),
+        'I look.\n<tool_call>\n{"name": "get_weather", "arguments": '
+        + ARGUMENTS
+        + '}\n</tool_call><tool_call>{"name": "get_time", "arguments": {}}</tool_call>',
+    ),
+    "mistral": (
+        MISTRAL,
+        ("[TOOL_CALLS]", "[ARGS]"),
+        f"I look.[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]get_time[ARGS]{{}}",
+    ),
+}
+CALLS = [("get_weather", ARGUMENTS), ("get_time", "{}")]
+
+
+@pytest.fixture(scope="module")
+def demo() -> ServedModel:
+    return ServedModel.of(decide(compose(["model.context=100"])))
+
+
+@pytest.fixture(params=STORIES)
+def told(request: pytest.FixtureRequest, demo: ServedModel) -> tuple[ServedModel, list[int]]:
+    """A model, and the tokens that it says."""
+    template, special, text = STORIES[request.param]
+    served = calling(demo, template, *special)
+    ids = served.tokenizer.encode(text, add_special_tokens=False)
+    hidden = served.tokenizer.decode(ids, skip_special_tokens=True)
+    assert hidden == text.replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
+    return served, ids
+
+
+@pytest.fixture
+def redis() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as redis:
+        yield redis
+
+
+def client_of(scene: Scene) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url=f"{scene.http.base_url}/v1", api_key="none", timeout=PATIENCE_S, max_retries=0
+    )
+
+
+def strictly(kind: type[BaseModel], told: Any) -> Any:
+    return kind.model_validate(told, strict=True, extra="forbid")
+
+
+async def answer(scene: Scene, ids: list[int], reason: str = "stop") -> None:
+    """The head says tokens, one at a time."""
+    request, length = await scene.taken()
+    for i, token in enumerate(ids):
+        scene.say(request, length + i, token)
+    scene.finish(request, reason)
+
+
+def test_calls_in_a_whole_reply(redis: EmbeddedRedis, told: tuple[ServedModel, list[int]]) -> None:
+    served, ids = told
+
+    async def story(scene: Scene) -> None:
+        asking = asyncio.ensure_future(scene.http.post(CHAT, json=ASKED))
+        await answer(scene, ids)
+        reply = strictly(ChatCompletion, (await asking).raise_for_status().json())
+        (choice,) = reply.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "I look."
+        calls = choice.message.tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
+        assert len({call.id for call in calls}) == 2
+        assert reply.usage.completion_tokens == len(ids)
+        # The conversation goes on with what OpenAI's package makes of the reply.
+        async with client_of(scene) as client:
+            later = [
+                *HELLO,
+                choice.message.to_dict(),
+                *({"role": "tool", "tool_call_id": call.id, "content": "Sunny."} for call in calls),
+            ]
+            asking = asyncio.ensure_future(
+                client.chat.completions.create(**(ASKED | {"messages": later}))
+            )
+            await answer(scene, served.tokenizer.encode("It is sunny.", add_special_tokens=False))
+            message = (await asking).choices[0].message
+        assert message.content == "It is sunny."
+        assert message.tool_calls is None
+
+    play(redis, served, story)
+
+
+def test_calls_in_a_stream(redis: EmbeddedRedis, told: tuple[ServedModel, list[int]]) -> None:
+    served, ids = told
+
+    async def story(scene: Scene) -> None:
+        async with client_of(scene) as client:
+            asking = asyncio.ensure_future(
+                client.chat.completions.create(
+                    stream=True, stream_options={"include_usage": True}, **ASKED
+                )
+            )
+            telling = asyncio.ensure_future(answer(scene, ids))
+            chunks = [chunk async for chunk in await asking]
+            await telling
+        for chunk in chunks:
+            strictly(ChatCompletionChunk, chunk.to_dict())
+        *_, last, usage = chunks
+        assert last.choices[0].delta.to_dict() == {}
+        assert last.choices[0].finish_reason == "tool_calls"
+        assert usage.usage.completion_tokens == len(ids)
+        deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
+        assert "".join(delta.content or "" for delta in deltas) == "I look."
+        calls: list[list[str]] = []
+        seen = set()
+        for delta in deltas:
+            for call in delta.tool_calls or []:
+                if call.index == len(calls):
+                    assert (call.type, call.function.arguments) == ("function", "")
+                    calls.append([call.function.name, ""])
+                    seen.add(call.id)
+                else:
+                    assert (call.id, call.type, call.function.name) == (None, None, None)
+                    calls[call.index][1] += call.function.arguments
+        assert [tuple(call) for call in calls] == CALLS
+        assert len(seen) == 2
+        # The arguments came as they grew.
+        assert sum(bool(delta.tool_calls) for delta in deltas) > 6
+
+    play(redis, served, story)
+
+
+def test_each_choice_calls_by_itself_and_a_cut_one_says_so(
+    redis: EmbeddedRedis, demo: ServedModel
+) -> None:
+    served = calling(demo, HERMES)
+    text = STORIES["hermes"][2]
+    cut = text[: text.index("Z")]
+    broken = "<tool_call>no call</tool_call>"
+
+    async def story(scene: Scene) -> None:
+        body = ASKED | {"n": 3, "parallel_tool_calls": False, "logprobs": False}
+        asking = asyncio.ensure_future(scene.http.post(CHAT, json=body))
+        for said, reason in ((text, "stop"), (cut, "length"), (broken, "stop")):
+            await answer(scene, served.tokenizer.encode(said, add_special_tokens=False), reason)
+        reply = strictly(ChatCompletion, (await asking).raise_for_status().json())
+        first, second, third = reply.choices
+        # One call at most was asked for.
+        assert [call.function.name for call in first.message.tool_calls] == ["get_weather"]
+        assert first.finish_reason == "tool_calls"
+        assert second.finish_reason == "length"
+        assert ARGUMENTS.startswith(second.message.tool_calls[0].function.arguments)
+        assert (third.message.content, third.finish_reason) == (broken, "stop")
+        assert third.message.tool_calls is None
+
+    play(redis, served, story)
+
+
+@pytest.mark.parametrize("without", [{"tools": []}, {"tool_choice": "none"}])
+def test_without_tools_a_call_is_text_and_special_tokens_do_not_show(
+    redis: EmbeddedRedis, demo: ServedModel, without: dict[str, Any]
+) -> None:
+    template, special, text = STORIES["mistral"]
+    served = calling(demo, template, *special)
+    ids = served.tokenizer.encode(text, add_special_tokens=False)
+
+    async def story(scene: Scene) -> None:
+        async with scene.http.stream("POST", CHAT, json=ASKED | {"stream": True} | without) as got:
+            await answer(scene, ids)
+            lines = [line async for line in got.aiter_lines() if line.startswith("data: {")]
+        told = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        shown = "".join(choice["delta"].get("content", "") for choice in told)
+        assert shown == served.tokenizer.decode(ids, skip_special_tokens=True)
+        assert told[-1]["finish_reason"] == "stop"
+
+    play(redis, served, story)

@@ -1,0 +1,141 @@
+"""Tools in a chat: what the template is shown, and what replies say beside the calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.served import ServedModel
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.core import TokenLogprobs
+from pipespec.engine.tokenizer import BackendTokenizer
+from pipespec.server import asking
+from pipespec.server.answering import Piece
+from pipespec.server.asking import Ask, Defaults
+from pipespec.server.fields import ChatRequest
+from pipespec.server.tool_chat import ToolChat
+from tests.helpers.calling import HERMES, WEATHER, calling
+
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "user", "content": "And in Zürich?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'},
+            },
+            {"id": "b", "type": "function", "function": {"name": "get_time", "arguments": ""}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "Sunny"}]},
+    {"role": "tool", "tool_call_id": "b", "content": "12:00", "name": "get_time"},
+]
+
+
+@pytest.fixture(scope="module")
+def running() -> RunningCluster:
+    served = calling(ServedModel.of(decide(compose(["model.context=100"]))), HERMES)
+    return RunningCluster(
+        "lab", "", "nobody", 1, Owner.this(), "here", (), served, num_ranks=5, started=1.0
+    )
+
+
+def chat(running: RunningCluster, **body: Any) -> Ask:
+    asked = ChatRequest.model_validate({"messages": CONVERSATION, "tools": [WEATHER]} | body)
+    return asyncio.run(asking.chat(asked, running.served, Defaults.of(running)))
+
+
+def test_the_template_is_given_what_transformers_gives_it(running: RunningCluster) -> None:
+    backend = running.served.backend
+    assert backend is not None
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(backend.backend), chat_template=HERMES
+    )
+    parsed = json.loads(json.dumps(CONVERSATION))
+    parsed[1]["content"] = ""
+    for call, arguments in zip(parsed[1]["tool_calls"], ({"city": "Zürich"}, {}), strict=True):
+        call["function"]["arguments"] = arguments
+    parsed[2]["content"] = "Sunny"
+    expected = theirs.apply_chat_template(
+        parsed, tools=[WEATHER], add_generation_prompt=True, tokenize=False
+    )
+    assert '"arguments": {"city": "Zürich"}' in expected
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    for tools in ([WEATHER], [strict]):
+        ask = chat(running, tools=tools)
+        assert running.served.tokenizer.decode(ask.prompts[0]) == expected
+
+
+def test_so_is_one_that_transformers_must_read_itself(tmp_path: Path) -> None:
+    theirs = ByT5Tokenizer(chat_template=HERMES)
+    theirs.save_pretrained(tmp_path)
+    served = ServedModel(str(tmp_path), len(theirs), 2000, (1,), None)
+    assert not isinstance(served.tokenizer, BackendTokenizer)
+    asked = ChatRequest.model_validate({"messages": CONVERSATION[:1], "tools": [WEATHER]})
+    assert asking.conversation(served, asked.messages, asked.tools or ()) == (
+        theirs.apply_chat_template(CONVERSATION[:1], tools=[WEATHER], tokenize=False)
+    )
+
+
+def test_tools_that_may_not_be_called_are_not_shown(running: RunningCluster) -> None:
+    for body in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
+        ask = chat(running, **body)
+        assert ask.tools is None
+        assert "What the weather is" not in running.served.tokenizer.decode(ask.prompts[0])
+    for body in ({}, {"tool_choice": "auto"}, {"tool_choice": None}):
+        ask = chat(running, **body)
+        assert ask.tools is not None and ask.tools.parallel
+    cut = chat(running, parallel_tool_calls=False).tools
+    assert cut is not None and not cut.parallel
+
+
+def test_log_probabilities_stay_those_of_tokens(running: RunningCluster) -> None:
+    text = 'Hm <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    tokenizer = running.served.tokenizer
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = [
+        Piece(0, tokenizer.decode([token]), (token,), (TokenLogprobs(-0.5),)) for token in ids
+    ]
+    ask = chat(running, logprobs=True)
+    shape, whole = (ToolChat(ask, tokenizer, "demo", continuous=True, usage=True) for _ in "ab")
+    chunks = [json.loads(event) for piece in pieces for event in shape.events(piece)]
+    end = Piece(0, "", finish_reason="stop")
+    chunks += [json.loads(event) for event in shape.events(end)]
+    for piece in (*pieces, end):
+        whole.take(piece)
+    reply = whole.reply().model_dump()
+    (choice,) = reply["choices"]
+    told = [
+        token["token"]
+        for chunk in chunks
+        if chunk["choices"][0]["logprobs"]
+        for token in chunk["choices"][0]["logprobs"]["content"]
+    ]
+    assert told == [token["token"] for token in choice["logprobs"]["content"]]
+    assert len(told) == len(ids) == reply["usage"]["completion_tokens"]
+    assert chunks[-1]["usage"]["completion_tokens"] == len(ids)
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {
+        "name": "f",
+        "arguments": '{"a": 1}',
+    }
+
+
+def test_a_message_that_is_a_call_alone_has_no_content(running: RunningCluster) -> None:
+    shape = ToolChat(chat(running), running.served.tokenizer, "demo")
+    shape.take(Piece(0, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', (5,)))
+    shape.take(Piece(0, "\n", (6,), finish_reason="stop"))
+    message = shape.reply().model_dump()["choices"][0]["message"]
+    assert message["content"] is None
+    assert len(message["tool_calls"]) == 1
