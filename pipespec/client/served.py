@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,13 +101,12 @@ class ServedModel:
         """
         if not self.tokenizer.chat_template:
             raise TemplateFailed("there is none")
-        conversation = [dict(message) for message in messages]
         try:
-            text = self._template()(
-                conversation,
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=answering,
                 tokenize=False,
-                **({"tools": [dict(tool) for tool in tools]} if tools else {}),
             )
         except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
@@ -115,19 +114,6 @@ class ServedModel:
         if not isinstance(text, str) or not is_whole(text):
             raise TemplateFailed("what it makes is no text")
         return text
-
-    def _template(self) -> Callable[..., str]:
-        """`apply_chat_template` of Transformers, with whatever a template may name."""
-        backend = self.tokenizer
-        if not isinstance(backend, BackendTokenizer):
-            return backend.apply_chat_template
-
-        def apply(messages: list[dict[str, Any]], *, tokenize: bool, **names: Any) -> str:
-            assert backend.chat_template is not None and not tokenize
-            everything = {"tools": None, "documents": None, **backend.special_tokens, **names}
-            return tokenizer.render(backend.chat_template, messages=messages, **everything)
-
-        return apply
 
     def _as_chat(self, prompt: str) -> str:
         if not self.tokenizer.chat_template:

@@ -58,8 +58,9 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, Any]],
         *,
+        tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         tokenize: bool = False,
     ) -> str: ...
@@ -120,8 +121,9 @@ class BackendTokenizer:
 
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, Any]],
         *,
+        tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         tokenize: bool = False,
     ) -> str:
@@ -131,7 +133,7 @@ class BackendTokenizer:
             self.chat_template,
             messages=conversation,
             add_generation_prompt=add_generation_prompt,
-            tools=None,
+            tools=tools,
             documents=None,
             **self.special_tokens,
         )
