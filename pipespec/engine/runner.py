@@ -172,9 +172,9 @@ class SliceRunner:
         for sequence, span in _spans(batch.rows):
             mine = span.start + np.flatnonzero(batch.rows[span, KIND] != DECIDED)
             nodes, parents, guesses = batch.rows[mine][:, [NODE, PARENT, TOKEN]].T.tolist()
-            walk = Walk(self.lineages[sequence].tip, nodes, parents, guesses)
-            if walk.row is not None:
-                walks[sequence] = walk
+            tip = self.lineages[sequence].tip
+            if tip in nodes:
+                walks[sequence] = Walk(tip, nodes, parents, guesses)
                 asked.append(mine)
         if not asked:
             return []

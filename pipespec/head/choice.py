@@ -49,8 +49,8 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What is fed: nodes of each offer. `chances` are those of everything that was offered to lie
-    on accepted paths, falling, and `slots` the KV slots that each row reads beside those before it,
-    `[rows]`."""
+    on accepted paths, falling, and `slots` the KV slots that each row reads beside those before it
+    (0 while they cost nothing), `[rows]`."""
 
     taken: list[np.ndarray]
     chances: np.ndarray
@@ -95,8 +95,10 @@ def choose(
     known = 0 if state.offered is None else len(state.offered)
     order = _likeliest(cum, max(budget, known))
     chances = np.concatenate((np.ones(certain(offers)), np.exp(cum[order])))
-    owner = np.repeat(np.arange(len(offers)), [len(nodes) for nodes in guesses])[order]
-    slots = _slots(offers, owner)
+    slots = np.zeros(len(chances))
+    if state.slot_ms:
+        owner = np.repeat(np.arange(len(offers)), [len(nodes) for nodes in guesses])[order]
+        slots = _slots(offers, owner)
     usual = None if row_cost is not None else usual_batch(chances, slots, state)
     limit = budget if usual is None else min(budget, usual.rows)
     taken = []

@@ -142,7 +142,7 @@ def test_while_the_cluster_loads_everything_is_refused_and_then_answered(
         with head_of(redis, NAMESPACE):
             found.append(cluster_of(redis, served))
             while (await http.get("/health")).status_code != 200:
-                await asyncio.sleep(0)
+                pass
             assert up(await http.get("/metrics", headers=key)) == 1
             assert (await http.get("/v1/models", headers=key)).json()["data"][0]["id"] == "demo"
             signal.raise_signal(signal.SIGTERM)
@@ -170,7 +170,7 @@ def test_a_cluster_that_fails_ends_the_server_with_its_reason(
 
     async def told(http: httpx2.AsyncClient) -> None:
         while (await http.get("/version")).status_code != (200 if ready else 503):
-            await asyncio.sleep(0)
+            pass
         failing.append(True)
 
     with pytest.raises(PipespecError, match=r"^It was too small\.$"):
@@ -197,7 +197,7 @@ def loading(
                         await http.get("/health")
                         break
                     except httpx2.ConnectError:
-                        await asyncio.sleep(0)
+                        pass
                 await asyncio.wait_for(told(http), PATIENCE_S)
             return await server
 
