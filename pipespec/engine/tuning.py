@@ -34,10 +34,12 @@ def tune(
     """Let a slice compute in the fastest way; its KV slots are nobody's until this is over.
 
     `buckets`: rows of the graphs that are recorded (`ModelSlice.record`). What fails its proof is
-    among `model.refused`; what is not installed was not asked for.
+    among `model.refused`; what is not installed was not asked for, and what a slower way could not
+    do is of no use to know.
     """
     time_ms = time_ms or step_ms
     took: dict[str, float] = {}
+    refused = model.refused
     for name in (choose.SDPA, *choose.NEXT):
         if choose.missing(name, model.device.type):
             continue
@@ -45,13 +47,16 @@ def tune(
         if name != choose.SDPA:
             wrong = choose.fault(name, model.device, model.attention_layers)
         if wrong is None:
+            model.refused = []
             _compute_by(model, name, buckets, record)
             took[name] = time_ms(model)
         else:
-            model.refused.append(f"attention={name} is not used: {wrong}.")
+            refused.append(f"attention={name} is not used: {wrong}.")
     best = min(took, key=took.__getitem__)
     if model.attention != best:
+        model.refused = []
         _compute_by(model, best, buckets, record)
+    model.refused = refused + model.refused
     model.step_ms, model.floor_ms = took[best], floor_ms(model)
     # What is recorded has shown that it waits for nothing.
     if model.device.type == "cuda" and not model.graph_rows and (why := waits(model)):

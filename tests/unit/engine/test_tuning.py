@@ -54,6 +54,19 @@ def test_the_fastest_way_is_taken(folder: Path, static_ms: float, best: str) -> 
     torch.testing.assert_close(says(model), before, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("static_ms", "told"), [(1.0, 1), (3.0, 0)])
+def test_what_a_slower_way_could_not_do_is_not_told(
+    folder: Path, static_ms: float, told: int
+) -> None:
+    def refuse(model: ModelSlice, buckets: Sequence[int]) -> None:
+        model.refused.append(f"No graphs of {buckets} rows.")
+
+    model = loaded(folder)
+    model.refused.append("Said before.")
+    tune(model, [8], refuse, lambda model: static_ms if model.attention == "static" else 2.0)
+    assert model.refused == ["Said before.", *["No graphs of [8] rows."] * told]
+
+
 def test_what_fails_its_proof_is_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Static, "attend", lambda self, query, *_: torch.zeros_like(query))
     model = loaded(folder)
