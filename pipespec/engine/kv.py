@@ -50,14 +50,14 @@ class SlotPool:
 
 
 class PageTable:
-    """The slots of every sequence's accepted text (page size one).
+    """Every sequence's accepted text, and its slots (page size one).
 
-    `slots` is int64 `[sequences, positions]`, a row for each open sequence. It only grows with the
-    text, so attention reads it in place.
+    `slots` and `tokens` are int64 `[sequences, positions]`, a row for each open sequence. A row
+    only grows with the text, so attention reads the slots in place.
     """
 
     def __init__(self) -> None:
-        self.slots = np.zeros((1, 256), np.int64)
+        self.slots, self.tokens = np.zeros((2, 1, 256), np.int64)
         self._free = [0]  # rows
 
     def open(self) -> int:
@@ -71,7 +71,9 @@ class PageTable:
     def close(self, row: int) -> None:
         self._free.append(row)
 
-    def write(self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> None:
+    def write(
+        self, rows: np.ndarray, positions: np.ndarray, slots: np.ndarray, tokens: np.ndarray
+    ) -> None:
         """Text of these rows, at these positions, is in these slots; all `[tokens]`."""
         if not len(slots):
             return
@@ -79,8 +81,11 @@ class PageTable:
         if (end := int(positions.max()) + 1) > room:
             self._grow(sequences, max(end, 2 * room))
         self.slots[rows, positions] = slots
+        self.tokens[rows, positions] = tokens
 
     def _grow(self, sequences: int, positions: int) -> None:
-        old = self.slots
-        self.slots = np.zeros((sequences, positions), np.int64)
-        self.slots[: old.shape[0], : old.shape[1]] = old
+        for name in ("slots", "tokens"):
+            old = getattr(self, name)
+            grown = np.zeros((sequences, positions), np.int64)
+            grown[: old.shape[0], : old.shape[1]] = old
+            setattr(self, name, grown)

@@ -54,6 +54,12 @@ class SliceRunner:
         """How many decided tokens of the sequence are computed here."""
         return self.lineages[sequence].length
 
+    def text(self, sequence: int) -> list[int]:
+        """The decided tokens of the sequence that are computed here."""
+        row = self.pages.tokens[self._page_of[sequence]]
+        text: list[int] = row[: self.length(sequence)].tolist()
+        return text
+
     def has_room(self, batch: Batch) -> bool:
         """Whether every row of the batch could have a slot."""
         return len(batch) <= self.slots.num_free
@@ -92,7 +98,7 @@ class SliceRunner:
         self.nodes.slot[local[node]] = slots[node]
         of_tips = batch.rows[~node]
         pages = np.array([self._page_of[sequence] for sequence in of_tips[:, SEQUENCE].tolist()])
-        self.pages.write(pages, of_tips[:, POSITION], slots[~node])
+        self.pages.write(pages, of_tips[:, POSITION], slots[~node], of_tips[:, TOKEN])
         return batch, self._plan(batch.rows, local, slots)
 
     def _plan(self, rows: np.ndarray, local: np.ndarray, slots: np.ndarray) -> AttentionPlan:
@@ -149,8 +155,8 @@ class SliceRunner:
                 pages += [self._page_of[verdict.sequence]] * len(outcome.committed)
                 dead += outcome.dead
         if committed:
-            slots = self.nodes.slot[committed]
-            self.pages.write(np.array(pages), self.nodes.position[committed], slots)
+            columns = self.nodes.position, self.nodes.slot, self.nodes.token
+            self.pages.write(np.array(pages), *(column[committed] for column in columns))
         if dead:
             self.slots.release(self.nodes.slot[np.concatenate(dead)])
 
@@ -179,6 +185,9 @@ class SliceRunner:
         if not asked:
             return []
         verifiers = [verifier_of(sequence) for sequence in walks]
+        for sequence, verifier in zip(walks, verifiers, strict=True):
+            if verifier.reads:
+                verifier.read(self.text(sequence))
         decided = [self.lineages[sequence].decided for sequence in walks]
         assert decided == [v.length for v in verifiers], "a verifier has missed a token"
         decide(

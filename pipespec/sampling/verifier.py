@@ -21,9 +21,9 @@ class Verifier:
 
     def __init__(self, opening: Opening):
         self.sampling, self.eos = unpack(opening.terms)
-        self.length = self._known = opening.known
+        self.length = opening.known
         self._prompt = opening.prompt
-        self._read: list[int] = []  # of the text before the first decision, if it matters
+        self._text: Sequence[int] | None = None  # before the first decision, if it matters
         self._tally: Tally | None = None
         self._scored = 0  # tokens of the prompt whose logits were seen, if they are to be told of
         self._before: torch.Tensor | None = None  # what the last of them says of the next
@@ -33,13 +33,13 @@ class Verifier:
 
     @property
     def reads(self) -> bool:
-        """Whether it must know tokens of the text that it was not told yet; else how many there
-        are is enough."""
-        return self.sampling.penalises and len(self._read) < self._known
+        """Whether it must be told the text before it decides; else how many tokens there are is
+        enough."""
+        return self.sampling.penalises and self._text is None
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """The decided text goes on with `tokens`: what the sequence was opened with."""
-        self._read += tokens
+    def read(self, text: Sequence[int]) -> None:
+        """Know the text before the first token that is to be decided."""
+        self._text = text
 
     @property
     def unscored(self) -> int:
@@ -77,8 +77,8 @@ class Verifier:
         nothing was."""
         sampling = self.sampling
         if sampling.penalises and self._tally is None:
-            assert not self.reads, "the text before was not read"
-            prompt, answer = self._read[: self._prompt], self._read[self._prompt :]
+            assert self._text is not None, "the text before was not read"
+            prompt, answer = self._text[: self._prompt], self._text[self._prompt :]
             self._tally = Tally(prompt, answer, len(scores), scores.device)
         if sampling.logit_bias or sampling.penalises:
             scores = adjust(scores, sampling, self._tally)

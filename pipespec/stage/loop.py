@@ -9,7 +9,7 @@ from typing import Any
 from pipespec.controller.client import Controller
 from pipespec.controller.graph import Layout, Task, compute, prune, transfer
 from pipespec.controller.verdict import VerdictReceiver, pack
-from pipespec.core import GUESS, KIND, SEQUENCE, TOKEN, Batch, Opening, Verdict
+from pipespec.core import SEQUENCE, Batch, Opening, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.engine.runner import SliceRunner
 from pipespec.errors import RankFailed, StaleEpoch, Unreachable
@@ -236,10 +236,6 @@ class StageLoop:
             self._opened[opening.sequence] = opening, self.counted()
             if self.last:
                 self._verifiers[opening.sequence] = Verifier(opening)
-        for sequence, verifier in self._verifiers.items():
-            if verifier.reads:
-                decided = (batch.rows[:, SEQUENCE] == sequence) & (batch.rows[:, KIND] != GUESS)
-                verifier.read(batch.rows[decided, TOKEN].tolist())
 
     def release(self, batch: Batch) -> dict[int, dict[str, Any]]:
         """Free what sequences held that are open no more; what is to be reported on those that

@@ -32,8 +32,7 @@ def opened(asked: Sampling, answer: Sequence[int] = (), eos: tuple[int, ...] = (
     text = (*PROMPT, *answer)
     mine = Verifier(Opening(1, 1, len(PROMPT), len(text), terms.pack(asked, eos)))
     if mine.reads:
-        mine.read(text[:1])
-        mine.read(text[1:])
+        mine.read(text)
     return mine
 
 
