@@ -69,7 +69,7 @@ $(VENV)/.torch: $(VENV)/.python constraints.txt
 	touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
-	$(PIP) -c constraints.txt -e '.[serve]'
+	$(PIP) -c constraints.txt -e '.[grammar,serve]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run

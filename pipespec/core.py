@@ -23,6 +23,9 @@ GUESS, DECIDED, LAST_DECIDED = range(3)
 # Which guesses are accepted (`Sampling.acceptance`).
 EXACT, RELAXED, STRICT = "exact", "relaxed", "strict"
 
+# Why a request ended whose text could not be held to its grammar.
+GRAMMAR = "grammar"
+
 # A node id that no node has: the parent of a sequence's first row.
 NO_NODE = -1
 
@@ -31,7 +34,7 @@ NO_NODE = -1
 STEP_TOKENS = (*(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), math.inf)
 
 # Bytes of all openings of one batch, at most.
-MAX_OPENED_BYTES = 1 << 16
+MAX_OPENED_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +135,15 @@ class Verdict:
 
     `tokens` follow the committed sequence; `base` is that sequence's length (prompt
     included) before them, so that a verdict told twice is recognised. `logprobs` has one
-    entry per token if the request asked for them, else none.
+    entry per token if the request asked for them, else none. `failed`: what follows cannot be
+    decided, as the grammar of the request cannot be followed any further.
     """
 
     sequence: int
     base: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,6 +183,7 @@ class Sampling:
         prompt_logprobs: the same of the prompt's own tokens, but for the first.
         min_tokens: before the answer has so many tokens none that ends the text is chosen, and
             no stop string counts.
+        grammar: what the answer must fit (`pipespec.engine.grammar`); "": anything.
         acceptance: EXACT takes what the target says; RELAXED and STRICT prefer what was guessed
             (lossy; docs/sampling.md has the rules).
     """
@@ -194,6 +200,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     min_tokens: int = 0
+    grammar: str = ""
     acceptance: str = EXACT
 
     @property
@@ -209,7 +216,7 @@ class Sampling:
     @property
     def plain(self) -> bool:
         """Whether the arg-max of the logits, as they are, is the whole answer."""
-        untouched = not (self.penalises or self.logit_bias or self.min_tokens)
+        untouched = not (self.penalises or self.logit_bias or self.min_tokens or self.grammar)
         untouched &= self.logprobs is None
         return untouched and self.temperature == 0 and not self.lossy
 

@@ -8,6 +8,7 @@
      │    ├── Unreachable   no answer from Redis; exit code 2 before start
      │    ├── StaleEpoch    the caller belongs to an earlier epoch
      │    └── GraphError    a task or an edge that cannot be
+     ├── GrammarError       a text cannot be held to its grammar any further
      ├── RankFailed         a rank ended before its work did
      ├── HostFailed         a host cannot be reached, or cannot do what it is asked to
      └── OutOfSlots         a stage's KV pool is full
@@ -71,6 +72,10 @@ class StaleEpoch(ControllerError):
 
 class GraphError(ControllerError):
     """The controller refused a task or an edge."""
+
+
+class GrammarError(PipespecError):
+    """A text cannot be held to its grammar any further."""
 
 
 class RankFailed(PipespecError):

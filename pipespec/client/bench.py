@@ -129,7 +129,7 @@ def measure(
 ) -> tuple[BenchResult, list[Report]]:
     """Decode the prompts of all samples, and what the ranks say of all requests."""
     served = client.served
-    sampling = settings.verify.sampling(fresh_seed=answers.fresh_seed())
+    sampling = settings.sampling(fresh_seed=answers.fresh_seed())
     scale = served.time_scale or 1.0
     arrivals = Arrivals.of(load, len(samples))
     asked: list[_Asked] = []

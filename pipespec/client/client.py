@@ -23,7 +23,7 @@ from pipespec.client.served import ServedModel
 from pipespec.client.settings import RequestSettings
 from pipespec.clock import Clock, monotonic_ns
 from pipespec.controller.overview import look
-from pipespec.controller.records import FAILED, GIVEN_UP, Accepted, Event, Finished
+from pipespec.controller.records import Accepted, Event, Finished, failure_of
 from pipespec.controller.requests import RequestLog
 from pipespec.controller.streams import Streams
 from pipespec.core import Sampling
@@ -121,14 +121,15 @@ class Client:
     def events(self, request: int) -> Iterator[Event]:
         """The events of a request, from its first on; Finished is the last.
 
-        Raises RankFailed if the cluster ends before the request does, or the request was given up.
+        Raises RankFailed if the cluster ends before the request does, or the request was given up,
+        and GrammarError.
         """
         with self.follow() as followed:
             followed.add(request)
             while len(followed):
                 for _, event in followed.next():
-                    if event == Finished(FAILED):
-                        raise RankFailed(GIVEN_UP)
+                    if isinstance(event, Finished) and (failure := failure_of(event.reason)):
+                        raise failure
                     yield event
 
     @contextmanager

@@ -79,7 +79,7 @@ def ask(
     Raises Unreachable, RankFailed.
     """
     served = client.served
-    sampling = settings.verify.sampling(fresh_seed=answers.fresh_seed())
+    sampling = settings.sampling(fresh_seed=answers.fresh_seed())
     enqueued = monotonic_ns()
     request = client.ask(settings, prompt, sampling)
     answer = answers.gather(

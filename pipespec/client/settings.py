@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipespec.client.registry import RunningCluster
 from pipespec.config.compose import compose_sections
 from pipespec.config.schema import Config, DecodeConfig
+from pipespec.core import Sampling
+from pipespec.engine import grammar
 from pipespec.errors import ConfigError
+from pipespec.sampling.grammar import GrammarFailed
 from pipespec.sampling.spec import VerifierSpec
+from pipespec.system.reading import Unreadable, read_json
 
 # What a request may choose, and what looks alike but was settled when the cluster started.
 PER_REQUEST = ("decode", "verify")
@@ -18,15 +22,21 @@ SETTLED = ("decode.prefill_chunk",)
 
 @dataclass(frozen=True)
 class RequestSettings:
-    """How a prompt is read, how long the answer may be, and how its tokens are drawn."""
+    """How a prompt is read, how long the answer may be, how its tokens are drawn, and what it must
+    fit (`pipespec.engine.grammar`; "": anything)."""
 
     decode: DecodeConfig
     verify: VerifierSpec
+    grammar: str = ""
+
+    def sampling(self, fresh_seed: int) -> Sampling:
+        """How tokens are drawn; by `fresh_seed` if no seed is set."""
+        return replace(self.verify.sampling(fresh_seed), grammar=self.grammar)
 
     @classmethod
     def of(cls, config: Config) -> RequestSettings:
-        """Those of a run that starts a cluster of its own."""
-        return cls(config.decode, config.verify)
+        """Those of a run that starts a cluster of its own. Raises ConfigError."""
+        return cls(config.decode, config.verify, grammar_of(config.decode))
 
     @classmethod
     def on(cls, running: RunningCluster, settings: Sequence[str]) -> RequestSettings:
@@ -44,7 +54,27 @@ class RequestSettings:
         # A choice such as verify=sample takes the cluster's own one and its values away.
         chosen = {key for text in settings if (key := text.partition("=")[0]) in PER_REQUEST}
         kept = [text for text in running.overrides if group(text) in {*PER_REQUEST} - chosen]
-        return cls(*compose_sections(PER_REQUEST, [*kept, *settings]))
+        decode, verify = compose_sections(PER_REQUEST, [*kept, *settings])
+        return cls(decode, verify, grammar_of(decode))
+
+
+def grammar_of(decode: DecodeConfig) -> str:
+    """What the settings hold an answer to; "": nothing. Raises ConfigError."""
+    if decode.json_schema is None and decode.regex is None:
+        return ""
+    name = "decode.regex" if decode.json_schema is None else "decode.json_schema"
+    grammar.require_installed(name)
+    try:
+        if decode.json_schema is None:
+            found = grammar.of_regex(decode.regex or "")
+        else:
+            found = grammar.of_json_schema(read_json(decode.json_schema))
+        grammar.validate(found)
+    except Unreadable as error:
+        raise ConfigError(f"The schema {decode.json_schema!r} cannot be read: {error}.") from None
+    except GrammarFailed as error:
+        raise ConfigError(f"{name} cannot be followed: {error}.") from None
+    return found
 
 
 def group(setting: str) -> str:

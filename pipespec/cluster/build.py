@@ -15,6 +15,7 @@ from pipespec.controller.client import Controller
 from pipespec.core import Request
 from pipespec.engine import tokenizer
 from pipespec.engine.attention.choose import AUTO, SDPA
+from pipespec.engine.grammar import Grammars
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
 from pipespec.engine.tuning import tune
@@ -92,6 +93,13 @@ def serve(
     runner = None if model is None else SliceRunner(model, model.num_slots)
     tokens = None if model is None else memory.kv_tokens(deployment, rank, model.num_slots)
     times = RowTimes()
+    # Who decides tokens, and who guesses them, know grammars.
+    grammars = None
+    if rank in (0, deployment.layout.last):
+        target = deployment.target
+        grammars = Grammars(lambda: tokenizer.load(target.path), target.vocab_size, target.eos)
+        grammars.warm()
+    compile_grammar = None if grammars is None else grammars.begin
     if rank and (most := profiled_rows(config)):
         assert runner is not None
         last = rank == deployment.layout.last
@@ -115,7 +123,11 @@ def serve(
                 if rank:
                     assert runner is not None
                     settings = StageSettings(
-                        deployment.layout, config.pace, delay_ms, runner.model.attention
+                        deployment.layout,
+                        config.pace,
+                        delay_ms,
+                        runner.model.attention,
+                        compile_grammar,
                     )
                     StageLoop(runner, link, controller, settings, timeline, times).run()
                 else:
@@ -126,12 +138,18 @@ def serve(
                         link,
                         controller,
                         HeadSettings(
-                            deployment.layout, stop_check(deployment), config.pace, delay_ms
+                            deployment.layout,
+                            stop_check(deployment),
+                            config.pace,
+                            delay_ms,
+                            compile_grammar,
                         ),
                         timeline,
                     ).run()
         finally:
             link.close()
+            if grammars is not None:
+                grammars.close()
 
 
 def profiled_rows(config: Config) -> int:

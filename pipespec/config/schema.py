@@ -172,6 +172,7 @@ class DecodeConfig:
     """When the text ends, how the prompt is read, and who is served first.
 
     `priority`: of requests that wait, the least is served first; of equal ones, who came first.
+    `json_schema`, a file, and `regex` say what the answer must fit; one of them at most.
     """
 
     max_new_tokens: int = 128
@@ -180,8 +181,20 @@ class DecodeConfig:
     prefill_chunk: int = 128
     chat: bool = False
     priority: int = 0
+    json_schema: str | None = None
+    regex: str | None = None
 
     def __post_init__(self) -> None:
+        if self.json_schema is not None and self.regex is not None:
+            raise ConfigError(
+                "decode.json_schema and decode.regex are both set, but an answer fits one form; "
+                "leave one out."
+            )
+        if self.ignore_eos and not (self.json_schema is None and self.regex is None):
+            raise ConfigError(
+                "decode.ignore_eos is set, but an answer that must fit a form ends where the form "
+                "does; leave it out."
+            )
         check_whole("decode.priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         check_whole("decode.max_new_tokens", self.max_new_tokens, 1, MAX_COUNT)
         check_whole("decode.prefill_chunk", self.prefill_chunk, 1, MAX_CHUNK)

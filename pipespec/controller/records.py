@@ -7,7 +7,8 @@ import typing
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any
 
-from pipespec.core import Request, Scored, TokenLogprobs
+from pipespec.core import GRAMMAR, Request, Scored, TokenLogprobs
+from pipespec.errors import GrammarError, PipespecError, RankFailed
 
 # Why a request ended for which nobody waited any more.
 CANCELLED = "cancelled"
@@ -16,6 +17,11 @@ FAILED = "failed"
 GIVEN_UP = (
     "The request was given up: clusters have failed again and again while they decoded it, and "
     "nothing of its answer was decided."
+)
+NO_GRAMMAR = (
+    "The text could not be held to its grammar any further: it is too dear to follow, or a host of "
+    "the cluster lacks llguidance (the worker's log says which); simplify it, or install "
+    "pipespec[grammar] there."
 )
 # The id and the fields of an entry of a Redis stream.
 Entry = tuple[str, dict[bytes, bytes]]
@@ -51,6 +57,13 @@ class Finished:
 
 
 Event = Scored | Accepted | Finished
+
+
+def failure_of(reason: str) -> PipespecError | None:
+    """What the end of a request means for who asked, if it failed."""
+    if reason == FAILED:
+        return RankFailed(GIVEN_UP)
+    return GrammarError(NO_GRAMMAR) if reason == GRAMMAR else None
 
 
 def entries_of(found: list[Any]) -> list[Entry]:

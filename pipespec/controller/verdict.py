@@ -13,18 +13,20 @@ from pipespec.core import TokenLogprobs, Verdict
 from pipespec.emulation import wait_until
 from pipespec.trace import Timeline
 
+_LOGPROBS, _FAILED = 1, 2
+
 
 def pack(verdicts: Sequence[Verdict], drawn_ns: int) -> bytes:
     """Little-endian int64: when it was drawn; then the verdicts, one by one.
 
-    A verdict is sequence, base, count, the tokens, and whether log-probabilities follow. If so:
-    for every token how many are the most probable ones, their ids, and as the bits of float64
-    its own log-probability and theirs.
+    A verdict is sequence, base, count, the tokens, and flags: whether log-probabilities follow, and
+    whether it failed. If they follow: for every token how many are the most probable ones, their
+    ids, and as the bits of float64 its own log-probability and theirs.
     """
     flat: list[int] = [drawn_ns]
     for verdict in verdicts:
         flat += (verdict.sequence, verdict.base, len(verdict.tokens), *verdict.tokens)
-        flat.append(bool(verdict.logprobs))
+        flat.append(_LOGPROBS * bool(verdict.logprobs) | _FAILED * verdict.failed)
         for token in verdict.logprobs:
             values = (token.logprob, *(value for _, value in token.top))
             flat += (len(token.top), *(id_ for id_, _ in token.top))
@@ -47,14 +49,15 @@ def unpack(payload: bytes) -> tuple[list[Verdict], int]:
     while at < len(numbers):
         sequence, base, count = take(3)
         tokens = tuple(take(count))
-        (reported,) = take(1)
+        (flags,) = take(1)
         logprobs = []
-        for _ in range(count * reported):
+        for _ in range(count if flags & _LOGPROBS else 0):
             (num_top,) = take(1)
             ids = take(num_top)
             own, *values = take(1 + num_top, "<f8")
             logprobs.append(TokenLogprobs(own, tuple(zip(ids, values, strict=True))))
-        verdicts.append(Verdict(sequence, base, tokens, tuple(logprobs)))
+        failed = bool(flags & _FAILED)
+        verdicts.append(Verdict(sequence, base, tokens, tuple(logprobs), failed))
     return verdicts, drawn_ns
 
 

@@ -54,6 +54,10 @@ class SliceRunner:
         """How many decided tokens of the sequence are computed here."""
         return self.lineages[sequence].length
 
+    def holds(self, sequence: int, node: int) -> bool:
+        """Whether a node of the sequence is computed here and may still come true."""
+        return self.lineages[sequence].holds(node)
+
     def text(self, sequence: int) -> list[int]:
         """The decided tokens of the sequence that are computed here."""
         row = self.pages.tokens[self._page_of[sequence]]
@@ -163,7 +167,7 @@ class SliceRunner:
     def prune(self, batch: Batch) -> Batch:
         """The rows of a computed batch that the verdicts have left alive."""
         keep = [
-            kind != GUESS or self.lineages[sequence].holds(node)
+            kind != GUESS or self.holds(sequence, node)
             for sequence, node, kind in batch.rows[:, [SEQUENCE, NODE, KIND]].tolist()
         ]
         return batch.select(np.array(keep, bool))
@@ -195,7 +199,7 @@ class SliceRunner:
             self._logits(batch, np.concatenate(asked)),
         )
         return [
-            Verdict(sequence, base, tuple(walk.tokens), tuple(walk.reports))
+            Verdict(sequence, base, tuple(walk.tokens), tuple(walk.reports), walk.failed)
             for (sequence, walk), base in zip(walks.items(), decided, strict=True)
         ]
 

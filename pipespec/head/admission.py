@@ -15,6 +15,7 @@ from bisect import insort
 from collections.abc import Iterator
 
 from pipespec.core import Request
+from pipespec.head.guide import Guide
 from pipespec.head.sequence import Sequence, StopCheck
 from pipespec.head.tree import ROOT
 
@@ -78,15 +79,20 @@ class Admission:
         return sum(each.prompt_left + 1 for each in self.sequences.values())
 
     def add(
-        self, request: Request, stops: StopCheck, now: int, answer: tuple[int, ...] = ()
+        self,
+        request: Request,
+        stops: StopCheck,
+        now: int,
+        answer: tuple[int, ...] = (),
+        guide: Guide | None = None,
     ) -> Sequence:
         """Take in a request, of which `answer` was decided before, at a moment of the caller's
-        clock. It waits until it is opened.
+        clock. It waits until it is opened. `guide` stands at the end of that answer.
 
         If that answer is the whole of it (`Sequence.ended`), it is over.
         """
         assert self.room > 0, "more requests than were asked for"
-        sequence = Sequence.open(request, stops, self._context_limit, now, answer)
+        sequence = Sequence.open(request, stops, self._context_limit, now, answer, guide)
         if not sequence.ended:
             self._wait(sequence)
         return sequence

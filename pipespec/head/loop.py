@@ -7,7 +7,9 @@ what is sent is decided in `pipespec.head.scheduler`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from pipespec.controller.client import Controller
@@ -15,16 +17,20 @@ from pipespec.controller.graph import Layout, Task, compute, prune, step_graph, 
 from pipespec.controller.guesses import NO_MORE
 from pipespec.controller.records import CANCELLED, Accepted
 from pipespec.controller.verdict import VerdictReceiver
-from pipespec.core import Batch, Request, Verdict
+from pipespec.core import GRAMMAR, Batch, Request, Verdict
 from pipespec.emulation import Pace, wait_until
+from pipespec.head.guide import Guide
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.sequence import NOT_OPEN, Sequence, StopCheck
 from pipespec.head.source.protocol import TokenSource
 from pipespec.head.timing import SendTiming
 from pipespec.head.work import DraftWork
 from pipespec.row_times import together
+from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
+
+log = logging.getLogger(__name__)
 
 # How often the head says what it is doing.
 PUBLISH_NS = 10**9
@@ -39,12 +45,14 @@ class HeadSettings:
         stop_check: what watches the text of a request for its stop strings.
         pace: what draft rounds are held to.
         delay_ms: what a verdict takes to the head, beyond what it takes here.
+        compile_grammar: begins to compile the grammar of a request.
     """
 
     layout: Layout
     stop_check: Callable[[Request], StopCheck]
     pace: Pace
     delay_ms: float
+    compile_grammar: Compile | None = None
 
 
 class HeadLoop:
@@ -75,6 +83,8 @@ class HeadLoop:
         self._unlogged: list[tuple[int, Verdict]] = []
         self._published: int | None = None  # when what is shown was said last
         self._control_ns: dict[int, int] = {}  # what the controller had taken when each was opened
+        # Requests whose grammars are being compiled, what was answered before, and who does it.
+        self._compiling: list[tuple[Request, tuple[int, ...], Future[Matcher]]] = []
 
     def run(self) -> None:
         """Serve requests until there will be no more, then stop the stages."""
@@ -96,30 +106,58 @@ class HeadLoop:
         While batches are on their way the pipeline must keep stepping, so only an empty one
         is left to wait.
         """
-        while self.scheduler.room > 0:
-            busy = not self.scheduler.idle or self.scheduler.draining
+        while (room := self.scheduler.room - len(self._compiling)) > 0:
+            busy = not self.idle or bool(self._compiling)
             if not busy:
                 self.publish(now=True)  # it may be the last for long
-            found = self.controller.next_requests(self.scheduler.room, wait=not busy)
+            found = self.controller.next_requests(room, wait=not busy)
             if not found:
                 if not busy:
                     return False
                 break
             for request, answer in found:
-                self.open(request, answer)
+                if request.sampling.grammar:
+                    assert self.settings.compile_grammar is not None
+                    compiling = self.settings.compile_grammar(request.sampling.grammar)
+                    self._compiling.append((request, answer, compiling))
+                else:
+                    self.open(request, answer)
+        self.open_compiled()
         for sequence in self.scheduler.admit():
             if sequence.opened_ns is None:
                 sequence.opened_ns = self.timeline.clock()
             self.source.begin(sequence.context)
         return True
 
-    def open(self, request: Request, answer: tuple[int, ...]) -> None:
+    @property
+    def idle(self) -> bool:
+        """Whether no request is open, and no batch on its way."""
+        return self.scheduler.idle and not self.scheduler.draining
+
+    def open_compiled(self) -> None:
+        """Begin with the requests whose grammars are compiled; without anything else to do, wait
+        for one."""
+        if self._compiling and self.idle:
+            wait([compiling for _, _, compiling in self._compiling], return_when=FIRST_COMPLETED)
+        done = [each for each in self._compiling if each[2].done()]
+        self._compiling = [each for each in self._compiling if each not in done]
+        for request, answer, compiling in done:
+            try:
+                guide = Guide(compiling.result(), request.eos, answer)
+            except GrammarFailed as error:
+                log.warning("request %d is not held to its grammar: %s", request.id, error)
+                self.open(request, answer)
+                self.end(request.id, GRAMMAR)
+            else:
+                self.open(request, answer, guide)
+
+    def open(self, request: Request, answer: tuple[int, ...], guide: Guide | None = None) -> None:
         """Begin with a request, or go on with what an earlier epoch has left of it."""
         stops = self.settings.stop_check(request)
         if self.scheduler.idle:
             self.timeline.take()
         self._control_ns[request.id] = self.timeline.totals["control"]
-        sequence = self.scheduler.add(request, stops, self.timeline.clock(), answer)
+        sequence = self.scheduler.add(request, stops, self.timeline.clock(), answer, guide)
         if sequence.ended:
             self.finish(sequence, sequence.ended)
 
@@ -209,8 +247,13 @@ class HeadLoop:
         """End the requests for which nobody waits any more."""
         for sequence in self.scheduler.requests:
             if self.controller.cancelled(sequence.request.id):
-                self.scheduler.cancel(sequence.request.id)
-                self.finish(sequence, CANCELLED)
+                self.end(sequence.request.id, CANCELLED)
+
+    def end(self, request: int, reason: str) -> None:
+        """End a request that has not ended by itself."""
+        sequence = self.scheduler.cancel(request)
+        if sequence is not None:
+            self.finish(sequence, reason)
 
     def make_room(self) -> None:
         """Put requests back for which the stages have no slots."""

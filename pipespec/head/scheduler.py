@@ -30,11 +30,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipespec.core import GUESS, KIND, MAX_OPENED_BYTES, POSITION, Batch, Opening, Verdict
+from pipespec.core import GRAMMAR, GUESS, KIND, MAX_OPENED_BYTES, POSITION, Batch, Opening, Verdict
 from pipespec.head.admission import Admission
 from pipespec.head.choice import Choice, Offer, certain, choose, share
 from pipespec.head.feed.policy import PipelineState
 from pipespec.head.feed.rounds import fits, least_rounds
+from pipespec.head.guide import held_to
 from pipespec.head.meter import Meter
 from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Candidates
@@ -129,6 +130,8 @@ class Scheduler(Admission):
             part.sequence.counts["rounds"] += 1
             if answer is not None:
                 tree = part.sequence.tree
+                if part.allowed is not None:
+                    answer = held_to(answer, part.nodes, part.allowed)
                 tree.append(answer.parents, answer.tokens, answer.logps, part.limit)
                 tree.trim(self._policy.capacity)
 
@@ -141,13 +144,14 @@ class Scheduler(Admission):
         if sequence is None:
             return None
         assert verdict.base == len(sequence.context.tokens), "a verdict is missing"
-        reason = None
+        reason = GRAMMAR if verdict.failed else None
         count = 0
         for token in verdict.tokens:
             count += 1
-            reason = sequence.accept(token, now)
+            over = sequence.accept(token, now)
             self.totals.decided(sequence.tree.root_fed_at)
-            if reason:
+            if over:
+                reason = over
                 break
         self._decided += count
         self._fruitless = False  # the draft may have room again
@@ -218,6 +222,27 @@ class Scheduler(Admission):
         self, sequences: Iterable[Sequence], state: PipelineState
     ) -> tuple[DraftWork | None, bool]:
         """The draft round that the policy wants, and whether the pipeline idles until then."""
+        while True:
+            parts, urgent = self._wanted(sequences, state)
+            work = [each for part in parts if (each := self._guided(part)) is not None]
+            if len(work) or not parts:  # else nobody needs to be asked about any of them
+                return (DraftWork(tuple(work), self._policy.children) if work else None), urgent
+
+    def _guided(self, part: DraftPart) -> DraftPart | None:
+        """The part of a round as the grammar of its request has it, if it names one; None: it
+        tells all."""
+        sequence, nodes = part.sequence, part.nodes
+        if sequence.guide is None:
+            return part
+        if self._policy.keeps_unfed:  # else the draft keeps to one level
+            nodes = sequence.guide.extend(sequence.tree, nodes, sequence.last_position)
+        allowed = sequence.guide.allowed(sequence.tree, nodes)
+        return replace(part, nodes=nodes, allowed=allowed) if len(nodes) else None
+
+    def _wanted(
+        self, sequences: Iterable[Sequence], state: PipelineState
+    ) -> tuple[list[DraftPart], bool]:
+        """What the policy wants to be expanded, and whether the pipeline idles until then."""
         wanted: list[tuple[Sequence, int | None, Offer]] = []
         urgent = False
         for sequence in sequences:
@@ -227,12 +252,12 @@ class Scheduler(Admission):
                 wanted.append((sequence, expansion.limit, Offer(sequence.tree, nodes)))
                 urgent |= expansion.urgent
         shares = share([offer for _, _, offer in wanted], self._budget(len(wanted)))
-        parts = tuple(
+        parts = [
             DraftPart(sequence, nodes, limit)
             for (sequence, limit, _), nodes in zip(wanted, shares, strict=True)
             if len(nodes)
-        )
-        return (DraftWork(parts, self._policy.children) if parts else None), urgent
+        ]
+        return parts, urgent
 
     def _budget(self, requests: int) -> int:
         """Rows that so many requests may feed in a step beside prompts."""

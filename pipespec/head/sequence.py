@@ -21,6 +21,7 @@ from pipespec.core import (
     Request,
 )
 from pipespec.head.feed.policy import PipelineState
+from pipespec.head.guide import Guide
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.terms import pack
@@ -62,6 +63,7 @@ class Sequence:
     token_ns: list[int] = field(default_factory=list)
     first_token: dict[str, int] = field(default_factory=dict)
     ended: str | None = None  # why the request was over before this sequence was opened
+    guide: Guide | None = None  # if its text must have a form
 
     @classmethod
     def open(
@@ -71,6 +73,7 @@ class Sequence:
         context_limit: int,
         now: int,
         answer: tuple[int, ...] = (),
+        guide: Guide | None = None,
     ) -> Sequence:
         """What waits until it is opened (`begin`).
 
@@ -92,6 +95,7 @@ class Sequence:
             generated=len(answer),
             started_ns=now,
             token_ns=[now] * len(answer),
+            guide=guide,
         )
         for token in answer:
             sequence.ended = sequence.ending(token)
@@ -144,6 +148,8 @@ class Sequence:
         if not self.first_token:
             self.first_token = dict(self.counts)
         self.tree.advance(token)
+        if self.guide is not None:
+            self.guide.accept(token)
         # A hit had entered the pipeline before it was decided; a miss must be fed now.
         self.hits += bool(self.tree.fed[ROOT])
         self.context.tokens.append(token)

@@ -115,6 +115,37 @@ class Tree:
             self._select(np.argsort(self.position, kind="stable"))
         return count
 
+    def hang(self, node: int, tokens: Sequence[int]) -> int:
+        """Hang tokens that follow for certain, one after the other, below a node that has no
+        children yet; the id of the last one."""
+        count, position = len(tokens), int(self.position[node])
+        ids = np.arange(self._next_id, self._next_id + count)
+        above = np.array([node, *range(len(self), len(self) + count - 1)])
+        self.expanded[node] = True
+        self._extend(
+            id=ids,
+            parent=above,
+            parent_id=np.array([self.id[node], *ids[:-1]]),
+            token=np.array(tokens),
+            position=position + 1 + np.arange(count),
+            logp=np.zeros(count),
+            cum=np.full(count, self.cum[node]),
+            fed=np.zeros(count, bool),
+            fed_under=position + 1 + np.arange(count),
+            expanded=np.arange(count) < count - 1,
+        )
+        self._next_id += count
+        self._select(np.argsort(self.position, kind="stable"))
+        return int(ids[-1])
+
+    def leave(self, node_id: int) -> None:
+        """Nothing follows a node that has no children yet."""
+        self.expanded[self.index(node_id)] = True
+
+    def index(self, node_id: int) -> int:
+        """The index of the node with that id."""
+        return int(np.flatnonzero(self.id == node_id)[0])
+
     def advance(self, token: int) -> bool:
         """The verdict's next token: its node becomes the root, all else is pruned.
 

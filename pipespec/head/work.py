@@ -47,15 +47,16 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class DraftPart:
     """What a draft round does for one sequence: the best `limit` children of its `nodes` are kept
-    (None: all)."""
+    (None: all), of those `allowed` (`Asked`)."""
 
     sequence: Sequence
     nodes: np.ndarray
     limit: int | None
+    allowed: np.ndarray | None = None
 
     @property
     def asked(self) -> Asked:
-        return Asked(self.sequence.context, self.sequence.tree, self.nodes)
+        return Asked(self.sequence.context, self.sequence.tree, self.nodes, self.allowed)
 
 
 @dataclass(frozen=True, slots=True)

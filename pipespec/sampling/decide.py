@@ -32,6 +32,7 @@ class Walk:
         tokens: what was decided: nothing if the tip is not in the batch, else one more than the
             number of guesses that were right.
         reports: their log-probabilities, if they are wanted.
+        failed: whether the text's grammar does not tell what comes next.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Walk:
         """
         self.tokens: list[int] = []
         self.reports: list[TokenLogprobs] = []
+        self.failed = False
         self.nodes = nodes
         self.row: int | None = nodes.index(tip) if tip in nodes else None
         self._row_of = {guess: i for i, guess in enumerate(zip(parents, guesses, strict=True))}
@@ -53,6 +55,10 @@ class Walk:
         assert self.row is not None
         self.tokens.append(token)
         self.row = self._row_of.get((self.nodes[self.row], token))
+
+    def fail(self) -> None:
+        """What comes next cannot be said."""
+        self.row, self.failed = None, True
 
 
 def decide(asked: Sequence[tuple[Verifier, Walk]], logits: Tensor) -> None:
@@ -73,9 +79,16 @@ def decide(asked: Sequence[tuple[Verifier, Walk]], logits: Tensor) -> None:
         while walk.row is not None:
             walk.go_on(mine[walk.row])
         verifier.length += len(walk.tokens)
-    while drawn := [(verifier, walk) for verifier, walk in drawn if walk.row is not None]:
+    while drawn := [(verifier, walk) for verifier, walk in drawn if _goes_on(verifier, walk)]:
         rows = [first[walk] + walk.row for _, walk in drawn if walk.row is not None]
         _go_on(drawn, _rows(logits, rows))
+
+
+def _goes_on(verifier: Verifier, walk: Walk) -> bool:
+    """Whether a walk's next token is to be decided."""
+    if walk.row is not None and not verifier.look():
+        walk.fail()
+    return walk.row is not None
 
 
 def _go_on(asked: Sequence[tuple[Verifier, Walk]], logits: Tensor) -> None:
@@ -107,6 +120,8 @@ def _go_on(asked: Sequence[tuple[Verifier, Walk]], logits: Tensor) -> None:
     for i, (verifier, walk) in enumerate(asked):
         verifier.append(tokens[i])
         walk.go_on(tokens[i])
+        if tokens[i] in verifier.eos:
+            walk.row = None
 
 
 def _rows(values: Tensor, rows: Sequence[int]) -> Tensor:

@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from pipespec.core import RELAXED, STRICT, Guesses, Opening, Scored
 from pipespec.sampling.distribution import Tally, adjust, distribution, logprobs
+from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher, as_bools
 from pipespec.sampling.terms import unpack
 
 
 class Verifier:
     """What was asked for of one sequence, and what its text says of the next token.
 
-    It keeps the length of the text and, if there are penalties, its tally. All tokens that are
-    decided join the text, so both only ever move forward.
+    It keeps the length of the text and, if there are penalties, its tally; if there is a grammar,
+    where the text stands in it. All tokens that are decided join the text, so these only ever move
+    forward.
     """
 
-    def __init__(self, opening: Opening):
+    def __init__(self, opening: Opening, compile_grammar: Compile | None = None):
+        """`compile_grammar` begins to compile a grammar; None: no request names one."""
         self.sampling, self.eos = unpack(opening.terms)
+        self.failure: str | None = None  # why the grammar cannot be followed any further
+        self._compiling = None
+        if self.sampling.grammar:
+            assert compile_grammar is not None
+            self._compiling = compile_grammar(self.sampling.grammar)
+        self._matcher: Matcher | None = None
+        self._allowed: np.ndarray | None = None  # what may follow now, if there is a grammar
         self.length = opening.known
         self._prompt = opening.prompt
         self._text: Sequence[int] | None = None  # before the first decision, if it matters
@@ -35,7 +46,8 @@ class Verifier:
     def reads(self) -> bool:
         """Whether it must be told the text before it decides; else how many tokens there are is
         enough."""
-        return self.sampling.penalises and self._text is None
+        asked = self.sampling
+        return bool(asked.penalises or asked.grammar) and self._text is None
 
     def read(self, text: Sequence[int]) -> None:
         """Know the text before the first token that is to be decided."""
@@ -72,9 +84,25 @@ class Verifier:
             for parent in self._steps.popleft().parents.tolist():
                 self._guessed.pop(parent, None)
 
+    def look(self) -> bool:
+        """Look up what may follow now; False: the grammar does not tell (`failure`)."""
+        if not self.sampling.grammar:
+            return True
+        try:
+            if self._matcher is None:
+                assert self._compiling is not None and self._text is not None
+                self._matcher = self._compiling.result()
+                self._matcher.consume(self._text[self._prompt :])
+            self._allowed = self._matcher.allowed()
+            if not self._allowed.any():
+                raise GrammarFailed("nothing may follow")
+        except GrammarFailed as error:
+            self.failure = str(error)
+        return self.failure is None
+
     def adjusted(self, scores: torch.Tensor) -> torch.Tensor:
         """The next token's logits after what was asked for, float64 `[vocab]`; those given, if
-        nothing was."""
+        nothing was. What may follow was looked up."""
         sampling = self.sampling
         if sampling.penalises and self._tally is None:
             assert self._text is not None, "the text before was not read"
@@ -82,9 +110,18 @@ class Verifier:
             self._tally = Tally(prompt, answer, len(scores), scores.device)
         if sampling.logit_bias or sampling.penalises:
             scores = adjust(scores, sampling, self._tally)
-        if self.length - self._prompt < sampling.min_tokens:
+        ends = [token for token in self.eos if token < len(scores)]
+        if self.length - self._prompt >= sampling.min_tokens:
+            ends = []
+        if self._allowed is not None:
+            allowed = as_bools(self._allowed, len(scores))
+            if allowed.sum() > allowed[ends].sum():  # a text that must end here ends
+                allowed[ends] = False
+            barred = torch.from_numpy(~allowed).to(scores.device)
+            return scores.masked_fill(barred, -torch.inf)
+        if ends:
             scores = scores.clone()
-            scores[[token for token in self.eos if token < len(scores)]] = -torch.inf
+            scores[ends] = -torch.inf
         return scores
 
     def preferred(self, node: int, scores: torch.Tensor) -> int | None:
@@ -101,6 +138,8 @@ class Verifier:
         """The text goes on with a token."""
         if self._tally is not None:
             self._tally.append(token)
+        if self._matcher is not None and token not in self.eos:
+            self._matcher.consume([token])
         self.length += 1
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from pipespec.client.aio import AsyncClient, AsyncFollowed
-from pipespec.controller.records import FAILED, GIVEN_UP, Accepted, Finished
+from pipespec.controller.records import Accepted, Finished, failure_of
 from pipespec.core import TokenLogprobs
 from pipespec.errors import PipespecError, RankFailed
 from pipespec.server.asking import Ask
@@ -130,8 +130,8 @@ class Answering:
 
     def _finished(self, choice: int, event: Finished) -> Piece:
         reason = event.reason
-        if reason == FAILED:
-            raise RankFailed(GIVEN_UP)
+        if failure := failure_of(reason):
+            raise failure
         if reason not in REASONS:
             raise RankFailed(f"The request was {reason} by somebody else; ask again.")
         if not self._wanted(choice):

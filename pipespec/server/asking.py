@@ -50,7 +50,9 @@ class Defaults:
         verified = any(group(text) == "verify" for text in running.overrides)
         decode = settings.decode
         return cls(
-            settings.verify.sampling(0) if verified else Sampling(temperature=1.0),
+            settings.sampling(0)
+            if verified
+            else Sampling(temperature=1.0, grammar=settings.grammar),
             getattr(settings.verify, "seed", None),
             decode.max_new_tokens if "decode.max_new_tokens" in names else None,
             tuple(decode.stop),

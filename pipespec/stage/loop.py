@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,13 @@ from pipespec.emulation import Pace, wait_until
 from pipespec.engine.runner import SliceRunner
 from pipespec.errors import RankFailed, StaleEpoch, Unreachable
 from pipespec.row_times import RowTimes
+from pipespec.sampling.grammar import Compile
 from pipespec.sampling.verifier import Verifier
 from pipespec.stats import PERIOD
 from pipespec.trace import Timeline
 from pipespec.transport.protocol import Transport
+
+log = logging.getLogger(__name__)
 
 # What a stage counts of its steps.
 COUNTS = ("steps", "rows", "dropped", "overruns")
@@ -36,12 +40,14 @@ class StageSettings:
         pace: what this rank's steps are held to.
         delay_ms: what a verdict takes to this rank, beyond what it takes here.
         attention: the backend, for whoever asks.
+        compile_grammar: begins to compile a grammar, at the last stage.
     """
 
     layout: Layout
     pace: Pace
     delay_ms: float
     attention: str = ""
+    compile_grammar: Compile | None = None
 
 
 class StageLoop:
@@ -160,6 +166,7 @@ class StageLoop:
                     for sequence, told in self.runner.scores(computed, verifier_of):
                         self.controller.score(self._opened[sequence][0].request, told)
                 self._verdicts = self.runner.verdicts(computed, verifier_of)
+                self.tell_failures()
         with self.timeline("pace"):
             paced = wait_until(
                 start, self.settings.pace.of_stage(self.rank, self.step, len(computed))
@@ -172,6 +179,14 @@ class StageLoop:
         self._counts["dropped"] += len(batch) - len(computed)
         computed.step = self.step
         return computed
+
+    def tell_failures(self) -> None:
+        """Log why requests end whose grammars could not be followed."""
+        for verdict in self._verdicts:
+            if verdict.failed:
+                opening, _ = self._opened[verdict.sequence]
+                why = self._verifiers[verdict.sequence].failure
+                log.warning("request %d is not held to its grammar: %s", opening.request, why)
 
     def hear(self) -> None:
         """Say that this step is computed; follow the verdicts that must be, or can be, known."""
@@ -235,7 +250,8 @@ class StageLoop:
                 self._since = self.timeline.clock()
             self._opened[opening.sequence] = opening, self.counted()
             if self.last:
-                self._verifiers[opening.sequence] = Verifier(opening)
+                verifier = Verifier(opening, self.settings.compile_grammar)
+                self._verifiers[opening.sequence] = verifier
 
     def release(self, batch: Batch) -> dict[int, dict[str, Any]]:
         """Free what sequences held that are open no more; what is to be reported on those that

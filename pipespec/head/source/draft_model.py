@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ from pipespec.head.feed.rounds import check_rounds
 from pipespec.head.source.confidence import Confidence
 from pipespec.head.source.protocol import Asked, Candidates, Context, TokenSource
 from pipespec.head.tree import ROOT
+from pipespec.sampling.grammar import as_bools
 
 if TYPE_CHECKING:  # it imports models, which whoever only reads settings can do without
     from torch import Tensor
@@ -93,22 +94,22 @@ class DraftModelSource:
         behind = [each.context.rows(self.runner.length(each.context.sequence)) for each in asked]
         found: list[Candidates | None] = [None] * len(asked)
         parts: list[np.ndarray] = []
-        ready: list[tuple[int, Asked, slice]] = []  # who is answered, where its nodes' rows are
+        ready: list[tuple[int, Asked, np.ndarray]] = []  # who is answered, its nodes' rows
         start, left, free = 0, self.chunk, self.runner.slots.num_free
         for i in sorted(range(len(asked)), key=lambda i: len(behind[i])):
             rows = behind[i][: min(left, free)]
             left -= len(rows)
             free -= len(rows)
             if len(rows) == len(behind[i]):
-                fitting = _fitting(asked[i], free)
-                guesses = fitting.nodes[fitting.nodes != ROOT]
-                assert len(guesses) == len(fitting.nodes) or len(rows), "the root was expanded"
+                fitting, guesses = self._fitting(asked[i], free)
+                assert ROOT not in fitting.nodes or len(rows), "the root was expanded"
                 free -= len(guesses)
+                at = start + len(rows) + np.searchsorted(guesses, fitting.nodes)
+                at[fitting.nodes == ROOT] = start + len(rows) - 1
                 tree_rows = asked[i].tree.rows(asked[i].context.sequence, guesses)
                 rows = np.concatenate((rows, tree_rows))
-                end = start + len(rows)
                 if len(fitting.nodes):
-                    ready.append((i, fitting, slice(end - len(fitting.nodes), end)))
+                    ready.append((i, fitting, at))
                 else:
                     found[i] = Candidates.of(NOTHING, [])
             elif not len(rows) and not free:
@@ -123,8 +124,9 @@ class DraftModelSource:
         # waited for no more often than for one sequence.
         for foreseen, children_of in ((False, self._likeliest), (True, self._foreseen)):
             if mine := [each for each in ready if self._foresees(each[1].context) == foreseen]:
-                logits = self._logits(hidden, [where for _, _, where in mine])
-                told = children_of([fitting for _, fitting, _ in mine], logits, children)
+                fitted = [fitting for _, fitting, _ in mine]
+                logits = self._logits(hidden, np.concatenate([rows for _, _, rows in mine]))
+                told = children_of(fitted, self._allowed(fitted, logits), children)
                 for (i, _, _), candidates in zip(mine, told, strict=True):
                     found[i] = candidates
         return found
@@ -132,12 +134,42 @@ class DraftModelSource:
     def _foresees(self, context: Context) -> bool:
         return self.foresight and context.drawn
 
-    def _logits(self, hidden: Tensor, rows: Sequence[slice]) -> Tensor:
+    def _fitting(self, asked: Asked, free: int) -> tuple[Asked, np.ndarray]:
+        """With the nodes for which there are so many slots, the likeliest; and those that are to be
+        computed for them, rising: themselves, but for the root, and whatever stands above them and
+        was hung there without asking the draft."""
+        tree, sequence = asked.tree, asked.context.sequence
+        wanted = np.zeros(len(tree), bool)
+        wanted[asked.nodes] = True
+        above = np.unique(tree.parent[asked.nodes])
+        while len(above := above[above != ROOT]):
+            held = [self.runner.holds(sequence, node) for node in tree.id[above].tolist()]
+            above = above[~np.array(held)]
+            wanted[above] = True
+            above = np.unique(tree.parent[above])
+        wanted[ROOT] = False  # its row is of the decided text
+        guesses = tree.best(np.flatnonzero(wanted), max(free, 0))
+        return asked.select((asked.nodes == ROOT) | np.isin(asked.nodes, guesses)), guesses
+
+    def _logits(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
         """Of some rows, of the tokens that the target knows, `[k, vocab]` float32."""
         import torch  # whoever only reads settings can do without
 
-        wanted = torch.cat([hidden[where] for where in rows])
+        wanted = hidden.index_select(0, torch.from_numpy(rows).to(hidden.device))
         return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
+
+    def _allowed(self, asked: Sequence[Asked], logits: Tensor) -> Tensor:
+        """The logits without tokens that may not follow, where any may."""
+        held = [(rows, each.allowed) for each, rows in _spans(asked) if each.allowed is not None]
+        if not held:
+            return logits
+        import torch
+
+        barred = np.zeros(tuple(logits.shape), bool)
+        for rows, allowed in held:
+            may = as_bools(allowed, logits.shape[1])
+            barred[rows] = ~may & may.any(1, keepdims=True)
+        return logits.masked_fill(torch.from_numpy(barred).to(logits.device), -torch.inf)
 
     def _likeliest(
         self, asked: Sequence[Asked], logits: Tensor, children: int
@@ -173,12 +205,3 @@ def _spans(asked: Sequence[Asked]) -> Iterator[tuple[Asked, slice]]:
         end = start + len(each.nodes)
         yield each, slice(start, end)
         start = end
-
-
-def _fitting(asked: Asked, free: int) -> Asked:
-    """With the nodes for which there are so many slots, the likeliest; the root needs none."""
-    guesses = asked.nodes[asked.nodes != ROOT]
-    if len(guesses) <= free:
-        return asked
-    kept = asked.tree.best(guesses, free)
-    return replace(asked, nodes=asked.nodes[(asked.nodes == ROOT) | np.isin(asked.nodes, kept)])

@@ -7,7 +7,7 @@ pipeline and decides nothing: a bad guess costs speed alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,11 +90,23 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one sequence asks of a draft round: children for `nodes`, indices into its tree."""
+    """What one sequence asks of a draft round: children for `nodes`, indices into its tree.
+
+    `allowed` says which tokens may follow each of them, as bits (`pipespec.sampling.grammar`),
+    int32 `[nodes, words]`; None: any.
+    """
 
     context: Context
     tree: Tree
     nodes: np.ndarray
+    allowed: np.ndarray | None = None
+
+    def select(self, chosen: np.ndarray) -> Asked:
+        """The same for the nodes with `chosen`, bool `[nodes]`."""
+        if chosen.all():
+            return self
+        allowed = None if self.allowed is None else self.allowed[chosen]
+        return replace(self, nodes=self.nodes[chosen], allowed=allowed)
 
 
 def forget(by_node: dict[int, Any], alive: np.ndarray) -> None:

@@ -21,7 +21,8 @@ def verdicts(draw: st.DrawFn) -> Verdict:
     tokens = tuple(draw(st.lists(TOKENS, max_size=5)))
     size = len(tokens) if draw(st.booleans()) else 0
     reports = tuple(draw(st.lists(LOGPROBS, min_size=size, max_size=size)))
-    return Verdict(draw(st.integers(1, 2**40)), draw(st.integers(0, 2**20)), tokens, reports)
+    sequence, base = draw(st.integers(1, 2**40)), draw(st.integers(0, 2**20))
+    return Verdict(sequence, base, tokens, reports, failed=draw(st.booleans()))
 
 
 @given(st.lists(verdicts(), max_size=4), st.integers(0, 2**62))

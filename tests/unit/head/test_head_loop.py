@@ -5,6 +5,9 @@ The stages are a story: they decide what a text says, n steps after a row was fe
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +16,7 @@ from pipespec.controller.guesses import NO_MORE
 from pipespec.controller.requests import CANCELLED
 from pipespec.core import (
     EXACT,
+    GRAMMAR,
     GUESS,
     KIND,
     PARENT,
@@ -35,7 +39,9 @@ from pipespec.head.scheduler import Scheduler
 from pipespec.head.source.synthetic import Accuracy, SyntheticSource
 from pipespec.head.work import SchedulerConfig
 from pipespec.planning.simulation import VOCABULARY, Machine, SimulatedPipeline
+from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.trace import Timeline
+from tests.helpers.grammar import OneOf, compiled
 from tests.helpers.story import StoryController, StoryLink, StoryOver, StoryStages
 
 NUM_STAGES = 4
@@ -52,6 +58,7 @@ def head(
     chunk: int = 1,
     at_once: int = 1,
     most: int = 1000,
+    compile_grammar: Compile | None = None,
     **told: object,
 ) -> tuple[HeadLoop, StoryLink, StoryController]:
     """A head whose stages decide what the texts say, what it sends, and what it logs."""
@@ -63,7 +70,9 @@ def head(
         SyntheticSource(DRAFT, list(texts.values()), VOCABULARY, 1),
         link,
         controller,
-        HeadSettings(Layout(NUM_STAGES), lambda request: lambda token: False, Pace(), 0.0),
+        HeadSettings(
+            Layout(NUM_STAGES), lambda request: lambda token: False, Pace(), 0.0, compile_grammar
+        ),
         Timeline(),
     )
     return loop, link, controller
@@ -177,3 +186,84 @@ def test_of_a_lossy_request_every_step_is_told_until_it_is_over(cancelled: bool)
             assert (guesses.logps <= 0).all()
     told = controller.guesses[2]
     assert sum(len(guesses.tokens) for guesses in told) > 20
+
+
+EOS = 255
+FORMED = [7, 8, 9, *range(40, 60), EOS]  # of a grammar that leaves one choice, the fourth token
+FORM = [FORMED[3:-1], [200, *FORMED[4:-1]]]
+
+
+def formed(number: int = 1) -> Request:
+    return Request(number, (7, 8, 9), 50, eos=(EOS,), sampling=Sampling(grammar="form"))
+
+
+@pytest.mark.parametrize("policy", [StaticTree([1, 2, 1]), Level(4, 2), BestFirst(4, 2)])
+def test_a_text_with_a_form_is_faster_and_guesses_nothing_outside_it(policy: FeedPolicy):
+    steps = {}
+    for grammar in ("", "form"):
+        asked = replace(formed(), sampling=Sampling(grammar=grammar))
+        sent, controller = run(
+            policy,
+            [asked],
+            {1: FORMED},
+            chunk=3,
+            compile_grammar=lambda _: compiled(OneOf(FORM, EOS)),
+        )
+        assert controller.accepted == {1: FORMED[3:]} and controller.finished == {1: "stop"}
+        steps[grammar] = len(sent)
+        if grammar:
+            guessed = np.concatenate([batch.rows[batch.rows[:, KIND] == GUESS] for batch in sent])
+            assert set(guessed[:, TOKEN].tolist()) <= {200, *FORMED}
+    assert steps["form"] < steps[""]
+
+
+def test_requests_do_not_wait_for_a_grammar_that_is_being_compiled():
+    requests = [formed(1), Request(2, tuple(TEXT[:3]), max_new_tokens=5)]
+    later: Future[Matcher] = Future()
+    loop, _, controller = head(
+        BestFirst(4, 2),
+        requests,
+        {1: FORMED, 2: TEXT},
+        chunk=3,
+        at_once=4,
+        compile_grammar=lambda _: later,
+    )
+    finish, order = controller.finish, []
+
+    def finished(request: int, *told: object) -> None:
+        order.append(request)
+        finish(request, *told)
+        if request == 2:
+            later.set_result(OneOf(FORM, EOS))
+
+    controller.finish = finished
+    loop.run()
+    assert order == [2, 1]
+    assert controller.accepted == {1: FORMED[3:], 2: TEXT[3:8]}
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone():
+    requests = [formed(1), Request(2, tuple(TEXT[:3]), max_new_tokens=5)]
+    _, controller = run(
+        BestFirst(4, 2),
+        requests,
+        {1: FORMED, 2: TEXT},
+        at_once=4,
+        compile_grammar=lambda _: compiled(GrammarFailed("no")),
+    )
+    assert controller.finished == {1: GRAMMAR, 2: "length"}
+    assert controller.accepted == {2: TEXT[3:8]}
+
+
+def test_a_verdict_that_failed_ends_its_request_with_what_was_decided():
+    loop, _, controller = head(
+        BestFirst(4, 2),
+        [formed(1)],
+        {1: FORMED},
+        compile_grammar=lambda _: compiled(OneOf(FORM, EOS)),
+    )
+    tell = controller._verdicts
+    controller._verdicts = lambda step: [replace(each, failed=True) for each in tell(step)]
+    loop.run()
+    assert controller.finished == {1: GRAMMAR}
+    assert controller.accepted[1] == FORMED[3 : 3 + len(controller.accepted[1])]

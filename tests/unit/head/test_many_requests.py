@@ -333,15 +333,16 @@ def test_no_more_are_asked_for_than_can_be_open():
 def test_as_many_are_opened_in_a_step_as_their_terms_fit_into_a_batch():
     on = Scheduler(SchedulerConfig(Root(), NUM_STEPS, 1, 64, 60, 64, 0))
     bias = tuple((100_000 + i, 0.123456789) for i in range(1000))
-    for i in range(5):
+    for i in range(20):
         on.add(Request(i, (1, 2), 5, sampling=Sampling(logit_bias=bias)), lambda token: False, 0)
+    fit = MAX_OPENED_BYTES // next(iter(on.admit())).opening.num_bytes
     list(on.admit())
     sizes = []
     for _ in range(4):
         batch = on.next_batch(0.0)
         sizes.append(len(batch.opened))
         assert sum(opening.num_bytes for opening in batch.opened) <= MAX_OPENED_BYTES
-    assert sizes == [3, 2, 0, 0]
+    assert 10 < fit < 20 and sizes == [fit, 20 - fit, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.core import GUESS, KIND, POSITION, SEQUENCE, Batch, Verdict
+from pipespec.core import GUESS, KIND, NODE, POSITION, SEQUENCE, Batch, Verdict
 from pipespec.engine.kv import SlotPool
 from pipespec.errors import ConfigError
 from pipespec.head.source.draft_model import DraftModelSource
@@ -273,6 +273,10 @@ class Rows:
         self.slots = SlotPool(num_slots)
         self.read: dict[int, int] = {}
         self.passes: list[list[tuple[int, int]]] = []  # sequence, position
+        self.computed: set[tuple[int, int]] = set()  # sequence, node
+
+    def holds(self, sequence: int, node: int) -> bool:
+        return (sequence, node) in self.computed
 
     def open(self, sequence: int) -> None:
         self.read[sequence] = 0
@@ -286,6 +290,7 @@ class Rows:
         rows = batch.rows[:, [SEQUENCE, POSITION, KIND]].tolist()
         self.passes.append([(sequence, position) for sequence, position, _ in rows])
         self.slots.allocate(len(rows))
+        self.computed |= {*map(tuple, batch.rows[:, [SEQUENCE, NODE]].tolist())}
         for sequence, _, kind in rows:
             self.read[sequence] += kind != GUESS
         return replace(batch, hidden=torch.zeros(len(rows), 1))
@@ -412,3 +417,37 @@ def test_a_draft_without_room_expands_the_likeliest_and_then_nothing():
     answers = source.expand(asked, 2)
     assert [None if answer is None else len(answer.parents) for answer in answers] == [0, 0]
     assert len(draft.passes) == 2
+
+
+def test_the_draft_reads_what_was_hung_into_the_tree_without_it():
+    draft = Rows(num_slots=8)
+    source = DraftModelSource(draft, chunk=8, vocabulary=9)
+    context = Context(0, [1, 1], [0, 1])
+    source.begin(context)
+    tree = Tree(1, 0, 1, 1, fed=True)
+    last = tree.index(tree.hang(ROOT, [4, 5, 6]))
+    (candidates,) = source.expand([Asked(context, tree, np.array([last]))], 2)
+    assert candidates.parents.tolist() == [last]
+    assert draft.passes == [[(0, position) for position in range(5)]]
+    tree.append(candidates.parents, candidates.tokens, candidates.logps)
+    below = np.flatnonzero(~tree.expanded)
+    (candidates,) = source.expand([Asked(context, tree, below)], 2)
+    assert draft.passes[1] == [(0, 5), (0, 5)] and len(candidates.parents) == 2
+    # One slot is left: of a path of two there is no room for the end.
+    last = tree.index(tree.hang(int(below[0]), [4, 5]))
+    (candidates,) = source.expand([Asked(context, tree, np.array([last]))], 2)
+    assert not len(candidates.parents)
+
+
+def test_the_draft_proposes_what_may_follow():
+    draft = Rows()
+    source = DraftModelSource(draft, chunk=8, vocabulary=9)
+    context = Context(0, [1, 1], [0, 1])
+    source.begin(context)
+    tree = Tree(1, 0, 1, 1, fed=True)
+    allowed = np.array([[0b101001000]], np.int32)
+    asked = Asked(context, tree, np.array([ROOT]), allowed)
+    (candidates,) = source.expand([asked], 9)
+    present = np.isfinite(candidates.logps[0])
+    assert sorted(candidates.tokens[0, present].tolist()) == [3, 6, 8]
+    np.testing.assert_allclose(candidates.logps[0, present], np.log(1 / 3), rtol=1e-6)

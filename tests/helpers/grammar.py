@@ -1,0 +1,58 @@
+"""Matchers whose grammar is a list of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from pipespec.sampling.grammar import WORD, GrammarFailed, Matcher
+
+
+class OneOf:
+    """Allows the texts of a list, each followed by the token `eos`.
+
+    After `fails_after` tokens it can tell nothing any more.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], eos: int, fails_after: int | None = None):
+        self.texts = [(*text, eos) for text in texts]
+        self.eos = eos
+        self.fails_after = fails_after
+        self.text: list[int] = []
+
+    def next(self) -> set[int]:
+        """The tokens that may follow."""
+        length = len(self.text)
+        begun = [text for text in self.texts if list(text[:length]) == self.text]
+        return {text[length] for text in begun if len(text) > length}
+
+    def allowed(self) -> np.ndarray:
+        if self.fails_after is not None and len(self.text) >= self.fails_after:
+            raise GrammarFailed("it was said to")
+        bits = np.zeros(8, np.int32)
+        for token in self.next():
+            bits.view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)
+        return bits
+
+    def consume(self, tokens: Sequence[int]) -> int:
+        for taken, token in enumerate(tokens):
+            if token not in self.next():
+                return taken
+            self.text.append(token)
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        assert count <= len(self.text)
+        del self.text[len(self.text) - count :]
+
+
+def compiled(matcher: Matcher | Exception) -> Future[Matcher]:
+    """As whoever compiles grammars hands it over."""
+    future: Future[Matcher] = Future()
+    if isinstance(matcher, Exception):
+        future.set_exception(matcher)
+    else:
+        future.set_result(matcher)
+    return future

@@ -1,0 +1,114 @@
+"""What a grammar says of a tree of guesses."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.head.guide import Guide, held_to
+from pipespec.head.source.protocol import Candidates
+from pipespec.head.tree import ROOT, Tree
+from pipespec.sampling.grammar import as_bools
+from tests.helpers.grammar import OneOf
+
+EOS = 99
+LAST = 1000  # a position that no text reaches
+TEXTS = st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=6)
+
+
+def root() -> Tree:
+    return Tree(4, 3, 7, 4, fed=True)
+
+
+def texts_of(tree: Tree) -> list[list[int]]:
+    """What every node says, below the root."""
+    return [tree.token[tree.path(node)[1:]].tolist() for node in range(len(tree))]
+
+
+@given(TEXTS, st.integers(0, 99))
+def test_trees_grow_along_the_grammar_alone(texts, seed):
+    language, random = OneOf(texts, EOS), Random(seed)
+    guide, tree = Guide(OneOf(texts, EOS), (EOS,)), root()
+    while len(wanted := np.flatnonzero(~tree.expanded)):
+        nodes = guide.extend(tree, wanted, LAST)
+        allowed = guide.allowed(tree, nodes) if len(nodes) else None
+        tree.check()
+        if allowed is None:
+            continue
+        proposed = [random.sample(range(5), 4) for _ in nodes]  # 4 stands in no text
+        logps = np.log(np.full((len(nodes), 4), 0.25))
+        found = held_to(Candidates(nodes, np.array(proposed), logps), nodes, allowed)
+        tree.append(found.parents, found.tokens, found.logps)
+        tree.check()
+    for text in texts_of(tree):
+        language.text = text
+        assert language.next(), f"{text} begins no text of the grammar"
+
+
+@given(TEXTS)
+def test_what_must_follow_is_there_without_being_proposed_and_is_certain(texts):
+    language, guide, tree = OneOf(texts, EOS), Guide(OneOf(texts, EOS), (EOS,)), root()
+    ends = guide.extend(tree, np.array([ROOT]), LAST)
+    while len(language.next()) == 1 and EOS not in language.next():
+        language.text += language.next()
+    assert texts_of(tree)[-1] == language.text
+    assert (tree.cum == 0).all()
+    choice = len(language.next()) > 1
+    assert ends.tolist() == ([len(tree) - 1] if choice else [])
+    assert tree.expanded.tolist() == [True] * (len(tree) - 1) + [not choice]
+
+
+def test_nothing_is_hung_beyond_the_end_of_the_context():
+    guide, tree = Guide(OneOf([[1, 2, 3, 0], [1, 2, 3, 1]], EOS), (EOS,)), root()
+    assert guide.extend(tree, np.array([ROOT]), 7).tolist() == [2]
+    assert texts_of(tree)[-1] == [1, 2]
+    assert guide.extend(tree, np.array([2]), 7).tolist() == [2]
+
+
+@given(TEXTS, st.data())
+def test_the_decided_text_moves_the_root_whatever_was_looked_at(texts, data):
+    language, guide, tree = OneOf(texts, EOS), Guide(OneOf(texts, EOS), (EOS,)), root()
+    while tokens := sorted(language.next() - {EOS}):
+        nodes = guide.extend(tree, np.flatnonzero(~tree.expanded), LAST)
+        if len(nodes):
+            assert guide.allowed(tree, nodes) is not None
+        token = data.draw(st.sampled_from(tokens))
+        language.consume([token])
+        tree.advance(token)
+        guide.accept(token)
+        (allowed,) = guide.allowed(tree, np.array([ROOT]))
+        assert set(np.flatnonzero(as_bools(allowed, 256))) == language.next()
+
+
+def test_a_guess_outside_the_grammar_has_no_children():
+    guide, tree = Guide(OneOf([[1, 2], [1, 3]], EOS), (EOS,)), root()
+    tree.append(np.array([ROOT]), np.array([[5]]), np.array([[-1.0]]))
+    assert guide.extend(tree, np.array([1]), LAST).tolist() == []
+    assert len(tree) == 2 and tree.expanded[1]
+
+
+def test_a_matcher_that_fails_leaves_guesses_as_they_are():
+    guide, tree = Guide(OneOf([[1, 2, 3]], EOS, fails_after=2), (EOS,)), root()
+    nodes = guide.extend(tree, np.array([ROOT]), LAST)
+    assert guide.allowed(tree, nodes) is None
+    guide.accept(1)
+    assert guide.allowed(tree, nodes) is None
+
+
+def test_what_was_decided_before_is_read():
+    guide, tree = Guide(OneOf([[1, 2], [3, 2]], EOS), (EOS,), (1,)), root()
+    guide.extend(tree, np.array([ROOT]), LAST)
+    assert texts_of(tree)[-1] == [2]
+
+
+def test_a_node_without_candidates_has_the_one_that_must_follow():
+    allowed = np.zeros((2, 8), np.int32)
+    allowed[0, 1] = 1 << 3
+    allowed[1, 0] = 0b11
+    none = Candidates(np.array([4, 6]), np.empty((2, 0), np.int64), np.empty((2, 0)))
+    found = held_to(none, np.array([4, 6]), allowed)
+    assert found.tokens[0, 0] == 35 and found.logps[0, 0] == 0
+    assert found.logps[1, 0] == -np.inf
