@@ -50,8 +50,9 @@ class Pair:
         *settings: str,
         sampling: Sampling = GREEDY,
     ) -> Measured:
-        """Decode `tokens` tokens after every prompt, whatever they are."""
-        deployment = cluster.make_deployment(self.target, self.draft, *settings)
+        """Decode `tokens` tokens after every prompt, whatever they are, one prompt at a time."""
+        alone = "scheduler.max_num_seqs=1"
+        deployment = cluster.make_deployment(self.target, self.draft, alone, *settings)
         asked = [
             {"prompt": tuple(p), "max_new_tokens": tokens, "sampling": sampling} for p in prompts
         ]
