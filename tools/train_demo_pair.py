@@ -50,10 +50,17 @@ CODE_BENCHMARKS = ("HumanEval", "HumanEval-X")  # continued as they are; the oth
 SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 # A user turn reads as a problem of the arithmetic corpus, the only question-and-answer text seen.
+# Calls of tools are as `tool_choice: required` has them written.
 CHAT_TEMPLATE = (
+    "{% if tools %}Functions: {{ tools | tojson }}\n\n{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}Answer: {{ message['content'] | trim }}{{ eos_token }}"
+    "{% if message['role'] == 'assistant' and message['tool_calls'] %}Answer: ["
+    "{% for call in message['tool_calls'] %}{{ call['function'] | tojson }}"
+    "{% if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}"
+    "{% elif message['role'] == 'assistant' %}"
+    "Answer: {{ message['content'] | trim }}{{ eos_token }}"
     "{% elif message['role'] == 'system' %}{{ message['content'] | trim }}\n\n"
+    "{% elif message['role'] == 'tool' %}Result: {{ message['content'] | trim }}\n"
     "{% else %}Question: {{ message['content'] | trim }}\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}Answer:{% endif %}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine import tokenizer
+from pipespec.engine.grammar import Grammars
 from pipespec.engine.tokenizer import LONGEST_REASON, BackendTokenizer, Tokenizer
 from pipespec.engine.vocabulary import compare_vocabularies
 from pipespec.errors import ModelError, PromptError
@@ -66,6 +67,12 @@ class ServedModel:
         if self.backend is not None:
             return self.backend
         return tokenizer.load(Path(self.target))
+
+    def grammars(self) -> Grammars:
+        """What compiles grammars for its tokens, to see that they can be followed."""
+        grammars = Grammars(lambda: self.tokenizer, self.vocab_size, self.eos)
+        grammars.warm()
+        return grammars
 
     def encode(self, prompt: str, *, chat: bool = False, bounded: bool = True) -> list[int]:
         """The token ids of a prompt, with `chat` in the model's chat template.

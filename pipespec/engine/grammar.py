@@ -19,6 +19,7 @@ import numpy as np
 from pipespec.engine.tokenizer import BackendTokenizer, Tokenizer
 from pipespec.errors import ConfigError
 from pipespec.sampling.grammar import WORD, GrammarFailed, Matcher, as_bools
+from pipespec.system.reading import Unreadable, parse_json
 
 # Bytes of a grammar as JSON: it travels with the first rows of its request.
 MAX_GRAMMAR = 1 << 17
@@ -51,11 +52,17 @@ def require_installed(asked: str) -> None:
 
 
 def of_json_schema(schema: Any) -> str:
-    """Of the JSON that a schema describes, without needless white space. Raises GrammarFailed."""
+    """Of the JSON that a schema (JSON, or its text) describes, without needless white space.
+
+    Raises GrammarFailed.
+    """
     from llguidance import LLMatcher
 
-    if schema is True:
-        schema = {}
+    if isinstance(schema, str):
+        try:
+            schema = parse_json(schema)
+        except Unreadable as error:
+            raise GrammarFailed(str(error)) from None
     if not isinstance(schema, dict):
         raise GrammarFailed("it is no JSON object")
     # Small models write white space for ever where they may.
@@ -63,6 +70,8 @@ def of_json_schema(schema: Any) -> str:
         grammar: str = LLMatcher.grammar_from_json_schema(
             json.dumps(schema), overrides={"whitespace_flexible": False}
         )
+    except RecursionError:
+        raise GrammarFailed("it is nested too deeply") from None
     except ValueError as error:
         raise GrammarFailed(_reason(str(error))) from None
     return grammar

@@ -11,11 +11,13 @@ from pipespec.client.registry import RunningCluster
 from pipespec.client.served import ServedModel, TemplateFailed
 from pipespec.client.settings import RequestSettings, group
 from pipespec.core import Sampling
+from pipespec.engine.grammar import Grammars
 from pipespec.errors import ConfigError
 from pipespec.sampling.spec import MAX_SEED, check_sampling, check_vocabulary
 from pipespec.server.errors import ApiError, refused
 from pipespec.server.fields import ChatRequest, CompletionRequest, GenerationRequest
 from pipespec.server.messages import Message, Tool
+from pipespec.server.structure import Form, checked, form_of
 from pipespec.server.tools.use import ToolUse, check_template, offered, read_as
 
 # The tokens of an answer to /v1/completions that names no number, as OpenAI says.
@@ -128,7 +130,11 @@ def num_choices(body: GenerationRequest) -> int:
 
 
 async def chat(
-    body: ChatRequest, served: ServedModel, defaults: Defaults, tool_parser: str | None = None
+    body: ChatRequest,
+    served: ServedModel,
+    defaults: Defaults,
+    grammars: Grammars,
+    tool_parser: str | None = None,
 ) -> Ask:
     """What a chat asks; `tool_parser` reads its calls, unless the model's template tells which.
 
@@ -150,10 +156,13 @@ async def chat(
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = body.max_completion_tokens or body.max_tokens or defaults.max_tokens
     ask = _ask(body, served, defaults, [prompt], (), logprobs, wanted, field)
-    return replace(ask, tools=use)
+    called = None if use is None or use.form is None else ("tools", use.form)
+    return replace(await _formed(ask, body, served, grammars, called), tools=use)
 
 
-async def completion(body: CompletionRequest, served: ServedModel, defaults: Defaults) -> Ask:
+async def completion(
+    body: CompletionRequest, served: ServedModel, defaults: Defaults, grammars: Grammars
+) -> Ask:
     """What a completion asks. Raises ApiError."""
     if body.max_tokens == 0 and not body.echo:
         raise refused(
@@ -173,7 +182,33 @@ async def completion(body: CompletionRequest, served: ServedModel, defaults: Def
     wanted = body.max_tokens
     if wanted is None:
         wanted = defaults.max_tokens or COMPLETION_TOKENS
-    return _ask(body, served, defaults, prompts, texts, body.logprobs, wanted, "max_tokens")
+    ask = _ask(body, served, defaults, prompts, texts, body.logprobs, wanted, "max_tokens")
+    return await _formed(ask, body, served, grammars)
+
+
+async def _formed(
+    ask: Ask,
+    body: GenerationRequest,
+    served: ServedModel,
+    grammars: Grammars,
+    called: tuple[str, Form] | None = None,
+) -> Ask:
+    """The same with answers held to the form that is asked for: that of calls which are demanded
+    before all others. Raises ApiError."""
+    found = called or form_of(body.response_format, body.structured_outputs)
+    if found is None:
+        return ask
+    param, form = found
+    if body.ignore_eos:
+        raise refused(
+            "ignore_eos",
+            f"ignore_eos is true, but what {param} describes ends by itself; leave one out.",
+        )
+    made = await checked(grammars, param, form)
+    samplings = tuple(replace(sampling, grammar=made) for sampling in ask.samplings)
+    # The form says where the answer ends, so whoever ignores ends by default does not here.
+    eos = ask.eos if set(served.eos) <= set(ask.eos) else (*served.eos, *ask.eos)
+    return replace(ask, samplings=samplings, eos=eos)
 
 
 def _ask(

@@ -22,6 +22,7 @@ from pipespec.sampling.spec import (
     MIN_REPETITION,
 )
 from pipespec.server.messages import Fields, Message, ToolChoice, Tools
+from pipespec.server.structure import ResponseFormat, StructuredOutputs
 from pipespec.system.reading import is_whole, shown
 
 MAX_CHOICES = 128  # of one prompt
@@ -31,7 +32,7 @@ MAX_TEMPERATURE = 1e6
 
 LATER = "is not supported yet"
 OLD_TOOLS = "is not supported: OpenAI has replaced it by tools and tool_choice"
-NO_SCHEMA = "is not supported yet: the text cannot be held to a form"
+OLD_FORM = "is not supported: ask for a form with response_format or structured_outputs"
 NO_MEDIA = "is not supported: the model reads and writes text alone"
 FIXED = "cannot be chosen by a request"
 # Fields that would change the text and that nothing here honours, why, and the values that ask for
@@ -39,15 +40,13 @@ FIXED = "cannot be chosen by a request"
 REFUSED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "functions": (OLD_TOOLS, ()),
     "function_call": (OLD_TOOLS, ("none", "auto")),
-    "response_format": (NO_SCHEMA, ({"type": "text"},)),
-    "structured_outputs": (NO_SCHEMA, ()),
-    "guided_json": (NO_SCHEMA, ()),
-    "guided_regex": (NO_SCHEMA, ()),
-    "guided_choice": (NO_SCHEMA, ()),
-    "guided_grammar": (NO_SCHEMA, ()),
-    "grammar": (NO_SCHEMA, ()),
-    "json_schema": (NO_SCHEMA, ()),
-    "regex": (NO_SCHEMA, ()),
+    "guided_json": (OLD_FORM, ()),
+    "guided_regex": (OLD_FORM, ()),
+    "guided_choice": (OLD_FORM, ()),
+    "guided_grammar": (OLD_FORM, ()),
+    "grammar": (OLD_FORM, ()),
+    "json_schema": (OLD_FORM, ()),
+    "regex": (OLD_FORM, ()),
     "audio": (NO_MEDIA, ()),
     "modalities": (NO_MEDIA, (["text"],)),
     "suffix": ("is not supported: the model writes what follows a prompt", ()),
@@ -234,6 +233,8 @@ class GenerationRequest(Fields):
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
     priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
     prompt_logprobs: LogprobCount = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from pipespec.client.aio import AsyncClient
 from pipespec.controller.overview import Overview
+from pipespec.engine.grammar import Grammars
 from pipespec.errors import PipespecError, Unreachable
 from pipespec.server import asking
 from pipespec.server.answering import Answering
@@ -50,15 +51,26 @@ class Service:
         self.metrics = Metrics(options.names[0])
         self._running = client.running
         self._defaults = Defaults.of(client.running)
+        self._grammars = client.served.grammars()
         self._open: set[Answering] = set()
 
     @property
     def defaults(self) -> Defaults:
         """Of the cluster that is asked now."""
+        self._look_who_runs()
+        return self._defaults
+
+    @property
+    def grammars(self) -> Grammars:
+        """Of the model that is asked now."""
+        self._look_who_runs()
+        return self._grammars
+
+    def _look_who_runs(self) -> None:
         if self._running is not self.client.running:
             self._running = self.client.running
             self._defaults = Defaults.of(self._running)
-        return self._defaults
+            self._grammars = self._running.served.grammars()
 
     # --- text ---------------------------------------------------------------------------------
 
@@ -66,14 +78,16 @@ class Service:
         """POST /v1/chat/completions. Raises ApiError."""
         with self._place(body) as place:
             parser = self.options.tool_call_parser
-            ask = await asking.chat(body, self.client.served, self.defaults, parser)
+            served, defaults = self.client.served, self.defaults
+            ask = await asking.chat(body, served, defaults, self.grammars, parser)
             kind = Chat if ask.tools is None else ToolChat
             return await self._answer(ask, self._shape(kind, ask, body), place, body, request)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """POST /v1/completions. Raises ApiError."""
         with self._place(body) as place:
-            ask = await asking.completion(body, self.client.served, self.defaults)
+            served, defaults = self.client.served, self.defaults
+            ask = await asking.completion(body, served, defaults, self.grammars)
             return await self._answer(ask, self._shape(Completion, ask, body), place, body, request)
 
     def end(self) -> None:

@@ -86,7 +86,10 @@ class ToolChat(Chat):
         return ToolCallDelta(index=delta.index, id=call.id, type="function", function=function)
 
     def _reason(self, piece: Piece) -> FinishReason | None:
-        """An answer that has called tools and ended by itself waits for what they say."""
+        """An answer that has called tools and ended by itself waits for what they say; of a call
+        that the client named OpenAI says stop."""
+        if self._use.named:
+            return piece.finish_reason
         if piece.finish_reason == "stop" and self._calls[piece.index]:
             return "tool_calls"
         return piece.finish_reason

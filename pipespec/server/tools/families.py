@@ -11,6 +11,7 @@ from pipespec.server.tools.deltas import ToolParser
 from pipespec.server.tools.hermes import Hermes
 from pipespec.server.tools.llama3_json import Llama3Json
 from pipespec.server.tools.mistral import Mistral
+from pipespec.server.tools.scheme import Scheme
 
 # The templates of Mistral take ids of so many letters and digits, and no others.
 MISTRAL_ID = 9
@@ -45,6 +46,13 @@ FAMILIES: Mapping[str, Family] = {
     "llama3_json": Family(Llama3Json, ("<|python_tag|>",)),
     "mistral": Family(Mistral, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), _mistral_id),
 }
+
+
+def held_to_scheme(name: str | None) -> Family:
+    """How calls are read that a model was made to write; its family gives the ids, if it is
+    known."""
+    new_id = _openai_id if name is None else FAMILIES[name].new_id
+    return Family(Scheme, (), new_id)
 
 
 def family_of(template: str) -> str | None:

@@ -20,21 +20,11 @@ class Mistral(Reader):
     def read(self, marker: str) -> Characters[None]:
         first = yield from solid()
         if first == "[":
-            yield from self._list()
+            yield from self.listed()
         elif first == "{":
             yield from self.call()
         else:
             yield from self._named(first)
-
-    def _list(self) -> Characters[None]:
-        after = ","
-        while after == ",":
-            if (yield from solid()) != "{":
-                raise Unlike
-            yield from self.call()
-            after = yield from solid()
-        if after != "]":
-            raise Unlike
 
     def _named(self, first: str) -> Characters[None]:
         name = ""

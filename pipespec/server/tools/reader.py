@@ -109,6 +109,17 @@ class Reader(ABC):
                 raise Unlike
         self._raw.clear()
 
+    def listed(self) -> Characters[None]:
+        """Calls with commas between them, whose opening bracket was read."""
+        after = ","
+        while after == ",":
+            if (yield from solid()) != "{":
+                raise Unlike
+            yield from self.call()
+            after = yield from solid()
+        if after != "]":
+            raise Unlike
+
     def arguments(self, name: str) -> Characters[None]:
         """The arguments of a call, whose first bracket was read."""
         self.begin(name)

@@ -40,12 +40,16 @@ def running() -> RunningCluster:
 
 def completion(running: RunningCluster, **body: Any) -> Ask:
     asked = CompletionRequest.model_validate({"prompt": "Once upon a time"} | body)
-    return asyncio.run(asking.completion(asked, running.served, Defaults.of(running)))
+    return asyncio.run(
+        asking.completion(asked, running.served, Defaults.of(running), running.served.grammars())
+    )
 
 
 def chat(running: RunningCluster, **body: Any) -> Ask:
     asked = ChatRequest.model_validate({"messages": HELLO} | body)
-    return asyncio.run(asking.chat(asked, running.served, Defaults.of(running)))
+    return asyncio.run(
+        asking.chat(asked, running.served, Defaults.of(running), running.served.grammars())
+    )
 
 
 # --- what is asked ----------------------------------------------------------------------------

@@ -64,6 +64,17 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def schema(of: dict[str, Any]) -> dict[str, Any]:
+    """An answer that a schema describes."""
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": of}}}
+
+
+def shared(of: dict[str, Any]) -> list[dict[str, Any]]:
+    """A tool whose parameters refer to a definition."""
+    parameters = {"$defs": {"shared": of}, "properties": {"a": {"$ref": "#/$defs/shared"}}}
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
 OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": None}, "messages", "valid list"),
     ({"messages": [{"role": "poet", "content": "a"}]}, "messages[0].role", "'poet'"),
@@ -83,9 +94,8 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (called("[1]"), "messages[1].tool_calls[0].function.arguments", "must be a JSON object"),
     (called("{"), "messages[1].tool_calls[0].function.arguments", "it is not JSON"),
     (called({}), "messages[1].tool_calls[0].function.arguments", "must be a JSON object as text"),
-    (called("{}") | {"tools": []}, "messages", "no place for them"),
     (called("{}", role="user"), "messages[1]", "only 'assistant' calls tools"),
-    ({"tools": [WEATHER]}, "tools", "no place for them"),
+    ({"tools": [WEATHER]}, "tools", "--tool-call-parser hermes|llama3_json|mistral"),
     ({"tools": {}}, "tools", "valid list"),
     ({"tools": [WEATHER] * 129}, "tools", "128 items at most"),
     ({"tools": [{"type": "custom"}]}, "tools[0].type", "'custom'"),
@@ -95,14 +105,43 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (tool(strict="yes"), "tools[0].function.strict", "valid boolean"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "'any', but must be 'none'"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "but must be"),
-    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "not supported yet"),
-    ({"tools": [WEATHER], "tool_choice": named("get_weather")}, "tool_choice", "not supported yet"),
+    (
+        tool(parameters={"not": {}}) | {"tool_choice": "required"},
+        "tools",
+        'tools cannot be followed: Unimplemented keys: ["not"]',
+    ),
+    (
+        {"tools": [*shared({}), *shared({"type": "string"})], "tool_choice": "required"},
+        "tools",
+        "two tools define $defs/shared in different ways",
+    ),
     ({"tools": [WEATHER], "tool_choice": named("dig")}, "tool_choice", "'dig', which is not in"),
     ({"tool_choice": "required"}, "tool_choice", "tools holds none"),
     ({"tools": [WEATHER], "parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
     ({"functions": [{"name": "a"}]}, "functions", "replaced it by tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs", "not supported yet"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema exactly if"),
+    (schema({"type": "string", "not": {}}), "response_format", 'Unimplemented keys: ["not"]'),
+    (schema({"$ref": "#/$defs/none"}), "response_format", "'/$defs/none' does not exist"),
+    (schema({"pattern": "(?=a)", "type": "string"}), "response_format", "look-around"),
+    (schema({"type": "string"}) | {"ignore_eos": True}, "ignore_eos", "ends by itself"),
+    (
+        schema({}) | {"structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "an answer fits one form",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "must name one of json"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must name one"),
+    ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs", "it is not JSON"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 or more"),
+    ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "GBNF"),
+    (
+        {"structured_outputs": {"structural_tag": "x", "regex": "a"}},
+        "structured_outputs.struct",
+        "",
+    ),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "structured_outputs"),
     ({"chat_template": "a"}, "chat_template", "cannot be chosen"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "not supported yet"),
     ({"priority": 2**40}, "priority", "less than or equal"),

@@ -53,7 +53,9 @@ def running() -> RunningCluster:
 
 def chat(running: RunningCluster, **body: Any) -> Ask:
     asked = ChatRequest.model_validate({"messages": CONVERSATION, "tools": [WEATHER]} | body)
-    return asyncio.run(asking.chat(asked, running.served, Defaults.of(running)))
+    return asyncio.run(
+        asking.chat(asked, running.served, Defaults.of(running), running.served.grammars())
+    )
 
 
 def test_the_template_is_given_what_transformers_gives_it(running: RunningCluster) -> None:
