@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 WORD = {"type": "string", "maxLength": 12}
+SMALL = {"type": "integer", "minimum": 0, "maximum": 999}
 
 
 def _object(required: bool = True, **properties: Any) -> dict[str, Any]:
@@ -21,7 +22,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "object": _object(name=WORD, age={"type": "integer", "minimum": 0, "maximum": 120}),
     "optional": _object(required=False, name=WORD, likes=WORD),
     "nested": _object(
-        person=_object(name=WORD, home=_object(street=WORD, number={"type": "integer"})),
+        person=_object(name=WORD, home=_object(street=WORD, number=SMALL)),
         friend={"anyOf": [WORD, {"type": "null"}]},
     ),
     "enum": {"enum": ["red", "green", 3, None, True]},
@@ -43,7 +44,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "date": _object(day={"type": "string", "format": "date"}),
     "uuid": {"type": "string", "format": "uuid"},
     "whole number": {"type": "integer", "minimum": -5, "maximum": 99},
-    "number": _object(x={"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+    "number": _object(x={"type": "number", "minimum": 0, "maximum": 10, "multipleOf": 0.25}),
     "multiple": {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 500},
     "length": {"type": "string", "minLength": 3, "maxLength": 9},
     "union": {
@@ -52,7 +53,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             _object(name=WORD, sides={"type": "integer", "minimum": 3, "maximum": 8}),
         ]
     },
-    "types": _object(value={"type": ["integer", "boolean", "null"]}),
+    "types": _object(value={"type": ["integer", "boolean", "null"], "minimum": -9, "maximum": 9}),
     "all of": {
         "allOf": [
             {"type": "object", "properties": {"a": WORD}, "required": ["a"]},

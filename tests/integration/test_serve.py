@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
+import jsonschema
 import openai
 import pytest
 import torch
@@ -25,13 +28,14 @@ from pipespec.client import registry
 from pipespec.controller.membership import Membership
 from pipespec.system.resources import resource_dir
 from tests.helpers.place import PATIENCE_S, Place
+from tests.helpers.schemas import SCHEMAS
 from tests.helpers.serving import MODEL, Server, cluster_up, serving
 from tests.helpers.waiting import until
 from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
 NAME = "lab"
-CONTEXT = 512
+CONTEXT = 1024
 SETTINGS = (
     "cluster.stages=2",
     "cluster.devices=[cpu]",
@@ -200,6 +204,113 @@ def test_the_package_reads_streams_of_several_answers(client: openai.OpenAI) -> 
     assert texts == [choice.message.content for choice in whole.choices]
     assert len(set(texts)) == 3
     assert reasons.keys() == {0, 1, 2}
+
+
+def _object_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"], "maxProperties": 1}
+
+
+def test_an_answer_fits_the_form_that_was_asked_for(server: Server, client: openai.OpenAI) -> None:
+    name, schema = "person", SCHEMAS["nested"]
+    form = {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
+    asked: dict[str, Any] = {"model": "demo", "temperature": 1, "seed": 3, "max_tokens": 200}
+    asked |= {"messages": HELLO, "response_format": form}
+    (whole,) = client.chat.completions.create(**asked).choices
+    assert whole.finish_reason == "stop" and whole.message.content
+    jsonschema.validate(json.loads(whole.message.content), schema)
+    chunks = server.chunks("/v1/chat/completions", asked)
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert text == whole.message.content
+    for outputs, fits in (
+        ({"choice": ["red", "blue"]}, lambda text: text in ("red", "blue")),
+        ({"regex": "[0-9]{3}-[a-f]"}, lambda text: re.fullmatch("[0-9]{3}-[a-f]", text)),
+        ({"grammar": 'root ::= "a" ("b" | "c")? "d"'}, lambda t: re.fullmatch("a[bc]?d", t)),
+        ({"json": _object_of({"type": "boolean"})}, lambda text: json.loads(text)["a"] in (0, 1)),
+    ):
+        told = client.completions.create(
+            model="demo",
+            prompt=PROMPTS[0],
+            max_tokens=200,
+            temperature=0.5,
+            seed=1,
+            extra_body={"structured_outputs": outputs},
+        )
+        (choice,) = told.choices
+        assert choice.finish_reason == "stop" and fits(choice.text), choice.text
+    asked |= {"response_format": {"type": "json_object"}, "max_tokens": 5}
+    assert client.chat.completions.create(**asked).choices[0].message.content.startswith("{")
+
+
+def test_an_agent_calls_tools_turn_after_turn(client: openai.OpenAI) -> None:
+    """Five turns of a loop as agents have it, streamed: every call is one of a tool, with
+    arguments of its schema, and what it says goes back."""
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": SCHEMAS[schema]}}
+        for name, schema in (("find", "object"), ("draw", "union"), ("go", "reference"))
+    ]
+    messages: list[Any] = [{"role": "user", "content": "Find Tom, draw him, and go home."}]
+    called: list[str] = []
+    for turn in range(5):
+        chosen: Any = "required"
+        if turn == 4:
+            chosen = {"type": "function", "function": {"name": "go"}}
+        with client.chat.completions.stream(
+            model="demo",
+            messages=messages,
+            tools=tools,
+            tool_choice=chosen,
+            parallel_tool_calls=False,  # so small a model would call for ever
+            temperature=1,
+            seed=turn,
+            max_tokens=150,
+        ) as stream:
+            (choice,) = stream.get_final_completion().choices
+        assert choice.finish_reason == ("tool_calls" if turn < 4 else "stop")
+        calls = choice.message.tool_calls
+        assert calls and not choice.message.content
+        messages.append(choice.message.model_dump(exclude_none=True, exclude={"parsed"}))
+        for call in calls:
+            called.append(call.function.name)
+            schema = next(
+                tool["function"]["parameters"]
+                for tool in tools
+                if tool["function"]["name"] == call.function.name
+            )
+            jsonschema.validate(json.loads(call.function.arguments), schema)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"{turn} done"})
+    assert len(called) >= 5 and called[-1] == "go"
+
+
+def test_forms_that_cannot_be_held_are_refused_soon_and_hold_up_nobody(
+    server: Server, client: openai.OpenAI
+) -> None:
+    bombs: list[dict[str, Any]] = [
+        {"regex": "(a{1,3000}){1,3000}"},
+        {
+            "json": {
+                "allOf": [
+                    {"properties": {f"p{i}": {"anyOf": [{}, {"$ref": "#"}]}}} for i in range(300)
+                ]
+            }
+        },
+        {"json": json.dumps({"items": {"type": "string"}})[:-1]},
+        {"json": '{"items":' * 400 + "{}" + "}" * 400},
+        {"choice": [f"choice {i}" for i in range(40_000)]},
+        {"json": {"type": "array", "uniqueItems": True}},
+        {"grammar": "start: start start"},
+    ]
+    body = {"prompt": PROMPTS[0], "max_tokens": 40, "stream": True, "ignore_eos": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as running:
+        for bomb in bombs:
+            began = time.monotonic()
+            reply = server.http.post(
+                "/v1/completions", json={"prompt": "a", "structured_outputs": bomb}
+            )
+            assert time.monotonic() - began < 1, bomb
+            assert reply.status_code == 400, bomb
+            assert reply.json()["error"]["param"] == "structured_outputs"
+        assert running.read().decode().endswith("data: [DONE]\n\n")
+    assert client.completions.create(prompt=PROMPTS[0], **ASKED).choices[0].text
 
 
 def test_a_seed_gives_one_text_and_none_another_each_time(client: openai.OpenAI) -> None:

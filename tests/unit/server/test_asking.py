@@ -40,16 +40,14 @@ def running() -> RunningCluster:
 
 def completion(running: RunningCluster, **body: Any) -> Ask:
     asked = CompletionRequest.model_validate({"prompt": "Once upon a time"} | body)
-    return asyncio.run(
-        asking.completion(asked, running.served, Defaults.of(running), running.served.grammars())
-    )
+    known = running.served, Defaults.of(running), running.served.grammars()
+    return asyncio.run(asking.completion(asked, *known))
 
 
 def chat(running: RunningCluster, **body: Any) -> Ask:
     asked = ChatRequest.model_validate({"messages": HELLO} | body)
-    return asyncio.run(
-        asking.chat(asked, running.served, Defaults.of(running), running.served.grammars())
-    )
+    known = running.served, Defaults.of(running), running.served.grammars()
+    return asyncio.run(asking.chat(asked, *known))
 
 
 # --- what is asked ----------------------------------------------------------------------------

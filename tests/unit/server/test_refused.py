@@ -138,8 +138,8 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"grammar": "x"}}, "structured_outputs", "GBNF"),
     (
         {"structured_outputs": {"structural_tag": "x", "regex": "a"}},
-        "structured_outputs.struct",
-        "",
+        "structured_outputs.structural_tag",
+        "should be None",
     ),
     ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "structured_outputs"),
     ({"chat_template": "a"}, "chat_template", "cannot be chosen"),

@@ -17,6 +17,7 @@ from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.core import TokenLogprobs
 from pipespec.engine.tokenizer import BackendTokenizer
+from pipespec.sampling.grammar import as_bools
 from pipespec.server import asking
 from pipespec.server.answering import Piece
 from pipespec.server.asking import Ask, Defaults
@@ -24,6 +25,7 @@ from pipespec.server.fields import ChatRequest
 from pipespec.server.tool_chat import ToolChat
 from tests.helpers.calling import HERMES, WEATHER, calling
 
+DIG: dict[str, Any] = {"type": "function", "function": {"name": "dig"}}
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "user", "content": "And in Zürich?"},
     {
@@ -53,9 +55,8 @@ def running() -> RunningCluster:
 
 def chat(running: RunningCluster, **body: Any) -> Ask:
     asked = ChatRequest.model_validate({"messages": CONVERSATION, "tools": [WEATHER]} | body)
-    return asyncio.run(
-        asking.chat(asked, running.served, Defaults.of(running), running.served.grammars())
-    )
+    known = running.served, Defaults.of(running), running.served.grammars()
+    return asyncio.run(asking.chat(asked, *known))
 
 
 def test_the_template_is_given_what_transformers_gives_it(running: RunningCluster) -> None:
@@ -100,6 +101,67 @@ def test_tools_that_may_not_be_called_are_not_shown(running: RunningCluster) -> 
         assert ask.tools is not None and ask.tools.parallel
     cut = chat(running, parallel_tool_calls=False).tools
     assert cut is not None and not cut.parallel
+
+
+@pytest.mark.parametrize(
+    ("body", "texts", "unfit", "reason"),
+    [
+        (
+            {"tool_choice": "required"},
+            ['[{"name":"get_weather","arguments":{"city":"a"}},{"name":"dig","arguments":{}}]'],
+            ["Hello", "[]", '[{"name":"fly","arguments":{}}]'],
+            "tool_calls",
+        ),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            ['[{"name":"dig","arguments":{"depth":3,"more":[null]}}]'],
+            ['[{"name":"dig","arguments":{}},{"name":"dig","arguments":{}}]'],
+            "tool_calls",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+            ['[{"name":"get_weather","arguments":{"city":"Bern"}}]'],
+            ['[{"name":"dig","arguments":{}}]', '[{"name":"get_weather","arguments":{"city":3}}]'],
+            "stop",
+        ),
+    ],
+)
+def test_a_call_that_is_demanded_is_the_only_answer(
+    running: RunningCluster, body: dict[str, Any], texts: list[str], unfit: list[str], reason: str
+) -> None:
+    ask = chat(running, tools=[WEATHER, DIG], **body)
+    tokenizer, (sampling,) = running.served.tokenizer, ask.samplings
+    for text in (*texts, *unfit):
+        matcher = running.served.grammars().compile(sampling.grammar)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        taken = matcher.consume(ids)
+        ended = as_bools(matcher.allowed(), running.served.vocab_size)[list(ask.eos)].any()
+        assert (taken == len(ids) and ended) == (text in texts)
+    shape = ToolChat(ask, tokenizer, "demo")
+    shape.take(Piece(0, texts[0], (5,)))
+    shape.take(Piece(0, "", (6,), finish_reason="stop"))
+    (choice,) = shape.reply().model_dump()["choices"]
+    assert choice["finish_reason"] == reason and choice["message"]["content"] is None
+    assert [
+        {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
+        for call in choice["message"]["tool_calls"]
+    ] == json.loads(texts[0])
+
+
+def test_definitions_of_tools_are_found_by_their_references(running: RunningCluster) -> None:
+    parameters = {
+        "type": "object",
+        "$defs": {"place": {"enum": ["Bern", "Uri"]}},
+        "properties": {"at": {"$ref": "#/$defs/place"}},
+        "required": ["at"],
+    }
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    (sampling,) = chat(running, tools=[tool, WEATHER], tool_choice="required").samplings
+    for place, fits in (("Uri", True), ("Ulm", False)):
+        text = json.dumps([{"name": "go", "arguments": {"at": place}}], separators=(",", ":"))
+        ids = running.served.tokenizer.encode(text)
+        matcher = running.served.grammars().compile(sampling.grammar)
+        assert (matcher.consume(ids) == len(ids)) == fits
 
 
 def test_log_probabilities_stay_those_of_tokens(running: RunningCluster) -> None:
