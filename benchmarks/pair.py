@@ -49,13 +49,14 @@ class Pair:
         tokens: int,
         *settings: str,
         sampling: Sampling = GREEDY,
+        eos: tuple[int, ...] = (),
     ) -> Measured:
-        """Decode `tokens` tokens after every prompt, whatever they are, one prompt at a time."""
+        """Decode `tokens` tokens after every prompt, whatever they are unless `eos` ends a text,
+        one prompt at a time."""
         alone = "scheduler.max_num_seqs=1"
         deployment = cluster.make_deployment(self.target, self.draft, alone, *settings)
-        asked = [
-            {"prompt": tuple(p), "max_new_tokens": tokens, "sampling": sampling} for p in prompts
-        ]
+        how = {"max_new_tokens": tokens, "sampling": sampling, "eos": eos}
+        asked = [{"prompt": tuple(prompt), **how} for prompt in prompts]
         answers = cluster.decode(deployment, server, asked)
         return Measured([tokens for tokens, *_ in answers], [stats for *_, stats in answers])
 

@@ -23,8 +23,8 @@ from pipespec.core import RELAXED, Sampling
 from pipespec.engine import grammar, tokenizer
 from pipespec.system.resources import resource_dir
 from tests.helpers.log import accept, take
-from tests.helpers.schemas import SCHEMAS
 from tools.rig import cluster
+from tools.rig.schemas import SCHEMAS
 
 PROMPTS = Path(__file__).parent.parent / "data" / "prompts.jsonl"
 FOLDER = resource_dir("demo")

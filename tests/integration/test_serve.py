@@ -28,10 +28,10 @@ from pipespec.client import registry
 from pipespec.controller.membership import Membership
 from pipespec.system.resources import resource_dir
 from tests.helpers.place import PATIENCE_S, Place
-from tests.helpers.schemas import SCHEMAS
 from tests.helpers.serving import MODEL, Server, cluster_up, serving
 from tests.helpers.waiting import until
 from tools.rig import cluster
+from tools.rig.schemas import SCHEMAS
 
 pytestmark = pytest.mark.slow
 NAME = "lab"

@@ -17,7 +17,7 @@ from pipespec.engine import grammar, tokenizer
 from pipespec.engine.grammar import Grammars
 from pipespec.sampling.grammar import GrammarFailed, Matcher, as_bools, only
 from pipespec.system.resources import resource_dir
-from tests.helpers.schemas import SCHEMAS
+from tools.rig.schemas import SCHEMAS
 
 EOS = 0
 TOKENIZER = tokenizer.load(resource_dir("demo") / "target")
