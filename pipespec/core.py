@@ -29,6 +29,9 @@ GRAMMAR = "grammar"
 # A node id that no node has: the parent of a sequence's first row.
 NO_NODE = -1
 
+# A number that no sequence has: the parent of one that shares nothing.
+NOBODY = -1
+
 # Up to how many tokens, of prompts fed and of answers decided, a step counts as one of the same
 # size; the last: any number.
 STEP_TOKENS = (*(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), math.inf)
@@ -51,6 +54,8 @@ class Opening:
         prompt: how many tokens the prompt has.
         known: how many tokens were decided before, prompt included; they come as decided rows.
         terms: how its tokens are to be decided (`pipespec.sampling.terms`).
+        parent: the sequence, open or retained, whose first tokens are its own too; or NOBODY.
+        shared: how many of them: their rows do not come, their KV slots are the parent's.
     """
 
     sequence: int
@@ -58,11 +63,13 @@ class Opening:
     prompt: int
     known: int
     terms: bytes
+    parent: int = NOBODY
+    shared: int = 0
 
     @property
     def num_bytes(self) -> int:
         """What it takes on the wire (`pipespec.transport.wire`)."""
-        return 5 * 8 + -(-len(self.terms) // 8) * 8
+        return 7 * 8 + -(-len(self.terms) // 8) * 8
 
 
 @dataclass(slots=True)
@@ -75,10 +82,13 @@ class Batch:
 
     `rows` is int64 `[rows, 6]`: sequence, node, parent, token, position, kind.
     `hidden` is `[rows, hidden]` in the model's dtype, or None where token ids enter the
-    first stage. `opened` are the sequences whose first rows are here. `released` names those that
-    have ended and `preempted` those that were put back into the queue: before a stage computes
-    the batch it frees all they hold. `stop` ends the worker that receives it, after it has passed
-    the batch on. `sent_ns` is when it was sent, on the sender's clock, where a network is emulated.
+    first stage. `opened` are the sequences that begin. `released` names those that have ended and
+    `preempted` those that were put back into the queue: before a stage computes the batch, and
+    after the new ones share what they share, it frees all that these hold. But `kept` says of
+    which sequences, of these or of those that left earlier, so many tokens of text stay, and no
+    more, for others to share; of one that left earlier 0 may stay. `stop` ends the worker that
+    receives it, after it has passed the batch on. `sent_ns` is when it was sent, on the sender's
+    clock, where a network is emulated.
     """
 
     step: int
@@ -87,6 +97,7 @@ class Batch:
     opened: tuple[Opening, ...] = ()
     released: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
+    kept: tuple[tuple[int, int], ...] = ()
     stop: bool = False
     sent_ns: int = 0
 

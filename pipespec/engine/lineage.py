@@ -134,13 +134,15 @@ class LiveNodes:
 class Lineage:
     """Committed tip of one request, and which of the live nodes are its own."""
 
-    def __init__(self, sequence: int, nodes: LiveNodes):
+    def __init__(self, sequence: int, nodes: LiveNodes, length: int = 0):
+        """`length`: committed tokens that it begins with, which another sequence has computed."""
         self.sequence = sequence
         self.nodes = nodes
-        self.tip = NO_NODE
-        self.length = 0
+        # What was decided before a sequence was opened has its positions for node ids.
+        self.tip = length - 1 if length else NO_NODE
+        self.length = length
         self.expected: deque[int] = deque()
-        self._index = {NO_NODE: TIP}
+        self._index = {self.tip: TIP}
 
     @property
     def decided(self) -> int:

@@ -13,6 +13,7 @@ from pipespec.core import (
     DECIDED,
     GUESS,
     KIND,
+    NOBODY,
     NODE,
     PARENT,
     POSITION,
@@ -43,16 +44,26 @@ class SliceRunner:
         self.pages = PageTable()
         self.lineages: dict[int, Lineage] = {}
         self.slots_read = 0  # KV slots that the newest batch attended to, each request's once
+        # How long the text is that stays of sequences which are open no more.
+        self.retained: dict[int, int] = {}
         self._page_of: dict[int, int] = {}  # the row of each sequence in the page table
 
-    def open(self, sequence: int) -> None:
-        """Know a sequence before its first row comes, so that verdicts about it are kept."""
-        self.lineages[sequence] = Lineage(sequence, self.nodes)
-        self._page_of[sequence] = self.pages.open()
+    def open(self, sequence: int, parent: int = NOBODY, shared: int = 0) -> None:
+        """Know a sequence before its first row comes, so that verdicts about it are kept.
+
+        It begins with the first `shared` tokens of another, which is open or was retained: they
+        are computed here, and their slots have one more owner.
+        """
+        assert self.length(parent) >= shared, "what is to be shared is not here"
+        self.lineages[sequence] = Lineage(sequence, self.nodes, shared)
+        self._page_of[sequence] = page = self.pages.open()
+        if shared:
+            self.slots.share(self.pages.begin_as(page, self._page_of[parent], shared))
 
     def length(self, sequence: int) -> int:
-        """How many decided tokens of the sequence are computed here."""
-        return self.lineages[sequence].length
+        """How many decided tokens of the sequence are here; of one that nobody knows, none."""
+        lineage = self.lineages.get(sequence)
+        return self.retained.get(sequence, 0) if lineage is None else lineage.length
 
     def holds(self, sequence: int, node: int) -> bool:
         """Whether a node of the sequence is computed here and may still come true."""
@@ -227,28 +238,39 @@ class SliceRunner:
         wanted = torch.from_numpy(rows).to(batch.hidden.device)
         return self.model.logits(batch.hidden.index_select(0, wanted))
 
-    def release(self, sequence: int) -> None:
-        """Forget a sequence and free all it held."""
+    def release(self, sequence: int, keep: int = 0) -> None:
+        """A sequence is open no more: free what it held beside the first `keep` tokens of its text,
+        which stay for others to share. Of one whose text had stayed, so many still do."""
         lineage = self.lineages.pop(sequence, None)
+        if lineage is None and sequence not in self.retained:
+            return
+        length = self.retained.pop(sequence, 0) if lineage is None else lineage.length
+        assert keep <= length, "what is to be kept is not here"
         if lineage is not None:
-            self.slots.release(self._held(lineage))
-            lineage.release()
+            self.slots.release(self.nodes.slot[lineage.release()])
+        page = self._page_of[sequence]
+        self.slots.release(self.pages.slots[page, keep:length])
+        if keep:
+            self.retained[sequence] = keep
+        else:
             self.pages.close(self._page_of.pop(sequence))
 
-    def _held(self, lineage: Lineage) -> np.ndarray:
-        """Every slot that a sequence owns."""
-        text = self.pages.slots[self._page_of[lineage.sequence], : lineage.length]
-        return np.concatenate((text, self.nodes.slot[lineage.live]))
-
     def check_integrity(self) -> None:
-        """Assert that every slot has exactly one owner (see pipespec.engine.kv)."""
-        owned = [self.slots.free()]
+        """Assert that every slot has as many owners as are counted (see pipespec.engine.kv)."""
+        owned = [
+            self.pages.slots[page, : self.length(sequence)]
+            for sequence, page in self._page_of.items()
+        ]
         for lineage in self.lineages.values():
             lineage.check()
-            owned.append(self._held(lineage))
-        slots = np.concatenate(owned)
-        assert len(slots) == self.slots.num_slots, "a slot is lost or owned twice"
-        assert (np.sort(slots) == np.arange(self.slots.num_slots)).all()
+            owned.append(self.nodes.slot[lineage.live])
+        owners = np.zeros(self.slots.num_slots, np.int64)
+        for slots in owned:
+            np.add.at(owners, slots, 1)
+        assert (owners == self.slots.counts).all(), "a slot has other owners than are counted"
+        free = np.sort(self.slots.free())
+        assert np.array_equal(free, np.flatnonzero(owners == 0)), "a slot is lost or free twice"
+        assert self._page_of.keys() == self.lineages.keys() | self.retained.keys()
 
 
 def _spans(rows: np.ndarray) -> Iterator[tuple[int, slice]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +100,7 @@ class StageLoop:
     def run(self) -> None:
         """Hold the rank for an epoch: until a batch says stop, or until what ends it is raised.
 
-        Either way every KV slot has one owner then.
+        Either way every KV slot has as many owners then as are counted.
         """
         try:
             self.work()
@@ -114,6 +115,7 @@ class StageLoop:
             batch = self.receive()
             if self.free:
                 self.catch_up()
+            self.share(batch)
             ended = self.release(batch)
             self.open(batch)
             computed = self.compute(batch)
@@ -146,14 +148,9 @@ class StageLoop:
         """Run the batch through the slice; at the last stage, draw the verdict too.
 
         Under a pace both belong to the stage's time, as they do on the machine that is emulated.
-        Running free, a verdict that the head knew when it fed the batch may not have come yet,
-        and only that frees the slots that the batch needs.
         """
-        while self.free and not self.last and not self.runner.has_room(batch):
-            assert self.receiver.heard <= batch.step, (
-                "the head feeds no more than there is room for"
-            )
-            self.follow(self.receiver.verdict())
+        # Only a verdict that has not come yet frees the slots that the batch needs.
+        self.follow_until(batch, lambda: self.runner.has_room(batch))
         start = self.timeline.clock()
         self._counts["steps"] += bool(self._opened)
         with self.timeline("compute"):
@@ -208,6 +205,13 @@ class StageLoop:
         while not self.last and (verdicts := self.receiver.verdict(timeout=0.0)) is not None:
             self.follow(verdicts)
 
+    def follow_until(self, batch: Batch, ready: Callable[[], bool]) -> None:
+        """Follow verdicts until this stage is `ready` for a batch. Running free, one that the head
+        knew when it sent the batch may not have come yet; in lockstep all have."""
+        while self.free and not self.last and not ready():
+            assert self.receiver.heard <= batch.step, "the head asks for no more than it knows"
+            self.follow(self.receiver.verdict())
+
     def follow(self, verdicts: list[Verdict] | None) -> None:
         """Apply the verdict of the step after those followed so far."""
         assert verdicts is not None
@@ -241,6 +245,16 @@ class StageLoop:
             self.link.send(batch)
         self._done.append(transfer(self.rank, self.step))
 
+    def share(self, batch: Batch) -> None:
+        """Let the sequences that begin with a batch share text, before anything of it is freed."""
+        for opening in batch.opened:
+            self.has_text(batch, opening.parent, opening.shared)
+            self.runner.open(opening.sequence, opening.parent, opening.shared)
+
+    def has_text(self, batch: Batch, sequence: int, tokens: int) -> None:
+        """Know so many tokens of a sequence to be decided, as the head knew with this batch."""
+        self.follow_until(batch, lambda: self.runner.length(sequence) >= tokens)
+
     def open(self, batch: Batch) -> None:
         """Know the sequences that begin with a batch, before its rows are computed."""
         for opening in batch.opened:
@@ -254,8 +268,8 @@ class StageLoop:
                 self._verifiers[opening.sequence] = verifier
 
     def release(self, batch: Batch) -> dict[int, dict[str, Any]]:
-        """Free what sequences held that are open no more; what is to be reported on those that
-        have ended, by request.
+        """Free what sequences held that are open no more, but for the text that stays; what is to
+        be reported on those that have ended, by request.
 
         `period` is what this stage did since it was last without a sequence, so that what it did
         for several at once can be counted once.
@@ -263,8 +277,11 @@ class StageLoop:
         ended = {}
         leaving = (*batch.released, *batch.preempted)
         worked = self.worked() if leaving else self._worked
+        kept = dict.fromkeys(leaving, 0) | dict(batch.kept)
+        for sequence, tokens in kept.items():
+            self.has_text(batch, sequence, tokens)
+            self.runner.release(sequence, tokens)
         for sequence in leaving:
-            self.runner.release(sequence)
             if self._verifiers.pop(sequence, None) is not None:
                 self.controller.drop_guesses(sequence)
             opening, before = self._opened.pop(sequence)

@@ -157,6 +157,7 @@ class DistributedTransport:
         secret: str,
         max_rows: int,
         max_released: int = 1,
+        max_kept: int = 0,
         hidden_size: int,
         dtype: torch.dtype,
         nccl: bool = False,
@@ -164,10 +165,10 @@ class DistributedTransport:
     ) -> DistributedTransport:
         """Meet the other ranks (`host_meeting`, `join_meeting`).
 
-        `devices` holds every rank's device, the head's first; `max_rows` and `max_released` limit
-        a batch; `hidden_size` and `dtype` are the target's; `nccl` is what carries hidden states,
-        instead of gloo; `spins`: see `pipespec.system.waiting`. Only ranks of the same epoch and
-        secret find one another.
+        `devices` holds every rank's device, the head's first; `max_rows`, `max_released` and
+        `max_kept` limit a batch; `hidden_size` and `dtype` are the target's; `nccl` is what carries
+        hidden states, instead of gloo; `spins`: see `pipespec.system.waiting`. Only ranks of the
+        same epoch and secret find one another.
 
         Raises:
             RankFailed: a rank did not come.
@@ -199,6 +200,7 @@ class DistributedTransport:
             inline=not nccl,
             token=proof,
             max_released=max_released,
+            max_kept=max_kept,
         )
         return cls(rank, len(devices), wire, device, meeting, spins=spins)
 

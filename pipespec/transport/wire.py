@@ -1,13 +1,14 @@
 """A batch as the bytes that travel between neighbours, and back. Pure packing, no I/O.
 
-    message   [ header 11 x int64 | rows num_rows x 6 x int64 | released x int64 |
-                preempted x int64 | opened | 0..63 bytes | hidden states | 0..7 bytes |
-                end ]
-    header    epoch, step, num_rows, flags, num_released, num_preempted, opened_ints, sent_ns,
-              token (2), bytes of the message
+    message   [ header 12 x int64 | rows num_rows x 6 x int64 | released x int64 |
+                preempted x int64 | kept x 2 x int64 | opened | 0..63 bytes | hidden states |
+                0..7 bytes | end ]
+    header    epoch, step, num_rows, flags, num_released, num_preempted, num_kept, opened_ints,
+              sent_ns, token (2), bytes of the message
     end       the first part of the token and the step, by exclusive or
-    opened    sequence, request, prompt, known, length of terms: int64 each; the terms, up to a
-              multiple of 8 bytes; and the next
+    kept      sequence, tokens of its text that stay
+    opened    sequence, request, prompt, known, parent, shared, length of terms: int64 each; the
+              terms, up to a multiple of 8 bytes; and the next
 
 The hidden states start at a multiple of 64 bytes, so that the receiver uses them where they
 arrived. A message is only as long as its rows need; the receiver keeps `capacity` bytes ready.
@@ -19,6 +20,7 @@ import hashlib
 import hmac
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -26,10 +28,12 @@ import torch
 from pipespec.core import MAX_OPENED_BYTES, NUM_COLUMNS, Batch, Opening
 from pipespec.errors import RankFailed, StaleEpoch
 
-_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_RELEASED, _NUM_PREEMPTED, _OPENED, _SENT = range(8)
-_TOKEN = slice(8, 10)
-_BYTES = 10
-_HEADER = 11
+_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_RELEASED, _NUM_PREEMPTED, _NUM_KEPT, _OPENED = range(8)
+_SENT = 8
+_TOKEN = slice(9, 11)
+_BYTES = 11
+_HEADER = 12
+_OPENING = 7  # integers before an opening's terms
 _STOP, _HIDDEN = 1, 2
 _INT = np.dtype(np.int64).itemsize
 _ALIGNMENT = 64
@@ -51,7 +55,8 @@ class Wire:
 
     `inline` tells whether hidden states are part of the message or travel apart from it;
     `token` is what the function of that name made of the cluster's secret. A batch names at most
-    `max_released` sequences that are to be freed.
+    `max_released` sequences that leave, and says of at most `max_kept` how much of their text
+    stays.
     """
 
     epoch: int
@@ -61,11 +66,13 @@ class Wire:
     inline: bool = True
     token: tuple[int, int] = (0, 0)
     max_released: int = 1
+    max_kept: int = 0
 
     @property
     def capacity(self) -> int:
         """The length of the longest message, in bytes."""
-        start = self._hidden_start(self.max_rows, self.max_released + MAX_OPENED_BYTES // _INT)
+        tail = self.max_released + 2 * self.max_kept + MAX_OPENED_BYTES // _INT
+        start = self._hidden_start(self.max_rows, tail)
         return start + self._hidden_bytes(self.max_rows) + _INT
 
     def pack(self, batch: Batch, *, pinned: bool = False) -> torch.Tensor:
@@ -74,11 +81,13 @@ class Wire:
         assert rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
         assert batch.rows.shape == (rows, NUM_COLUMNS)
         assert batch.rows.dtype == np.int64
-        released = (*batch.released, *batch.preempted)
-        assert len(released) <= self.max_released, f"{len(released)} sequences to free"
+        leaving = (*batch.released, *batch.preempted)
+        assert len(leaving) <= self.max_released, f"{len(leaving)} sequences leave"
+        assert len(batch.kept) <= self.max_kept, f"the text of {len(batch.kept)} sequences stays"
+        told = (*leaving, *chain.from_iterable(batch.kept))
         opened = b"".join(map(_pack_opening, batch.opened))
         assert len(opened) <= MAX_OPENED_BYTES, f"{len(opened)} bytes of openings"
-        tail = len(released) + len(opened) // _INT
+        tail = len(told) + len(opened) // _INT
         if hidden is not None:
             assert hidden.shape == (rows, self.hidden_size), f"hidden {tuple(hidden.shape)}"
             assert hidden.dtype == self.dtype, f"hidden {hidden.dtype}, wire {self.dtype}"
@@ -97,14 +106,15 @@ class Wire:
         ints[_FLAGS] = _STOP * batch.stop | _HIDDEN * (hidden is not None)
         ints[_NUM_RELEASED] = len(batch.released)
         ints[_NUM_PREEMPTED] = len(batch.preempted)
+        ints[_NUM_KEPT] = len(batch.kept)
         ints[_OPENED] = len(opened) // _INT
         ints[_SENT] = batch.sent_ns
         ints[_TOKEN] = self.token
         ints[_BYTES] = size
         end = _HEADER + rows * NUM_COLUMNS
         ints[_HEADER:end] = batch.rows.reshape(-1)
-        ints[end : end + len(released)] = released
-        ints[end + len(released) : end + tail] = np.frombuffer(opened, np.int64)
+        ints[end : end + len(told)] = told
+        ints[end + len(told) : end + tail] = np.frombuffer(opened, np.int64)
         if hidden is not None and carried:
             self._hidden_of(message, start, rows).copy_(hidden)
         return message
@@ -131,14 +141,18 @@ class Wire:
                 "network of the ranks to yourself."
             )
         rows = int(ints[_NUM_ROWS])
-        released, preempted, opened = ints[_NUM_RELEASED : _OPENED + 1].tolist()
+        released, preempted, kept, opened = ints[_NUM_RELEASED : _OPENED + 1].tolist()
         assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
-        assert 0 <= released + preempted <= self.max_released, "too many sequences to free"
+        assert 0 <= released + preempted <= self.max_released, "too many sequences leave"
+        assert 0 <= kept <= self.max_kept, "the text of too many sequences stays"
         assert 0 <= opened * _INT <= MAX_OPENED_BYTES, f"{opened} integers of openings"
         end = rows * NUM_COLUMNS
-        tail = released + preempted + opened
+        leaving = released + preempted
+        told = leaving + 2 * kept
+        tail = told + opened
         table = message.numpy()[_HEADER * _INT : (_HEADER + end + tail) * _INT].view(np.int64)
-        freed = table[end : end + released + preempted].tolist()
+        left = table[end : end + leaving].tolist()
+        stays = table[end + leaving : end + told].reshape(kept, 2).tolist()
         hidden = None
         if self.inline and self.has_hidden(message):
             start = self._hidden_start(rows, tail)
@@ -147,9 +161,10 @@ class Wire:
             step=int(ints[_STEP]),
             rows=table[:end].reshape(rows, NUM_COLUMNS).copy(),
             hidden=hidden,
-            opened=tuple(_unpack_openings(table[end + len(freed) :])),
-            released=tuple(freed[:released]),
-            preempted=tuple(freed[released:]),
+            opened=tuple(_unpack_openings(table[end + told :])),
+            released=tuple(left[:released]),
+            preempted=tuple(left[released:]),
+            kept=tuple((sequence, tokens) for sequence, tokens in stays),
             stop=bool(ints[_FLAGS] & _STOP),
             sent_ns=int(ints[_SENT]),
         )
@@ -195,13 +210,15 @@ class Wire:
 
 def _pack_opening(opening: Opening) -> bytes:
     terms = opening.terms
-    numbers = (opening.sequence, opening.request, opening.prompt, opening.known, len(terms))
-    return np.array(numbers, np.int64).tobytes() + terms + bytes(-len(terms) % _INT)
+    asked = opening.sequence, opening.request, opening.prompt, opening.known
+    numbers = np.array((*asked, opening.parent, opening.shared, len(terms)), np.int64)
+    return numbers.tobytes() + terms + bytes(-len(terms) % _INT)
 
 
 def _unpack_openings(ints: np.ndarray) -> Iterator[Opening]:
     while len(ints):
-        sequence, request, prompt, known, length = ints[:5].tolist()
-        end = 5 + -(-length // _INT)
-        yield Opening(sequence, request, prompt, known, ints[5:end].tobytes()[:length])
+        sequence, request, prompt, known, parent, shared, length = ints[:_OPENING].tolist()
+        end = _OPENING + -(-length // _INT)
+        terms = ints[_OPENING:end].tobytes()[:length]
+        yield Opening(sequence, request, prompt, known, terms, parent, shared)
         ints = ints[end:]

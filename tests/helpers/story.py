@@ -173,7 +173,7 @@ class StoryStages:
         for opening in batch.opened:
             self._open[opening.sequence] = (
                 self._texts[opening.request],
-                Lineage(opening.sequence, LiveNodes()),
+                Lineage(opening.sequence, LiveNodes(), opening.shared),
             )
         found = []
         for number, (text, lineage) in self._open.items():

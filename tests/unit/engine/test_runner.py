@@ -67,6 +67,41 @@ def test_every_slot_has_one_owner_after_thousands_of_accepts_and_prunes(model):
     assert stage.slots.num_free == NUM_SLOTS
 
 
+def test_sequences_that_begin_alike_share_slots_and_compute_what_each_does_alone(model):
+    """One shares with an open sequence, one with what stayed of another, one with both."""
+    rng = np.random.default_rng(1)
+    text = rng.integers(0, 50, 40).tolist()
+
+    def rows(sequence: int, tokens: list[int], start: int = 0) -> np.ndarray:
+        return Context(sequence, tokens, list(range(len(tokens)))).rows(start)
+
+    stage = SliceRunner(model, NUM_SLOTS)
+    stage.compute(Batch(0, rows(1, text)))
+    texts = {2: [*text[:30], 7, 8], 3: [*text[:30], 7, 8, 9], 4: [*text[:20], 6]}
+    parents = {2: (1, 30), 3: (2, 31), 4: (3, 20)}
+    for sequence, tokens in texts.items():
+        parent, shared = parents[sequence]
+        stage.open(sequence, parent, shared)
+        if sequence == 3:
+            stage.release(1)
+            stage.release(2, keep=31)
+        stage.check_integrity()
+        hidden = stage.compute(Batch(0, rows(sequence, tokens, shared))).hidden
+        alone = SliceRunner(model, NUM_SLOTS).compute(Batch(0, rows(sequence, tokens))).hidden
+        assert hidden is not None and alone is not None
+        torch.testing.assert_close(hidden, alone[shared:], rtol=1e-5, atol=1e-5)
+        assert stage.text(sequence) == tokens
+    assert NUM_SLOTS - stage.slots.num_free == 31 + 2 + 1, "each slot once"
+    stage.release(2, keep=25)
+    stage.release(3)
+    stage.check_integrity()
+    assert NUM_SLOTS - stage.slots.num_free == 25 + 1
+    stage.release(2)
+    stage.release(4)
+    stage.check_integrity()
+    assert stage.slots.num_free == NUM_SLOTS
+
+
 class Asker:
     """What the head feeds of one request: its prompt in two pieces, guesses and a missed root."""
 

@@ -101,7 +101,7 @@ def test_however_an_epoch_ends_a_slot_without_an_owner_is_noticed(
     settings = StageSettings(Layout(2), Pace(), 0.0)
     loop = StageLoop(stage, CutLink(1, batches), StoryController(), settings, Timeline())
     if loses:
-        with pytest.raises(AssertionError, match="a slot is lost"):
+        with pytest.raises(AssertionError, match="other owners than are counted"):
             loop.run()
     elif stopped:
         loop.run()
@@ -157,6 +157,23 @@ def test_a_sequence_that_was_put_back_holds_nothing_and_reports_nothing(first):
     assert len(stage.slots.free()) == NUM_SLOTS - 3
     assert (sent[2].preempted, sent[2].opened, len(sent[2])) == ((7,), (again,), 3)
     assert controller.reports == {}
+
+
+def test_text_stays_as_long_as_is_said_and_is_shared_before_anything_is_freed(first):
+    """The newcomer shares with one whose text is cut in the same batch."""
+    again = replace(OPENING, sequence=8, parent=7, shared=2)
+    context = Context(8, PROMPT, [0, 1, 2])
+    batches = [
+        prompt(0),
+        Batch(1, released=(7,), kept=((7, 3),)),
+        Batch(2, context.rows(2), opened=(again,), kept=((7, 1),)),
+        Batch(3, released=(8,)),
+    ]
+    sent, controller, stage = ran(first, 1, batches)
+    assert [batch.kept for batch in sent[1:4]] == [(), ((7, 3),), ((7, 1),)]
+    assert len(sent[3]) == 1 and controller.reports[5]["rows"] == 1
+    assert stage.retained == {7: 1}
+    assert len(stage.slots.free()) == NUM_SLOTS - 1
 
 
 def test_slots_are_freed_before_they_are_needed(first):

@@ -14,13 +14,14 @@ from pipespec.transport.wire import Wire, token
 
 HIDDEN = 24
 MAX_RELEASED = 9
+MAX_KEPT = 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 int64s = st.integers(-(2**63), 2**63 - 1)
 
 
 def wire(**changes) -> Wire:
     fields = {"epoch": 1, "max_rows": 8, "hidden_size": HIDDEN, "dtype": torch.float32}
-    return Wire(**{**fields, "max_released": MAX_RELEASED, **changes})
+    return Wire(**{**fields, "max_released": MAX_RELEASED, "max_kept": MAX_KEPT, **changes})
 
 
 def batch_of(rows: int, dtype: torch.dtype | None = torch.float32, **fields) -> Batch:
@@ -31,8 +32,8 @@ def batch_of(rows: int, dtype: torch.dtype | None = torch.float32, **fields) -> 
 
 def assert_same(got: Batch, sent: Batch) -> None:
     assert (got.step, got.stop) == (sent.step, sent.stop)
-    freed = got.released, got.preempted
-    assert (*freed, got.opened) == (sent.released, sent.preempted, sent.opened)
+    assert (got.released, got.preempted) == (sent.released, sent.preempted)
+    assert (got.kept, got.opened) == (sent.kept, sent.opened)
     assert got.rows.dtype == np.int64
     assert np.array_equal(got.rows, sent.rows)
     if sent.hidden is None:
@@ -50,15 +51,18 @@ def assert_same(got: Batch, sent: Batch) -> None:
     dtype=st.sampled_from([None, *DTYPES]),
     released=st.lists(int64s, max_size=MAX_RELEASED - 4).map(tuple),
     preempted=st.lists(int64s, max_size=4).map(tuple),
-    opened=st.lists(st.builds(Opening, *[int64s] * 4, st.binary(max_size=99)), max_size=5),
+    kept=st.lists(st.tuples(int64s, int64s), max_size=MAX_KEPT).map(tuple),
+    opened=st.lists(
+        st.builds(Opening, *[int64s] * 4, st.binary(max_size=99), int64s, int64s), max_size=5
+    ),
     stop=st.booleans(),
 )
 def test_a_batch_comes_back_as_it_was_sent(
-    epoch, step, values, dtype, released, preempted, opened, stop
+    epoch, step, values, dtype, released, preempted, kept, opened, stop
 ):
     rows = np.array(values, np.int64).reshape(len(values), NUM_COLUMNS)
     hidden = None if dtype is None else torch.randn(len(values), HIDDEN).to(dtype)
-    sent = Batch(step, rows, hidden, tuple(opened), released, preempted, stop)
+    sent = Batch(step, rows, hidden, tuple(opened), released, preempted, kept, stop)
     link = wire(epoch=epoch, dtype=dtype or torch.float32)
     message = link.pack(sent)
     assert message.dtype == torch.uint8
@@ -73,7 +77,8 @@ def test_the_largest_batch_fills_the_capacity():
     link = wire()
     fixed = Opening(1, 2, 3, 4, b"").num_bytes
     opened = (Opening(1, 2, 3, 4, bytes(MAX_OPENED_BYTES - fixed)),)
-    largest = batch_of(8, released=tuple(range(MAX_RELEASED)), opened=opened)
+    kept = ((1, 2),) * MAX_KEPT
+    largest = batch_of(8, released=tuple(range(MAX_RELEASED)), kept=kept, opened=opened)
     assert len(link.pack(largest)) == link.capacity
 
 
@@ -141,13 +146,14 @@ def test_a_sender_without_the_secret_is_refused():
     [
         batch_of(9),
         batch_of(1, released=tuple(range(MAX_RELEASED)), preempted=(1,)),
+        batch_of(1, kept=((1, 2),) * (MAX_KEPT + 1)),
         batch_of(1, opened=(Opening(1, 2, 3, 4, bytes(MAX_OPENED_BYTES)),)),
         batch_of(1, torch.bfloat16),
         Batch(0, np.zeros((2, NUM_COLUMNS), np.int64), torch.zeros(1, HIDDEN)),
         Batch(0, np.zeros((2, NUM_COLUMNS - 1), np.int64)),
         Batch(0, np.zeros((2, NUM_COLUMNS), np.int32)),
     ],
-    ids=["rows", "released", "opened", "dtype", "hidden shape", "columns", "row type"],
+    ids=["rows", "released", "kept", "opened", "dtype", "hidden shape", "columns", "row type"],
 )
 def test_what_the_wire_cannot_carry_is_a_programming_error(batch):
     with pytest.raises(AssertionError):
