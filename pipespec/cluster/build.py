@@ -174,6 +174,7 @@ def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_rows=config.max_rows,
         num_slots=kv_tokens + guesses,
+        max_retained=config.scheduler.max_retained,
     )
 
 
@@ -188,6 +189,7 @@ def make_source(deployment: Deployment, runner: SliceRunner | None) -> TokenSour
             deployment.config.decode.prefill_chunk,
             vocabulary,
             foresight=deployment.config.source.foresight,
+            max_retained=deployment.config.scheduler.max_retained,
         )
     return deployment.config.source.make(draft, deployment.target.vocab_size)
 

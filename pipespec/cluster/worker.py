@@ -153,6 +153,8 @@ def serve(
 ) -> None:
     """Hold a rank for one epoch."""
 
+    scheduling = deployment.config.scheduler
+
     def connect() -> DistributedTransport:
         with Membership(where.url, where.namespace) as shared:
             while len(shared.attached(where.epoch)) < deployment.num_ranks:
@@ -169,7 +171,8 @@ def serve(
                 epoch=where.epoch,
                 secret=where.secret,
                 max_rows=deployment.max_rows,
-                max_released=deployment.config.scheduler.max_num_seqs,
+                max_released=scheduling.max_num_seqs,
+                max_kept=scheduling.max_num_seqs + scheduling.max_retained,
                 hidden_size=deployment.target.hidden_size,
                 dtype=getattr(torch, deployment.dtype),
             )

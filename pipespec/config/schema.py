@@ -43,6 +43,7 @@ BACKENDS = ("auto", "gloo", NCCL)
 URL_SCHEMES = ("redis", "rediss", "unix")
 MAX_CHUNK = 65536  # prompt tokens in a batch
 MAX_SEQS = 4096  # requests that are open at once
+RETAINED = 4  # ended ones whose text may stay in KV, for each that may be open
 A_FREE_PORT = "; 0 is a free one"
 NAMESPACE = re.compile(r"[A-Za-z0-9_.-]+")
 
@@ -204,14 +205,22 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class SchedulingConfig:
-    """How many requests are decoded at once, and how many rows one batch of them has.
+    """How many requests are decoded at once, how many rows one batch of them has, and whether they
+    share KV.
 
     `max_num_batched_tokens`: roots, guesses and pieces of prompts of all requests; None: as many
-    as a single request feeds, and at least `decode.prefill_chunk`.
+    as a single request feeds, and at least `decode.prefill_chunk`. `prefix_cache`: requests that
+    begin with the same tokens share their KV, also with those that have ended.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
+    prefix_cache: bool = True
+
+    @property
+    def max_retained(self) -> int:
+        """Of how many requests that have ended the text may stay in KV; 0: of none."""
+        return RETAINED * self.max_num_seqs if self.prefix_cache else 0
 
     def __post_init__(self) -> None:
         check_whole("scheduler.max_num_seqs", self.max_num_seqs, 1, MAX_SEQS)

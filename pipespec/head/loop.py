@@ -269,7 +269,7 @@ class HeadLoop:
         control = self.timeline.totals["control"] - self._control_ns.pop(request.id)
         # Events are of the whole pipeline: a trace is of one request alone.
         events = list(self.timeline.events)
-        alone = sequence.number == NOT_OPEN or not sequence.prefilled
+        alone = sequence.number == NOT_OPEN or not sequence.told
         report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
         self.controller.report(request.id, report | sequence.statistics())
         self.controller.finish(request.id, reason, sequence.prefill_ns)

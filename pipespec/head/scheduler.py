@@ -30,7 +30,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipespec.core import GRAMMAR, GUESS, KIND, MAX_OPENED_BYTES, POSITION, Batch, Opening, Verdict
+from pipespec.core import GRAMMAR, GUESS, KIND, POSITION, Batch, Verdict
 from pipespec.head.admission import Admission
 from pipespec.head.choice import Choice, Offer, certain, choose, share
 from pipespec.head.feed.policy import PipelineState
@@ -61,6 +61,7 @@ class Scheduler(Admission):
             context_limit=config.context_limit,
             batch_rows=config.rows,
             root_rows=policy.max_rows if policy.whole else 1,
+            max_retained=config.max_retained,
         )
         self.config = config
         self.step = 0  # of the next batch
@@ -95,7 +96,8 @@ class Scheduler(Admission):
 
     def counts(self) -> dict[str, int]:
         """What was done so far (`Totals.counts`); nothing of it ever falls."""
-        return {"preemptions": self.preemptions, **self.totals.counts()}
+        cached = {"cache_queries": self.cache.queries, "cache_hits": self.cache.hits}
+        return {"preemptions": self.preemptions, **cached, **self.totals.counts()}
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -190,7 +192,7 @@ class Scheduler(Admission):
         batch = self._next_rows(elapsed_ms)
         if isinstance(batch, DraftWork):
             return batch
-        batch.released, batch.preempted = self.tell()
+        self.tell(batch)
         if len(batch) or batch.released or batch.preempted:
             self._busy_until = self.step + self.config.num_steps
         self._meter.fed(len(batch), int(np.count_nonzero(batch.rows[:, KIND] != GUESS)))
@@ -321,15 +323,12 @@ class Scheduler(Admission):
         """Up to where prompts are read next, in `room` rows; who is read first changes from step
         to step, so that a short prompt does not wait for a long one."""
         room = min(room, self.config.prefill_chunk)
-        openings = MAX_OPENED_BYTES
         reading = [each for each in self.sequences.values() if each.prompt_left]
         first = self.step % max(len(reading), 1)
         found = []
         for sequence in (*reading[first:], *reading[:first]):
             end = min(sequence.prefilled + room, sequence.known)
-            needed = 0 if sequence.prefilled else sequence.opening.num_bytes
-            if end > sequence.prefilled and needed <= openings:
-                openings -= needed
+            if end > sequence.prefilled:
                 found.append((sequence, end))
                 room -= end - sequence.prefilled
         return found
@@ -348,11 +347,8 @@ class Scheduler(Admission):
         if choice:
             self._meter.offered(offered.chances, offered.slots)
         found = [Batch(self.step).rows]
-        opened: list[Opening] = []
         of_prompts = 0
         for sequence, end in prompts:
-            if not sequence.prefilled:
-                opened.append(sequence.opening)
             rows = sequence.context.rows(sequence.prefilled, end)
             sequence.prefilled = end
             sequence.counts["rows"] += len(rows)
@@ -371,4 +367,4 @@ class Scheduler(Admission):
         rows = np.concatenate(found)
         depths = rows[of_prompts:, POSITION] - np.array(roots, np.int64)
         self.totals.step(len(rows), of_prompts, depths, self._decided)
-        return Batch(self.step, rows, opened=tuple(opened))
+        return Batch(self.step, rows)

@@ -11,6 +11,7 @@ import numpy as np
 from pipespec.core import (
     GUESS,
     KIND,
+    NOBODY,
     NODE,
     PARENT,
     SEQUENCE,
@@ -39,9 +40,11 @@ NOT_OPEN = -1
 class Sequence:
     """One request that is being decoded, or waits for it: its text, its tree, its counts.
 
-    `opening` is what the stages are told of it when its first rows enter the pipeline.
-    `replayed` tokens of the answer were decided in an earlier epoch. `opened_ns` is when it was
-    opened first, which whoever holds a clock says.
+    `opening` is what the stages are told of it with the next batch, and `told` whether they were.
+    `key` is the text that was known when it began to wait, as the prefix cache compares it; until
+    it is opened it `awaits` that a sequence has read so many tokens. `cached` tokens of the prompt
+    were in KV when it was opened first. `replayed` tokens of the answer were decided in an earlier
+    epoch. `opened_ns` is when it was opened first, which whoever holds a clock says.
     """
 
     request: Request
@@ -51,6 +54,10 @@ class Sequence:
     last_position: int
     opening: Opening
     replayed: int
+    key: bytes = b""
+    awaits: tuple[int, int] = (NOBODY, 0)
+    told: bool = False
+    cached: int | None = None
     prefilled: int = 0
     waits_since: int = 0  # the step in which the root became one that was not fed
     generated: int = 0
@@ -101,12 +108,18 @@ class Sequence:
             sequence.ended = sequence.ending(token)
         return sequence
 
-    def begin(self, number: int) -> None:
-        """Enter the pipeline; all that was decided is to be read there."""
+    def begin(self, number: int, parent: int = NOBODY, shared: int = 0) -> None:
+        """Enter the pipeline; what was decided is to be read there, from what it shares on."""
         tokens = self.context.tokens
-        self.opening = replace(self.opening, sequence=number, known=len(tokens))
-        self.prefilled = 0
+        self.opening = replace(
+            self.opening, sequence=number, known=len(tokens), parent=parent, shared=shared
+        )
+        self.told = False
+        self.prefilled = shared
+        if self.cached is None:
+            self.cached = min(shared, len(self.request.prompt))
         self.context, self.tree = _planted(number, tokens, self.request)
+        self.context.parent, self.context.shared = parent, shared
 
     def leave(self) -> None:
         """Be in the pipeline no more: the number is nobody's now."""
@@ -116,6 +129,11 @@ class Sequence:
     def number(self) -> int:
         """Of the sequence in the pipeline, or NOT_OPEN."""
         return self.opening.sequence
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether it may share text: not if its prompt is to be told of, which takes every row."""
+        return self.request.sampling.prompt_logprobs is None
 
     @property
     def known(self) -> int:
@@ -142,6 +160,19 @@ class Sequence:
         if self.prompt_left:
             return self.prefilled
         return len(self.context.tokens) - 1 + int(np.count_nonzero(self.tree.fed))
+
+    @property
+    def filled(self) -> int:
+        """Those of them that it has filled itself: the others it shares."""
+        return self.held - self.opening.shared
+
+    @property
+    def fed_text(self) -> int:
+        """Tokens that are decided and were fed: they are in the KV of every stage when the next
+        batch comes there."""
+        if self.prompt_left:
+            return self.prefilled
+        return len(self.context.tokens) - 1 + bool(self.tree.fed[ROOT])
 
     def accept(self, token: int, now: int) -> str | None:
         """One decided token moves the root; the reason if it is the last one."""
@@ -214,6 +245,7 @@ class Sequence:
         return {
             "prompt_tokens": len(self.request.prompt),
             "completion_tokens": self.generated,
+            "cached_tokens": self.cached or 0,
             "replayed": self.replayed,
             "hits": self.hits,
             "started_ns": self.started_ns,

@@ -27,6 +27,8 @@ class SchedulerConfig:
         max_rows: rows of one batch, and nodes that one draft round expands, of all requests.
             0: as many as one request needs.
         num_slots: tokens and guesses of all requests that every stage can hold.
+        max_retained: requests that have left whose text may stay in KV, for others that begin
+            alike; 0: no request shares anything.
     """
 
     policy: FeedPolicy
@@ -37,6 +39,7 @@ class SchedulerConfig:
     max_num_seqs: int = 1
     max_rows: int = 0
     num_slots: int = 2**62
+    max_retained: int = 0
 
     @property
     def rows(self) -> int:

@@ -206,8 +206,6 @@ class SimulatedPipeline:
         for i, text in enumerate(self.texts):
             request = Request(i, tuple(text[:1]), max_new_tokens=len(text))
             self.scheduler.add(request, lambda token: False, now=0)
-        for sequence in self.scheduler.admit():
-            self.source.begin(sequence.context)
         self.times = RowTimes()
         for curve in machine.stages:  # as the stages measure them before they begin
             for rows in (1, policy.max_rows):
@@ -218,7 +216,9 @@ class SimulatedPipeline:
     def step(self) -> Batch:
         """One step of the pipeline; what entered it."""
         scheduler = self.scheduler
-        waiting = [n for n, each in scheduler.sequences.items() if not each.decoding]
+        for sequence in scheduler.admit():
+            self.source.begin(sequence.context)
+        waiting = [each.number for each in scheduler.requests if not each.decoding]
         scheduler.begin()
         drafted_ms = 0.0
         rounds = 0

@@ -51,22 +51,39 @@ class DraftModelSource:
 
     The draft keeps its own KV by the same parent rule as every stage. Decided tokens that it
     has not computed (the prompt at first, later every token it failed to guess) are computed
-    before the nodes that were asked for. Where tokens are drawn, it ranks with the target's own
+    before the nodes that were asked for. The text of a sequence that has left stays until its slots
+    are needed here, least recently used first; the head chooses who begins with whose, and what is
+    not here any more is read. Where tokens are drawn, it ranks with the target's own
     noise (`pipespec.sampling.foresight`).
     """
 
-    def __init__(self, runner: SliceRunner, chunk: int, vocabulary: int, *, foresight: bool = True):
-        """`chunk`: prompt rows per pass; `vocabulary`: token ids that the target knows."""
+    def __init__(
+        self,
+        runner: SliceRunner,
+        chunk: int,
+        vocabulary: int,
+        *,
+        foresight: bool = True,
+        max_retained: int = 0,
+    ):
+        """`chunk`: prompt rows per pass; `vocabulary`: token ids that the target knows;
+        `max_retained`: sequences that have left whose text may stay."""
         self.runner = runner
         self.chunk = chunk
         self.vocabulary = vocabulary
         self.foresight = foresight
+        self.max_retained = max_retained
         self.confidence = Confidence()
         self._contexts: dict[int, Context] = {}
+        self._retained: dict[int, None] = {}  # who was used last stands last
 
     def begin(self, context: Context) -> None:
         self._contexts[context.sequence] = context
-        self.runner.open(context.sequence)
+        shared = min(context.shared, self.runner.length(context.parent))
+        self.runner.open(context.sequence, context.parent, shared)
+        self._retained.pop(context.parent, None)
+        if context.parent in self.runner.retained:
+            self._retained[context.parent] = None
         self.runner.apply([Verdict(context.sequence, 0, tuple(context.tokens))])
 
     def accept(self, verdict: Verdict) -> None:
@@ -80,9 +97,24 @@ class DraftModelSource:
             )
 
     def end(self, sequence: int) -> None:
-        self.runner.release(sequence)
+        kept = self.runner.length(sequence) if self.max_retained else 0
+        self.runner.release(sequence, kept)
+        if kept:
+            self._retained[sequence] = None
+        if len(self._retained) > self.max_retained:
+            self._forget_oldest()
         self.confidence.end(sequence)
         del self._contexts[sequence]
+
+    def _forget_oldest(self) -> None:
+        oldest = next(iter(self._retained))
+        del self._retained[oldest]
+        self.runner.release(oldest)
+
+    def _make_room(self, rows: int) -> None:
+        """Have so many slots, as far as text that stays holds them."""
+        while self.runner.slots.num_free < rows and self._retained:
+            self._forget_oldest()
 
     def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
         """One pass of the draft for all sequences.
@@ -92,6 +124,8 @@ class DraftModelSource:
         no candidates.
         """
         behind = [each.context.rows(self.runner.length(each.context.sequence)) for each in asked]
+        wanted = min(self.chunk, sum(map(len, behind))) + sum(len(each.nodes) for each in asked)
+        self._make_room(wanted)
         found: list[Candidates | None] = [None] * len(asked)
         parts: list[np.ndarray] = []
         ready: list[tuple[int, Asked, np.ndarray]] = []  # who is answered, its nodes' rows

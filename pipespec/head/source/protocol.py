@@ -17,6 +17,7 @@ from pipespec.core import (
     KIND,
     LAST_DECIDED,
     NO_NODE,
+    NOBODY,
     NODE,
     NUM_COLUMNS,
     PARENT,
@@ -35,7 +36,8 @@ class Context:
 
     Its first `prompt` tokens are the prompt; what else was known when it began is answer.
     `sampling` is how its tokens are decided, noise included: a source may know what it proposes
-    for, though it decides nothing.
+    for, though it decides nothing. Its first `shared` tokens are those of `parent`, another
+    sequence, which may have ended: who has computed them need not do so again.
     """
 
     sequence: int
@@ -43,6 +45,8 @@ class Context:
     nodes: list[int] = field(default_factory=list)
     sampling: Sampling = field(default_factory=Sampling)
     prompt: int = 0
+    parent: int = NOBODY
+    shared: int = 0
 
     @property
     def drawn(self) -> bool:

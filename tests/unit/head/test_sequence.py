@@ -166,6 +166,7 @@ def test_replayed_tokens_count_as_decided_when_the_session_began() -> None:
     assert sequence.statistics() == {
         "prompt_tokens": len(PROMPT),
         "completion_tokens": 5,
+        "cached_tokens": 0,
         "replayed": 3,
         "hits": 0,
         "started_ns": THEN,

@@ -272,19 +272,20 @@ class Rows:
         self.model = self
         self.slots = SlotPool(num_slots)
         self.read: dict[int, int] = {}
+        self.retained: dict[int, int] = {}
         self.passes: list[list[tuple[int, int]]] = []  # sequence, position
         self.computed: set[tuple[int, int]] = set()  # sequence, node
 
     def holds(self, sequence: int, node: int) -> bool:
         return (sequence, node) in self.computed
 
-    def open(self, sequence: int) -> None:
-        self.read[sequence] = 0
+    def open(self, sequence: int, parent: int, shared: int) -> None:
+        self.read[sequence] = shared
 
     def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None: ...
 
     def length(self, sequence: int) -> int:
-        return self.read[sequence]
+        return self.read.get(sequence, 0)
 
     def compute(self, batch: Batch) -> Batch:
         rows = batch.rows[:, [SEQUENCE, POSITION, KIND]].tolist()
