@@ -11,6 +11,7 @@
 -- ARGV[3]  reason
 -- ARGV[4]  seconds for which the log keeps the request from now on
 -- ARGV[5]  nanoseconds from its opening to its first token; nothing: not known
+-- ARGV[6]  tokens of its prompt that were in KV when it was opened; nothing: not known
 -- Reply    1, or 0 if it was finished before (the first reason stays)
 -- Errors   STALE
 --          REQUEST  unknown
@@ -31,5 +32,5 @@ if known[2] then
 end
 redis.call('ZREM', KEYS[4], ARGV[2])
 redis.call('ZREM', KEYS[5], ARGV[2])
-ending(KEYS[2], KEYS[3], KEYS[6], known[1], ARGV[3], ARGV[4], ARGV[5])
+ending(KEYS[2], KEYS[3], KEYS[6], known[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
 return 1

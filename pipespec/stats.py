@@ -26,6 +26,7 @@ def blank(rank: int) -> Report:
         "control_ns": 0,
         "events": [],
         "hits": 0,
+        "cached_tokens": 0,
         "replayed": 0,
         "token_ns": [],
         "counts": dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0),
@@ -40,7 +41,8 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         enqueued_ns: when the request was handed in, on the ranks' clock.
         reports: what each rank reported at its end, in any order.
 
-    Times are milliseconds. Rates over steps count the steps between the first token and the
+    Times are milliseconds. `cached_tokens` of the prompt were in KV when the request was opened.
+    Rates over steps count the steps between the first token and the
     last; with fewer than two tokens they are None. `hit_rate` is the share of tokens that had
     entered the pipeline before they were decided. `stage_busy` is the share of the request's
     time in which each stage computed. `control_ms_per_step` is what the controller costs a
@@ -59,6 +61,7 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         return value / steps if steps else None
 
     return {
+        "cached_tokens": head["cached_tokens"],
         "ttft_ms": (times[0] - enqueued_ns) / 1e6 if times else None,
         "tbt_ms": {
             "mean": float(np.mean(between)) if between else None,

@@ -10,9 +10,9 @@
 --                              decoded it, its length being stuck_at all the time
 --   <request>:events   stream  an entry "<length after it>-0" per accepted piece, with base
 --                              and tokens, and notes if there are any (opaque words, one per
---                              token); at last "<length>-1" with the reason, and prefill_ns if
---                              the head that ended it knows what its first token took. Before
---                              them, of a prompt whose tokens are to be told of,
+--                              token); at last "<length>-1" with the reason, and prefill_ns and
+--                              cached if the head that ended it knows what its first token took
+--                              and how much of its prompt was in KV. Before them, of a prompt whose tokens are to be told of,
 --                              "<position>-0" with base and notes
 --   <request>:reports  stream  an entry per report of a rank
 --

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Statistics that say what they are by more than their name.
 LABELS = {
+    "cached_tokens": "tokens of the prompt found in KV",
     "ttft_ms": "time to first token (ms)",
     "tbt_ms": "time between tokens (ms)",
     "tokens_per_s": "tokens per second",
@@ -127,5 +128,7 @@ def print_statistics(result: Result) -> None:
         title_justify="left",
     )
     for name, value in result.stats.items():
+        if name == "cached_tokens" and not value:
+            continue  # nothing was shared, as alone nothing can be
         table.add_row(LABELS.get(name, name.replace("_", " ")), shown(value))
     show(table, stderr=True)

@@ -136,7 +136,9 @@ def work(statistics: Mapping[str, int], busy: Mapping[str, float]) -> str | None
         f"{per_step('tokens')} tokens per step; rows per step: {per_step('root_rows')} roots, "
         f"{per_step('prompt_rows')} of prompts, {per_step('guess_rows')} guesses; "
         f"{per_step('rounds')} draft rounds per step; stages busy {shares or '-'}; "
-        f"KV {statistics['kv_slots_held']} of {statistics['kv_slots']} slots; "
+        f"KV {statistics['kv_slots_held']} of {statistics['kv_slots']} slots, "
+        f"{statistics['kv_slots_retained']} more with text to share; "
+        f"{statistics['cache_hits']} of {statistics['cache_queries']} tokens found in KV; "
         f"{statistics['preemptions']} preemptions."
     )
 

@@ -241,8 +241,14 @@ class Controller(RequestLog):
         found = self._pipe.call("HVALS", self._keys.row_times(self._epoch))
         return [unpack_times(word.decode()) for word in found]
 
-    def finish(self, request: int, reason: str, prefill_ns: int | None = None) -> None:
-        super().finish(request, reason, prefill_ns)
+    def finish(
+        self,
+        request: int,
+        reason: str,
+        prefill_ns: int | None = None,
+        cached: int | None = None,
+    ) -> None:
+        super().finish(request, reason, prefill_ns, cached)
         self._cancelled.discard(request)
 
     def drop_guesses(self, sequence: int) -> None:

@@ -44,16 +44,22 @@ class Accepted:
         return Accepted(self.base + skip, self.tokens[skip:], self.logprobs[skip:])
 
 
+# What the end of a request tells if the head that ended it knows.
+KNOWN = ("prefill_ns", "cached")
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """A request ended. The last event of its stream.
 
     `prefill_ns` is what passed at the head from when it opened the request to its first token;
-    None: the head that ended it does not know. Ends are equal whatever it is.
+    `cached`, how many tokens of its prompt were in KV then. None: the head that ended it does not
+    know. Ends are equal whatever they are.
     """
 
     reason: str
     prefill_ns: int | None = field(default=None, compare=False)
+    cached: int | None = field(default=None, compare=False)
 
 
 Event = Scored | Accepted | Finished
@@ -76,8 +82,8 @@ def entries_of(found: list[Any]) -> list[Entry]:
 def event_from(fields: dict[bytes, bytes]) -> Event:
     """The event that an entry of a request's stream tells."""
     if b"reason" in fields:
-        prefill_ns = fields.get(b"prefill_ns")
-        return Finished(fields[b"reason"].decode(), None if prefill_ns is None else int(prefill_ns))
+        known = {name: int(fields[name.encode()]) for name in KNOWN if name.encode() in fields}
+        return Finished(fields[b"reason"].decode(), **known)
     base = int(fields[b"base"])
     logprobs = tuple(map(unpack_logprobs, fields.get(b"notes", b"").decode().split()))
     if b"tokens" not in fields:

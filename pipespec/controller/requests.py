@@ -75,7 +75,13 @@ class RequestLog(RequestReader):
         names = (keys.epoch, keys.request(request), keys.events(request))
         self._send("score", names, self._epoch, told.base, notes)
 
-    def finish(self, request: int, reason: str, prefill_ns: int | None = None) -> None:
+    def finish(
+        self,
+        request: int,
+        reason: str,
+        prefill_ns: int | None = None,
+        cached: int | None = None,
+    ) -> None:
         """Ends a request (`Finished`). The first reason stays."""
         keys = self._keys
         self._send(
@@ -92,7 +98,7 @@ class RequestLog(RequestReader):
             request,
             reason,
             KEEP_FINISHED_S,
-            "" if prefill_ns is None else prefill_ns,
+            *("" if known is None else known for known in (prefill_ns, cached)),
         )
 
     def cancel(self, request: int) -> None:

@@ -272,7 +272,7 @@ class HeadLoop:
         alone = sequence.number == NOT_OPEN or not sequence.told
         report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
         self.controller.report(request.id, report | sequence.statistics())
-        self.controller.finish(request.id, reason, sequence.prefill_ns)
+        self.controller.finish(request.id, reason, sequence.prefill_ns, sequence.cached)
         self.forget(sequence)
 
     def forget(self, sequence: Sequence) -> None:

@@ -86,12 +86,14 @@ class Scheduler(Admission):
         return sum(rates) / len(rates) if rates else 0.0
 
     def statistics(self) -> dict[str, int]:
-        """How many requests are open and wait, and what they hold."""
+        """How many requests are open and wait, what they hold, and what texts hold alone that
+        others may share."""
         return {
             "running": len(self.sequences),
             "waiting": len(self.waiting),
             "kv_slots": self.num_slots,
             "kv_slots_held": self.num_slots - self.free_slots,
+            "kv_slots_retained": self.cache.held - self.cache.pinned,
         }
 
     def counts(self) -> dict[str, int]:

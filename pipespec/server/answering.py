@@ -27,7 +27,8 @@ class Piece:
     """What was heard of one answer: text that is final, and the tokens behind it.
 
     `scored` tells of the prompt's next tokens, from the second on, if that was asked for.
-    `finish_reason` is None but for the last piece.
+    `finish_reason` is None but for the last piece, and so is `cached`: how many tokens of the
+    prompt were in KV, if that is known.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Piece:
     logprobs: tuple[TokenLogprobs, ...] = ()
     scored: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
+    cached: int | None = None
 
 
 class Answering:
@@ -137,7 +139,12 @@ class Answering:
         if not self._wanted(choice):
             reason = "length"
         self._watches[choice].ended(reason, event.prefill_ns)
-        return Piece(choice, self._texts[choice].flush(), finish_reason=cast(FinishReason, reason))
+        return Piece(
+            choice,
+            self._texts[choice].flush(),
+            finish_reason=cast(FinishReason, reason),
+            cached=event.cached,
+        )
 
     def _wanted(self, choice: int) -> int:
         """How many tokens were asked for at most; of none the cluster decides one, which nobody

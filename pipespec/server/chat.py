@@ -56,7 +56,7 @@ class Chat(Shape):
         return ChatMessage(content="".join(self._texts[choice]))
 
     def chunks(self, piece: Piece) -> Iterator[BaseModel]:
-        self._tokens += len(piece.token_ids)
+        self.count(piece)
         if piece.text or piece.logprobs:
             yield self._chunk(piece.index, Delta(content=piece.text), self._report_of(piece))
         if piece.finish_reason:

@@ -55,7 +55,7 @@ class Completion(Shape):
             yield from self._shown_prompt(i)
 
     def chunks(self, piece: Piece) -> Iterator[BaseModel]:
-        self._tokens += len(piece.token_ids)
+        self.count(piece)
         if piece.scored:
             self._scored[piece.index] += piece.scored
             yield from self._shown_prompt(piece.index)

@@ -11,12 +11,19 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 OrNothing: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
+class PromptTokensDetails(BaseModel):
+    """Of the tokens of prompts, those that were in KV already."""
+
+    cached_tokens: int
+
+
 class Usage(BaseModel):
-    """Tokens of prompts and answers."""
+    """Tokens of prompts and answers; what was in KV is known when an answer has ended."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = OrNothing
 
 
 class TopLogprob(BaseModel):

@@ -17,6 +17,7 @@ from pipespec.server.replies import (
     FinishReason,
     PromptLogprob,
     PromptLogprobs,
+    PromptTokensDetails,
     Usage,
 )
 from pipespec.text import Tokenizer, token_text
@@ -54,6 +55,7 @@ class Shape(ABC):
         self.created = int(time.time())
         self._usage, self._continuous = usage, usage and continuous
         self._tokens = 0
+        self._cached: int | None = None
         self._texts: list[list[str]] = [[] for _ in ask.samplings]
         self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in ask.samplings]
         self._scored: list[list[TokenLogprobs]] = [[] for _ in ask.samplings]
@@ -64,19 +66,31 @@ class Shape(ABC):
     def usage(self) -> Usage:
         """Tokens so far."""
         prompt = self.ask.prompt_tokens
+        cached = self._cached
+        details = None if cached is None else PromptTokensDetails(cached_tokens=cached)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=self._tokens,
             total_tokens=prompt + self._tokens,
+            prompt_tokens_details=details,
         )
 
     def reported(self, choice: int) -> bool:
         """Whether log-probabilities of the answer were asked for."""
         return self.ask.samplings[choice].logprobs is not None
 
+    def count(self, piece: Piece) -> None:
+        """Add the tokens of a piece to what is told of them.
+
+        A prompt with several answers counts once, and so does what the first one found of it.
+        """
+        self._tokens += len(piece.token_ids)
+        if piece.cached is not None and not piece.index % self.ask.n:
+            self._cached = (self._cached or 0) + piece.cached
+
     def take(self, piece: Piece) -> None:
         """Keep a piece for the whole reply."""
-        self._tokens += len(piece.token_ids)
+        self.count(piece)
         self._texts[piece.index].append(piece.text)
         self._scored[piece.index] += piece.scored
         if piece.logprobs:
@@ -93,7 +107,7 @@ class Shape(ABC):
             for chunk in self.chunks(piece):
                 yield chunk.model_dump_json()
             return
-        self._tokens += len(piece.token_ids)
+        self.count(piece)
         if piece.index not in self._around:
             (example,) = self.chunks(Piece(piece.index, MARK))
             before, _, after = example.model_dump_json().partition(MARKED)

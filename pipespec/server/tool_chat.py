@@ -43,7 +43,7 @@ class ToolChat(Chat):
             yield chunk.model_dump_json()
 
     def chunks(self, piece: Piece) -> Iterator[BaseModel]:
-        self._tokens += len(piece.token_ids)
+        self.count(piece)
         deltas = [*self._read(piece)]
         report = self._report_of(piece)
         if piece.logprobs and not deltas:

@@ -58,6 +58,7 @@ class StoryController:
         self.logged: list[list[int]] = []  # the requests of each call of `accept`
         self.finished: dict[int, str] = {}
         self.prefill_ns: dict[int, int | None] = {}
+        self.cached: dict[int, int | None] = {}
         self.reports: dict[int, dict[str, Any]] = {}
         self.guesses: dict[int, list[Guesses]] = {}  # by sequence
         self.statistics: dict[str, int] = {}
@@ -118,8 +119,15 @@ class StoryController:
             self.logged[-1].append(request)
             self.accepted.setdefault(request, []).extend(piece.tokens)
 
-    def finish(self, request: int, reason: str, prefill_ns: int | None = None) -> None:
+    def finish(
+        self,
+        request: int,
+        reason: str,
+        prefill_ns: int | None = None,
+        cached: int | None = None,
+    ) -> None:
         self.finished[request] = reason
+        self.cached[request] = cached
         self.prefill_ns[request] = prefill_ns
 
     def report(self, request: int, stats: dict[str, Any]) -> None:

@@ -322,13 +322,13 @@ def test_a_reader_sees_tokens_as_they_are_accepted_and_then_the_reason(
 
 
 def test_readers_hear_what_the_first_token_took_if_the_head_knows(head: Controller) -> None:
-    for known in (None, 0, 12_345_678_901):
+    for known, cached in ((None, None), (0, 0), (12_345_678_901, 7), (None, 9)):
         request = head.enqueue(**ASKED)
         take(head)
-        head.finish(request, "stop", known)
+        head.finish(request, "stop", known, cached)
         (end,) = head.stream(request)
         assert isinstance(end, Finished)
-        assert (end.reason, end.prefill_ns) == ("stop", known)
+        assert (end.reason, end.prefill_ns, end.cached) == ("stop", known, cached)
 
 
 def test_a_reader_may_come_late_or_again(head: Controller) -> None:

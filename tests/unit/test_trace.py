@@ -57,6 +57,7 @@ def test_statistics_of_a_request():
         "rank": 0,
         "token_ns": [20 * ms, 30 * ms, 30 * ms, 50 * ms],
         "hits": 3,
+        "cached_tokens": 0,
         "counts": {"steps": 9, "rows": 40, "rounds": 12, "overruns": 0},
         "first_token": {"steps": 5, "rows": 20, "rounds": 4},
         "control_ns": 9 * ms,
@@ -84,7 +85,7 @@ def test_statistics_of_a_request():
 
 def test_a_request_of_one_token_has_no_rates():
     head = {
-        "rank": 0, "token_ns": [5], "hits": 0, "control_ns": 0,
+        "rank": 0, "token_ns": [5], "hits": 0, "cached_tokens": 0, "control_ns": 0,
         "counts": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
         "first_token": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
     }  # fmt: skip

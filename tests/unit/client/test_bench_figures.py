@@ -171,6 +171,7 @@ def reports() -> list[dict[str, Any]]:
         "counts": counts,
         "first_token": counts | {"steps": 1},
         "hits": 0,
+        "cached_tokens": 0,
         "control_ns": 0,
     }
     stage = {"dropped": 0, "busy_ns": 5, "elapsed_ns": 10, "overruns": 0, "control_ns": 6_000_000}

@@ -232,6 +232,19 @@ def test_the_events_of_a_stream_are_its_chunks(
     assert as_json.usage == as_models.usage
 
 
+@pytest.mark.parametrize("kind", [Chat, Completion])
+def test_what_was_in_kv_counts_once_for_a_prompt_with_several_answers(
+    running: RunningCluster, kind: type[Chat] | type[Completion]
+) -> None:
+    ask = chat(running, n=2) if kind is Chat else completion(running, n=2)
+    shape = kind(ask, running.served.tokenizer, "demo", usage=True)
+    shape.take(Piece(0, "a", (5,)))
+    assert "prompt_tokens_details" not in shape.usage.model_dump(), "it is not known yet"
+    shape.take(Piece(1, "", finish_reason="stop", cached=9))
+    shape.take(Piece(0, "", finish_reason="stop", cached=4))
+    assert shape.usage.model_dump()["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
 def test_usage_is_told_as_often_as_was_asked(running: RunningCluster) -> None:
     ask = chat(running)
     for continuous in (False, True):
