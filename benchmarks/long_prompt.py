@@ -76,12 +76,12 @@ class Span:
         }
 
 
-def pair(folder: Path) -> list[str]:
-    """The overrides that name copies of the demo pair with a context of POSITIONS tokens."""
+def pair(folder: Path, positions: int) -> list[str]:
+    """The overrides that name copies of the demo pair with a context of so many tokens."""
     for name in ("target", "draft"):
         copy = shutil.copytree(emulated.TARGET.parent / name, folder / name)
         config = json.loads((copy / "config.json").read_text())
-        config["max_position_embeddings"] = POSITIONS
+        config["max_position_embeddings"] = positions
         (copy / "config.json").write_text(json.dumps(config))
     return [f"model.{name}={folder / name}" for name in ("target", "draft")]
 
@@ -138,12 +138,13 @@ def measure(method: str, options: argparse.Namespace, folder: Path) -> dict[str,
     """One method: the prompt alone, the answer alone, both."""
     file = folder / f"{method}.json"
     overrides = [
-        *pair(folder / method),
+        *pair(folder / method, POSITIONS),
         *emulated.cluster(options),
         *emulated.method(method, options),
         f"model.context={POSITIONS}",
         f"decode.prefill_chunk={options.chunk}",
         "scheduler.max_num_seqs=2",
+        "scheduler.prefix_cache=false",  # the prompt comes twice, and is read twice
         f"trace={file}",
     ]
     deployment = decide(compose(overrides))

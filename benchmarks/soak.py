@@ -3,11 +3,12 @@
     python -m benchmarks.soak --json benchmarks/results/soak.json --plot benchmarks/results/soak
 
 Prompts, lengths, greedy or drawn tokens, who is cancelled and who is killed are drawn from the
-seed. KV is so short that requests are put back again and again. Each text is compared with what
-the same request got alone, token by token; memory of every process is looked at all along. Ends
-with exit code 1 if a token is another, is lost or comes twice, or if slots are held when nothing is
-open. Whenever an epoch ends, each stage asserts that every KV slot has one owner
-(`StageLoop.run`); one that fails ends the run.
+seed. Half of the prompts begin alike. KV is so short that requests are put back again and again and
+text that is kept for others goes. Each text is compared with what the same request got alone and
+without the prefix cache, token by token; memory of every process is looked at all along. Ends with
+exit code 1 if a token is another, is lost or comes twice, or if slots are held when nothing is
+open. Whenever an epoch ends, each stage asserts that every KV slot has as many owners as are
+counted (`StageLoop.run`); one that fails ends the run.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from pipespec.core import Sampling
 
 CONTEXT = 256
 PROMPT_TOKENS = 48
+ALIKE = 32  # of these, with which half of the prompts begin
 # What is open is kept so far above what can be decoded at once, so that some wait.
 WAITING = 8
 
@@ -74,9 +76,9 @@ class Soak:
         self.counts["lost"] += one.lost
         self.counts["doubled"] += one.doubled
 
-    @property
-    def preemptions(self) -> int:
-        return sum(told.get("preemptions", 0) for told in self.statistics.values())
+    def total(self, name: str) -> int:
+        """Of all epochs, as far as was heard."""
+        return sum(told.get(name, 0) for told in self.statistics.values())
 
     @property
     def wrong(self) -> list[str]:
@@ -86,19 +88,21 @@ class Soak:
 
 def questions(cluster: Running, options: argparse.Namespace) -> list[Question]:
     """Every prompt greedy and drawn, each answered with nothing beside it."""
+    found = prompts(cluster.client, options.num_prompts, PROMPT_TOKENS)
+    for i in range(0, len(found), 2):
+        found[i] = found[0][:ALIKE] + found[i][: PROMPT_TOKENS - ALIKE]
     alone = [
         Asked(prompt, sampling, options.tokens)
-        for i, prompt in enumerate(prompts(cluster.client, options.num_prompts, PROMPT_TOKENS))
+        for i, prompt in enumerate(found)
         for sampling in (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=i))
     ]
     ask(cluster, alone, at_once=1)
     return [Question(one.prompt, one.sampling, one.tokens) for one in alone]
 
 
-def run(cluster: Running, options: argparse.Namespace) -> Soak:
+def run(cluster: Running, known: list[Question], options: argparse.Namespace) -> Soak:
     """Ask, cancel and kill until all requests have ended."""
     soak, drawn = Soak(), random.Random(options.seed)
-    known = questions(cluster, options)
     kills = sorted(drawn.sample(range(options.requests), options.kills))
     note(soak, cluster, 0)
 
@@ -171,7 +175,8 @@ def row(soak: Soak, seconds: float) -> dict[str, Any]:
         "cancelled": counts[CANCELLED],
         "kills": counts["kills"],
         "epochs": len(soak.statistics),
-        "preemptions_at_least": soak.preemptions,
+        "preemptions_at_least": soak.total("preemptions"),
+        "found_in_kv_at_least": soak.total("cache_hits"),
         "different": counts["different"],
         "lost": counts["lost"],
         "doubled": counts["doubled"],
@@ -213,8 +218,10 @@ def main() -> None:
     given = {"stages": options.stages, "kv": options.kv, "at_once": options.at_once}
     settings = [*short_of_room(**given, context=CONTEXT), "feed.capacity=256"]
     began = time.monotonic()
+    with running(decide(compose([*settings, "scheduler.prefix_cache=false"]))) as cluster:
+        known = questions(cluster, options)
     with running(decide(compose(settings))) as cluster:
-        soak = run(cluster, options)
+        soak = run(cluster, known, options)
     rows = [row(soak, time.monotonic() - began)]
     title = (
         f"{options.requests} requests, up to {options.at_once} at once, {options.stages} stages, "

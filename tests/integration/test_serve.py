@@ -148,7 +148,10 @@ def test_a_chat_is_the_template_and_what_follows(client: openai.OpenAI, tokenize
     )
     assert told.choices[0].message.content == same.choices[0].text
     assert told.choices[0].message.role == "assistant"
-    assert told.usage == same.usage
+    tokens = told.usage.prompt_tokens
+    assert (tokens, told.usage.completion_tokens) == (same.usage.prompt_tokens, NUM_TOKENS)
+    # What was asked a moment ago is read from KV, but for its last token.
+    assert same.usage.prompt_tokens_details.cached_tokens == tokens - 1
 
 
 def test_streams_say_what_whole_replies_say_in_valid_chunks(
@@ -569,6 +572,7 @@ def test_figures_of_the_cluster_are_of_what_was_asked(
         *("vllm:spec_decode_num_draft_tokens_total", "pipespec_guess_rows_total"),
         *("vllm:spec_decode_num_accepted_tokens_total", "pipespec_guess_hits_total"),
         "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+        *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
         *(f"vllm:request_{part}_time_seconds_count" for part in ("queue", "prefill", "inference")),
         *(f"vllm:request_{part}_time_seconds_sum" for part in ("queue", "prefill", "inference")),
         *("vllm:request_decode_time_seconds_sum", "vllm:e2e_request_latency_seconds_sum"),
@@ -582,7 +586,10 @@ def test_figures_of_the_cluster_are_of_what_was_asked(
     # A second after the last of them, as the head says it once a second.
     until(lambda: told("vllm:kv_cache_usage_perc") == 0)
     since = {name: told(name) - before[name] for name in names}
-    prompts = sum(len(tokenizer.encode(prompt)) for prompt in asked)
+    queries = sum(len(tokenizer.encode(prompt)) for prompt in asked)
+    assert since["vllm:prefix_cache_queries_total"] == queries
+    prompts = queries - since["vllm:prefix_cache_hits_total"]
+    assert len(asked) <= prompts <= queries
     assert since["vllm:iteration_tokens_total_sum"] == prompts + decided
     assert since["vllm:iteration_tokens_total_count"] >= since["pipespec_steps_total"] > decided / 5
     fed = since["vllm:spec_decode_num_draft_tokens_total"]
