@@ -115,6 +115,34 @@ def test_texts_are_drawn_as_they_are_alone(clusters, prompts, expected):
         assert got == (full[: len(got)] if i in cancelled else full)
 
 
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[1]], ids=lambda way: way[0].removeprefix("feed="))
+def test_texts_are_those_of_the_target_alone_though_requests_share_what_they_begin_with(
+    clusters, prompts, way
+):
+    """At once and again afterwards, when even the answers are in KV, greedy and drawn."""
+    running = clusters.running(*CROWD, *way)
+    start = [token for prompt in prompts for token in prompt][:100]
+    asked = [start + prompt[:9] for prompt in prompts[:8]]
+    right = cluster.reference(resource_dir("demo") / "target", asked, TOKENS)
+
+    def found_in_kv() -> int:
+        until(lambda: look(*where).statistics["running"] == 0)
+        return look(*where).statistics["cache_hits"]
+
+    where = running.cluster.url, running.cluster.namespace
+    before = found_in_kv()
+    assert answers(running, asked) == right
+    assert found_in_kv() - before >= 7 * (len(start) - 15)  # for less nobody waits
+    turns = [prompt + answer for prompt, answer in zip(asked, right, strict=True)]
+    drawn = answers(running, turns, lambda _: SAMPLED)
+    assert answers(running, turns, lambda _: SAMPLED) == drawn
+    apart = clusters.running(*CROWD, *way, "scheduler.prefix_cache=false")
+    assert answers(apart, turns, lambda _: SAMPLED) == drawn
+    until(lambda: look(apart.cluster.url, apart.cluster.namespace).statistics["running"] == 0)
+    told = look(apart.cluster.url, apart.cluster.namespace).statistics
+    assert told["cache_hits"] == told["kv_slots_retained"] == 0
+
+
 def test_a_bench_keeps_as_many_at_work_as_it_was_asked_to(clusters, prompts, expected):
     """At a rate, and then all at once on the cluster of a crowd."""
     client = clusters.running(*CROWD, *WAYS[0]).client

@@ -36,10 +36,12 @@ class ToyModel:
 
     def __init__(self, num_slots: int):
         self.stored = np.zeros(num_slots, np.int64)
+        self.rows = 0
 
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
     ) -> torch.Tensor:
+        self.rows += len(plan.write)
         self.stored[plan.write] = inputs.numpy().astype(np.int64).reshape(-1)
         found = np.zeros((len(plan.write), 1), np.float32)
         for segment in plan.segments():

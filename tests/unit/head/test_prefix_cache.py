@@ -107,6 +107,18 @@ def test_a_conversation_that_goes_on_reads_what_is_new_and_replaces_what_it_cont
     assert toy.scheduler.cache.held == len(text) - 6 - 1
 
 
+def test_the_draft_reads_what_it_has_not_either_until_it_needs_the_slots():
+    toy = ToyPipeline(config(), free=False, draft_slots=100, answers={})
+    run(toy, [Request(0, PREFIX, 1)])
+    assert toy.draft.runner.model.rows >= len(PREFIX)
+    before = toy.draft.runner.model.rows
+    run(toy, [Request(1, PREFIX, 1)])
+    assert toy.draft.runner.model.rows - before < len(PREFIX) / 2
+    assert len(toy.draft.runner.retained) == 2
+    run(toy, [Request(i, prompt(i, 45), 1) for i in (2, 3)])
+    assert 0 not in toy.draft.runner.retained
+
+
 def test_nothing_is_shared_or_kept_where_that_is_not_wanted():
     toy = pipeline(max_retained=0)
     sent = run(toy, [Request(i, PREFIX, 4) for i in range(3)])
