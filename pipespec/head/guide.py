@@ -13,7 +13,7 @@ import numpy as np
 
 from pipespec.head.source.protocol import Candidates
 from pipespec.head.tree import Tree
-from pipespec.sampling.grammar import WORD, GrammarFailed, Matcher, as_bools, only
+from pipespec.sampling.grammar import GrammarFailed, Matcher, has, only
 
 
 class Guide:
@@ -39,39 +39,41 @@ class Guide:
     def allowed(self, tree: Tree, nodes: np.ndarray) -> np.ndarray | None:
         """Which tokens may follow each node: bits as of a matcher, int32 `[nodes, words]`; None:
         it cannot be said."""
-        found = [self._after(_text(tree, node)) for node in nodes.tolist()]
-        told = [bits for bits in found if bits is not None]
-        return np.stack(told) if told and len(told) == len(found) else None
+        return _stacked([self._after(_text(tree, node)) for node in nodes.tolist()])
 
-    def extend(self, tree: Tree, nodes: np.ndarray, end: int) -> np.ndarray:
+    def extend(
+        self, tree: Tree, nodes: np.ndarray, end: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
         """Hang below each of the nodes all that must follow it, at positions below `end`.
 
-        Returns the nodes after which something else than the end of the text may follow: those
-        where a choice begins.
+        Returns the nodes after which something else than the end of the text may follow, those
+        where a choice begins, and what may follow them, as `allowed` does.
         """
-        ends = []
+        ends: dict[int, np.ndarray | None] = {}  # by node id
         for node in tree.id[nodes].tolist():
             at = tree.index(node)
-            forced, goes_on = self._forced(_text(tree, at), end - 1 - int(tree.position[at]))
+            forced, bits = self._forced(_text(tree, at), end - 1 - int(tree.position[at]))
             last = tree.hang(at, forced) if forced else node
-            if goes_on:
-                ends.append(last)
+            if bits is None or self._goes_on(bits):
+                ends[last] = bits
             else:
                 tree.leave(last)
-        return np.flatnonzero(np.isin(tree.id, ends))
+        found = np.flatnonzero(np.isin(tree.id, [*ends]))
+        return found, _stacked([ends[node] for node in tree.id[found].tolist()])
 
-    def _forced(self, text: list[int], room: int) -> tuple[list[int], bool]:
-        """What must follow a text of guesses, `room` tokens at most, and whether it goes on then:
-        it may have to end, or not be able to come true."""
+    def _forced(self, text: list[int], room: int) -> tuple[list[int], np.ndarray | None]:
+        """What must follow a text of guesses, `room` tokens at most, and what may follow then."""
         forced: list[int] = []
-        while (bits := self._after([*text, *forced])) is not None:
-            token = only(bits)
-            if token in self._eos or not bits.any():
-                return forced, False
-            if token is None or len(forced) >= room:
-                break
+        while True:
+            bits = self._after([*text, *forced])
+            token = None if bits is None else only(bits)
+            if token is None or token in self._eos or len(forced) >= room:
+                return forced, bits
             forced.append(token)
-        return forced, True
+
+    def _goes_on(self, bits: np.ndarray) -> bool:
+        """Whether something else than the end may follow."""
+        return bool(bits.any()) and only(bits) not in self._eos
 
     def _after(self, text: Sequence[int]) -> np.ndarray | None:
         """What may follow a text of guesses: nothing, if it cannot come true; None: it cannot be
@@ -102,6 +104,12 @@ class Guide:
         return taken == len(wanted)
 
 
+def _stacked(found: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """What may follow some nodes, `[nodes, words]`; None: of one it cannot be said."""
+    told = [bits for bits in found if bits is not None]
+    return np.stack(told) if told and len(told) == len(found) else None
+
+
 def held_to(found: Candidates, nodes: np.ndarray, allowed: np.ndarray) -> Candidates:
     """The candidates that may come true; where one token alone may follow, it is certain.
 
@@ -109,12 +117,10 @@ def held_to(found: Candidates, nodes: np.ndarray, allowed: np.ndarray) -> Candid
     """
     row_of = {node: i for i, node in enumerate(nodes.tolist())}
     bits = allowed[[row_of[node] for node in found.parents.tolist()]]
-    known = bits.shape[1] * WORD
     tokens, logps = found.tokens, found.logps
     if not tokens.shape[1]:
         tokens, logps = np.full((len(bits), 1), -1), np.full((len(bits), 1), -np.inf)
-    may = np.take_along_axis(as_bools(bits, known), tokens.clip(0, known - 1), axis=1)
-    tokens, logps = tokens.copy(), np.where(may & (tokens < known), logps, -np.inf)
+    tokens, logps = tokens.copy(), np.where(has(bits, tokens), logps, -np.inf)
     for row, mine in enumerate(bits):
         if (token := only(mine)) is not None:
             tokens[row], logps[row] = -1, -np.inf

@@ -238,9 +238,10 @@ class Scheduler(Admission):
         sequence, nodes = part.sequence, part.nodes
         if sequence.guide is None:
             return part
-        if self._policy.keeps_unfed:  # else the draft keeps to one level
-            nodes = sequence.guide.extend(sequence.tree, nodes, sequence.last_position)
-        allowed = sequence.guide.allowed(sequence.tree, nodes)
+        if self._policy.keeps_unfed:
+            nodes, allowed = sequence.guide.extend(sequence.tree, nodes, sequence.last_position)
+        else:  # the draft keeps to one level
+            allowed = sequence.guide.allowed(sequence.tree, nodes)
         return replace(part, nodes=nodes, allowed=allowed) if len(nodes) else None
 
     def _wanted(

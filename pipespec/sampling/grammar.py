@@ -53,6 +53,15 @@ def as_bools(allowed: np.ndarray, num_tokens: int) -> np.ndarray:
     return bits.view(bool)
 
 
+def has(allowed: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Whether the bits of each row, `[rows, words]`, allow its tokens `[rows, n]`: bool
+    `[rows, n]`."""
+    known = (tokens >= 0) & (tokens < allowed.shape[1] * WORD)
+    at = np.where(known, tokens, 0)
+    words = np.take_along_axis(allowed, at // WORD, axis=1)
+    return known & ((words >> (at % WORD)) & 1 == 1)
+
+
 def only(allowed: np.ndarray) -> int | None:
     """The one token that bits `[words]` allow; None: there are others, or none."""
     words = np.flatnonzero(allowed)

@@ -33,9 +33,9 @@ def test_trees_grow_along_the_grammar_alone(texts, seed):
     language, random = OneOf(texts, EOS), Random(seed)
     guide, tree = Guide(OneOf(texts, EOS), (EOS,)), root()
     while len(wanted := np.flatnonzero(~tree.expanded)):
-        nodes = guide.extend(tree, wanted, LAST)
-        allowed = guide.allowed(tree, nodes) if len(nodes) else None
+        nodes, allowed = guide.extend(tree, wanted, LAST)
         tree.check()
+        assert (allowed is None) == (not len(nodes))
         if allowed is None:
             continue
         proposed = [random.sample(range(5), 4) for _ in nodes]  # 4 stands in no text
@@ -51,7 +51,7 @@ def test_trees_grow_along_the_grammar_alone(texts, seed):
 @given(TEXTS)
 def test_what_must_follow_is_there_without_being_proposed_and_is_certain(texts):
     language, guide, tree = OneOf(texts, EOS), Guide(OneOf(texts, EOS), (EOS,)), root()
-    ends = guide.extend(tree, np.array([ROOT]), LAST)
+    ends, _ = guide.extend(tree, np.array([ROOT]), LAST)
     while len(language.next()) == 1 and EOS not in language.next():
         language.text += language.next()
     assert texts_of(tree)[-1] == language.text
@@ -63,18 +63,16 @@ def test_what_must_follow_is_there_without_being_proposed_and_is_certain(texts):
 
 def test_nothing_is_hung_beyond_the_end_of_the_context():
     guide, tree = Guide(OneOf([[1, 2, 3, 0], [1, 2, 3, 1]], EOS), (EOS,)), root()
-    assert guide.extend(tree, np.array([ROOT]), 7).tolist() == [2]
+    assert guide.extend(tree, np.array([ROOT]), 7)[0].tolist() == [2]
     assert texts_of(tree)[-1] == [1, 2]
-    assert guide.extend(tree, np.array([2]), 7).tolist() == [2]
+    assert guide.extend(tree, np.array([2]), 7)[0].tolist() == [2]
 
 
 @given(TEXTS, st.data())
 def test_the_decided_text_moves_the_root_whatever_was_looked_at(texts, data):
     language, guide, tree = OneOf(texts, EOS), Guide(OneOf(texts, EOS), (EOS,)), root()
     while tokens := sorted(language.next() - {EOS}):
-        nodes = guide.extend(tree, np.flatnonzero(~tree.expanded), LAST)
-        if len(nodes):
-            assert guide.allowed(tree, nodes) is not None
+        guide.extend(tree, np.flatnonzero(~tree.expanded), LAST)
         token = data.draw(st.sampled_from(tokens))
         language.consume([token])
         tree.advance(token)
@@ -86,14 +84,14 @@ def test_the_decided_text_moves_the_root_whatever_was_looked_at(texts, data):
 def test_a_guess_outside_the_grammar_has_no_children():
     guide, tree = Guide(OneOf([[1, 2], [1, 3]], EOS), (EOS,)), root()
     tree.append(np.array([ROOT]), np.array([[5]]), np.array([[-1.0]]))
-    assert guide.extend(tree, np.array([1]), LAST).tolist() == []
+    assert guide.extend(tree, np.array([1]), LAST)[0].tolist() == []
     assert len(tree) == 2 and tree.expanded[1]
 
 
 def test_a_matcher_that_fails_leaves_guesses_as_they_are():
     guide, tree = Guide(OneOf([[1, 2, 3]], EOS, fails_after=2), (EOS,)), root()
-    nodes = guide.extend(tree, np.array([ROOT]), LAST)
-    assert guide.allowed(tree, nodes) is None
+    nodes, allowed = guide.extend(tree, np.array([ROOT]), LAST)
+    assert len(nodes) == 1 and allowed is None
     guide.accept(1)
     assert guide.allowed(tree, nodes) is None
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipespec.core import RELAXED, Opening, Sampling
 from pipespec.sampling import terms
 from pipespec.sampling.decide import Walk, decide
-from pipespec.sampling.grammar import GrammarFailed, as_bools, only
+from pipespec.sampling.grammar import GrammarFailed, as_bools, has, only
 from pipespec.sampling.verifier import Verifier
 from tests.helpers.grammar import OneOf, compiled
 
@@ -125,5 +125,9 @@ def test_bits_and_bools_are_the_same(tokens, size):
     bits = bits.view(np.int32)
     assert set(np.flatnonzero(as_bools(bits, size))) == {token for token in tokens if token < size}
     assert only(bits) == (next(iter(tokens)) if len(tokens) == 1 else None)
-    many = as_bools(np.stack((bits, np.zeros_like(bits))), size)
-    assert many.shape == (2, size) and not many[1].any()
+    many = np.stack((bits, np.zeros_like(bits)))
+    bools = as_bools(many, size)
+    assert bools.shape == (2, size) and not bools[1].any()
+    asked = np.tile(np.arange(-1, 130), (2, 1))
+    assert set((np.flatnonzero(has(many, asked)[0]) - 1).tolist()) == tokens
+    assert not has(many, asked)[1].any()
