@@ -10,7 +10,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from random import Random
 from typing import Any
 
@@ -133,7 +133,7 @@ class Grammars:
         """
         self._load = tokenizer
         self._vocab_size = vocab_size
-        self._eos = [*eos]
+        self._eos = (*eos,)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
 
     def warm(self) -> None:
@@ -169,15 +169,20 @@ class Grammars:
     @cached_property
     def _tokens(self) -> Any:
         """llguidance's own view of the tokenizer."""
-        from llguidance import LLTokenizer
-
         tokenizer = self._load()
         if not isinstance(tokenizer, BackendTokenizer):
             raise GrammarFailed("the model's tokenizer has no backend of the package tokenizers")
         if not self._eos:
             raise GrammarFailed("the model names no token that ends a text")
         size = max(self._vocab_size, max(tokenizer.get_vocab().values()) + 1)
-        return LLTokenizer(tokenizer.backend, n_vocab=size, eos_token=self._eos)
+        return _read(tokenizer.backend, size, self._eos)
+
+
+@lru_cache(maxsize=1)  # an epoch after the other asks
+def _read(backend: str, size: int, eos: tuple[int, ...]) -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(backend, n_vocab=size, eos_token=[*eos])
 
 
 class _Matcher:

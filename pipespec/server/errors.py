@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from pipespec.errors import ConfigError, PipespecError, Unreachable
+from pipespec.errors import ConfigError, GrammarError, PipespecError, Unreachable
 from pipespec.system.reading import shown
 
 # When a client that was refused for now may try again, in seconds.
@@ -97,6 +97,8 @@ def of(error: PipespecError) -> ApiError:
         return ApiError(HTTPStatus.BAD_REQUEST, str(error))
     if isinstance(error, Ending):
         return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="shutting_down")
+    if isinstance(error, GrammarError):  # again it would fail again
+        return ApiError(HTTPStatus.BAD_REQUEST, str(error), code="grammar_failed")
     if isinstance(error, Unreachable):  # its message names addresses of ours
         return away()
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))

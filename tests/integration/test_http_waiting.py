@@ -16,6 +16,7 @@ from pipespec.client.served import ServedModel
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.controller.server import EmbeddedRedis
+from pipespec.core import GRAMMAR
 from pipespec.errors import PipespecError
 from pipespec.server import sending
 from pipespec.server.options import ServerOptions
@@ -78,6 +79,11 @@ def test_a_failure_in_mid_stream_is_an_event_before_the_end(
         scene.finish(request, "cancelled")
         reply = await asking
         assert (reply.status_code, reply.json()["error"]["type"]) == (500, "server_error")
+        asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
+        request, _ = await scene.taken()
+        scene.finish(request, GRAMMAR)
+        reply = await asking
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "grammar_failed")
         assert (await scene.http.get("/load")).json() == {"server_load": 0}
 
     play(redis, served, story)

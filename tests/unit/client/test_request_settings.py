@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from pipespec.cli.up import default_name, parse_settings
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.client.served import ServedModel
 from pipespec.client.settings import RequestSettings
+from pipespec.engine.grammar import of_json_schema, of_regex
 from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.errors import ConfigError
 from pipespec.system.reading import Unreadable
@@ -82,3 +86,37 @@ def test_a_cluster_that_nobody_named_is_called_as_its_host_file(tmp_path) -> Non
     hosts_file.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
     assert default_name(["feed=level", f"cluster={hosts_file}"]) == "attic"
     assert default_name(["cluster.stages=2", "cluster=local"]) == "default"
+
+
+def test_an_answer_is_held_to_the_form_that_is_set(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"enum": ["a", "b"]}')
+    held = RequestSettings.on(running(f"decode.json_schema={file}"), [])
+    assert held.sampling(3).grammar == of_json_schema({"enum": ["a", "b"]})
+    assert RequestSettings.on(running(), ["decode.regex=a+"]).sampling(3).grammar == of_regex("a+")
+    assert RequestSettings.on(running(), []).sampling(3).grammar == ""
+
+
+@pytest.mark.parametrize(
+    ("schema", "settings", "why"),
+    [
+        (None, ["decode.json_schema=FILE"], "cannot be read"),
+        ("{", ["decode.json_schema=FILE"], "it is not JSON"),
+        (
+            '{"type": "string", "not": {}}',
+            ["decode.json_schema=FILE"],
+            'Unimplemented keys: ["not"]',
+        ),
+        (None, ["decode.regex=("], "unclosed group"),
+        (None, ["decode.regex=a", "decode.json_schema=FILE"], "leave one out"),
+        (None, ["decode.regex=a", "decode.ignore_eos=true"], "ends where the form does"),
+    ],
+)
+def test_a_form_that_cannot_be_held_is_refused(
+    tmp_path: Path, schema: str | None, settings: list[str], why: str
+) -> None:
+    file = tmp_path / "schema.json"
+    if schema is not None:
+        file.write_text(schema)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        RequestSettings.on(running(), [text.replace("FILE", str(file)) for text in settings])
