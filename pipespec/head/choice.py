@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,20 +30,19 @@ ABOUT_AS_FAST = 0.99
 class Offer:
     """What one sequence could feed: nodes of its tree, parents first.
 
-    `whole`: all of them or none. `context`: KV slots that its rows read together.
+    `whole`: all of them or none. `context`: KV slots that its rows read together. `certain` of the
+    nodes, from the first on, are to be fed before any guess.
     """
 
     tree: Tree
     nodes: np.ndarray
     whole: bool = False
     context: int = 0
+    certain: int = field(init=False)
 
-    @property
-    def certain(self) -> int:
-        """How many of the nodes, from the first on, are to be fed before any guess."""
-        if self.whole:
-            return len(self.nodes)
-        return int(len(self.nodes) > 0 and self.nodes[0] == ROOT)
+    def __post_init__(self) -> None:
+        first = int(len(self.nodes) > 0 and self.nodes[0] == ROOT)
+        object.__setattr__(self, "certain", len(self.nodes) if self.whole else first)
 
 
 @dataclass(frozen=True, slots=True)

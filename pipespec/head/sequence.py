@@ -144,7 +144,7 @@ class Sequence:
     @property
     def prompt_left(self) -> int:
         """Tokens that were decided before and have not entered the pipeline."""
-        return self.known - self.prefilled
+        return self.opening.known - self.prefilled
 
     @property
     def decoding(self) -> bool:
@@ -159,7 +159,7 @@ class Sequence:
         """
         if self.prompt_left:
             return self.prefilled
-        return len(self.context.tokens) - 1 + int(np.count_nonzero(self.tree.fed))
+        return len(self.context.tokens) - 1 + self.tree.num_fed
 
     @property
     def filled(self) -> int:

@@ -26,7 +26,7 @@ class Tree:
         token, position: what the node says and where in the text.
         logp: log-probability given its parent, as the source stated it.
         cum: log-probability given the root, i.e. the sum of `logp` along the path.
-        fed: the node has entered the pipeline.
+        fed: the node has entered the pipeline; written by `feed` alone.
         fed_under: the position of the root when it did; of no meaning before.
         expanded: a source has proposed its children.
     """
@@ -35,7 +35,7 @@ class Tree:
         *("id", "parent", "parent_id", "token", "position", "logp", "cum"),
         *("fed", "fed_under", "expanded"),
     )
-    __slots__ = (*_COLUMNS, "_next_id")
+    __slots__ = (*_COLUMNS, "_next_id", "_num_fed")
 
     def __init__(self, root_id: int, parent_id: int, token: int, position: int, *, fed: bool):
         self._next_id = root_id + 1
@@ -50,6 +50,7 @@ class Tree:
         self.logp = np.zeros(1)
         self.cum = np.zeros(1)
         self.fed = np.array([fed])
+        self._num_fed: int | None = None
         self.fed_under = np.array([position])
         self.expanded = np.array([False])
 
@@ -67,9 +68,17 @@ class Tree:
         as a guess."""
         return int(self.position[ROOT] - self.fed_under[ROOT]) if self.fed[ROOT] else 0
 
+    @property
+    def num_fed(self) -> int:
+        """How many nodes are fed; asked more often than it changes."""
+        if self._num_fed is None:
+            self._num_fed = int(np.count_nonzero(self.fed))
+        return self._num_fed
+
     def feed(self, nodes: np.ndarray) -> None:
         """The nodes enter the pipeline."""
         self.fed[nodes] = True
+        self._num_fed = None
         self.fed_under[nodes] = self.position[ROOT]
 
     def append(
@@ -240,6 +249,7 @@ class Tree:
         """Assert the invariants that the rest of the code relies on."""
         index = np.arange(len(self))
         assert self.parent[ROOT] == ROOT and self.cum[ROOT] == 0
+        assert self.num_fed == np.count_nonzero(self.fed)
         assert (self.parent[1:] < index[1:]).all(), "a parent stands before its children"
         assert (np.diff(self.position) >= 0).all(), "breadth-first order"
         assert (self.position[1:] == self.position[self.parent[1:]] + 1).all()
@@ -257,6 +267,7 @@ class Tree:
 
     def _select(self, order: np.ndarray) -> None:
         """Keep the nodes `order`, in that order; the first is the root of all others."""
+        self._num_fed = None
         place = np.zeros(len(self), np.int64)
         place[order] = np.arange(len(order))
         for name in self._COLUMNS:

@@ -44,7 +44,7 @@ def test_every_slot_has_one_owner_after_thousands_of_accepts_and_prunes(model):
             unfed = np.flatnonzero(~tree.fed)
             chosen = [i for i in unfed.tolist() if tree.fed[tree.parent[i]] or i == ROOT][:16]
             batch = stage.compute(Batch(0, tree.rows(request, np.array(chosen, int))))
-            tree.fed[chosen] = True
+            tree.feed(np.array(chosen, int))
             if rng.random() < 0.6 and tree.fed[ROOT]:
                 children = np.flatnonzero(tree.parent[1:] == ROOT) + 1
                 hit = len(children) and rng.random() < 0.7

@@ -21,7 +21,8 @@ def tree_of(rng: np.random.Generator, size: int, *, fed: bool) -> Tree:
         logps = np.log(rng.dirichlet(np.ones(3)))[None]
         tree.append(np.array([parent]), np.arange(3)[None], logps)
     for node in range(1, len(tree)):
-        tree.fed[node] = tree.fed[tree.parent[node]] and rng.random() < 0.5
+        if tree.fed[tree.parent[node]] and rng.random() < 0.5:
+            tree.feed(np.array([node]))
     return tree
 
 

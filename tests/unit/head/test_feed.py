@@ -63,7 +63,7 @@ class Pipeline:
                 pass
             nodes = chosen(self.policy, self.tree, state)
             yield state, nodes
-            self.tree.fed[nodes] = True
+            self.tree.feed(nodes)
             for node in self.tree.id[nodes].tolist():
                 assert node not in self.entered, "fed twice"
                 self.entered[node] = step
@@ -192,7 +192,7 @@ def test_level_is_cut_before_the_verdict_or_after_it(cut, fed):
     policy = Level(width=2, children=2, cut=cut)
     tree = Tree(0, -1, 0, 0, fed=True)
     tree.append(np.array([ROOT]), np.array([[1, 2]]), np.log([[0.6, 0.4]]))
-    tree.fed[:] = True
+    tree.feed(np.arange(len(tree)))
     growth = policy.grow(tree, STATE)
     assert growth.nodes.tolist() == [1, 2]
     tree.append(

@@ -50,7 +50,8 @@ def guess(sequence: Sequence, letter: str, *, fed: bool) -> None:
     """A child of the root."""
     token, logp = np.array([[ord(letter)]]), np.array([[-0.5]])
     sequence.tree.append(np.array([ROOT]), token, logp)
-    sequence.tree.fed[-1] = fed
+    if fed:
+        sequence.tree.feed(np.array([len(sequence.tree) - 1]))
 
 
 # --- what is known ----------------------------------------------------------------------------

@@ -83,7 +83,8 @@ def test_advance_moves_to_the_child_or_starts_anew(tree, token):
 @given(trees, st.integers(1, 40), st.randoms(use_true_random=False))
 def test_trimming_spares_what_others_hold_and_drops_the_least_probable(tree, capacity, random):
     for i in range(1, len(tree)):  # feed some, ancestors first
-        tree.fed[i] = tree.fed[tree.parent[i]] and random.random() < 0.3
+        if tree.fed[tree.parent[i]] and random.random() < 0.3:
+            tree.feed(np.array([i]))
     held = set(tree.id[tree.fed | tree.expanded].tolist())
     loose = sorted(tree.cum[~(tree.fed | tree.expanded)].tolist())
     excess = max(0, len(tree) - capacity)
