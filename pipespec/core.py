@@ -234,7 +234,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for: the durable part of a request, as the request log keeps it."""
+    """What the user asked for: the durable part of a request, as the request log keeps it.
+
+    `feed` names one of the cluster's ways to decode (`Config.ways`); "": its own.
+    """
 
     id: int
     prompt: tuple[int, ...]
@@ -243,6 +246,7 @@ class Request:
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
     priority: int = 0
+    feed: str = ""
 
     @property
     def place(self) -> tuple[int, int]:

@@ -108,14 +108,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         if value is not None:
             ours[name] = value
     load: dict[str, Any] = {
-        "concurrency": _number(ours, "concurrency"),
+        "concurrency": number(ours, "concurrency"),
         "request_rate": _rate(ours),
-        "arrival_seed": _number(ours, "arrival_seed", 0, MAX_SEED) or 0,
+        "arrival_seed": number(ours, "arrival_seed", 0, MAX_SEED) or 0,
     }
     Load.of(**load)  # what is wrong is said before anything is read
-    prompt_tokens = _number(ours, "prompt_tokens")
+    prompt_tokens = number(ours, "prompt_tokens")
     where = Path(ours["dataset"]) if "dataset" in ours else default_dataset()
-    samples = dataset.load(where, _number(ours, "num_prompts"))
+    samples = dataset.load(where, number(ours, "num_prompts"))
     if arguments.output is not None:
         check_output(arguments.output)
 
@@ -195,13 +195,13 @@ NAMES = (
 )
 
 
-def split(texts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Settings of the bench itself, by name, and those of the run. Raises ConfigError."""
+def split(texts: Sequence[str], names: Sequence[str] = NAMES) -> tuple[dict[str, str], list[str]]:
+    """Settings of the command itself, by name, and those of the run. Raises ConfigError."""
     ours: dict[str, str] = {}
     others = []
     for text in texts:
         name, separator, value = text.partition("=")
-        if not separator or name not in NAMES:
+        if not separator or name not in names:
             others.append(text)
             continue
         if name in ours:
@@ -212,7 +212,7 @@ def split(texts: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return ours, others
 
 
-def _number(ours: dict[str, str], name: str, least: int = 1, most: int = MAX_COUNT) -> int | None:
+def number(ours: dict[str, str], name: str, least: int = 1, most: int = MAX_COUNT) -> int | None:
     """The value of a setting that is a whole number, if it is given. Raises ConfigError."""
     text = ours.get(name)
     if text is None:

@@ -19,6 +19,7 @@ from types import FrameType
 from pipespec.cli import (
     bench,
     check,
+    compare,
     doctor,
     down,
     generate,
@@ -37,7 +38,20 @@ from pipespec.system.outcome import SIGNALLED, concluded
 # Seconds until a signal is delivered again that met a callback.
 AGAIN_S = 0.01
 
-COMMANDS = (generate, bench, plan, check, doctor, partition, launch, up, serve, down, status)
+COMMANDS = (
+    generate,
+    bench,
+    compare,
+    plan,
+    check,
+    doctor,
+    partition,
+    launch,
+    up,
+    serve,
+    down,
+    status,
+)
 
 
 class Terminated(KeyboardInterrupt):

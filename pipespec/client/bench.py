@@ -125,11 +125,18 @@ def measure(
     samples: Sequence[Sample],
     prompts: Sequence[list[int]],
     load: Load,
-    on_done: Callable[[int, int], None],
+    on_done: Callable[[int, int], None] = lambda done, of: None,
+    on_event: Callable[[int, Event], None] = lambda sample, event: None,
+    fresh_seed: int | None = None,
 ) -> tuple[BenchResult, list[Report]]:
-    """Decode the prompts of all samples, and what the ranks say of all requests."""
+    """Decode the prompts of all samples, and what the ranks say of all requests.
+
+    `on_event` hears what comes of which sample. `fresh_seed` is that of draws whose settings
+    name none, None: any.
+    """
     served = client.served
-    sampling = settings.sampling(fresh_seed=answers.fresh_seed())
+    seed = answers.fresh_seed() if fresh_seed is None else fresh_seed
+    sampling = settings.sampling(fresh_seed=seed)
     scale = served.time_scale or 1.0
     arrivals = Arrivals.of(load, len(samples))
     asked: list[_Asked] = []
@@ -143,7 +150,9 @@ def measure(
             wait = arrivals.wait_s(len(asked), len(unfinished), (now - began) / 1e9 / scale)
             if wait == 0:
                 now = monotonic_ns()
-                one = _Asked(client.ask(settings, prompts[len(asked)], sampling), now)
+                index = len(asked)
+                number = client.ask(settings, prompts[index], sampling)
+                one = _Asked(index, number, now)
                 followed.add(one.number)
                 asked.append(one)
                 unfinished[one.number] = one
@@ -153,6 +162,7 @@ def measure(
                 one.reports = client.reports(one.number)
             for number, event in followed.next(None if wait is None else wait * scale):
                 unfinished[number].events.append(event)
+                on_event(unfinished[number].index, event)
                 if isinstance(event, Finished):
                     one = unfinished.pop(number)
                     one.ended_ns = ended = monotonic_ns()
@@ -177,8 +187,9 @@ def measure(
 
 @dataclass
 class _Asked:
-    """A request of the run: when it was handed in, what came of it."""
+    """A request of the run: of which sample, when it was handed in, what came of it."""
 
+    index: int
     number: int
     enqueued_ns: int
     events: list[Event] = field(default_factory=list)

@@ -87,12 +87,14 @@ class Client:
         stop: Sequence[str] = (),
         eos: Sequence[int] = (),
         priority: int = 0,
+        feed: str = "",
     ) -> int:
         """Put a request in the queue; its number.
 
         `prompt` are token ids; prompt and answer must fit into the model's context, which ends
         an answer that does not. `stop` are texts and `eos` tokens that end it earlier.
-        Of requests that wait, those of the least `priority` are served first.
+        Of requests that wait, those of the least `priority` are served first. `feed` is one of the
+        ways that the cluster was started with, "": its own.
         """
         assert 0 < len(prompt) < self.served.context, "the KV pools are made for no more"
         request = self._log.enqueue(
@@ -102,6 +104,7 @@ class Client:
             stop=tuple(stop),
             sampling=sampling,
             priority=priority,
+            feed=feed,
         )
         self._open.add(request)
         return request
@@ -116,6 +119,7 @@ class Client:
             stop=decode.stop,
             eos=() if decode.ignore_eos else self.served.eos,
             priority=decode.priority,
+            feed=settings.feed,
         )
 
     def events(self, request: int) -> Iterator[Event]:

@@ -22,12 +22,14 @@ SETTLED = ("decode.prefill_chunk",)
 
 @dataclass(frozen=True)
 class RequestSettings:
-    """How a prompt is read, how long the answer may be, how its tokens are drawn, and what it must
-    fit (`pipespec.engine.grammar`; "": anything)."""
+    """How a prompt is read, how long the answer may be, how its tokens are drawn, what it must
+    fit (`pipespec.engine.grammar`; "": anything), and by which of the cluster's ways it is decoded
+    (`Request.feed`)."""
 
     decode: DecodeConfig
     verify: VerifierSpec
     grammar: str = ""
+    feed: str = ""
 
     def sampling(self, fresh_seed: int) -> Sampling:
         """How tokens are drawn; by `fresh_seed` if no seed is set."""

@@ -155,10 +155,11 @@ def serve(
 def profiled_rows(config: Config) -> int:
     """Up to how many rows a stage measures its batches before it has any: as many as any batch
     has where prompts may be read beside running answers, so that these need not be slowed down to
-    find out; else as many as are guessed, if the policy asks what they cost."""
+    find out; else as many as are guessed, if a policy asks what they cost."""
     if config.scheduler.max_num_seqs > 1:
         return config.max_rows
-    return config.fed_rows if config.feed.row_cost is None else 0
+    asked = any(each.row_cost is None for each in config.policies)
+    return config.fed_rows if asked else 0
 
 
 def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
@@ -175,6 +176,7 @@ def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
         max_rows=config.max_rows,
         num_slots=kv_tokens + guesses,
         max_retained=config.scheduler.max_retained,
+        ways=config.ways,
     )
 
 

@@ -123,9 +123,10 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
             )
         context = config.model.context
     check_vocabulary(config.verify.sampling(fresh_seed=0), target.vocab_size)
-    if config.feed.children > target.vocab_size:
+    children = max(each.children for each in config.policies)
+    if children > target.vocab_size:
         raise ConfigError(
-            f"feed.children is {config.feed.children}, but the target's vocabulary has "
+            f"feed.children is {children}, but the target's vocabulary has "
             f"{target.vocab_size} tokens; lower feed.children."
         )
     if config.cluster.hosts is None:

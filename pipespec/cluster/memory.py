@@ -59,7 +59,7 @@ def needs(deployment: Deployment, rank: int) -> Counter[str]:
         found["model.kv_memory"] += (kv_slots(deployment, rank, 0) * slot) - found.total()
     logits = config.fed_rows * info.vocab_size * item
     if rank == 0:
-        nodes = config.scheduler.max_num_seqs * config.feed.capacity
+        nodes = config.scheduler.max_num_seqs * config.capacity
         found["feed.capacity"] += nodes * NODE_BYTES
         found["feed.width"] += logits
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -288,7 +289,11 @@ class TransportConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run needs to know, checked."""
+    """Everything a run needs to know, checked.
+
+    `ways` are further policies by name, which a request may name instead of `feed`
+    (`Request.feed`): the cluster is made for the most that any of them needs.
+    """
 
     model: ModelConfig
     cluster: ClusterConfig
@@ -302,18 +307,35 @@ class Config:
     pace: Pace
     link: Link
     trace: str | None = None
+    ways: Mapping[str, FeedPolicy] = field(default_factory=dict)
+
+    @property
+    def policies(self) -> tuple[FeedPolicy, ...]:
+        """All that requests may be decoded by, the cluster's own first."""
+        return self.feed, *self.ways.values()
+
+    @property
+    def capacity(self) -> int:
+        """Nodes that the tree of a request may hold."""
+        return max(each.capacity for each in self.policies)
 
     @property
     def max_rows(self) -> int:
         """Rows of one batch at most."""
-        least = max(self.feed.max_rows, self.decode.prefill_chunk)
+        least = max(self._most_rows, self.decode.prefill_chunk)
         return self.scheduler.max_num_batched_tokens or least
 
     @property
     def fed_rows(self) -> int:
         """Rows of one batch that are no prompt's, at most."""
-        requests = 1 if self.feed.shared else self.scheduler.max_num_seqs
-        return min(requests * self.feed.max_rows, self.max_rows)
+        requests = self.scheduler.max_num_seqs
+        most = max(each.max_rows * (1 if each.shared else requests) for each in self.policies)
+        return min(most, self.max_rows)
+
+    @property
+    def _most_rows(self) -> int:
+        """Rows of one request that a batch has at most, prompts left out."""
+        return max(each.max_rows for each in self.policies)
 
     def __post_init__(self) -> None:
         if self.source.needs_draft and self.model.draft is None:
@@ -323,10 +345,10 @@ class Config:
             )
         self.pace.check(self.cluster.stages)
         given = self.scheduler.max_num_batched_tokens
-        if given is not None and given < self.feed.max_rows:
+        if given is not None and given < self._most_rows:
             raise ConfigError(
                 f"scheduler.max_num_batched_tokens is {given}, but this policy feeds up to "
-                f"{self.feed.max_rows} rows of one request; raise it, or lower feed.width."
+                f"{self._most_rows} rows of one request; raise it, or lower feed.width."
             )
         if self.trace is None:
             return

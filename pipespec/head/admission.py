@@ -12,6 +12,8 @@ more of the same, it waits for that: so many with one long prompt read it once.
 
 Who is opened first and put back last has the least priority, and of equal ones came first
 (`Request.place`). Nobody is put back because somebody of less priority waits.
+
+All that are open name the same policy (`Request.feed`): who names another waits until nobody is.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ class Admission:
         self.waiting: list[Sequence] = []  # to be opened, by their places
         self.preemptions = 0
         self.cache = PrefixCache(max_retained)
+        self.feed = ""  # what those that are open name, or those before them
         self.num_slots = num_slots
         self._max_num_seqs = max_num_seqs
         self._context_limit = context_limit
@@ -139,12 +142,18 @@ class Admission:
         if sequence.cached is None and sequence.reads_cache and self.cache.most:
             self.cache.queries += len(sequence.context.tokens)
             self.cache.hits += shared
+        if sequence.request.feed != self.feed:
+            self.turn_to(sequence.request.feed)
         number = self._next_number
         self._next_number += 1
         self.cache.open(number, sequence.key, parent, shared)
         sequence.begin(number, parent, shared)
         self.sequences[number] = sequence
         self._opened.append(sequence)
+
+    def turn_to(self, feed: str) -> None:
+        """Nobody is open, and who comes next is decoded by the policy of this name."""
+        self.feed = feed
 
     def _wait(self, sequence: Sequence) -> None:
         if self.cache.most:
@@ -190,9 +199,12 @@ class Admission:
         return (parent, shared, awaited) if shared >= WORTH else (NOBODY, 0, awaited)
 
     def _fits(self, sequence: Sequence, parent: int, shared: int) -> bool:
-        """Whether there are slots for its text. The only one always fits."""
+        """Whether there are slots for its text, and its policy is that of the others. The only one
+        always fits."""
         if not self.sequences:
             return True
+        if sequence.request.feed != self.feed:
+            return False
         read = len(sequence.context.tokens) - shared
         wanted = self.cache.newly_pinned(parent, shared) + read + self._batch_rows
         return wanted <= self.free_slots - self.promised_slots

@@ -41,7 +41,7 @@ from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Candidates
 from pipespec.head.tree import ROOT
 from pipespec.head.work import DraftPart, DraftWork, Progress, SchedulerConfig, Totals
-from pipespec.row_times import Measured
+from pipespec.row_times import UNKNOWN, Measured
 
 # How much longer a step may last with rows of prompts, while answers are running, than without.
 PROMPT_STRETCH = 1.5
@@ -54,20 +54,20 @@ class Scheduler(Admission):
     """The decisions of the head, for all requests that are open."""
 
     def __init__(self, config: SchedulerConfig):
-        policy = config.policy
         super().__init__(
             max_num_seqs=config.max_num_seqs,
             num_slots=config.num_slots,
             context_limit=config.context_limit,
             batch_rows=config.rows,
-            root_rows=policy.max_rows if policy.whole else 1,
+            root_rows=max(each.max_rows if each.whole else 1 for each in config.policies),
             max_retained=config.max_retained,
         )
         self.config = config
         self.step = 0  # of the next batch
         self.totals = Totals()
-        self._policy = policy
-        self._meter = Meter(config.num_steps, least_rounds(config.rounds), config.rows)
+        self._policy = config.policy
+        self._meter = self._new_meter()
+        self._measured = UNKNOWN  # by the stages
         self._decoding = 0  # requests that were past their first tokens when this step began
         self._guesses = False  # whether any of theirs were on their way
         self._decided = 0  # tokens that this step decided
@@ -100,6 +100,16 @@ class Scheduler(Admission):
         """What was done so far (`Totals.counts`); nothing of it ever falls."""
         cached = {"cache_queries": self.cache.queries, "cache_hits": self.cache.hits}
         return {"preemptions": self.preemptions, **cached, **self.totals.counts()}
+
+    def turn_to(self, feed: str) -> None:
+        super().turn_to(feed)
+        self._policy = self.config.policy_of(feed)
+        self._meter = self._new_meter()  # what was seen of another policy says nothing of this one
+        self._meter.stages(self._measured)
+
+    def _new_meter(self) -> Meter:
+        config = self.config
+        return Meter(config.num_steps, least_rounds(config.rounds), config.rows)
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -211,6 +221,7 @@ class Scheduler(Admission):
 
     def learn(self, measured: Measured) -> None:
         """The stages have measured how long batches take."""
+        self._measured = measured
         self._meter.stages(measured)
 
     def _state(self, elapsed_ms: float) -> PipelineState:

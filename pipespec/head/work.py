@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ class SchedulerConfig:
 
     Attributes:
         policy: which nodes are expanded and which may be fed.
+        ways: policies that requests may name instead (`Request.feed`).
         num_steps: steps that a batch takes from the head through the last stage.
         rounds: draft rounds per step at most, or "auto".
         prefill_chunk: rows of prompts that one batch carries.
@@ -40,11 +42,21 @@ class SchedulerConfig:
     max_rows: int = 0
     num_slots: int = 2**62
     max_retained: int = 0
+    ways: Mapping[str, FeedPolicy] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
         """`max_rows`, resolved."""
-        return self.max_rows or max(self.policy.max_rows, self.prefill_chunk)
+        return self.max_rows or max(self.prefill_chunk, *(each.max_rows for each in self.policies))
+
+    @property
+    def policies(self) -> tuple[FeedPolicy, ...]:
+        """All that requests may be decoded by."""
+        return self.policy, *self.ways.values()
+
+    def policy_of(self, feed: str) -> FeedPolicy:
+        """The one that a request names (`Request.feed`)."""
+        return self.ways[feed] if feed else self.policy
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,14 +157,14 @@ def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool
     expanded: of many requests as much as of two, as they share its rounds. One batch more of each
     is on its way in before a verdict frees the last.
     """
-    feed, chunk = config.feed, config.decode.prefill_chunk
+    chunk = config.decode.prefill_chunk
     # Running free, every link can hold a batch, and so can every rank.
     in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
     found = Counter({"model.context": context})
     found["feed.width"] += max(config.max_rows - chunk, 0)
     found["decode.prefill_chunk"] += min(config.max_rows, chunk)
     if head:
-        found["feed.capacity"] += min(config.scheduler.max_num_seqs, 2) * feed.capacity
+        found["feed.capacity"] += min(config.scheduler.max_num_seqs, 2) * config.capacity
     else:
         found["feed.width"] += in_flight * config.fed_rows
     return found

@@ -1,0 +1,196 @@
+"""`pipespec compare`: the same prompts decoded in several ways, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.cli.arguments import STDIN, finish, overrides
+from pipespec.cli.bench import default_dataset, number, split
+from pipespec.cli.generate import read_prompt
+from pipespec.cli.terminal import labelled, live, on_terminal, progress, show, shown, write
+from pipespec.client import dataset
+from pipespec.clock import monotonic_ns
+from pipespec.config.schema import masked
+from pipespec.errors import PipespecError, PromptError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pipespec.cli.arguments import Commands
+    from pipespec.client.compare import Comparison, Standing
+
+DATASET = ("dataset", "num_prompts")
+NAMES = (*DATASET, "prompt_tokens")
+HEADINGS = ("tokens", "tokens/s", "tokens/step", "speed-up")
+TEXT_END = 40  # characters of the text that are shown
+RENEW_NS = 10**9 // 4  # between two looks at the table
+
+
+def add(commands: Commands) -> None:
+    """Describe the command."""
+    command = commands.add_parser(
+        "compare",
+        show_settings=True,
+        help="decode the same prompts in several ways, side by side",
+        usage="pipespec compare WAY [WAY ...] (--prompt TEXT | --prompt-file FILE | - | "
+        "[dataset=PATH] num_prompts=N) [prompt_tokens=N] [--json] [SETTING=VALUE ...]",
+        description="Decode the same prompts in several ways on one cluster, one after another, "
+        "and see that the text is the same and how fast it came. Every argument that sets feed.* "
+        "is a way: feed=root, or several settings together, as in 'feed=level feed.width=32'. All "
+        "other settings hold for all ways. A data set is that of `pipespec bench`.",
+    )
+    command.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    command.add_argument(
+        "--prompt-file", metavar="FILE", help="a UTF-8 file, taken as it is; - is standard input"
+    )
+    finish(command, run)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    """Decode prompts in several ways and compare."""
+    texts = overrides(rest, arguments.known_options, stdin_allowed=True)
+    ours, others = split(texts, NAMES)
+    prompt_tokens = number(ours, "prompt_tokens")
+
+    from pipespec.client.compare import compare, composed, ways_of
+
+    ways, settings = ways_of(others)
+    config = composed(settings, ways)
+    samples = read_samples(arguments, ours, from_stdin=STDIN in rest)
+
+    with ExitStack() as stack:
+        board = Board(ways, stack if on_terminal() and not arguments.json else None)
+        (on_loaded,) = stack.enter_context(progress("loading"))
+        done = compare(
+            config,
+            samples,
+            prompt_tokens=prompt_tokens,
+            on_loaded=on_loaded,
+            on_change=board.change,
+        )
+    if arguments.json:
+        given = {"prompt_tokens": prompt_tokens, "settings": list(map(masked, settings))}
+        write(json.dumps(as_json(done) | given, allow_nan=False) + "\n")
+    elif not on_terminal():
+        show(board.table())
+    told = verdict(done)
+    if any(done.differing().values()) and not done.labels["lossy"]:
+        raise PipespecError(told)
+    if not arguments.json:
+        show(told)
+    return 0
+
+
+def read_samples(
+    arguments: argparse.Namespace, ours: dict[str, str], *, from_stdin: bool
+) -> list[dataset.Sample]:
+    """The one prompt, or those of a data set. Raises ConfigError, PromptError."""
+    if not any(name in ours for name in DATASET):
+        prompt = read_prompt(arguments.prompt, arguments.prompt_file, from_stdin=from_stdin)
+        return [dataset.Sample("prompt", "prompt", prompt)]
+    if from_stdin or arguments.prompt is not None or arguments.prompt_file is not None:
+        raise PromptError("A prompt and a data set are both given; leave one of them out.")
+    where = Path(ours["dataset"]) if "dataset" in ours else default_dataset()
+    return dataset.load(where, number(ours, "num_prompts"))
+
+
+class Board:
+    """The table of all ways, renewed on a terminal while they decode.
+
+    `stack` is what the place on the terminal ends with; None: there is none.
+    """
+
+    def __init__(self, ways: Sequence[str], stack: ExitStack | None = None):
+        self._standings: dict[str, Standing | None] = dict.fromkeys(ways)
+        self._stack = stack
+        self._renew: Callable[..., None] | None = None
+        self._renewed_ns = 0
+
+    def change(self, standing: Standing) -> None:
+        """Something is new of a way."""
+        self._standings[standing.way] = standing
+        if self._stack is None:
+            return
+        if self._renew is None:  # all ranks have loaded
+            self._renew = self._stack.enter_context(live())
+        now = monotonic_ns()
+        if standing.result is not None or now - self._renewed_ns > RENEW_NS:
+            self._renewed_ns = now
+            self._renew(self.table())
+
+    def table(self) -> Table:
+        """A row for every way, as far as is known."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        known = [each for each in self._standings.values() if each is not None]
+        title = "Ways to decode" + (labelled(known[0].labels) if known else "")
+        table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
+        table.add_column("way")
+        table.add_column("text", no_wrap=True, min_width=TEXT_END)
+        for heading in HEADINGS:
+            table.add_column(heading, justify="right")
+        first = next(iter(self._standings.values()))
+        for way, standing in self._standings.items():
+            if standing is None:
+                table.add_row(way)
+                continue
+            figures = None if standing.result is None else standing.result.summary()
+            table.add_row(
+                way,
+                end_of(standing.text),
+                str(standing.tokens),
+                shown(standing.tokens_per_s),
+                shown(figures and figures["tokens_per_step"]),
+                speed_up(standing, first),
+            )
+        return table
+
+
+def end_of(text: str) -> str:
+    """The end of a text, in one line of a terminal."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return line[-TEXT_END:]
+
+
+def speed_up(standing: Standing, first: Standing | None) -> str:
+    """How much faster a way is than the first one; "-" before it is known."""
+    if first is None or first.result is None or not first.tokens_per_s or not standing.tokens_per_s:
+        return "-"
+    return f"{standing.tokens_per_s / first.tokens_per_s:.2f}x"
+
+
+def verdict(done: Comparison) -> str:
+    """One sentence on the texts."""
+    differing = {way: count for way, count in done.differing().items() if count}
+    if not differing:
+        return "The texts of all ways are equal, token for token."
+    told = ", ".join(f"{count} with {way}" for way, count in differing.items())
+    why = " as the verifier is LOSSY" if done.labels["lossy"] else ""
+    return f"Texts differ from those of {next(iter(done.results))}{why}: {told}."
+
+
+def as_json(done: Comparison) -> dict[str, Any]:
+    """All that was measured, and the answers."""
+    ways = [
+        row
+        | {
+            "answers": [
+                {
+                    "id": one.id,
+                    "prompt_tokens": len(one.prompt_ids),
+                    "text": one.text,
+                    "token_ids": one.token_ids,
+                    "finish_reason": one.finish_reason,
+                }
+                for one in done.results[row["way"]].requests
+            ]
+        }
+        for row in done.rows()
+    ]
+    return {**done.labels, "equal": not any(done.differing().values()), "ways": ways}
