@@ -6,21 +6,25 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipespec.cli.arguments import finish, overrides
-from pipespec.cli.terminal import show, write
+from pipespec.cli.terminal import live, on_terminal, show, write
 from pipespec.client.registry import Damaged, Entry, entries, entry
 from pipespec.errors import ConfigError, Unreachable
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from pipespec.cli.arguments import Commands
 
 LOADING, READY, RECOVERING = "loading", "ready", "recovering"
-SILENT, DAMAGED = "no answer", "unreadable"
+SILENT, DAMAGED, AWAY = "no answer", "unreadable", "away"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
 USUAL = "sdpa"  # how a CPU attends
 MINUTE, HOUR, DAY = 60, 3600, 86400
+NOBODY = "No cluster is up."
+RENEWED_S = 1.0  # how often --watch looks
 
 
 def add(commands: Commands) -> None:
@@ -32,6 +36,9 @@ def add(commands: Commands) -> None:
         "is, how many faults it has survived, and how many requests are open, queued and finished.",
     )
     command.add_argument("name", nargs="?", metavar="NAME", help="which (all)")
+    command.add_argument(
+        "--watch", action="store_true", help="look again every second, until Ctrl-C"
+    )
     finish(command, run)
 
 
@@ -39,15 +46,39 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Say how clusters are doing; 0 if all of them answer."""
     if overrides(rest, arguments.known_options):
         raise ConfigError(f"`pipespec status` takes one name and no settings, but got {rest[0]!r}.")
-    found = entries() if arguments.name is None else [entry(arguments.name)]
-    clusters = [report(each, time.time()) for each in found]
+    if arguments.watch and arguments.json:
+        raise ConfigError("--watch renews a table and --json prints one object; leave one out.")
+    if arguments.watch and not on_terminal():
+        raise ConfigError("--watch needs a terminal to renew its table on; leave it out.")
+    clusters = reports(arguments.name)
+    if arguments.watch:
+        watch(arguments.name)
     if arguments.json:
         write(json.dumps({"clusters": clusters}) + "\n")
-    elif clusters:
-        print_table(clusters)
     else:
-        write("No cluster is up.\n")
+        print_table(clusters)
     return 1 if any(cluster["state"] in (SILENT, DAMAGED) for cluster in clusters) else 0
+
+
+def reports(name: str | None) -> list[dict[str, Any]]:
+    """What is known of the cluster of that name, or of all. Raises ConfigError."""
+    found = entries() if name is None else [entry(name)]
+    return [report(each, time.time()) for each in found]
+
+
+def watch(name: str | None) -> NoReturn:
+    """Show how clusters are doing until somebody ends it.
+
+    A cluster that is up no more is waited for.
+    """
+    with live() as renew:
+        while True:
+            try:
+                clusters = reports(name)
+            except ConfigError as error:
+                clusters = [{"name": name, "state": AWAY, "problem": str(error)}]
+            renew(*parts(clusters))
+            time.sleep(RENEWED_S)
 
 
 def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
@@ -94,6 +125,14 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
 
 def print_table(clusters: Sequence[dict[str, Any]]) -> None:
     """One row per cluster, and what went wrong below."""
+    show(*parts(clusters))
+
+
+def parts(clusters: Sequence[dict[str, Any]]) -> list[str | Table]:
+    """One row per cluster, and what went wrong below; or that there is none."""
+    if not clusters:
+        return [NOBODY]
+
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -113,7 +152,7 @@ def print_table(clusters: Sequence[dict[str, Any]]) -> None:
         done = work(cluster.get("statistics", {}), cluster.get("stage_busy", {}))
         told = (problem, fault, kinds, done, computing(cluster.get("computing", {})))
         notes += [f"{cluster['name']}: {note}" for note in told if note is not None]
-    show(table, *notes)
+    return [table, *notes]
 
 
 def faults(kinds: Mapping[str, int]) -> str | None:

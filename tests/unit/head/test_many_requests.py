@@ -49,6 +49,9 @@ POLICIES = [
 ]
 
 
+OTHER = "feed=other"
+
+
 def name(policy: FeedPolicy) -> str:
     return type(policy).__name__
 
@@ -86,15 +89,26 @@ class Stages:
     st.integers(1, 3),
     st.sampled_from([2**62, 60, 24]),
     st.integers(0, 2),
+    st.sampled_from([None, *POLICIES]),
     st.integers(0, 2**32 - 1),
 )
 def test_whoever_comes_and_goes_all_are_served_and_nothing_is_fed_twice(
-    policy: FeedPolicy, rounds: int, num_slots: int, levels: int, seed: int
+    policy: FeedPolicy,
+    rounds: int,
+    num_slots: int,
+    levels: int,
+    other: FeedPolicy | None,
+    seed: int,
 ):
     """Also where slots are short: one request alone takes up to 16 of them. Who has the least
-    priority is opened first and put back last; of equal ones, who came first."""
+    priority is opened first and put back last; of equal ones, who came first. If some name
+    another policy, all that are open name the same."""
     rng = np.random.default_rng(seed)
-    on = Scheduler(SchedulerConfig(policy, NUM_STEPS, rounds, 3, 60, MOST, ROWS, num_slots))
+    ways = {} if other is None else {OTHER: other}
+    feeds = ["", *ways]
+    on = Scheduler(
+        SchedulerConfig(policy, NUM_STEPS, rounds, 3, 60, MOST, ROWS, num_slots, ways=ways)
+    )
     stages, ends = Stages(), {}
     arriving = [
         Request(
@@ -102,6 +116,7 @@ def test_whoever_comes_and_goes_all_are_served_and_nothing_is_fed_twice(
             tuple(range(1, 1 + int(rng.integers(1, 9)))),
             int(rng.integers(1, 9)),
             priority=int(rng.integers(-levels, levels + 1)),
+            feed=feeds[int(rng.integers(len(feeds)))],
         )
         for i in range(int(rng.integers(1, 9)))
     ]
@@ -114,6 +129,7 @@ def test_whoever_comes_and_goes_all_are_served_and_nothing_is_fed_twice(
         for sequence in on.admit():
             assert sequence.prefilled == 0, "nothing is shared here"
             assert sequence.request.place == queue.pop(0)
+            assert {each.request.feed for each in on.sequences.values()} == {on.feed}
         on.begin()
         while work := on.expansion(0.0):
             on.graft(work, candidates(work, rng), 1.0)
@@ -150,7 +166,7 @@ def test_whoever_comes_and_goes_all_are_served_and_nothing_is_fed_twice(
         on.end(1.0)
         assert len(batch) <= ROWS
         assert on.free_slots >= 0, "slots are never over-committed"
-        if oldest is not None and not policy.whole:
+        if oldest is not None and not on.config.policy_of(on.feed).whole:
             assert oldest.tree.fed[ROOT], "the root that has waited longest is always fed"
         owners = batch.rows[:, SEQUENCE].tolist()
         assert owners == sorted(owners, key=owners.index), "a sequence's rows stand together"
