@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipespec.cli.arguments import STDIN, finish, overrides
 from pipespec.cli.bench import default_dataset, number, split
 from pipespec.cli.generate import read_prompt
-from pipespec.cli.terminal import labelled, live, on_terminal, progress, show, shown, write
+from pipespec.cli.terminal import columns, labelled, live, on_terminal, progress, show, shown, write
 from pipespec.client import dataset
 from pipespec.clock import monotonic_ns
 from pipespec.config.schema import masked
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 DATASET = ("dataset", "num_prompts")
 NAMES = (*DATASET, "prompt_tokens")
 HEADINGS = ("tokens", "tokens/s", "tokens/step", "speed-up")
-TEXT_END = 40  # characters of the text that are shown
+# Characters of the text that are shown: what other columns leave, within these.
+LEAST_TEXT, MOST_TEXT = 24, 64
+OTHERS = 64
 RENEW_NS = 10**9 // 4  # between two looks at the table
 
 
@@ -131,10 +133,11 @@ class Board:
         known = [each for each in self._standings.values() if each is not None]
         title = "Ways to decode" + (labelled(known[0].labels) if known else "")
         table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
+        room = min(max(columns() - OTHERS, LEAST_TEXT), MOST_TEXT)
         table.add_column("way")
-        table.add_column("text", no_wrap=True, min_width=TEXT_END)
+        table.add_column("text", no_wrap=True, min_width=room)
         for heading in HEADINGS:
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", no_wrap=True)
         first = next(iter(self._standings.values()))
         for way, standing in self._standings.items():
             if standing is None:
@@ -143,7 +146,7 @@ class Board:
             figures = None if standing.result is None else standing.result.summary()
             table.add_row(
                 way,
-                end_of(standing.text),
+                end_of(standing.text, room),
                 str(standing.tokens),
                 shown(standing.tokens_per_s),
                 shown(figures and figures["tokens_per_step"]),
@@ -152,10 +155,10 @@ class Board:
         return table
 
 
-def end_of(text: str) -> str:
-    """The end of a text, in one line of a terminal."""
+def end_of(text: str, most: int) -> str:
+    """The last characters of a text, so many at most, in one line of a terminal."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return line[-TEXT_END:]
+    return line[-most:]
 
 
 def speed_up(standing: Standing, first: Standing | None) -> str:

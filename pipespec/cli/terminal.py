@@ -78,6 +78,11 @@ def on_terminal() -> bool:
     return _console(stderr=False).is_terminal
 
 
+def columns() -> int:
+    """How many characters a line of standard output has."""
+    return _console(stderr=False).width
+
+
 @contextmanager
 def live() -> Iterator[Callable[..., None]]:
     """A place on the terminal for sentences and tables, which stay when it ends.

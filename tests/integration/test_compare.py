@@ -1,0 +1,63 @@
+"""`pipespec compare` as a user runs it: one cluster of real processes for several ways."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from transformers import AutoTokenizer
+
+from pipespec.cli.main import main
+from pipespec.system.resources import resource_dir
+from tests.helpers.place import Place
+from tests.helpers.screen import CURSOR, on_screen
+from tests.helpers.waiting import until
+from tools.rig import cluster
+
+pytestmark = pytest.mark.slow
+PROMPT = "Once upon a time there was a king who"
+NUM_TOKENS = 12
+PLAIN, WIDE = "feed=root", "feed=level feed.width=4 feed.children=2"
+SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", "decode.ignore_eos=true")
+
+
+def test_every_way_gives_the_text_of_the_target_and_is_measured_by_itself(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = resource_dir("demo") / "target"
+    prompt = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
+    (expected,) = cluster.reference(folder, [prompt], NUM_TOKENS)
+    ways = [PLAIN, WIDE.replace(" ", ","), "feed=static_tree feed.shape=[1,2,1]"]
+    length = f"decode.max_new_tokens={NUM_TOKENS}"
+    assert main(["compare", *ways, "--json", "--prompt", PROMPT, *SETTINGS, length]) == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["equal"] is True
+    assert (told["emulated"], told["synthetic"], told["lossy"]) == (False, False, False)
+    assert [way["way"] for way in told["ways"]] == [PLAIN, WIDE, ways[2]]
+    for way in told["ways"]:
+        (answer,) = way["answers"]
+        assert answer["token_ids"] == expected
+        assert (way["tokens"], way["differing_answers"]) == (NUM_TOKENS, 0)
+    plain, wide, tree = told["ways"]
+    assert plain["speed_up"] == 1
+    assert plain["tokens_per_step"] == pytest.approx(1 / 2)
+    assert plain["rows_per_step"] == pytest.approx(1 / 2)
+    for way in (wide, tree):
+        assert way["tokens_per_step"] > 1 / 2
+        assert way["rows_per_step"] > 1
+    assert wide["rows_per_step"] <= 4
+
+
+def test_the_table_is_renewed_while_the_ways_decode_and_ctrl_c_leaves_nothing(
+    place: Place,
+) -> None:
+    arguments = ("--prompt", PROMPT, *SETTINGS, "decode.max_new_tokens=1500", "pace=fixed")
+    with on_screen(place, "compare", PLAIN, WIDE, *arguments) as screen:
+        screen.wait("Ways to decode, times EMULATED")
+        screen.wait(WIDE)  # once more: the table is renewed
+        assert screen.interrupt(signal.SIGINT) == 128 + signal.SIGINT
+        assert screen.shown.rstrip().endswith(CURSOR) or CURSOR in screen.shown[-400:]
+        assert "Traceback" not in screen.text
+    until(lambda: not place.processes())
+    assert not list((place.folder / "tmp").iterdir())

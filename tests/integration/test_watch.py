@@ -1,0 +1,62 @@
+"""`pipespec status --watch` on a terminal, of a cluster that comes and goes."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+from pipespec.client import registry
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.served import ServedModel
+from pipespec.controller.client import Controller
+from pipespec.controller.server import EmbeddedRedis
+from pipespec.engine.tokenizer import BackendTokenizer
+from pipespec.system.resources import resource_dir
+from tests.helpers.place import Place
+from tests.helpers.screen import CURSOR, on_screen
+
+NAME = "lab"
+
+
+def test_the_numbers_are_renewed_and_a_cluster_that_is_away_is_waited_for(
+    place: Place, server: EmbeddedRedis, head: Controller, namespace: str
+) -> None:
+    served = ServedModel(str(resource_dir("demo")), 512, 64, (), BackendTokenizer("{}"))
+    cluster = RunningCluster(
+        *(NAME, server.url, namespace, 1, Owner.this(), "alpha", (), served),
+        num_ranks=1,
+        started=0.0,
+    )
+    with registry.claim(NAME):
+        registry.publish(cluster)
+        with on_screen(place, "status", "--watch", NAME) as screen:
+            screen.wait("ready")
+            head.publish({"kv_slots": 9, "kv_slots_held": 4}, counts(tokens=8))
+            screen.wait("2.00 tokens per step")
+            head.publish({"kv_slots": 9, "kv_slots_held": 4}, counts(tokens=20))
+            screen.wait("5.00 tokens per step")
+            gone = registry.publish(replace(cluster, url="unix:///nowhere/redis.sock"))
+            screen.wait("no answer")
+            gone.unlink()
+            screen.wait("loading")
+            registry.publish(cluster)
+            screen.wait("ready")
+            screen.wait("ready")
+            assert screen.interrupt(signal.SIGINT) == 128 + signal.SIGINT
+            assert CURSOR in screen.shown
+            assert "Traceback" not in screen.text
+
+
+def test_a_cluster_whose_name_is_free_meanwhile_is_away(place: Place) -> None:
+    with registry.claim(NAME), on_screen(place, "status", NAME, "--watch") as screen:
+        screen.wait("loading")
+        (registry.folder() / (NAME + registry.LOCK)).unlink()
+        screen.wait("away")
+        assert "No cluster named 'lab' is up" in screen.text
+        assert screen.interrupt(signal.SIGTERM) == 128 + signal.SIGTERM
+
+
+def counts(tokens: int) -> dict[str, int]:
+    """What a head has done in four steps."""
+    names = ("rounds", "root_rows", "prompt_rows", "guess_rows", "preemptions")
+    return {"steps": 4, "tokens": tokens, **dict.fromkeys(names, 0)}
