@@ -10,6 +10,11 @@ PROMPT ?= Once upon a time there was a little girl who
 # Greedy text of so small a model goes round in circles; a fixed seed tells one story to everybody.
 SETTINGS ?= verify=sample verify.temperature=0.7 verify.top_p=0.9 verify.seed=2
 
+# Eight stages held to the times of RTX 3090s, on any two cores: two and a half times slower than
+# life, so that these can keep up; few tokens, as plain decoding takes most of the time.
+RACE := cluster.stages=8 pace=rtx3090_8 pace.scale=2.5 decode.max_new_tokens=24 \
+  verify=sample verify.temperature=0.7 verify.top_p=0.9 verify.seed=3
+
 QUICK := build/bench
 # FlashInfer and what its Python imports, of the versions that its tests ran with.
 FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-bindings==13.5.0 \
@@ -17,11 +22,15 @@ FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-b
 # The tests of a file share what is slow to make; files share the cores, the long ones first.
 PYTEST_FLAGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-flashinfer check bench-quick format clean
+.PHONY: demo race test test-flashinfer check bench-quick format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
 	$(BIN)/pipespec generate --prompt "$(PROMPT)" cluster.stages=4 $(SETTINGS)
+	@echo "To see what guessing brings on eight RTX 3090s, EMULATED here, in under a minute: make race"
+
+race: $(VENV)/.run
+	$(BIN)/pipespec compare feed=root feed=level feed=best_first --prompt "$(PROMPT)" $(RACE)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
