@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 DATASET = ("dataset", "num_prompts")
 NAMES = (*DATASET, "prompt_tokens")
 HEADINGS = ("tokens", "tokens/s", "tokens/step", "speed-up")
+OVERRUNS = "overruns"  # beside them where times are emulated: steps that were too slow for the pace
 # Characters of the text that are shown: what other columns leave, within these.
 LEAST_TEXT, MOST_TEXT = 24, 64
-OTHERS = 64
+OTHERS = 72
 RENEW_NS = 10**9 // 4  # between two looks at the table
 
 
@@ -131,27 +132,29 @@ class Board:
         from rich.table import Table
 
         known = [each for each in self._standings.values() if each is not None]
-        title = "Ways to decode" + (labelled(known[0].labels) if known else "")
+        labels = known[0].labels if known else {}
+        headings = (*HEADINGS, OVERRUNS) if labels.get("emulated") else HEADINGS
+        title = "Ways to decode" + (labelled(labels) if labels else "")
         table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
         room = min(max(columns() - OTHERS, LEAST_TEXT), MOST_TEXT)
         table.add_column("way")
         table.add_column("text", no_wrap=True, min_width=room)
-        for heading in HEADINGS:
+        for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
         first = next(iter(self._standings.values()))
         for way, standing in self._standings.items():
             if standing is None:
                 table.add_row(way)
                 continue
-            figures = None if standing.result is None else standing.result.summary()
-            table.add_row(
-                way,
-                end_of(standing.text, room),
+            figures = {} if standing.result is None else standing.result.summary()
+            cells = (
                 str(standing.tokens),
                 shown(standing.tokens_per_s),
-                shown(figures and figures["tokens_per_step"]),
+                shown(figures.get("tokens_per_step")),
                 speed_up(standing, first),
+                shown(figures.get(OVERRUNS)),
             )
+            table.add_row(way, end_of(standing.text, room), *cells[: len(headings)])
         return table
 
 

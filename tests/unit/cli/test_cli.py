@@ -106,6 +106,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["launch", "--name", "", "hosts.yaml"], "The name of a cluster is ''"),
         (["check", "feed=level"], "takes no settings"),
+        (["status", "--watch"], "--watch needs a terminal"),
+        (["status", "--watch", "--json"], "--watch renews a table and --json prints one object"),
         (["check", "--jason"], "did you mean --json?"),
         (["plan", "feed=level"], "takes options and no settings"),
         (["plan", "--width", "3"], "did you mean --widths?"),

@@ -18,6 +18,8 @@ from tests.helpers.imports import slow_imports
         (["down", "nobody"], 2),
         (["plan", "--stages", "2", "--tokens", "20", "--widths", "4"], 0),
         (["generate", "--prompt", "a", "feed.width=-1"], 2),
+        (["compare", "--help"], 0),
+        (["compare", "--prompt", "a", "feed=root", "feed=level feed.width=-1"], 2),
         (["generate", "--prompt", "a", "model.target=/no/such/folder"], 2),
         (["generate", "--prompt", "a", "controller.url=redis://127.0.0.1:1"], 2),
         (["up", "--name", "/"], 2),
