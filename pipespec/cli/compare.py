@@ -29,8 +29,7 @@ NAMES = (*DATASET, "prompt_tokens")
 HEADINGS = ("tokens", "tokens/s", "tokens/step", "speed-up")
 OVERRUNS = "overruns"  # beside them where times are emulated: steps that were too slow for the pace
 # Characters of the text that are shown: what other columns leave, within these.
-LEAST_TEXT, MOST_TEXT = 24, 64
-OTHERS = 72
+LEAST_TEXT, MOST_TEXT = 12, 64
 RENEW_NS = 10**9 // 4  # between two looks at the table
 
 
@@ -136,8 +135,10 @@ class Board:
         headings = (*HEADINGS, OVERRUNS) if labels.get("emulated") else HEADINGS
         title = "Ways to decode" + (labelled(labels) if labels else "")
         table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
-        room = min(max(columns() - OTHERS, LEAST_TEXT), MOST_TEXT)
-        table.add_column("way")
+        setting = max(len(word) for way in self._standings for word in way.split())
+        others = setting + sum(len(heading) + 1 for heading in headings) + 4
+        room = min(max(columns() - others, LEAST_TEXT), MOST_TEXT)
+        table.add_column("way", min_width=setting)
         table.add_column("text", no_wrap=True, min_width=room)
         for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
