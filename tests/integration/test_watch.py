@@ -11,6 +11,9 @@ from pipespec.client.served import ServedModel
 from pipespec.controller.client import Controller
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.engine.tokenizer import BackendTokenizer
+from pipespec.head.feed.root import Root
+from pipespec.head.scheduler import Scheduler
+from pipespec.head.work import SchedulerConfig
 from pipespec.system.resources import resource_dir
 from tests.helpers.place import Place
 from tests.helpers.screen import CURSOR, on_screen
@@ -31,9 +34,9 @@ def test_the_numbers_are_renewed_and_a_cluster_that_is_away_is_waited_for(
         registry.publish(cluster)
         with on_screen(place, "status", "--watch", NAME) as screen:
             screen.wait("ready")
-            head.publish({"kv_slots": 9, "kv_slots_held": 4}, counts(tokens=8))
+            say(head, tokens=8)
             screen.wait("2.00 tokens per step")
-            head.publish({"kv_slots": 9, "kv_slots_held": 4}, counts(tokens=20))
+            say(head, tokens=20)
             screen.wait("5.00 tokens per step")
             gone = registry.publish(replace(cluster, url="unix:///nowhere/redis.sock"))
             screen.wait("no answer")
@@ -56,7 +59,7 @@ def test_a_cluster_whose_name_is_free_meanwhile_is_away(place: Place) -> None:
         assert screen.interrupt(signal.SIGTERM) == 128 + signal.SIGTERM
 
 
-def counts(tokens: int) -> dict[str, int]:
-    """What a head has done in four steps."""
-    names = ("rounds", "root_rows", "prompt_rows", "guess_rows", "preemptions")
-    return {"steps": 4, "tokens": tokens, **dict.fromkeys(names, 0)}
+def say(head: Controller, tokens: int) -> None:
+    """A head has decided so many tokens in four steps."""
+    scheduler = Scheduler(SchedulerConfig(Root(), 1, 1, 4, 64))
+    head.publish(scheduler.statistics(), scheduler.counts() | {"steps": 4, "tokens": tokens})
