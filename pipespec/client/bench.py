@@ -18,7 +18,7 @@ from pipespec.clock import monotonic_ns
 from pipespec.cluster import session
 from pipespec.cluster.deployment import decide, fit_context
 from pipespec.config.schema import Config
-from pipespec.controller.records import Event, Finished
+from pipespec.controller.records import Event, Finished, failure_of
 from pipespec.errors import ConfigError, PromptError, RankFailed
 from pipespec.limits import MAX_COUNT, check_whole
 from pipespec.stats import Report
@@ -164,6 +164,8 @@ def measure(
                 unfinished[number].events.append(event)
                 on_event(unfinished[number].index, event)
                 if isinstance(event, Finished):
+                    if failure := failure_of(event.reason):
+                        raise failure
                     one = unfinished.pop(number)
                     one.ended_ns = ended = monotonic_ns()
                     finished.append(one)

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from pipespec.cluster.deployment import Deployment
-from pipespec.config.schema import KV_SHARE, kv_amount
+from pipespec.config.model import KV_SHARE, kv_amount
 from pipespec.core import NUM_COLUMNS
 from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.engine.precision import ITEM_BYTES

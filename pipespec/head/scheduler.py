@@ -32,7 +32,8 @@ import numpy as np
 
 from pipespec.core import GRAMMAR, GUESS, KIND, POSITION, Batch, Verdict
 from pipespec.head.admission import Admission
-from pipespec.head.choice import Choice, Offer, certain, choose, share
+from pipespec.head.choice import Choice, Offer, certain, choose
+from pipespec.head.drafting import draft_work
 from pipespec.head.feed.policy import PipelineState
 from pipespec.head.feed.rounds import fits, least_rounds
 from pipespec.head.guide import held_to
@@ -40,7 +41,7 @@ from pipespec.head.meter import Meter
 from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Candidates
 from pipespec.head.tree import ROOT
-from pipespec.head.work import DraftPart, DraftWork, Progress, SchedulerConfig, Totals
+from pipespec.head.work import DraftWork, Progress, SchedulerConfig, Totals
 from pipespec.row_times import UNKNOWN, Measured
 
 # How much longer a step may last with rows of prompts, while answers are running, than without.
@@ -237,43 +238,7 @@ class Scheduler(Admission):
         self, sequences: Iterable[Sequence], state: PipelineState
     ) -> tuple[DraftWork | None, bool]:
         """The draft round that the policy wants, and whether the pipeline idles until then."""
-        while True:
-            parts, urgent = self._wanted(sequences, state)
-            work = [each for part in parts if (each := self._guided(part)) is not None]
-            if len(work) or not parts:  # else nobody needs to be asked about any of them
-                return (DraftWork(tuple(work), self._policy.children) if work else None), urgent
-
-    def _guided(self, part: DraftPart) -> DraftPart | None:
-        """The part of a round as the grammar of its request has it, if it names one; None: it
-        tells all."""
-        sequence, nodes = part.sequence, part.nodes
-        if sequence.guide is None:
-            return part
-        if self._policy.keeps_unfed:
-            nodes, allowed = sequence.guide.extend(sequence.tree, nodes, sequence.last_position)
-        else:  # the draft keeps to one level
-            allowed = sequence.guide.allowed(sequence.tree, nodes)
-        return replace(part, nodes=nodes, allowed=allowed) if len(nodes) else None
-
-    def _wanted(
-        self, sequences: Iterable[Sequence], state: PipelineState
-    ) -> tuple[list[DraftPart], bool]:
-        """What the policy wants to be expanded, and whether the pipeline idles until then."""
-        wanted: list[tuple[Sequence, int | None, Offer]] = []
-        urgent = False
-        for sequence in sequences:
-            expansion = self._policy.grow(sequence.tree, sequence.own(state))
-            nodes = sequence.useful(expansion.nodes)
-            if len(nodes):
-                wanted.append((sequence, expansion.limit, Offer(sequence.tree, nodes)))
-                urgent |= expansion.urgent
-        shares = share([offer for _, _, offer in wanted], self._budget(len(wanted)))
-        parts = [
-            DraftPart(sequence, nodes, limit)
-            for (sequence, limit, _), nodes in zip(wanted, shares, strict=True)
-            if len(nodes)
-        ]
-        return parts, urgent
+        return draft_work(sequences, self._policy, state, self._budget)
 
     def _budget(self, requests: int) -> int:
         """Rows that so many requests may feed in a step beside prompts."""

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from pipespec.cluster import ssh
 from pipespec.config.hosts import Host, HostsFile
-from pipespec.config.schema import ModelConfig
+from pipespec.config.model import ModelConfig
 from pipespec.errors import HostFailed
 from pipespec.survey.diagnosis import diagnose, wanted
 from pipespec.survey.findings import Finding, Link, Offset, Seen

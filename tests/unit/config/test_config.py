@@ -13,13 +13,13 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pipespec.config.choices import groups, options, settings
 from pipespec.config.compose import compose
+from pipespec.config.model import ModelConfig
 from pipespec.config.schema import (
     SECTIONS,
     ClusterConfig,
     ConfigError,
     ControllerConfig,
     DecodeConfig,
-    ModelConfig,
     TransportConfig,
     masked,
 )
