@@ -21,6 +21,9 @@ import torch
 
 from benchmarks import experiment
 from benchmarks.experiment import Row
+from pipespec.controller import epochs
+from pipespec.controller.client import Controller
+from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Batch, Verdict
 from pipespec.emulation import TimeCurve
 from pipespec.engine.model import ModelSlice
@@ -30,11 +33,13 @@ from pipespec.head.feed.policy import PipelineState
 from pipespec.head.source.protocol import Context
 from pipespec.head.source.synthetic import Accuracy
 from pipespec.head.tree import ROOT, Tree
+from pipespec.head.watching import STEP, ShownStep, ShownTree
 from pipespec.planning.simulation import Machine, SimulatedPipeline
 from pipespec.transport.wire import Wire
 
 WIDTH, CHILDREN, LIVE = 64, 16, 600
 CHUNK = 512  # rows of prompts in one batch
+NAMESPACE = "budgets"
 STATE = PipelineState(num_stages=8, step=0)
 
 
@@ -75,6 +80,22 @@ def head(repeats: int) -> float:
         state.rows(1, policy.feed(state, STATE))
 
     return median_ms(lambda: copy.deepcopy(tree), run, repeats)
+
+
+def show(repeats: int) -> float:
+    """Show a step of the head, with the tree of one request, to who watches: what the head's own
+    thread takes, with a real Redis at the other end."""
+    tree = grown_tree(np.random.default_rng(0), LIVE)
+    with EmbeddedRedis() as redis:
+        epoch = epochs.begin(redis.url, NAMESPACE)
+        with Controller(redis.url, namespace=NAMESPACE, epoch=epoch, rank=0) as controller:
+
+            def run(state: object) -> None:
+                assert isinstance(state, Tree)
+                shown = ShownTree.of(state, 1000, (1, 2)).pack()
+                controller.show({STEP: ShownStep(1, 1, WIDTH, 0).pack(), "1": shown})
+
+            return median_ms(lambda: tree, run, repeats)
 
 
 def stage(repeats: int, context: int, width: int) -> float:
@@ -162,6 +183,8 @@ def main() -> None:
     options = experiment.parse(parser, repeats=20)
     name = f"head: prune + feed, w={WIDTH}, {CHILDREN} children, {LIVE} nodes"
     rows = [Row(name, head(options.repeats), budget=0.3)]
+    name = f"head: show a step and a tree of {LIVE} nodes to who watches"
+    rows.append(Row(name, show(options.repeats), budget=0.2))
     for context in (128, 8192, 32768):
         for width in (16, 64):
             name = f"stage: apply a verdict, width {width}, context {context}"

@@ -24,7 +24,7 @@ if known then
 end
 local id = redis.call('INCR', KEYS[2])
 redis.call('SET', ticket, id, 'EX', ARGV[5])
-redis.call('HSET', KEYS[4] .. ':' .. id, 'asked', ARGV[2], 'length', ARGV[3])
+redis.call('HSET', KEYS[4] .. ':' .. id, 'asked', ARGV[2], 'length', ARGV[3], 'prompt', ARGV[3])
 -- Exact: a score has 53 bits.
 redis.call('ZADD', KEYS[3], ARGV[6] * 2 ^ 32 + id, id)
 local epoch = redis.call('GET', KEYS[1])

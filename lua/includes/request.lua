@@ -3,7 +3,8 @@
 -- How a request lies in Redis; <request> is "<prefix>:<id>". The only durable state.
 --
 --   <request>          hash    asked: what was asked for (opaque); length: of the sequence so
---                              far, prompt included; reason: why it finished, if it did;
+--                              far, prompt included; prompt: that of the prompt;
+--                              reason: why it finished, if it did;
 --                              cancelled: with what reason the head is to end it, if it is;
 --                              scored: up to which position the prompt was told of;
 --                              stuck: how many clusters in a row have failed while they

@@ -23,8 +23,9 @@ from pipespec.client.registry import RunningCluster
 from pipespec.client.served import ServedModel
 from pipespec.controller.aio import AsyncLog, AsyncStreams, Forgotten
 from pipespec.controller.connection import ANSWER_TIMEOUT_S, RETRY_S, password
-from pipespec.controller.overview import Overview
+from pipespec.controller.overview import Overview, Unfinished
 from pipespec.controller.records import Event, Finished
+from pipespec.controller.watching import AsyncWatch
 from pipespec.core import Sampling
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 
@@ -67,6 +68,21 @@ class AsyncClient:
     async def look(self) -> Overview | None:
         """How the cluster is doing; None: nothing is known of it. Raises Unreachable."""
         return await self._log.look()
+
+    async def unfinished(self, most: int) -> list[Unfinished]:
+        """The first `most` requests that the cluster has, and as many of those that wait, whoever
+        asked for them. Raises Unreachable."""
+        return await self._log.unfinished(most)
+
+    async def cancel(self, request: int) -> None:
+        """End a request, whoever waits for it; one that has finished stays as it is. Raises
+        Unreachable, or ControllerError if it is not in the log."""
+        await self._log.cancel(request)
+
+    def watch(self, request: int | None) -> AsyncWatch:
+        """The steps of the cluster as they come, with the tree of a request if one is named."""
+        running = self.running
+        return AsyncWatch(running.url, namespace=running.namespace, request=request)
 
     # --- for AsyncFollowed --------------------------------------------------------------------
 

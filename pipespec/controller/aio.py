@@ -27,7 +27,14 @@ from pipespec.controller.connection import (
 )
 from pipespec.controller.following import Following, block_ms
 from pipespec.controller.keys import Keys
-from pipespec.controller.overview import Overview, overview, questions
+from pipespec.controller.overview import (
+    Overview,
+    Unfinished,
+    overview,
+    questions,
+    unfinished,
+    unfinished_questions,
+)
 from pipespec.controller.records import Event
 from pipespec.controller.requests import cancelling, enqueuing
 from pipespec.controller.scripts import ScriptsLost, load_scripts, translate
@@ -171,6 +178,12 @@ class AsyncLog:
             return None
         replies = await self._pipe.batch(questions(self._keys, int(epoch)))
         return overview(int(epoch), replies[-1])
+
+    async def unfinished(self, most: int) -> list[Unfinished]:
+        """The first `most` requests that the head has, and as many of those that wait, in their
+        order; without patience."""
+        replies = await self._pipe.batch(unfinished_questions(self._keys, most))
+        return unfinished(replies[-1])
 
     async def _call(self, *command: Any) -> Any:
         since: float | None = None

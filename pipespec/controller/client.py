@@ -28,6 +28,9 @@ LOOK_S = 0.5
 KEEP_STALE_S = 60
 # How often a last stage asks for guesses that the head is just telling.
 AGAIN_S = 0.0005
+# How many steps are shown at a time to who watches, and for how long after the last.
+SHOWN_STEPS = 256
+KEEP_SHOWN_S = 10
 # What lua/cancel.lua puts before the number of a request.
 CANCEL = b"CANCEL "
 # What lua/includes/arrived.lua says.
@@ -240,6 +243,20 @@ class Controller(RequestLog):
         """What the stages have told of that so far."""
         found = self._pipe.call("HVALS", self._keys.row_times(self._epoch))
         return [unpack_times(word.decode()) for word in found]
+
+    def watched(self, requests: Sequence[int]) -> set[int] | None:
+        """Those of the requests whose trees are watched; None: nobody watches anything."""
+        own = map(self._keys.watched_request, requests)
+        anybody, *found = self._pipe.call("MGET", self._keys.watched, *own)
+        if anybody is None:
+            return None
+        return {request for request, mark in zip(requests, found, strict=True) if mark is not None}
+
+    def show(self, fields: Mapping[str, bytes]) -> None:
+        """Show whoever watches what this rank, the head, has done in a step."""
+        pairs = [item for pair in fields.items() for item in pair]
+        names = (self._keys.epoch, self._keys.shown)
+        self._send("show", names, self._epoch, SHOWN_STEPS, KEEP_SHOWN_S, *pairs)
 
     def finish(
         self,

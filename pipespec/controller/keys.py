@@ -119,6 +119,20 @@ class Keys:
         return self._key("listeners", name)
 
     @property
+    def shown(self) -> str:
+        """The stream of what the head shows of its steps while anybody watches."""
+        return self._key("shown")
+
+    @property
+    def watched(self) -> str:
+        """There while anybody watches the head's steps."""
+        return self._key("watched")
+
+    def watched_request(self, request: int) -> str:
+        """There while anybody watches the tree of a request."""
+        return self._key("requests", request, "watched")
+
+    @property
     def requests(self) -> str:
         """The prefix of a request's keys (lua/includes/request.lua)."""
         return self._key("requests")

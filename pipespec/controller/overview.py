@@ -23,7 +23,8 @@ class Overview:
     this moment (`Scheduler.statistics`), nothing if it has not begun; `counts` is what the ranks
     have counted in this epoch, and `past` in those before, by "name" or "name/label"
     (`Totals.counts`, `StageLoop.worked`, `FaultRecord`). `computing` is how each rank computes that
-    holds a model (`ModelSlice.outcome`).
+    holds a model (`ModelSlice.outcome`), `assignment` who holds which rank, as text
+    (`RankAssignment`); None: nobody has said.
     """
 
     epoch: int
@@ -36,6 +37,7 @@ class Overview:
     counts: dict[str, int] = field(default_factory=dict)
     past: dict[str, int] = field(default_factory=dict)
     computing: dict[int, dict[str, Any]] = field(default_factory=dict)
+    assignment: str | None = None
 
     @property
     def statistics(self) -> dict[str, int]:
@@ -59,6 +61,20 @@ class Overview:
     def faults(self) -> dict[str, int]:
         """What ended epochs since the log began, by its kind."""
         return labelled(self.past, "faults")
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A request that is not answered yet.
+
+    `length` is that of its sequence so far, prompt included; `prompt` that of the prompt, None of
+    one that an older version has put into the log. `taken`: the head has it.
+    """
+
+    request: int
+    taken: bool
+    length: int
+    prompt: int | None
 
 
 def labelled(counts: Mapping[str, int], name: str) -> dict[str, int]:
@@ -98,13 +114,14 @@ def questions(keys: Keys, epoch: int) -> list[tuple[Any, ...]]:
         ("HGETALL", keys.counts(epoch)),
         ("HGETALL", keys.totals),
         ("HGETALL", keys.computing(epoch)),
+        ("XREVRANGE", keys.assignments, "+", "-", "COUNT", 1),
         ("EXEC",),
     ]
 
 
 def overview(epoch: int, replies: list[Any]) -> Overview:
     """What the last reply to `questions` says."""
-    joined, finished, queued, admitted, fault, *told, computing = replies
+    joined, finished, queued, admitted, fault, *told, computing, assigned = replies
     state, counts, past = map(numbers, told)
     by_rank = dict(zip(map(int, computing[::2]), map(json.loads, computing[1::2]), strict=True))
     return Overview(
@@ -118,9 +135,28 @@ def overview(epoch: int, replies: list[Any]) -> Overview:
         counts=counts,
         past=past,
         computing={rank: by_rank[rank] for rank in sorted(by_rank)},
+        assignment=assigned[0][1][1].decode() if assigned else None,
     )
 
 
 def numbers(reply: list[bytes]) -> dict[str, int]:
     """A hash of whole numbers, as Redis replies it."""
     return {name.decode(): int(value) for name, value in zip(reply[::2], reply[1::2], strict=True)}
+
+
+def unfinished_questions(keys: Keys, most: int) -> list[tuple[Any, ...]]:
+    """The commands that ask for the first `most` requests that the head has, and as many of those
+    that wait; the last one replies to all."""
+    fields = [f"{keys.requests}:*->{name}" for name in ("length", "prompt")]
+    got = [word for name in ("#", *fields) for word in ("GET", name)]
+    sort = ("BY", "nosort", "LIMIT", 0, most, *got)
+    return [("MULTI",), ("SORT", keys.admitted, *sort), ("SORT", keys.queue, *sort), ("EXEC",)]
+
+
+def unfinished(replies: list[Any]) -> list[Unfinished]:
+    """What the last reply to `unfinished_questions` says."""
+    return [
+        Unfinished(int(request), taken, int(length or 0), None if prompt is None else int(prompt))
+        for taken, found in zip((True, False), replies, strict=True)
+        for request, length, prompt in zip(found[::3], found[1::3], found[2::3], strict=True)
+    ]

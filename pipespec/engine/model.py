@@ -185,6 +185,7 @@ class ModelSlice:
     def outcome(self) -> dict[str, Any]:
         """How it computes, as JSON can hold it."""
         return {
+            "device": str(self.device),
             "attention": self.attention,
             "graph_rows": list(self.graph_rows),
             "compiled": self._compiled is not None,

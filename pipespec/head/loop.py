@@ -24,6 +24,7 @@ from pipespec.head.scheduler import Scheduler
 from pipespec.head.sequence import NOT_OPEN, Sequence, StopCheck
 from pipespec.head.source.protocol import TokenSource
 from pipespec.head.timing import SendTiming
+from pipespec.head.watching import Watching
 from pipespec.head.work import DraftWork
 from pipespec.row_times import together
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
@@ -76,6 +77,7 @@ class HeadLoop:
         self.timeline = timeline
         self.receiver = VerdictReceiver(controller, 0, timeline, settings.delay_ms)
         self.timing = SendTiming()
+        self.watching = Watching()
         self._began = 0  # when this step began, on the timeline's clock
         self._done: list[Task] = []
         self._submitted = 0  # steps
@@ -96,6 +98,7 @@ class HeadLoop:
             self.make_room()
             self.send()
             self.log_accepted()
+            self.show()
             self.scheduler.end(self._elapsed_ms())
             self.publish()
         self.stop()
@@ -163,13 +166,23 @@ class HeadLoop:
 
     def publish(self, *, now: bool = False) -> None:
         """Show how many requests are open and what is fed, every second or `now`; and hear what
-        the stages have measured."""
+        the stages have measured, and whether anybody watches."""
         at = self.timeline.clock()
         if now or self._published is None or at - self._published > PUBLISH_NS:
             self._published = at
             with self.timeline("control"):
                 self.controller.publish(self.scheduler.statistics(), self.scheduler.counts())
                 self.scheduler.learn(together(self.controller.row_times()))
+                requests = [each.request.id for each in self.scheduler.sequences.values()]
+                self.watching.look(self.controller.watched(requests), self.scheduler.totals)
+
+    def show(self) -> None:
+        """Show the batch that was just sent, and the trees behind it, to whoever watches."""
+        if self.watching.on:
+            scheduler = self.scheduler
+            with self.timeline("control"):
+                sent, totals = scheduler.step - 1, scheduler.totals
+                self.controller.show(self.watching.shown(sent, totals, scheduler.sequences))
 
     def begin(self) -> None:
         """A step begins."""

@@ -87,14 +87,15 @@ class Scheduler(Admission):
         return sum(rates) / len(rates) if rates else 0.0
 
     def statistics(self) -> dict[str, int]:
-        """How many requests are open and wait, what they hold, and what texts hold alone that
-        others may share."""
+        """How many requests are open and wait, what they hold, what texts hold alone that others
+        may share, and what a step may feed of them beside prompts."""
         return {
             "running": len(self.sequences),
             "waiting": len(self.waiting),
             "kv_slots": self.num_slots,
             "kv_slots_held": self.num_slots - self.free_slots,
             "kv_slots_retained": self.cache.held - self.cache.pinned,
+            "row_budget": self._budget(max(len(self.sequences), 1)),
         }
 
     def counts(self) -> dict[str, int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Path, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
+from pipespec.server.dashboard import LARGEST
 from pipespec.server.errors import ApiError, ErrorReply, invalid, loading
 from pipespec.server.fields import (
     ChatRequest,
@@ -25,10 +26,12 @@ from pipespec.server.fields import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pipespec.server.guards import BodyLimit, Keys
+from pipespec.server.guards import BodyLimit, Keys, check_origin
 from pipespec.server.metrics import Metrics
 from pipespec.server.options import ServerOptions
+from pipespec.server.page_files import page_routes
 from pipespec.server.replies import (
+    CancelReply,
     ChatReply,
     CompletionReply,
     DetokenizeReply,
@@ -68,6 +71,7 @@ def make_app(service: Service) -> FastAPI:
     _texts(app, service)
     _models(app, service)
     _figures(app, service)
+    _dashboard(app, service)
     return app
 
 
@@ -80,7 +84,7 @@ def make_loading_app(options: ServerOptions) -> Starlette:
 
     error = loading()
     refusal = JSONResponse(error.reply, error.status, error.headers)
-    routes = [Route("/metrics", figures), Mount("/", refusal)]
+    routes = [*page_routes(), Route("/metrics", figures), Mount("/", refusal)]
     return Starlette(routes=routes, middleware=_guards(options))
 
 
@@ -163,6 +167,22 @@ def _figures(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         return Response(await service.figures(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _dashboard(app: FastAPI, service: Service) -> None:
+    app.router.routes.extend(page_routes())
+
+    @app.get("/events", include_in_schema=False, response_model=None)
+    async def events(request: Annotated[int | None, Query(ge=1, le=LARGEST)] = None) -> Response:
+        return service.dashboard.watch(request)
+
+    @app.post("/requests/{request}/cancel", responses={403: {"model": ErrorReply}})
+    async def cancel(
+        request: Annotated[int, Path(ge=1, le=LARGEST)], asked: Request
+    ) -> CancelReply:
+        check_origin(asked.headers, service.options.allowed_origins)
+        await service.dashboard.cancel(request)
+        return CancelReply(cancelled=request)
 
 
 def _refusals(app: FastAPI) -> None:

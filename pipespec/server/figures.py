@@ -15,6 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from pipespec.cluster import faults
 from pipespec.cluster.faults import FaultKind
+from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.controller.overview import Overview, labelled
 from pipespec.core import STEP_TOKENS
 
@@ -238,6 +239,23 @@ def _computing(seen: Overview) -> list[Sample]:
     ]
 
 
+def _places(seen: Overview) -> list[Sample]:
+    if not seen.assignment:
+        return []
+    assigned = RankAssignment.decode(seen.assignment)
+    told: list[Sample] = []
+    for rank, worker in enumerate(assigned.workers):
+        layers = assigned.layers[rank - 1] if rank else range(0)
+        place = {
+            "rank": str(rank),
+            "host": worker.rpartition("/")[0],
+            "device": seen.computing.get(rank, {}).get("device", ""),
+            "layers": f"{layers.start}-{layers.stop - 1}" if layers else "",
+        }
+        told.append(("", place, 1.0))
+    return told
+
+
 def _faults(seen: Overview) -> list[Sample]:
     return [("_total", {"kind": kind}, seen.faults.get(kind, 0)) for kind in FaultKind]
 
@@ -265,6 +283,7 @@ CLUSTER = (
     Figure("kv_slots_retained", GAUGE, OWN, _state("kv_slots_retained"), "Others, with text"),
     Figure("prefix_cache_queries", COUNTER, BOTH, _total("cache_queries"), "Tokens looked up"),
     Figure("prefix_cache_hits", COUNTER, BOTH, _total("cache_hits"), "Of those, found in KV"),
+    Figure("row_budget", GAUGE, OWN, _state("row_budget"), "Rows of a step beside prompts"),
     Figure("cache_config_info", GAUGE, BOTH, _cache_config, "KV slots, as blocks of a token"),
     Figure("num_preemptions", COUNTER, BOTH, _total("preemptions"), "Requests put back"),
     Figure("steps", COUNTER, OWN, _total("steps"), "Steps that fed rows"),
@@ -278,6 +297,7 @@ CLUSTER = (
     Figure("guess_rows", COUNTER, OWN, _by("fed", "depth", 1), "Guesses fed, by depth then"),
     Figure("guess_hits", COUNTER, OWN, _by("hits", "depth", 1), "Of those, accepted"),
     Figure("rank_info", GAUGE, OWN, _computing, "How each rank computes"),
+    Figure("rank_place_info", GAUGE, OWN, _places, "Where each rank is, with which layers"),
     Figure("stage_busy_share", GAUGE, OWN, _busy, "Of this epoch's time with requests"),
     Figure("stage_active_seconds", COUNTER, OWN, _spent("active_ns"), "Time with requests"),
     Figure("stage_busy_seconds", COUNTER, OWN, _spent("busy_ns"), "Of that, computing"),

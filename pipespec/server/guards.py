@@ -14,12 +14,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipespec.server.errors import ApiError
 
-OPEN = "/health"
+# What needs no key: it says nothing.
+OPEN = ("/health", "/", "/page/")
 BEARER = "bearer "
 
 
 class Keys:
-    """Refuses whoever shows none of the keys, but on `/health`. Without keys everybody may ask.
+    """Refuses whoever shows none of the keys, but on `/health` and for the dashboard's page.
+    Without keys everybody may ask.
 
     A key is shown as `Authorization: Bearer KEY` or `X-Api-Key: KEY`. A browser asks without one
     what it may send (OPTIONS); CORS answers before.
@@ -30,7 +32,7 @@ class Keys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] == "http" and scope["path"] != OPEN
+        guarded = scope["type"] == "http" and not _open(scope["path"])
         if self._digests and guarded and not self._known(Headers(scope=scope)):
             error = ApiError(
                 HTTPStatus.UNAUTHORIZED,
@@ -79,6 +81,19 @@ class BodyLimit:
             return message
 
         await self._app(scope, counted, send)
+
+
+def _open(path: str) -> bool:
+    *pages, folder = OPEN
+    return path in pages or path.startswith(folder)
+
+
+def check_origin(headers: Headers, allowed: Sequence[str]) -> None:
+    """Raise ApiError if a browser says that a page of another origin asks, which is not among the
+    allowed ones. For routes without a body: others ask the browser for leave first (CORS)."""
+    foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+    if foreign and headers.get("origin", "") not in allowed and "*" not in allowed:
+        raise ApiError(HTTPStatus.FORBIDDEN, "Pages of other origins may not ask for this.")
 
 
 async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

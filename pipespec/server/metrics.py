@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from pipespec.controller.overview import Overview
 from pipespec.server.asking import Ask
-from pipespec.server.figures import BOTH, Served, of_cluster, under
+from pipespec.server.figures import BOTH, OURS, Served, of_cluster, under
 
 ENGINE = "0"  # a process of ours serves one cluster
 
@@ -25,6 +25,7 @@ class Metrics:
     def __init__(self, model: str, clock: Callable[[], float] = time.monotonic):
         self.clock = clock
         self.unfinished = 0  # answers that are waited for here
+        self.model = model
         self._labels = {"model_name": model, "engine": ENGINE}
         self._served = Served()
 
@@ -40,6 +41,17 @@ class Metrics:
     def show(self, overview: Overview | None) -> bytes:
         """All figures as text; of a cluster that does not answer nothing is known."""
         return generate_latest(_Shown(self._collect(overview)))
+
+    def figures(self, overview: Overview | None) -> dict[str, list[tuple[dict[str, str], float]]]:
+        """The same figures by name, without our prefix, each with its labels but those that all
+        have."""
+        metrics = [under(OURS, each, {}) for each in self._served.collect()]
+        metrics += [each for each in of_cluster(overview, {}) if each.name.startswith(OURS)]
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for sample in (sample for metric in metrics for sample in metric.samples):
+            name = sample.name.removeprefix(OURS)
+            found.setdefault(name, []).append((sample.labels, sample.value))
+        return found
 
     def _collect(self, overview: Overview | None) -> Iterable[Metric]:
         for metric in self._served.collect():

@@ -241,3 +241,9 @@ class TokenizerInfo(BaseModel):
     eos_tokens: list[str]
     chat_template: str | None
     special_tokens: dict[str, str]
+
+
+class CancelReply(BaseModel):
+    """Of POST /requests/{request}/cancel: it has ended, or ends as soon as the head hears of it."""
+
+    cancelled: int

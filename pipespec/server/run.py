@@ -152,6 +152,7 @@ class _Server(uvicorn.Server):
         if self.service is None:
             await super().shutdown(sockets)
             return
+        self.service.drain()
         timeout = self.service.options.shutdown_timeout
         ending = asyncio.get_running_loop().call_later(timeout, self.service.end)
         try:

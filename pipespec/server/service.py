@@ -17,6 +17,7 @@ from pipespec.server.answering import Answering
 from pipespec.server.asking import Ask, Defaults
 from pipespec.server.chat import Chat
 from pipespec.server.completion import Completion
+from pipespec.server.dashboard import Dashboard
 from pipespec.server.errors import ApiError, Ending, away, of, refused
 from pipespec.server.fields import (
     ChatRequest,
@@ -53,6 +54,7 @@ class Service:
         self._defaults = Defaults.of(client.running)
         self._grammars = client.served.grammars()
         self._open: set[Answering] = set()
+        self.dashboard = Dashboard(client, self.metrics, self.look)
 
     @property
     def defaults(self) -> Defaults:
@@ -89,6 +91,10 @@ class Service:
             served, defaults = self.client.served, self.defaults
             ask = await asking.completion(body, served, defaults, self.grammars)
             return await self._answer(ask, self._shape(Completion, ask, body), place, body, request)
+
+    def drain(self) -> None:
+        """The server is about to end: whoever watches is let go."""
+        self.dashboard.end()
 
     def end(self) -> None:
         """Whoever still waits for an answer is told that there will be none."""

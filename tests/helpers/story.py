@@ -64,6 +64,8 @@ class StoryController:
         self.statistics: dict[str, int] = {}
         self.counts: dict[str, int] = {}
         self.times = Measured()
+        self.watches: set[int] | None = None  # requests
+        self.shown: list[dict[str, bytes]] = []
 
     def next_requests(
         self, count: int, *, wait: bool
@@ -93,6 +95,12 @@ class StoryController:
 
     def row_times(self) -> list[Measured]:
         return []
+
+    def watched(self, requests: Sequence[int]) -> set[int] | None:
+        return None if self.watches is None else self.watches & set(requests)
+
+    def show(self, fields: Mapping[str, bytes]) -> None:
+        self.shown.append(dict(fields))
 
     def cancelled(self, request: int) -> bool:
         return request in self._cancels

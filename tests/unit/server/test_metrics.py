@@ -25,7 +25,14 @@ ASK = Ask(
     prompt_logprobs=None,
 )
 LABELS = {"model_name": "m", "engine": "0"}
-STATE = {"running": 3, "waiting": 1, "kv_slots": 200, "kv_slots_held": 50, "kv_slots_retained": 90}
+STATE = {
+    "running": 3,
+    "waiting": 1,
+    "kv_slots": 200,
+    "kv_slots_held": 50,
+    "kv_slots_retained": 90,
+    "row_budget": 16,
+}
 # Of this epoch; and of those before, with what the launcher has counted of faults.
 COUNTS = {
     "steps": 10,

@@ -311,7 +311,8 @@ def test_a_cluster_that_does_not_answer_is_503(http: TestClient) -> None:
 
 def test_keys_guard_everything_but_health(running: RunningCluster) -> None:
     with client_of(running, api_keys=("first", "second")) as http:
-        for path in ("/v1/models", "/metrics", "/openapi.json", "/version", "/load", "/nowhere"):
+        paths = ("/v1/models", "/metrics", "/openapi.json", "/version", "/load", "/nowhere")
+        for path in (*paths, "/events", "/requests/1/cancel", "/pages"):
             for headers in (
                 {},
                 {"Authorization": "Bearer third"},
@@ -324,6 +325,12 @@ def test_keys_guard_everything_but_health(running: RunningCluster) -> None:
                 assert reply.status_code == 401
                 check_error(reply, None, "API key")
         assert http.get("/health").status_code == 503
+        for path in ("/", "/page/main.js", "/page/uplot/uPlot.esm.js"):
+            page = http.get(path)
+            assert page.status_code == 200
+            assert page.headers["content-security-policy"].startswith("default-src 'none'; ")
+        for path in ("/page/", "/page/../app.py", "/page/%2e%2e/app.py", "/page/nothing.js"):
+            assert http.get(path).status_code in (401, 404)
         for headers in ({"Authorization": "bearer second"}, {"X-Api-Key": "first"}):
             assert http.get("/v1/models", headers=headers).status_code == 200
 
@@ -337,6 +344,18 @@ def test_pages_of_other_origins_may_ask_only_if_told(running: RunningCluster) ->
         assert "access-control-allow-origin" not in other.headers
     with client_of(running) as http:
         assert "access-control-allow-origin" not in http.get("/version", headers=asks).headers
+
+
+def test_pages_of_other_origins_may_not_cancel_unless_told(running: RunningCluster) -> None:
+    path, foreign = "/requests/1/cancel", {"Sec-Fetch-Site": "cross-site", "Origin": "http://here"}
+    with client_of(running) as http:
+        check_error(http.post(path, headers=foreign), None, "other origins")
+        assert http.post(path, headers=foreign).status_code == 403
+        # The cluster does not answer.
+        for headers in ({}, {"Sec-Fetch-Site": "same-origin", "Origin": "http://testserver"}):
+            assert http.post(path, headers=headers).status_code == 503
+    with client_of(running, allowed_origins=("http://here",)) as http:
+        assert http.post(path, headers=foreign).status_code == 503
 
 
 def test_the_description_has_no_422_and_loads_nothing_from_elsewhere(http: TestClient) -> None:

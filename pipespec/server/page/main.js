@@ -1,0 +1,130 @@
+// The dashboard: hears the server's events, and shows once a frame what has changed.
+
+import { Charts } from "./charts.js";
+import { byId, make, write } from "./dom.js";
+import { Figures, History } from "./figures.js";
+import { Panels } from "./panels.js";
+import { Requests } from "./requests.js";
+import { Stream, showKey } from "./stream.js";
+import { TreeView } from "./tree.js";
+
+const IDLE_MS = 1500; // without steps for so long, none is under way
+const LOGGED = 100; // lines of the log
+const MEASURED = 1000; // frames
+
+const panels = new Panels();
+const history = new History();
+const charts = new Charts(history);
+const tree = new TreeView();
+const requests = new Requests(watch);
+const stream = new Stream(hear, connection, () => {
+  byId("key").hidden = false;
+  byId("key-value").focus();
+});
+
+let news = { snapshot: null, steps: [], tree: null };
+let [due, frames, lastSteps] = [false, 0, 0];
+let known = { epoch: null, up: null, fault: null };
+
+function hear(name, data) {
+  if (name === "snapshot") {
+    news.snapshot = data;
+    history.add(new Figures(data));
+    log(data);
+  } else {
+    news.steps.push(...data.steps);
+    if (data.tree && data.tree.request === requests.watched) {
+      // What a frame that was left out has accepted is not lost.
+      const earlier = news.tree ?? { accepted: [], accepted_texts: [] };
+      data.tree.accepted.unshift(...earlier.accepted);
+      data.tree.accepted_texts.unshift(...earlier.accepted_texts);
+      news.tree = data.tree;
+    }
+  }
+  if (!due) requestAnimationFrame(render);
+  due = true;
+}
+
+function render() {
+  due = false;
+  performance.mark("render");
+  const { snapshot, steps, tree: newest } = news;
+  news = { snapshot: null, steps: [], tree: null };
+  if (snapshot) {
+    const labels = [snapshot.time_scale !== null && "EMULATED", snapshot.synthetic && "SYNTHETIC"];
+    write(byId("model"), snapshot.model);
+    write(byId("labels"), labels.filter(Boolean).join(", "));
+    panels.figures(new Figures(snapshot));
+    requests.show(snapshot.requests);
+    charts.update();
+    const { watched } = requests;
+    if (watched !== null && !snapshot.requests.some(({ request }) => request === watched)) {
+      if (tree.request === watched) write(byId("tree-words"), `Request ${watched} has ended.`);
+    }
+    document.body.dataset.snapshots = 1 + Number(document.body.dataset.snapshots ?? 0);
+  }
+  if (steps.length) lastSteps = performance.now();
+  if (steps.length || performance.now() - lastSteps > IDLE_MS) panels.rows(steps);
+  if (newest) tree.show(newest);
+  performance.measure("frame", "render");
+  performance.clearMarks("render");
+  if ((frames += 1) % MEASURED === 0) performance.clearMeasures("frame");
+}
+
+function watch(request) {
+  requests.watched = request;
+  byId("unwatch").hidden = request === null;
+  tree.clear(
+    request === null
+      ? "Choose an open request to watch its tree."
+      : `Request ${request}: waiting for its next step.`,
+  );
+  for (const button of document.querySelectorAll("#requests .watch")) {
+    const its = Number(button.closest("tr").dataset.key);
+    button.setAttribute("aria-pressed", String(its === request));
+  }
+  stream.watch(request);
+}
+
+function connection(word, lost) {
+  write(byId("connection"), word);
+  byId("connection").classList.toggle("lost", lost);
+  if (!lost) byId("key").hidden = true;
+}
+
+/** What is new of epochs and faults. */
+function log(snapshot) {
+  const figures = new Figures(snapshot);
+  const [epoch, up] = [figures.value("epoch"), figures.value("cluster_up")];
+  const said = [];
+  if (known.up !== null && up !== known.up) {
+    said.push(up ? "The cluster answers." : "The cluster does not answer.");
+  }
+  if (up) {
+    if (known.epoch !== null && epoch !== known.epoch) said.push(`Epoch ${epoch} began.`);
+    const fault = snapshot.last_fault;
+    if (known.epoch !== null && fault && fault !== known.fault) said.push(`Ended: ${fault}`);
+    known = { epoch, up, fault };
+  } else {
+    known.up = up;
+  }
+  for (const sentence of said) {
+    const now = new Date();
+    const time = make("time", { datetime: now.toISOString() }, now.toLocaleTimeString());
+    byId("log").prepend(make("li", {}, time, sentence));
+  }
+  while (byId("log").children.length > LOGGED) byId("log").lastChild.remove();
+}
+
+byId("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  showKey(byId("key-value").value);
+  byId("key-value").value = "";
+  stream.open();
+});
+byId("pause").addEventListener("click", ({ currentTarget }) => {
+  tree.held = !tree.held;
+  currentTarget.setAttribute("aria-pressed", String(tree.held));
+});
+byId("unwatch").addEventListener("click", () => watch(null));
+stream.open();
