@@ -173,7 +173,7 @@ def test_the_description_is_true(small: tuple[Place, Server], tmp_path: Path) ->
         text=True,
     )
     assert done.returncode == 0, done.stdout
-    assert "Tested: 11" in done.stdout
+    assert "Tested: 12" in done.stdout
 
 
 def test_killed_it_takes_its_cluster_along(small: tuple[Place, Server]) -> None:

@@ -77,6 +77,9 @@ def test_the_wheel_carries_everything_and_nothing_else(installed: Installed) -> 
         }
         assert tracked, f"{folder}/ is empty"
         assert tracked <= names
+    page = Path("pipespec") / "server" / "page"
+    shipped = {str(f.relative_to(ROOT)) for f in (ROOT / page).rglob("*") if f.is_file()}
+    assert {f"{page}/index.html", f"{page}/uplot/uPlot.esm.js"} <= shipped <= names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"pipespec"}
     assert not any("__pycache__" in name for name in names)
 

@@ -1,0 +1,407 @@
+"""The dashboard in a real browser, beside a real server and cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipespec.client import registry
+from pipespec.client.registry import RunningCluster
+from pipespec.controller.connection import Pipe
+from pipespec.controller.keys import Keys
+from pipespec.controller.membership import Membership
+from pipespec.controller.records import entries_of
+from pipespec.head.watching import ShownTree
+from tests.helpers.place import PATIENCE_S, Place
+from tests.helpers.serving import Server, cluster_up, serving
+from tests.helpers.waiting import until
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+CHROMIUM = Path("/usr/bin/chromium")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}"),
+]
+NAME = "lab"
+KEY = "a-key"
+SETTINGS = (
+    "cluster.stages=2",
+    "cluster.devices=[cpu]",
+    "model.dtype=float32",
+    "model.context=1024",
+    "scheduler.max_num_seqs=40",
+)
+ARGUMENTS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--no-first-run"),
+)
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+# What half of the frames that draw anything may take, and how far apart half of all frames and
+# nine of ten may be, on a machine that decodes meanwhile.
+DRAW_MS = 16
+FRAME_MS, LATE_FRAME_MS = 34, 150
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder, mark = tmp_path_factory.mktemp("dashboard"), uuid.uuid4().hex
+    try:
+        yield cluster_up(folder, mark, NAME, *SETTINGS)
+    finally:
+        Place(folder, mark).kill()
+
+
+@pytest.fixture(scope="module")
+def server(place: Place) -> Iterator[Server]:
+    with serving(place, "--on", NAME, "--api-key", KEY, "--shutdown-timeout", "1") as server:
+        server.http.headers.update(HEADERS)
+        yield server
+
+
+@pytest.fixture
+def running(place: Place, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
+    monkeypatch.setenv("XDG_STATE_HOME", str(place.folder))
+    return registry.find(NAME)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=str(CHROMIUM), args=[*ARGUMENTS])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class View:
+    """A page that was opened with the key, and what it did that it should not."""
+
+    def __init__(self, browser: Any, url: str, **options: Any):
+        self.context = browser.new_context(**options)
+        self.context.add_init_script(f"sessionStorage.setItem('pipespec-key', {json.dumps(KEY)})")
+        self.page = self.context.new_page()
+        self.problems: list[str] = []
+        self.asked: set[str] = set()
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("console", self._said)
+        self.page.on("request", lambda request: self.asked.add(request.url))
+        self.url = url
+        self.page.goto(url)
+
+    def _said(self, message: Any) -> None:
+        # That a server is away is a failed request, which browsers tell of by themselves.
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            self.problems.append(message.text)
+
+    def text(self, selector: str) -> str:
+        return str(self.page.text_content(selector))
+
+    def snapshots(self, more: int = 2) -> None:
+        """Wait until so many more have come."""
+        seen = "Number(document.body.dataset.snapshots ?? 0)"
+        now = self.page.evaluate(seen)
+        self.wait(f"{seen} >= {now + more}")
+
+    def wait(self, expression: str) -> None:
+        # What would wait in the page evaluates strings there, which its policy forbids.
+        until(lambda: self.page.evaluate(expression), what=expression)
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Every number that stands for one of /metrics."""
+        return self.page.evaluate(
+            """() => [...document.querySelectorAll("[data-figure]")].map((each) => ({
+                name: each.dataset.figure, labels: JSON.parse(each.dataset.labels),
+                value: each.dataset.value, format: each.dataset.format, text: each.textContent,
+            }))"""
+        )
+
+    def close(self) -> None:
+        self.context.close()
+        assert self.problems == []
+        foreign = {url for url in self.asked if not url.startswith((self.url, "data:"))}
+        assert foreign == set()
+
+
+@pytest.fixture
+def view(browser: Any, server: Server) -> Iterator[View]:
+    view = View(browser, server.url)
+    yield view
+    view.close()
+
+
+class Asking:
+    """Requests that run in the background, until they are left."""
+
+    def __init__(self, server: Server, count: int, **more: Any):
+        self._left = threading.Event()
+        self._users = ThreadPoolExecutor(count)
+        self._all = [self._users.submit(self._ask, server.url, LONG | more) for _ in range(count)]
+
+    def _ask(self, url: str, body: dict[str, Any]) -> str:
+        said = ""
+        with (
+            httpx2.Client(base_url=url, headers=HEADERS, timeout=PATIENCE_S) as http,
+            http.stream("POST", "/v1/completions", json=body | {"stream": True}) as reply,
+        ):
+            for line in reply.iter_lines():
+                said += line
+                if self._left.is_set():
+                    break
+        return said
+
+    def __enter__(self) -> Asking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        self.said()
+        self._users.shutdown()
+
+    def said(self) -> list[str]:
+        return [each.result(PATIENCE_S) for each in self._all]
+
+
+def metrics(server: Server) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Our figures by name and labels, without the prefix and the labels that all have."""
+    text = server.http.get("/metrics").raise_for_status().text
+    return {
+        (sample.name.removeprefix("pipespec_"), labels(sample.labels)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("pipespec_")
+    }
+
+
+def labels(all_of_them: dict[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset(
+        (name, value) for name, value in all_of_them.items() if name not in ("model_name", "engine")
+    )
+
+
+def idle(server: Server) -> None:
+    names = ("num_requests_running", "num_requests_waiting", "kv_slots_held")
+    until(lambda: not any(server.metric(f"pipespec_{name}") for name in names))
+
+
+def quantile(told: dict[Any, float], name: str, share: float) -> float:
+    """As Prometheus' histogram_quantile."""
+    buckets = sorted(
+        (float(dict(its)["le"]), count) for (n, its), count in told.items() if n == f"{name}_bucket"
+    )
+    below = before = 0.0
+    for most, count in buckets:
+        if count >= share * buckets[-1][1]:
+            return below + (most - below) * (share * buckets[-1][1] - before) / (count - before)
+        below, before = most, count
+    raise AssertionError(name)
+
+
+def test_every_number_is_that_of_metrics(server: Server, view: View) -> None:
+    for _ in range(2):
+        body = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True}
+        server.http.post("/v1/completions", json=body).raise_for_status()
+    idle(server)
+    before = metrics(server)
+    view.snapshots(3)
+    found = view.figures()
+    told = metrics(server)
+    assert {each["name"] for each in found} > {
+        *("num_requests_running", "kv_slots", "row_budget", "decided_tokens_total", "epoch"),
+        *("stage_busy_share", "guess_rows_total", "guess_hits_total", "faults_total"),
+        *("time_to_first_token_seconds_count", "inter_token_latency_seconds_count"),
+    }
+    assert before == told, "it was not idle"
+    for each in found:
+        value = told.get((each["name"], frozenset(each["labels"].items())))
+        # What is not known is not shown; no guess of a depth may have come true.
+        assert each["value"] == "" if value is None else float(each["value"]) == value, each
+        if value is not None and each["format"] == "count":
+            assert each["text"].replace(",", "") == str(int(value))
+    derived = view.page.evaluate(
+        """() => [...document.querySelectorAll("[data-derived]")].map(
+            (each) => [each.dataset.derived, each.dataset.value])"""
+    )
+    assert len(derived) > 8
+    for name, shown in derived:
+        kind, _, part = name.partition("/")
+        if kind == "tokens-per-step":
+            value = told["decided_tokens_total", labels({})] / told["steps_total", labels({})]
+        elif kind == "hit-rate":
+            depth = labels({"depth": part})
+            value = told.get(("guess_hits_total", depth), 0) / told["guess_rows_total", depth]
+        else:
+            value = quantile(told, kind, float(part))
+        assert float(shown) == pytest.approx(value), name
+    cards = view.page.locator("#stages li").all_inner_texts()
+    assert [card.split("\n")[0] for card in cards] == ["Head", "Stage 1", "Stage 2"]
+    assert all("local" in card and "cpu" in card for card in cards)
+    assert "layers 0-" in cards[1]
+
+
+def test_the_tree_that_is_shown_is_the_heads(
+    server: Server, view: View, running: RunningCluster
+) -> None:
+    keys = Keys(running.namespace)
+    pipe = Pipe(running.url)
+    try:
+        with Asking(server, 1):
+            view.page.wait_for_selector("#requests .watch").click()
+            view.wait("document.querySelector('#tree .accepted') !== null")
+            view.page.click("#pause")
+            shown = view.page.evaluate(
+                """() => ({
+                    ...document.querySelector("#tree svg").dataset,
+                    nodes: [...document.querySelectorAll("#tree g")].map((each) => [
+                        each.getAttribute("class"), ...["id", "parent", "token"].map(
+                            (name) => Number(each.dataset[name])), each.textContent]),
+                })"""
+            )
+            entries = entries_of(pipe.call("XRANGE", keys.shown, "-", "+"))
+            (payload,) = (
+                fields[shown["request"].encode()]
+                for _, fields in entries
+                if fields[b"epoch"] == shown["epoch"].encode()
+                and fields[b"step"][:8] == int(shown["step"]).to_bytes(8, "little")
+            )
+            view.page.click("#pause")
+            view.wait("document.querySelector('#tree .flight') !== null")
+    finally:
+        pipe.close()
+    tree = ShownTree.unpack(payload)
+    kinds = ["flight" if fed else "waiting" for fed in tree.fed.tolist()]
+    parents = tree.id[tree.parent].tolist()
+    columns = (tree.id.tolist(), parents, tree.token.tolist())
+    expected = set(zip(["root", *kinds[1:]], *columns, strict=True))
+    now = {tuple(each[:4]) for each in shown["nodes"] if each[0] not in ("accepted", "pruned")}
+    (root,) = (each for each in now if each[0] == "root")
+    # The root hangs where it did before; the head does not say.
+    assert now - {root} == {each for each in expected if each[0] != "root"}
+    assert (root[1], root[3]) == (tree.id[0], tree.token[0])
+    assert any(each[0] == "accepted" for each in shown["nodes"])
+    assert "has ended" in view.text("#tree-words") or view.text("#text")
+
+
+def test_a_request_is_cancelled_from_the_page(server: Server, view: View) -> None:
+    with Asking(server, 2) as asking:
+        view.page.wait_for_selector("#requests tr:nth-child(2) .cancel")
+        assert view.page.locator("#requests tbody tr").count() == 2
+        for _ in range(2):
+            view.page.locator("#requests .cancel:enabled").first.click()
+        said = asking.said()
+        assert all("cancelled by somebody else" in each for each in said)
+    view.wait("!document.querySelector('#requests tbody tr')")
+    assert view.page.is_visible("#none-open")
+    assert server.http.post("/requests/999999/cancel").status_code == 404
+    assert server.http.post("/requests/0/cancel").status_code == 400
+
+
+def test_it_asks_for_the_key_and_every_control_has_a_name(browser: Any, server: Server) -> None:
+    with httpx2.Client(base_url=server.url) as anybody:
+        page = anybody.get("/")
+        assert page.status_code == 200 and "default-src 'none'" in str(page.headers)
+        assert anybody.get("/events").status_code == 401
+        assert anybody.post("/requests/1/cancel").status_code == 401
+        assert anybody.get("/page/../../app.py").status_code in (401, 404)
+    context = browser.new_context(viewport={"width": 400, "height": 800}, color_scheme="dark")
+    page = context.new_page()
+    page.goto(server.url)
+    field = page.get_by_label("API key")
+    field.wait_for()
+    for key, word in (("wrong", "an API key is needed"), (KEY, "connected")):
+        field.fill(key)
+        page.keyboard.press("Enter")
+        page.get_by_role("status").get_by_text(word, exact=True).wait_for()
+    with Asking(server, 1):
+        page.wait_for_selector("#requests .cancel")
+        # Nothing stands out at the side, and the colours are the dark ones.
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        assert (
+            page.evaluate(
+                "document.querySelector('#requests .cancel').getBoundingClientRect().right"
+            )
+            < 400
+        )
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(16, 21, 28)"
+        controls = page.locator("button, input, select, a[href], [tabindex]").all()
+        assert len(controls) >= 7
+        for control in controls:
+            tree = control.aria_snapshot()
+            hidden = not control.is_visible()
+            assert hidden or '"' in tree.split("\n")[0], tree
+        page.get_by_role("button", name="Cancel request").first.focus()
+        page.keyboard.press("Enter")
+        page.locator("#requests tbody tr").wait_for(state="detached")
+    context.close()
+
+
+def test_a_new_epoch_is_told_and_the_page_goes_on(
+    server: Server, view: View, running: RunningCluster
+) -> None:
+    view.snapshots()
+    epoch = server.metric("pipespec_epoch")
+    with Asking(server, 1):
+        view.page.wait_for_selector("#requests .watch").click()
+        view.page.wait_for_selector("#tree svg")
+        with Membership(running.url, running.namespace) as shared:
+            (pid,) = shared.alive(["local/1"]).values()
+        os.kill(pid, signal.SIGKILL)
+        view.wait("document.querySelector('#log').textContent.includes('began')")
+        until(lambda: server.metric("pipespec_epoch") > epoch)
+        view.wait(f"Number(document.querySelector('#tree svg')?.dataset.epoch) > {int(epoch)}")
+    assert "Ended: epoch" in view.text("#log")
+
+
+def test_with_many_requests_at_once_it_stays_fluent(server: Server, view: View) -> None:
+    with Asking(server, 32, max_tokens=400):
+        view.wait("document.querySelectorAll('#requests tbody tr').length === 32")
+        view.page.locator("#requests .watch").first.click()
+        view.page.wait_for_selector("#tree svg")
+        view.page.evaluate("performance.clearMeasures('frame')")
+        gaps = view.page.evaluate(
+            """() => new Promise((resolve) => {
+                const gaps = [];
+                let last = performance.now();
+                const next = (now) => {
+                    gaps.push(now - last);
+                    last = now;
+                    gaps.length < 180 ? requestAnimationFrame(next) : resolve(gaps.slice(1));
+                };
+                requestAnimationFrame(next);
+            })"""
+        )
+        drawn = view.page.evaluate("performance.getEntriesByName('frame').map((e) => e.duration)")
+    assert len(drawn) > 3
+    told = f"apart {sorted(gaps)}, drawn {sorted(drawn)}"
+    assert median(drawn) < DRAW_MS, told
+    assert median(gaps) < FRAME_MS, told
+    assert sorted(gaps)[int(0.9 * len(gaps))] < LATE_FRAME_MS, told
+
+
+def test_it_connects_again_when_the_server_was_started_again(place: Place, browser: Any) -> None:
+    arguments = ("--on", NAME, "--api-key", KEY, "--shutdown-timeout", "30")
+    with serving(place, *arguments) as first:
+        port = first.url.rpartition(":")[2]
+        view = View(browser, first.url)
+        view.snapshots()
+        # Who only watches does not hold up the end.
+        assert first.end() == 0
+        view.wait("document.querySelector('#connection').classList.contains('lost')")
+    with serving(place, *arguments, "--port", port):
+        view.wait("document.querySelector('#connection').textContent === 'connected'")
+        view.snapshots()
+    view.close()
