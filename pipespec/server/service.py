@@ -12,7 +12,7 @@ from pipespec.client.aio import AsyncClient
 from pipespec.controller.overview import Overview
 from pipespec.engine.grammar import Grammars
 from pipespec.errors import PipespecError, Unreachable
-from pipespec.server import asking
+from pipespec.server import asking, prompts
 from pipespec.server.answering import Answering
 from pipespec.server.asking import Ask, Defaults
 from pipespec.server.chat import Chat
@@ -179,9 +179,9 @@ class Service:
         if body.messages is not None:
             answering = body.add_generation_prompt is not False
             tools = body.tools or ()
-            text = asking.conversation(served, body.messages, tools, answering=answering)
+            text = prompts.conversation(served, body.messages, tools, answering=answering)
             special = bool(body.add_special_tokens)  # the template writes its own
-        ids = await asking.tokens(served, text or "", special=special)
+        ids = await prompts.tokens(served, text or "", special=special)
         names = None
         if body.return_token_strs:
             names = [served.tokenizer.convert_ids_to_tokens(token) or "" for token in ids]
@@ -194,8 +194,8 @@ class Service:
         self.check_model(body.model)
         served = self.client.served
         for token in body.tokens:
-            asking.check_token(served, token, "tokens")
-        text = asking.decoded(served, body.tokens)
+            prompts.check_token(served, token, "tokens")
+        text = prompts.decoded(served, body.tokens)
         return DetokenizeReply(prompt=text, content=text)
 
     def tokenizer_info(self) -> TokenizerInfo:

@@ -17,7 +17,7 @@ from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.core import Sampling, TokenLogprobs
 from pipespec.sampling.spec import MAX_SEED
-from pipespec.server import asking
+from pipespec.server import asking, prompts
 from pipespec.server.answering import Piece
 from pipespec.server.asking import Ask, Defaults
 from pipespec.server.chat import Chat
@@ -140,7 +140,7 @@ def test_a_template_that_refuses_is_one_sentence(tmp_path: Path) -> None:
         (target / "tokenizer_config.json").write_text(json.dumps(settings))
         served = ServedModel.of(decide(compose([f"model.target={target}", "source=ngram"])))
         with pytest.raises(ApiError, match=why) as refused:
-            asking.conversation(served, ChatRequest.model_validate({"messages": HELLO}).messages)
+            prompts.conversation(served, ChatRequest.model_validate({"messages": HELLO}).messages)
         assert (refused.value.status, refused.value.param) == (400, "messages")
         assert str(tmp_path) not in refused.value.message
 

@@ -18,7 +18,7 @@ from pipespec.config.compose import compose
 from pipespec.core import TokenLogprobs
 from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.sampling.grammar import as_bools
-from pipespec.server import asking
+from pipespec.server import asking, prompts
 from pipespec.server.answering import Piece
 from pipespec.server.asking import Ask, Defaults
 from pipespec.server.fields import ChatRequest
@@ -86,7 +86,7 @@ def test_so_is_one_that_transformers_must_read_itself(tmp_path: Path) -> None:
     served = ServedModel(str(tmp_path), len(theirs), 2000, (1,), None)
     assert not isinstance(served.tokenizer, BackendTokenizer)
     asked = ChatRequest.model_validate({"messages": CONVERSATION[:1], "tools": [WEATHER]})
-    assert asking.conversation(served, asked.messages, asked.tools or ()) == (
+    assert prompts.conversation(served, asked.messages, asked.tools or ()) == (
         theirs.apply_chat_template(CONVERSATION[:1], tools=[WEATHER], tokenize=False)
     )
 
