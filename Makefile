@@ -12,6 +12,7 @@ SETTINGS ?= verify=sample verify.temperature=0.7 verify.top_p=0.9 verify.seed=2
 
 # Eight stages held to the times of RTX 3090s, on any two cores: two and a half times slower than
 # life, so that these can keep up; few tokens, as plain decoding takes most of the time.
+WAYS := feed=root feed=level feed=best_first
 RACE := cluster.stages=8 pace=rtx3090_8 pace.scale=2.5 decode.max_new_tokens=24 \
   verify=sample verify.temperature=0.7 verify.top_p=0.9 verify.seed=3
 
@@ -22,7 +23,7 @@ FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-b
 # The tests of a file share what is slow to make; files share the cores, the long ones first.
 PYTEST_FLAGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo race test test-flashinfer check bench-quick format clean
+.PHONY: demo race pictures test test-flashinfer check bench-quick format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -30,7 +31,12 @@ demo: $(VENV)/.run
 	@echo "To see what guessing brings on eight RTX 3090s, EMULATED here, in under a minute: make race"
 
 race: $(VENV)/.run
-	$(BIN)/pipespec compare feed=root feed=level feed=best_first --prompt "$(PROMPT)" $(RACE)
+	$(BIN)/pipespec compare $(WAYS) --prompt "$(PROMPT)" $(RACE)
+
+# Those of README and docs; the dashboard's needs Debian's chromium.
+pictures: $(VENV)/.bench
+	$(BIN)/python -m tools.screenshots race docs/images/race.svg --prompt "$(PROMPT)" $(WAYS) $(RACE)
+	$(BIN)/python -m tools.screenshots dashboard docs/images/dashboard.png
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)

@@ -1,13 +1,19 @@
-"""Pictures of the dashboard: python -m tools.screenshots docs/images/dashboard.png
+"""The pictures of README and docs (`make pictures`).
 
-An EMULATED cluster of eight stages with the times of RTX 3090s, guesses by the demo draft, and as
-many requests as asked for; the tree of the first is watched. Needs playwright and Chromium.
+    python -m tools.screenshots dashboard docs/images/dashboard.png
+    python -m tools.screenshots race docs/images/race.svg WAY... --prompt TEXT SETTING...
+
+The dashboard is of an EMULATED cluster of eight stages with the times of RTX 3090s, guesses by the
+demo draft, and as many requests as asked for; the tree of the first is watched. Needs playwright
+and Chromium. The race is the table that `pipespec compare` ends with.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import re
 import tempfile
 import threading
 import urllib.request
@@ -15,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from playwright.sync_api import sync_playwright
+from rich.console import Console
 
 from benchmarks import emulated
 from benchmarks.http_server import HttpServer
+from pipespec.cli.compare import Board
+from pipespec.client.compare import compare, composed, ways_of
+from pipespec.client.dataset import Sample
 
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = (
@@ -34,17 +44,47 @@ PROMPTS = (
 # The tree is held when more than so many of its nodes are in flight.
 FLIGHT = 15
 READY_MS = 120_000
+COLUMNS = 110  # of the race
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    whole = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    kinds = whole.add_subparsers(required=True)
+    parser = kinds.add_parser("race")
+    parser.set_defaults(run=race)
+    parser.add_argument("file", type=Path, help="the picture, an SVG")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("settings", nargs="+", help="ways and settings, as for pipespec compare")
+    parser = kinds.add_parser("dashboard")
+    parser.set_defaults(run=dashboard)
     parser.add_argument("file", type=Path, help="the picture, a PNG")
     parser.add_argument("--width", type=int, default=1280, help="of the page (1280)")
     parser.add_argument("--scheme", choices=("light", "dark"), default="dark", help="(dark)")
     parser.add_argument("--requests", type=int, default=6, help="at once (6)")
     parser.add_argument("--seconds", type=float, default=20, help="before the picture (20)")
     parser.add_argument("--chromium", default=CHROMIUM, help=f"({CHROMIUM})")
-    options = parser.parse_args()
+    options = whole.parse_args()
+    options.file.parent.mkdir(parents=True, exist_ok=True)
+    options.run(options)
+
+
+def race(options: argparse.Namespace) -> None:
+    """Decode in several ways, and draw the table."""
+    ways, settings = ways_of(options.settings)
+    board = Board(ways)
+    compare(
+        composed(settings, ways),
+        [Sample("prompt", "prompt", options.prompt)],
+        on_change=board.change,
+    )
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    console.print(board.table())
+    svg = console.export_svg(title="make race")
+    options.file.write_text(re.sub(r"@font-face {.*?}", "", svg, flags=re.DOTALL))  # others' fonts
+
+
+def dashboard(options: argparse.Namespace) -> None:
+    """Ask a cluster, and take the picture of its page."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         settings = (
@@ -83,7 +123,6 @@ def take(url: str, options: argparse.Namespace) -> None:
         page.wait_for_timeout(1000 * options.seconds)
         page.locator("#tree g.flight").nth(FLIGHT).wait_for(timeout=READY_MS)
         page.click("#pause")
-        options.file.parent.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=options.file, full_page=True)
         browser.close()
 
