@@ -78,10 +78,11 @@ def of_json_schema(schema: Any) -> str:
 
 
 def of_regex(regex: str) -> str:
-    """Of the texts that a regular expression (of Rust's crate `regex`) matches as a whole."""
-    from llguidance import LLMatcher
+    """Of the texts that a regular expression (of Rust's crate `regex`, but `\\d` is 0 to 9) matches
+    as a whole."""
+    from llguidance import LLMatcher, regex_to_lark
 
-    grammar: str = LLMatcher.grammar_from_regex(regex)
+    grammar: str = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, use_ascii='d')}/")
     return grammar
 
 
