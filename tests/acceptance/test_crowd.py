@@ -167,13 +167,18 @@ def test_who_has_the_least_priority_is_served_first(clusters, prompts):
     """Six requests fill the cluster; twelve wait, the urgent ones asked last."""
     running = clusters.running(*CROWD, *WAYS[0])
     client, prompt = running.client, prompts[0][:8]
-    filling = [client.submit(prompt, GREEDY, max_new_tokens=400) for _ in range(6)]
-    asked = {
-        priority: [
-            client.ask(RequestSettings.of(compose(settings)), prompt, GREEDY) for _ in range(6)
-        ]
+    settings = {  # before anything is asked, as it takes a while
+        priority: RequestSettings.of(
+            compose([f"decode.priority={priority}", "decode.max_new_tokens=2"])
+        )
         for priority in (5, 0, -5)
-        for settings in [[f"decode.priority={priority}", "decode.max_new_tokens=2"]]
+    }
+    filling = [client.submit(prompt, GREEDY, max_new_tokens=400) for _ in range(6)]
+    for request in filling:
+        next(client.events(request))  # it is open
+    asked = {
+        priority: [client.ask(each, prompt, GREEDY) for _ in range(6)]
+        for priority, each in settings.items()
     }
     with running.cluster.open_log() as log:
         for request in filling:
