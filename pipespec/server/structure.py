@@ -113,7 +113,10 @@ def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
     for tool in tools:
         parameters = dict(tool.function.parameters or ANY_OBJECT)
         for place in DEFINITIONS:  # where references in the parameters look for them
-            for name, schema in (parameters.pop(place, None) or {}).items():
+            defined = parameters.pop(place, None) or {}
+            if not isinstance(defined, dict):
+                raise GrammarFailed(f"the {place} of {tool.function.name} are no JSON object")
+            for name, schema in defined.items():
                 if shared.setdefault(place, {}).setdefault(name, schema) != schema:
                     raise GrammarFailed(f"two tools define {place}/{name} in different ways")
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}

@@ -119,6 +119,11 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required"}, "tool_choice", "tools holds none"),
     ({"tools": [WEATHER], "parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
     ({"functions": [{"name": "a"}]}, "functions", "replaced it by tools"),
+    (
+        tool(parameters={"$defs": [1]}) | {"tool_choice": "required"},
+        "tools",
+        "no JSON object",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema exactly if"),
     (schema({"type": "string", "not": {}}), "response_format", 'Unimplemented keys: ["not"]'),
