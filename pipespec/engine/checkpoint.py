@@ -24,6 +24,7 @@ from pipespec.engine.quantization import (
     require_package,
     stored_method,
 )
+from pipespec.engine.stored.lazy import DTYPES
 from pipespec.errors import ModelError
 from pipespec.limits import MAX_COUNT, fault
 from pipespec.system.cache import remembered
@@ -48,8 +49,6 @@ _EMBEDDING = re.compile(r"\.(embed_tokens|embed_in)\.weight$")
 # Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
 # computed before and after would disagree, so that is where the usable context ends.
 _GROWING_ROPE = ("dynamic", "longrope")
-# As safetensors names them.
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +217,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
         kv_size=config.kv_size,
         matrix_bytes=tuple(matrices),
         quantization=quantization,
-        dtype=None if quantization is None else _DTYPES.get(embedding.dtype),
+        dtype=None if quantization is None else DTYPES.get(embedding.dtype),
         experts=experts,
         height=height,
         width=width,

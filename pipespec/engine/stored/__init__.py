@@ -1,0 +1,1 @@
+"""Weights that lie in files in another form than they are computed with."""
