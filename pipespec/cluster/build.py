@@ -48,14 +48,13 @@ def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlic
     device = deployment.devices[rank]
     slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing))
     name = "quantization" if rank else "draft_quantization"
-    quantization = getattr(deployment.config.model, name)
-    info.require_quantizer(f"model.{name}", quantization)
+    info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
     settings = deployment.config.model
     model = ModelSlice.load(
         info.path,
         memory.layers_of(deployment, info, rank),
         dtype=getattr(torch, deployment.dtype_of(info)),
-        quantization=quantization,
+        quantization=deployment.held(info),
         device=device,
         num_slots=slots,
         attention=settings.attention,

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import NCCL, ClusterConfig, Config
 from pipespec.controller.graph import Layout
-from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.checkpoint import KEPT_DTYPE, CheckpointInfo, inspect
 from pipespec.engine.precision import automatic
+from pipespec.engine.quantization import KEPT
 from pipespec.errors import ConfigError
 from pipespec.planning.costs import Needs, Problem, Worker
 from pipespec.planning.partition import Placement, plan_slices, split_evenly
@@ -79,6 +80,12 @@ class Deployment:
         if name == "auto":
             name = automatic(map(self.device_of, self.placement.workers_by_rank[1:]))
         return info.computes_in(name)
+
+    def held(self, info: CheckpointInfo) -> str | None:
+        """How the weights of target or draft are held, in every epoch; see CheckpointInfo."""
+        model = self.config.model
+        wanted = model.quantization if info is self.target else model.draft_quantization
+        return info.held(wanted, model.keep_quantized, self.dtype_of(info))
 
     @property
     def max_rows(self) -> int:
@@ -147,7 +154,26 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
         if placement is None:
             placement = plan_slices(unmeasured(hosts_file, config, target, draft, context))
     found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts)
+    if config.model.keep_quantized == "yes":
+        _require_kept(found)
     return replace(found, devices=tuple(map(found.device_of, placement.workers_by_rank)))
+
+
+def _require_kept(deployment: Deployment) -> None:
+    """Raise ConfigError unless weights stay in four bits."""
+    models = [info for info in (deployment.target, deployment.draft) if info is not None]
+    packed = [info for info in models if any(each.weights for each in info.kept)]
+    if not packed:
+        raise ConfigError(
+            f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
+            "stay in four bits; leave it out."
+        )
+    if all(deployment.held(info) != KEPT for info in packed):
+        raise ConfigError(
+            f"model.keep_quantized is yes, but weights of four bits are multiplied in {KEPT_DTYPE} "
+            f"alone and model.dtype is {deployment.dtype_of(packed[0])}; set "
+            f"model.dtype={KEPT_DTYPE}."
+        )
 
 
 def require_quantizers(deployment: Deployment) -> None:

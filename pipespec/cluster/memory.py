@@ -135,11 +135,10 @@ def kv_tokens(deployment: Deployment, rank: int, slots: int) -> int:
 
 def weight_bytes(deployment: Deployment, info: CheckpointInfo, rank: int, layers: range) -> int:
     """Bytes of weights that loading these layers surely takes on the rank's device."""
-    quantization = (
-        deployment.config.model.quantization if rank else deployment.config.model.draft_quantization
-    )
-    sizes = info.loaded(deployment.dtype_of(info), quantization)
-    if deployment.devices[rank] == "cpu" and quantization is None and sizes == info.stored:
+    held = deployment.held(info)
+    sizes = info.loaded(deployment.dtype_of(info), held)
+    mapped = held is None and info.unpacked is None and sizes == info.stored
+    if deployment.devices[rank] == "cpu" and mapped:
         return 0
     first, last = layers.start == 0, layers.stop == info.num_layers
     embedding = sizes.embedding if first or (last and info.tied) else 0

@@ -28,7 +28,8 @@ def require_same_model(
 def kept_model(deployment: Deployment) -> KeptModel:
     """What decides which texts the requests to a cluster get, and how long they may be."""
     target, model = deployment.target, deployment.config.model
-    quantized = "" if model.quantization is None else f" quantised to {model.quantization}"
+    held = deployment.held(target)
+    quantized = "" if held is None else f" quantised to {held}"
     return KeptModel(
         f"{target.path} ({target.kind}{quantized}, {deployment.dtype})",
         # Of a cluster for one request the pools hold less; the next may hold more.

@@ -12,6 +12,7 @@ from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, MAX_ROWS, check_choice, check_whole
 
 DTYPES = ("auto", *ITEM_BYTES)
+KEEP = ("auto", "yes", "no")
 # The share of what a device has free that KV may take, by the kind of device: a GPU is there for
 # nothing else.
 KV_SHARE = {"cpu": 0.5, "cuda": 0.9}
@@ -38,6 +39,8 @@ class ModelConfig:
 
     `draft` may be None where the source needs no draft model. `quantization` keeps the weights
     of the target's layers in fewer bits than `dtype`, `draft_quantization` those of the draft's.
+    `keep_quantized`: may weights that are packed in four bits already stay so; auto: where the
+    model computes in bfloat16.
     `kv_memory` is what a rank may take for KV: a share of what its device has free, or an amount
     ("8GiB"); None: KV_SHARE of it. `attention` is the backend of every rank's attention. On a GPU
     batches of up to so many rows as `graph_rows` names are computed by replaying a graph. `compile`
@@ -49,6 +52,7 @@ class ModelConfig:
     dtype: str = "auto"
     quantization: str | None = None
     draft_quantization: str | None = None
+    keep_quantized: str = "auto"
     context: int | None = None
     kv_memory: float | str | None = None
     attention: str = AUTO
@@ -67,5 +71,6 @@ class ModelConfig:
         for name in ("quantization", "draft_quantization"):
             if getattr(self, name) is not None:
                 check_choice(f"model.{name}", getattr(self, name), QUANTIZATIONS)
+        check_choice("model.keep_quantized", self.keep_quantized, KEEP)
         if self.context is not None:
             check_whole("model.context", self.context, 2, MAX_COUNT)

@@ -18,18 +18,26 @@ from pipespec.engine.folder import resolve
 from pipespec.engine.headers import read_json, read_tensors
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.quantization import (
+    COMPRESSED_PACKAGE,
+    KEPT,
     MXFP4,
+    PACKED_METHODS,
     QUANTIZATIONS,
     dequantised,
     require_package,
     stored_method,
+    stored_packing,
 )
+from pipespec.engine.stored import folder
+from pipespec.engine.stored.folder import LAYER, KeptLayer
 from pipespec.engine.stored.lazy import DTYPES
 from pipespec.errors import ModelError
 from pipespec.limits import MAX_COUNT, fault
 from pipespec.system.cache import remembered
 from pipespec.system.reading import Unreadable, shown, typed
 
+# In what the products of four bits compute.
+KEPT_DTYPE = "bfloat16"
 # Of what another library says of a file a message shows so many characters.
 LONGEST_REASON = 400
 _FOREIGN = "correct it, or fetch the checkpoint again"
@@ -44,7 +52,6 @@ _SIZES = (
     "max_position_embeddings",
 )
 _MAX_LAYERS = 10_000
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _EMBEDDING = re.compile(r"\.(embed_tokens|embed_in)\.weight$")
 # Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
 # computed before and after would disagree, so that is where the usable context ends.
@@ -62,7 +69,10 @@ class CheckpointInfo:
     `matrix_bytes`: what of each layer's bytes are matrices. `quantization`: by what
     method the files are quantised already, and `dtype` the type that such a model computes in;
     both None for plain weights. `experts`: some layers are mixtures. `height` and `width`: the
-    largest numbers that divide both sides of every matrix `[out, in]` of the layers.
+    largest numbers that divide both sides of every matrix `[out, in]` of the layers. `unpacked`:
+    the method of quantised files whose weights become plain ones while they load; `stored` is then
+    what they would take as plain ones, and `kept` what of each layer can stay in four bits.
+    `package`: what reads such files, if not pipespec itself.
     """
 
     path: Path
@@ -81,11 +91,16 @@ class CheckpointInfo:
     experts: bool = False
     height: int = 1
     width: int = 1
+    unpacked: str | None = None
+    kept: tuple[KeptLayer, ...] = ()
+    package: str | None = None
 
     @property
     def kind(self) -> str:
         """What all hosts must have in common, in words."""
-        weights = "plain" if self.quantization is None else f"{self.quantization} in {self.dtype}"
+        weights = self.unpacked or "plain"
+        if self.quantization is not None:
+            weights = f"{self.quantization} in {self.dtype}"
         return f"{self.model_type}, {self.num_layers} layers of {self.hidden_size}, {weights}"
 
     def computes_in(self, dtype: str) -> str:
@@ -98,7 +113,13 @@ class CheckpointInfo:
         # Numbers of the embedding are stored in as many bytes as all that is not quantised.
         growth = item / (stored.embedding / (self.vocab_size * self.hidden_size))
         layers = stored.layers
-        if self.quantization is None:
+        if quantization == KEPT:
+            one = stored.embedding / (self.vocab_size * self.hidden_size)
+            layers = tuple(
+                int((size - kept.weights * one) * growth) + kept.num_bytes
+                for size, kept in zip(layers, self.kept, strict=True)
+            )
+        elif self.quantization is None:
             shrink = 1.0 if quantization is None else QUANTIZATIONS[quantization].bits / 8 / item
             layers = tuple(
                 int((size - matrices + matrices * shrink) * growth)
@@ -106,12 +127,22 @@ class CheckpointInfo:
             )
         return Sizes(layers, int(stored.embedding * growth), int(stored.head * growth))
 
+    def held(self, quantization: str | None, keep: str, dtype: str) -> str | None:
+        """How its weights are held in memory: one of QUANTIZATIONS, or KEPT, or None, as they are.
+
+        `quantization` is the setting, `keep` that of `model.keep_quantized`.
+        """
+        if keep != "no" and dtype == KEPT_DTYPE and any(each.weights for each in self.kept):
+            return KEPT
+        return quantization
+
     def check_quantization(self, name: str, quantization: str | None) -> None:
         """Raise ModelError unless it can be loaded so; `name` is that of the setting."""
-        if self.quantization is not None:
+        already = self.quantization or self.unpacked
+        if already is not None:
             if quantization is not None:
                 raise ModelError(
-                    f"{self.path} is quantised already, by {self.quantization}; leave {name} out"
+                    f"{self.path} is quantised already, by {already}; leave {name} out"
                 )
         elif quantization is not None:
             if self.experts:
@@ -128,7 +159,9 @@ class CheckpointInfo:
 
     def require_quantizer(self, name: str, quantization: str | None) -> None:
         """Raise ModelError unless this machine has the package that loads it so."""
-        if self.quantization is not None:
+        if self.package is not None:
+            require_package(self.package, f"{self.path} ({self.unpacked})")
+        elif self.quantization is not None:
             require_package(self.quantization, f"{self.path} ({self.quantization})")
         elif quantization is not None:
             require_package(QUANTIZATIONS[quantization].package, f"{name}={quantization}")
@@ -164,8 +197,16 @@ def inspect(model: str | Path) -> CheckpointInfo:
     except RecursionError as error:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {_FOREIGN}") from error
     tensors = read_tensors(path)
+    unpacked, packed = None, None
+    kept: tuple[KeptLayer, ...] = ()
     if quantization == MXFP4:
         tensors, quantization = dequantised(tensors), None
+    elif quantization in PACKED_METHODS:
+        packed = stored_packing(path, raw["quantization_config"])
+        if packed is not None:
+            kept = folder.kept_layers(tensors, packed, config.num_layers)
+        tensors = folder.as_plain(path, tensors, packed)
+        unpacked, quantization = quantization, None
     if config.num_layers > len(tensors):
         raise ModelError(
             f"{path} holds {len(tensors)} tensors, but config.json counts "
@@ -176,7 +217,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
     height = width = 0
     embedding, head, experts = None, 0, False
     for name, tensor in tensors.items():
-        layer = _LAYER.search(name)
+        layer = LAYER.search(name)
         if layer is not None and int(layer[1]) < len(layers):
             layers[int(layer[1])] += tensor.num_bytes
             if len(tensor.shape) > 1:
@@ -221,6 +262,9 @@ def inspect(model: str | Path) -> CheckpointInfo:
         experts=experts,
         height=height,
         width=width,
+        unpacked=unpacked,
+        kept=kept,
+        package=COMPRESSED_PACKAGE if unpacked is not None and packed is None else None,
     )
 
 

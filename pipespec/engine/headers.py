@@ -31,6 +31,11 @@ class Tensor:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Name, shape and size of every tensor of a checkpoint folder. Raises ModelError."""
+    return {name: each for held in shards(path).values() for name, each in held.items()}
+
+
+def shards(path: Path) -> dict[Path, dict[str, Tensor]]:
+    """The same, of each file. Raises ModelError."""
     index = path / _INDEX
     if not os.path.isfile(index):
         if not os.path.isfile(path / _WEIGHTS):
@@ -38,20 +43,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
                 f"{path} holds no {_WEIGHTS}; only safetensors checkpoints can be loaded, so "
                 "convert it with save_pretrained"
             )
-        return _header(path / _WEIGHTS)
+        return {path / _WEIGHTS: _header(path / _WEIGHTS)}
     shard_of = weight_map(index, read_json(index))
-    tensors: dict[str, Tensor] = {}
+    found: dict[Path, dict[str, Tensor]] = {}
     for shard in sorted(set(shard_of.values())):
         if not os.path.isfile(path / shard):
             raise ModelError(f"the shard {shard} named by {index} is missing; fetch it again")
-        tensors |= _header(path / shard)
-    absent = shard_of.keys() - tensors.keys()
+        found[path / shard] = _header(path / shard)
+    absent = shard_of.keys() - {name for held in found.values() for name in held}
     if absent:
         raise ModelError(
             f"{index} names {len(absent)} tensors that no shard holds, for example "
             f"{min(absent)}; fetch the checkpoint again"
         )
-    return tensors
+    return found
 
 
 def weight_map(index: Path, content: Any) -> dict[str, str]:

@@ -9,9 +9,7 @@ the batch's plan to a backend (`pipespec.engine.attention`).
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from pipespec.engine import loading
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import choose, hook
 from pipespec.engine.attention.flat import FlatAttention
@@ -27,20 +26,13 @@ from pipespec.engine.attention.plan import Attention, AttentionPlan, causal_plan
 from pipespec.engine.attention.proof import Layer
 from pipespec.engine.compiling import Compute, compiled
 from pipespec.engine.graphs import Recorder, Recording, record_cuda
-from pipespec.engine.precision import name_of
-from pipespec.engine.quantization import loading_options
+from pipespec.engine.quantization import KEPT
 from pipespec.engine.slicing import drop_placeholders, sliced_class
-from pipespec.errors import ModelError
 from pipespec.system.quiet import quiet
 
 with quiet():
-    from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import MoeModelOutputWithPast
-    from transformers.utils import logging as transformers_logging
-
-# `from_pretrained` sets process-wide state while it runs (default dtype, initialisers, log
-# level), and the ranks of a test cluster are threads of one process.
-_loading = threading.Lock()
 
 
 class ModelSlice:
@@ -51,9 +43,16 @@ class ModelSlice:
     """
 
     def __init__(
-        self, model: PreTrainedModel, layers: range, num_slots: int, attention: Attention | str
+        self,
+        model: PreTrainedModel,
+        layers: range,
+        num_slots: int,
+        attention: Attention | str,
+        *,
+        steady: bool = False,
     ):
-        """Wrap what `load` loaded."""
+        """Wrap what `load` loaded. `steady`: on a CPU a row is the same in every batch, also in
+        bfloat16."""
         config = model.config
         self.layers = layers
         self.num_layers: int = config.num_hidden_layers  # of the whole model
@@ -74,6 +73,7 @@ class ModelSlice:
         self._attentions = [
             hook.attach(layer, self._slice, num_slots) for layer in self._base.layers
         ]
+        self._steady = steady and self.device.type == "cpu"
         self._recordings: list[Recording] = []  # of rising numbers of rows
         self._compiled: Compute | None = None
         self._allocate()
@@ -85,7 +85,7 @@ class ModelSlice:
         if isinstance(attention, str):
             with torch.inference_mode():
                 self.attention, self._slice.attention, self.refused = choose.choose(
-                    attention, self.device, num_slots, self.attention_layers
+                    attention, self.device, num_slots, self.attention_layers, steady=self._steady
                 )
 
     @classmethod
@@ -105,41 +105,20 @@ class ModelSlice:
 
         `attention` is the name of a backend, or one for this slice alone that is not proved.
         `dtype` None keeps the checkpoint's; `quantization` is one of QUANTIZATIONS, for plain
-        weights. Prints nothing, unless `progress` asks for the progress bar of Transformers.
-        Raises `ModelError` if the architecture is not supported, if tensors are missing or of
-        another shape, or if a quantised checkpoint cannot be had in that type.
+        weights, or KEPT, for such as are packed in four bits. Prints nothing, unless `progress`
+        asks for the progress bar of Transformers. Raises `ModelError` if the architecture is not
+        supported, if tensors are missing or of another shape, or if a quantised checkpoint cannot
+        be had in that type.
         """
-        with _loading, quiet(), _log_level(progress):
-            config = AutoConfig.from_pretrained(path, local_files_only=True)
-            require_supported(config.model_type, path)
-            assert layers.step == 1
-            assert 0 <= layers.start < layers.stop <= config.num_hidden_layers
-            hook.register()
-            model, loaded = sliced_class(config, layers).from_pretrained(
-                path,
-                config=config,
-                dtype=dtype if dtype is not None else "auto",
-                device_map={"": torch.device(device)},
-                attn_implementation=hook.NAME,
-                local_files_only=True,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **loading_options(config, quantization, dtype),
-            )
-        for what in ("missing_keys", "mismatched_keys"):
-            if loaded[what]:
-                raise ModelError(
-                    f"{path} does not fit its config.json: {len(loaded[what])} "
-                    f"{what.replace('_keys', ' tensors')}, for example "
-                    f"{_name(min(loaded[what]))}; fetch the checkpoint again"
-                )
-        if dtype is not None and model.dtype != dtype:
-            raise ModelError(
-                f"{path} is quantised for {name_of(model.dtype)}, not {name_of(dtype)}; leave "
-                "model.dtype out"
-            )
-        return cls(model, layers, num_slots, attention)
+        model = loading.load(
+            Path(path),
+            layers,
+            dtype=dtype,
+            quantization=quantization,
+            device=torch.device(device),
+            progress=progress,
+        )
+        return cls(model, layers, num_slots, attention, steady=quantization == KEPT)
 
     @classmethod
     def random(
@@ -156,7 +135,7 @@ class ModelSlice:
 
         Every layer that `config` counts is made at first, also those outside of `layers`.
         """
-        with _loading, torch.device(device):
+        with loading.lock, torch.device(device):
             require_supported(config.model_type, "the model")
             hook.register()
             model = sliced_class(config, layers)._from_config(
@@ -286,6 +265,8 @@ class ModelSlice:
     def logits(self, hidden: Tensor) -> Tensor:
         """`[k, hidden]` as the last slice's `forward` returned it -> `[k, vocab]`."""
         assert self.is_last, "only the last slice has a head"
+        if self._steady and len(hidden) == 1:  # the product with one row is another kernel's
+            return self.logits(hidden.expand(2, -1))[:1]
         return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
 
     def _allocate(self) -> None:
@@ -320,25 +301,3 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         add(tensor)
     return sum(found.values())
-
-
-@contextmanager
-def _log_level(progress: bool) -> Iterator[None]:
-    """Keep Transformers from printing: what matters of its reports is raised instead."""
-    level, bar = (
-        transformers_logging.get_verbosity(),
-        transformers_logging.is_progress_bar_enabled(),
-    )
-    transformers_logging.set_verbosity_error()
-    if not progress:
-        transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bar:
-            transformers_logging.enable_progress_bar()
-
-
-def _name(key: str | tuple[Any, ...]) -> str:
-    return key if isinstance(key, str) else str(key[0])

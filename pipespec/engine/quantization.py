@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.headers import Tensor
+from pipespec.engine.stored.packed import AWQ, COMPRESSED, GPTQ, Packing, is_whole, packing
 from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # a wrong setting is refused without them
@@ -48,6 +49,14 @@ QUANTIZATIONS = {
 # tests/integration/test_quantization.py.
 METHODS = ("bitsandbytes", "torchao")
 
+# Packed integers of four bits stay so (`model.keep_quantized`), instead of becoming plain weights.
+KEPT = "int4"
+
+# Methods whose weights become plain ones while they load; compressed-tensors' package reads what
+# is not packed into words.
+PACKED_METHODS = (AWQ, GPTQ, COMPRESSED)
+COMPRESSED_PACKAGE = "compressed_tensors"
+
 # The method of published gpt-oss: experts in blocks of 32 4-bit floats with one scale. They are
 # dequantised while they load, on every device, so that all ranks compute the same; such a
 # checkpoint then counts as one of plain weights.
@@ -58,7 +67,8 @@ def require_package(package: str, why: str) -> None:
     """Raise ModelError unless the package is installed; `why`: what wants it, for the message."""
     if find_spec(package) is None:
         raise ModelError(
-            f"{why} needs {package}, which is not installed; pip install 'pipespec[quantize]'"
+            f"{why} needs {package.replace('_', '-')}, which is not installed; pip install "
+            "'pipespec[quantize]'"
         )
 
 
@@ -73,10 +83,11 @@ def stored_method(path: Path, config: Any) -> str | None:
     in_8_bit = settings.get("load_in_8bit")
     old = "bitsandbytes" if in_8_bit or settings.get("load_in_4bit") else None
     method = str(settings.get("quant_method", old))
-    if method not in (*METHODS, MXFP4):
+    known = (*METHODS, MXFP4, *PACKED_METHODS)
+    if method not in known:
         raise ModelError(
             f"{path} is quantised by {method!r}, which is not supported; supported are "
-            f"{', '.join((*METHODS, MXFP4))}"
+            f"{', '.join(known)}"
         )
     kind = "LLM.int8" if in_8_bit else _activations(settings.get("quant_type"))
     if kind is not None:
@@ -85,6 +96,17 @@ def stored_method(path: Path, config: Any) -> str | None:
             "so the text would depend on the guesses; take a 4-bit or a weight-only checkpoint"
         )
     return method
+
+
+def stored_packing(path: Path, config: Any) -> Packing | None:
+    """How the files' matrices are packed, None if they are not. Raises ModelError.
+
+    `config` is the `quantization_config` of config.json.
+    """
+    settings = config if isinstance(config, dict) else {}
+    if settings.get("quant_method") not in PACKED_METHODS or is_whole(settings):
+        return None
+    return packing(path, settings)
 
 
 def _activations(config: Any) -> str | None:
@@ -117,6 +139,10 @@ def loading_options(
         from transformers import Mxfp4Config
 
         return {"quantization_config": Mxfp4Config(dequantize=True)}
+    if stored is not None and stored.get("quant_method") == COMPRESSED:
+        from transformers import CompressedTensorsConfig
+
+        return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
     if name is None:
         return {}
     assert name in QUANTIZATIONS

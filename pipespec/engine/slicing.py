@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 from pipespec.system.quiet import quiet
@@ -17,10 +19,15 @@ _FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
 _SPARED = "spared"
 
 
-def sliced_class(config: PretrainedConfig, layers: range) -> type[PreTrainedModel]:
+def sliced_class(
+    config: PretrainedConfig,
+    layers: range,
+    prepare: Callable[[PreTrainedModel], None] = lambda _: None,
+) -> type[PreTrainedModel]:
     """The model's own class, which leaves out what is not of `layers` before weights load.
 
     Other slices' layers are empty placeholders, so that those that remain keep their names.
+    `prepare` is done to the model then.
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
@@ -40,6 +47,7 @@ def sliced_class(config: PretrainedConfig, layers: range) -> type[PreTrainedMode
         # A tied head is stored as the embedding, and loads as that.
         if not is_first and not (is_last and config.tie_word_embeddings):
             _leave_out(base, base.get_input_embeddings())
+        prepare(self)
 
     # Transformers finds conversions and error messages by the class's name and module.
     return type(

@@ -107,6 +107,7 @@ class Figures:
     draft: ModelSizes | None
     members: Mapping[str, DeviceFigures]
     links: Sequence[LinkFigures]
+    keep_quantized: str = "auto"
 
     @classmethod
     def read(cls, file: str) -> Figures:
@@ -190,6 +191,7 @@ def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
         ("dtype", figures.dtype, choose_dtype(hosts_file, config)),
         ("quantization", figures.quantization[0], model.quantization),
         ("draft_quantization", figures.quantization[1], model.draft_quantization),
+        ("keep_quantized", figures.keep_quantized, model.keep_quantized),
     ):
         if found != wanted:
             raise ConfigError(
@@ -232,12 +234,14 @@ def unmeasured(
     dtype = choose_dtype(hosts_file, config)
     num_ranks = hosts_file.num_stages + 1
     slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
-    weights = target.loaded(dtype, config.model.quantization)
+    model = config.model
+    weights = target.loaded(dtype, target.held(model.quantization, model.keep_quantized, dtype))
     draft_bytes = 0
     if draft is not None:
         pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
         slot_bytes = draft.num_layers * draft.kv_size * ITEM_BYTES[draft.computes_in(dtype)]
-        draft_bytes = draft.loaded(dtype, config.model.draft_quantization).total + pool * slot_bytes
+        held = draft.held(model.draft_quantization, model.keep_quantized, dtype)
+        draft_bytes = draft.loaded(dtype, held).total + pool * slot_bytes
     return Problem(
         workers=tuple(
             Worker(name, memory_bytes=_granted(hosts_file, name, inf))

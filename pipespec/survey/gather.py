@@ -66,6 +66,7 @@ def gather(
         length=LENGTH,
         dtype=dtype,
         quantization=(config.model.quantization, config.model.draft_quantization),
+        keep_quantized=config.model.keep_quantized,
         target=first["target"],
         draft=first["draft"],
         members={
@@ -119,4 +120,5 @@ def _wish(hosts_file: HostsFile, host: Host, config: Config, dtype: str) -> Wish
         children=config.feed.children,
         dtype=dtype,
         quantization=(config.model.quantization, config.model.draft_quantization),
+        keep_quantized=config.model.keep_quantized,
     )

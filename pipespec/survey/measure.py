@@ -66,6 +66,11 @@ class Wish:
     children: int
     dtype: str
     quantization: tuple[str | None, str | None] = (None, None)
+    keep_quantized: str = "auto"
+
+    def held(self, info: CheckpointInfo, role: str) -> str | None:
+        """How target (`stage`) or draft is held; see CheckpointInfo."""
+        return info.held(self.quantization[role == "draft"], self.keep_quantized, self.dtype)
 
 
 def measure(wish: Wish) -> dict[str, Any]:
@@ -100,10 +105,9 @@ def measure(wish: Wish) -> dict[str, Any]:
                     measured[key] = bench.cached(role, info)
                 figures[role] = measured[key]
         found.append(figures)
-    of_target, of_draft = wish.quantization
     return {
-        "target": _sizes(target, wish.dtype, of_target),
-        "draft": None if draft is None else _sizes(draft, wish.dtype, of_draft),
+        "target": _sizes(target, wish.dtype, wish.held(target, "stage")),
+        "draft": None if draft is None else _sizes(draft, wish.dtype, wish.held(draft, "draft")),
         "devices": found,
     }
 
@@ -150,7 +154,7 @@ class _Bench:
             "length": wish.length,
             "children": wish.children if role == "draft" else None,
             "dtype": wish.dtype,
-            "quantization": self.quantization(role),
+            "quantization": wish.held(info, role),
             "versions": [package_version(name) for name in VERSIONS],
         }
         kept = recall("measured", key)
@@ -173,7 +177,7 @@ class _Bench:
 
     def stage(self, info: CheckpointInfo) -> dict[str, float]:
         """One layer, the embedding, the LM head; KV bytes of a layer's slot."""
-        count, of_target = info.num_layers, self.quantization("stage")
+        count, of_target = info.num_layers, self.wish.held(info, "stage")
         layer_bytes = max(info.loaded(self.wish.dtype, of_target).layers)
         timed = max(1, min(MAX_LAYERS, count, int(self.memory * MEMORY_SHARE) // layer_bytes))
         start = (count - timed) // 2
@@ -195,7 +199,7 @@ class _Bench:
 
     def draft(self, info: CheckpointInfo) -> dict[str, float] | None:
         """One round: `rows` nodes expanded. None if there is no room for the draft."""
-        of_draft = self.quantization("draft")
+        of_draft = self.wish.held(info, "draft")
         if info.loaded(self.wish.dtype, of_draft).total > self.memory:
             return None
         model = self.load(info, range(info.num_layers), of_draft)
@@ -211,9 +215,6 @@ class _Bench:
             "weight_bytes": model.num_weight_bytes,
             "kv_slot_bytes": model.num_kv_bytes / model.num_slots,
         }
-
-    def quantization(self, role: str) -> str | None:
-        return self.wish.quantization[role == "draft"]
 
     def load(self, info: CheckpointInfo, layers: range, quantization: str | None) -> ModelSlice:
         """A slice with room for the text and one batch."""

@@ -256,7 +256,7 @@ DYNAMIC = TorchAoConfig(Int8DynamicActivationInt8WeightConfig()).to_dict()
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"quant_method": "gptq", "bits": 4}, r"'gptq', which is not supported; supported are"),
+        ({"quant_method": "hqq", "bits": 4}, r"'hqq', which is not supported; supported are"),
         ({"load_in_8bit": True}, r"LLM\.int8, which may round a row by what else is in its batch"),
         ("int8", r"is quantised by 'None', which is not supported"),
         (DYNAMIC, r"Int8DynamicActivationInt8WeightConfig, which may round a row by what else"),

@@ -24,12 +24,18 @@ PACKAGES = {TRITON: ("triton", "triton"), FLASHINFER: ("flashinfer", "cuda")}
 
 
 def choose(
-    name: str, device: torch.device, num_slots: int, layers: Sequence[Layer]
+    name: str,
+    device: torch.device,
+    num_slots: int,
+    layers: Sequence[Layer],
+    *,
+    steady: bool = False,
 ) -> tuple[str, Attention, list[str]]:
     """The backend of a name for a slice of such layers on a device, or the next that proves itself
     there; its name, and a sentence on each that does not serve.
 
-    `auto` is PyTorch's own, until `pipespec.engine.tuning` has found a faster one.
+    `auto` is PyTorch's own, until `pipespec.engine.tuning` has found a faster one;
+    `steady` is for that alone.
     """
     refused: list[str] = []
     name = SDPA if name == AUTO else name
@@ -39,7 +45,7 @@ def choose(
             return name, make(name, device, num_slots), refused
         refused.append(f"attention={name} is not used, {NEXT[name]} serves: {wrong}.")
         name = NEXT[name]
-    return name, make(name, device, num_slots), refused
+    return name, make(name, device, num_slots, steady=steady), refused
 
 
 def missing(name: str, device_type: str) -> str | None:
@@ -65,8 +71,8 @@ def fault(name: str, device: torch.device, layers: Sequence[Layer]) -> str | Non
         return f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def make(name: str, device: torch.device, num_slots: int) -> Attention:
-    """The backend of a name, for pools of so many slots on a device."""
+def make(name: str, device: torch.device, num_slots: int, *, steady: bool = False) -> Attention:
+    """The backend of a name, for pools of so many slots on a device; `steady`: see `Sdpa`."""
     if name == FLASHINFER:
         from pipespec.engine.attention.flashinfer import FlashInfer
 
@@ -82,4 +88,4 @@ def make(name: str, device: torch.device, num_slots: int) -> Attention:
     from pipespec.engine.attention.sdpa import Sdpa
 
     assert name == SDPA, name
-    return Sdpa()
+    return Sdpa(steady=steady)

@@ -45,9 +45,14 @@ class _Keys:
 
 
 class Sdpa:
-    """The `Attention` of this backend."""
+    """The `Attention` of this backend.
 
-    def __init__(self) -> None:
+    With `steady` it computes in float64, so that what is rounded to the type of the rows is the
+    same whatever else is in their batch.
+    """
+
+    def __init__(self, *, steady: bool = False) -> None:
+        self._steady = steady
         self._plan: AttentionPlan | None = None
         # What the layers of a window and with so many query heads to a KV head share.
         self._prepared: dict[tuple[int | None, int], tuple[Tensor, list[_Keys]]] = {}
@@ -61,6 +66,9 @@ class Sdpa:
     ) -> Tensor:
         plain = options.softcap is None and options.sinks is None
         attend_segment = _fused if plain else _explicit
+        dtype = query.dtype
+        if self._steady:
+            query = query.double()
         group = query.shape[1] // key.shape[1] if plain else 1
         wanted = options.window, group
         if wanted not in self._prepared:
@@ -70,13 +78,14 @@ class Sdpa:
         pool.keys.index_copy_(0, write, key)
         pool.values.index_copy_(0, write, value)
         if len(segments) == 1:
-            return attend_segment(query, pool, segments[0], options)
-        return torch.cat([attend_segment(query[s.rows], pool, s, options) for s in segments])
+            return attend_segment(query, pool, segments[0], options).to(dtype)
+        found = [attend_segment(query[s.rows], pool, s, options) for s in segments]
+        return torch.cat(found).to(dtype)
 
 
 def _fused(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -> Tensor:
     rows, heads, _ = query.shape
-    k, v = keys.read(pool.keys), keys.read(pool.values)
+    k, v = (keys.read(each).to(query.dtype) for each in (pool.keys, pool.values))
     kv_heads = k.shape[1]
     group = heads // kv_heads
     grouped = query.view(rows, kv_heads, group, -1).transpose(0, 1)
@@ -93,7 +102,7 @@ def _fused(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -
 def _explicit(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -> Tensor:
     """Scores, cap, sinks and softmax spelled out, for the layers that SDPA cannot express."""
     rows, heads, _ = query.shape
-    k, v = keys.read(pool.keys), keys.read(pool.values)
+    k, v = (keys.read(each).to(query.dtype) for each in (pool.keys, pool.values))
     grouped = query.view(rows, k.shape[1], -1, query.shape[2])
     scores = torch.einsum("rkgd,nkd->kgrn", grouped, k) * options.scaling
     if options.softcap is not None:
@@ -103,7 +112,9 @@ def _explicit(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions
     if options.sinks is not None:
         sinks = options.sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1)
         scores = torch.cat([scores, sinks.expand(-1, -1, rows, 1)], dim=-1)
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype)[..., : len(k)]
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
+        v.dtype
+    )[..., : len(k)]
     return torch.einsum("kgrn,nkd->rkgd", weights, v).reshape(rows, heads, v.shape[2])
 
 

@@ -114,7 +114,7 @@ def test_the_next_choice_serves_and_says_why(tmp_path: Path, monkeypatch: pytest
 
     right = choose.make
 
-    def wrong(name: str, device: torch.device, num_slots: int) -> Attention:
+    def wrong(name: str, device: torch.device, num_slots: int, **_: bool) -> Attention:
         made = right(name, device, num_slots)
         return Forgetful(device, num_slots) if name == "static" else made
 
@@ -124,7 +124,7 @@ def test_the_next_choice_serves_and_says_why(tmp_path: Path, monkeypatch: pytest
     (said,) = without.refused
     assert said.startswith("attention=static is not used, sdpa serves: its error is")
 
-    def broken(name: str, device: torch.device, num_slots: int) -> Attention:
+    def broken(name: str, device: torch.device, num_slots: int, **_: bool) -> Attention:
         if name == "static":
             raise RuntimeError("no kernel image\nis available")
         return right(name, device, num_slots)
