@@ -23,6 +23,7 @@ from pipespec.config.schema import NCCL
 from pipespec.controller.membership import Membership
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
+from pipespec.engine.stored.gguf import is_gguf
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
 from pipespec.system.waiting import spins
 from pipespec.transport.distributed import (
@@ -93,10 +94,11 @@ def on_this_host(deployment: Deployment, host: Host) -> Deployment:
 
     def here(path: Path, given: str | None, kind: str) -> Path:
         found = Path(given).expanduser() if given else path
-        if not found.is_dir():
+        if not (found.is_dir() or (is_gguf(found) and found.is_file())):
+            what = "file" if is_gguf(found) else "folder"
             raise ConfigError(
-                f"Host {host.name} has no folder {found}; put the {kind} model there, or name its "
-                f"folder as {kind} of that host in the hosts file."
+                f"Host {host.name} has no {what} {found}; put the {kind} model there, or name its "
+                f"{what} as {kind} of that host in the hosts file."
             )
         return found
 

@@ -5,7 +5,6 @@ No weight is loaded here, so that a folder that cannot work is refused before an
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import re
 from collections.abc import Mapping
@@ -15,7 +14,8 @@ from typing import Any
 
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.folder import resolve
-from pipespec.engine.headers import read_json, read_tensors
+from pipespec.engine.headers import Tensor, read_json, read_tensors
+from pipespec.engine.model_config import FOREIGN, check_sizes, read_config, read_eos
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.quantization import (
     COMPRESSED_PACKAGE,
@@ -28,43 +28,24 @@ from pipespec.engine.quantization import (
     stored_method,
     stored_packing,
 )
-from pipespec.engine.stored import folder
+from pipespec.engine.stored import folder, gguf
 from pipespec.engine.stored.folder import LAYER, KeptLayer
 from pipespec.engine.stored.lazy import DTYPES
 from pipespec.errors import ModelError
-from pipespec.limits import MAX_COUNT, fault
-from pipespec.system.cache import remembered
-from pipespec.system.reading import Unreadable, shown, typed
+from pipespec.system.reading import shown
 
 # In what the products of four bits compute.
 KEPT_DTYPE = "bfloat16"
-# Of what another library says of a file a message shows so many characters.
-LONGEST_REASON = 400
-_FOREIGN = "correct it, or fetch the checkpoint again"
-_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "vocab_size",
-    "max_position_embeddings",
-)
-_MAX_LAYERS = 10_000
 _EMBEDDING = re.compile(r"\.(embed_tokens|embed_in)\.weight$")
-# Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
-# computed before and after would disagree, so that is where the usable context ends.
-_GROWING_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
     """What the rest of pipespec needs to know of a checkpoint before it is loaded.
 
-    `path` is the local folder. `vocab_size` counts the rows of the embedding, which may be
-    padded beyond the tokenizer's tokens. `context` is the longest sequence in tokens. `eos` are
-    the token ids that end a text. `stored` are the sizes in the files. `tied`: the embedding is
+    `path` is the local folder, or GGUF file. `vocab_size` counts the rows of the embedding, which
+    may be padded beyond the tokenizer's tokens. `context` is the longest sequence in tokens. `eos`
+    are the token ids that end a text. `stored` are the sizes in the files. `tied`: the embedding is
     the output head too. `kv_size`: how many numbers K and V of one token in one layer are.
     `matrix_bytes`: what of each layer's bytes are matrices. `quantization`: by what
     method the files are quantised already, and `dtype` the type that such a model computes in;
@@ -181,32 +162,22 @@ class Sizes:
 
 
 def inspect(model: str | Path) -> CheckpointInfo:
-    """Read a checkpoint's config and headers: a folder, or the id of a Hugging Face Hub model.
+    """Read a checkpoint's config and headers: of a folder, a GGUF file, or the id of a Hugging Face
+    Hub model.
 
     A hub model is downloaded into the hub's own cache unless it is there. Raises `ModelError`,
     in one sentence, for whatever would keep the checkpoint from being loaded.
     """
     path = resolve(model)
-    raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
+    files = _of_file(path) if gguf.is_gguf(path) else _of_folder(path)
+    raw, tensors = files.config, files.tensors
     model_type = str(raw.get("model_type"))
     require_supported(model_type, path)
-    _check_sizes(path, raw)
+    check_sizes(path, raw)
     try:
-        quantization = stored_method(path, raw.get("quantization_config"))
-        config = _read_config(path, raw)
+        config = read_config(path, raw)
     except RecursionError as error:
-        raise ModelError(f"{path / 'config.json'} is nested too deeply; {_FOREIGN}") from error
-    tensors = read_tensors(path)
-    unpacked, packed = None, None
-    kept: tuple[KeptLayer, ...] = ()
-    if quantization == MXFP4:
-        tensors, quantization = dequantised(tensors), None
-    elif quantization in PACKED_METHODS:
-        packed = stored_packing(path, raw["quantization_config"])
-        if packed is not None:
-            kept = folder.kept_layers(tensors, packed, config.num_layers)
-        tensors = folder.as_plain(path, tensors, packed)
-        unpacked, quantization = quantization, None
+        raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
     if config.num_layers > len(tensors):
         raise ModelError(
             f"{path} holds {len(tensors)} tensors, but config.json counts "
@@ -252,102 +223,56 @@ def inspect(model: str | Path) -> CheckpointInfo:
         hidden_size=config.hidden_size,
         vocab_size=embedding.shape[0],
         context=config.context,
-        eos=_eos(path, config),
+        eos=read_eos(path, config),
         stored=Sizes(tuple(layers), embedding.num_bytes, head),
         tied=config.tied,
         kv_size=config.kv_size,
         matrix_bytes=tuple(matrices),
-        quantization=quantization,
-        dtype=None if quantization is None else DTYPES.get(embedding.dtype),
+        quantization=files.quantization,
+        dtype=None if files.quantization is None else DTYPES.get(embedding.dtype),
         experts=experts,
         height=height,
         width=width,
-        unpacked=unpacked,
-        kept=kept,
-        package=COMPRESSED_PACKAGE if unpacked is not None and packed is None else None,
+        unpacked=files.unpacked,
+        kept=(*files.kept, *[KeptLayer()] * len(layers))[: len(layers)] if files.kept else (),
+        package=files.package,
     )
 
 
-@dataclass(frozen=True)
-class _Config:
-    """What we need of a model's config, with the defaults of its class in Transformers.
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What the files of a checkpoint say; see `CheckpointInfo`. `tensors` are those of plain
+    weights, unless `quantization` says otherwise."""
 
-    `eos` is as it stands there; see `CheckpointInfo` for the rest.
-    """
-
-    num_layers: int
-    hidden_size: int
-    context: int
-    kv_size: int
-    tied: bool
-    eos: int | list[int] | None
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    quantization: str | None = None
+    unpacked: str | None = None
+    kept: tuple[KeptLayer, ...] = ()
+    package: str | None = None
 
 
-def _read_config(path: Path, raw: Mapping[str, Any]) -> _Config:
-    """Transformers' reading of config.json, which is kept: importing it takes seconds."""
-    depends = {"config": raw, "transformers": importlib.metadata.version("transformers")}
-    return remembered("configs", _Config, depends, lambda: _by_transformers(path))
+def _of_file(path: Path) -> _Files:
+    header = gguf.header(path)
+    return _Files(header.settings, header.plain, unpacked=gguf.GGUF, package=gguf.PACKAGE)
 
 
-def _by_transformers(path: Path) -> _Config:
-    config = _load_config(path)
-    return _Config(
-        config.num_hidden_layers,
-        config.hidden_size,
-        _context(config),
-        _kv_size(config),
-        bool(config.tie_word_embeddings),
-        getattr(config, "eos_token_id", None),
-    )
-
-
-def _load_config(path: Path) -> Any:
-    from transformers import AutoConfig
-
+def _of_folder(path: Path) -> _Files:
+    raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
+    stored = raw.get("quantization_config")
+    # An architecture that is not supported is a better answer than how it is quantised.
+    require_supported(str(raw.get("model_type")), path)
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # any class's code meets any values
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
-        raise ModelError(f"{path / 'config.json'} is not valid: {reason}; {_FOREIGN}") from error
-
-
-def _check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
-    """Raise ModelError if a size in config.json is out of range; Transformers checks types."""
-    for name in _SIZES:
-        most = _MAX_LAYERS if name == "num_hidden_layers" else MAX_COUNT
-        wrong = fault(name, raw.get(name), 1, most)
-        if wrong and type(raw.get(name)) in (int, float):
-            raise ModelError(f"{path / 'config.json'}: {wrong[:-1]}; fetch the checkpoint again")
-
-
-def _kv_size(config: Any) -> int:
-    heads = config.num_attention_heads
-    if getattr(config, "qk_rope_head_dim", None) is not None:  # latent attention
-        return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    # A config.json may name what its architecture ignores; the class knows.
-    grouped = hasattr(type(config), "num_key_value_heads") and config.num_key_value_heads
-    return int(2 * head_dim * (grouped or heads))
-
-
-def _context(config: Any) -> int:
-    context = int(config.max_position_embeddings)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _GROWING_ROPE:
-        original = rope.get("original_max_position_embeddings")
-        original = original or getattr(config, "original_max_position_embeddings", None)
-        context = min(context, int(original or context))
-    return context
-
-
-def _eos(path: Path, config: _Config) -> tuple[int, ...]:
-    generation = path / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if eos is None:
-        eos = config.eos
-    if eos is None:
-        return ()
-    try:
-        return typed("eos_token_id", eos if isinstance(eos, list) else [eos], tuple[int, ...])
-    except Unreadable as error:
-        raise ModelError(f"{path}: {error}; {_FOREIGN}") from error
+        method = stored_method(path, stored)
+    except RecursionError as error:
+        raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
+    tensors = read_tensors(path)
+    if method == MXFP4:
+        return _Files(raw, dequantised(tensors))
+    if method not in PACKED_METHODS:
+        return _Files(raw, tensors, quantization=method)
+    packing = stored_packing(path, stored)
+    plain = folder.as_plain(path, tensors, packing)
+    if packing is None:
+        return _Files(raw, plain, unpacked=method, package=COMPRESSED_PACKAGE)
+    return _Files(raw, plain, unpacked=method, kept=folder.kept_layers(tensors, packing))

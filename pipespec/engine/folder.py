@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from pipespec.engine.stored.gguf import is_gguf
 from pipespec.errors import ModelError
 from pipespec.system.reading import home_expanded, is_folder
 
@@ -14,12 +15,17 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
 def resolve(model: str | Path) -> Path:
-    """The local folder of a model: the path itself, or where the hub's cache holds that id."""
+    """The local folder of a model: the path itself, or where the hub's cache holds that id. A GGUF
+    file is itself."""
     path = home_expanded(model)
     if is_folder(path):
         return path
+    if is_gguf(path) and path.is_file():
+        return path
     if os.path.lexists(path):
-        raise ModelError(f"{path} is a file; give the folder that holds config.json")
+        raise ModelError(
+            f"{path} is a file; give the folder that holds config.json, or a GGUF file"
+        )
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model in (".", ".."):
         raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
     return _download(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,7 @@ from pipespec.engine.attention import hook
 from pipespec.engine.precision import name_of
 from pipespec.engine.quantization import KEPT, loading_options, stored_packing
 from pipespec.engine.slicing import sliced_class
-from pipespec.engine.stored import folder
-from pipespec.engine.stored.packed import Packing
+from pipespec.engine.stored import folder, gguf
 from pipespec.errors import ModelError
 from pipespec.system.quiet import quiet
 
@@ -42,7 +41,7 @@ def load(
 ) -> PreTrainedModel:
     """The model's own class with the weights of `layers`; see `ModelSlice.load`."""
     with lock, quiet(), _log_level(progress):
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = _config(path)
         require_supported(config.model_type, path)
         assert layers.step == 1
         assert 0 <= layers.start < layers.stop <= config.num_hidden_layers
@@ -56,10 +55,16 @@ def load(
             "output_loading_info": True,
         }
         packing = stored_packing(path, getattr(config, "quantization_config", None))
-        if packing is not None:
-            model, loaded = _unpacked(
-                path, config, layers, packing, dtype, keep=quantization == KEPT, options=options
-            )
+        if gguf.is_gguf(path):
+            with gguf.opened(path) as state:
+                model, loaded = _plain(config, sliced_class(config, layers), state, dtype, options)
+        elif packing is not None:
+            del config.quantization_config  # to Transformers it is a model of plain weights
+            with folder.opened(path, packing) as (state, kept):
+                prepare = partial(int4.replace, names=kept if quantization == KEPT else ())
+                model_class = sliced_class(config, layers, prepare)
+                model, loaded = _plain(config, model_class, state, dtype, options)
+                int4.fill(model, kept, device)
         else:
             model, loaded = sliced_class(config, layers).from_pretrained(
                 path,
@@ -83,29 +88,27 @@ def load(
     return model
 
 
-def _unpacked(
-    path: Path,
+def _config(path: Path) -> PretrainedConfig:
+    if not gguf.is_gguf(path):
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    return gguf.load_config(path)
+
+
+def _plain(
     config: PretrainedConfig,
-    layers: range,
-    packing: Packing,
+    model_class: type[PreTrainedModel],
+    state: Mapping[str, Any],
     dtype: torch.dtype | None,
-    *,
-    keep: bool,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """From packed integers: plain weights, or with `keep` four bits where these can stay."""
-    del config.quantization_config  # to Transformers it is a model of plain weights
-    with folder.opened(path, packing) as (state, kept):
-        prepare = partial(int4.replace, names=kept if keep else ())
-        model, loaded = sliced_class(config, layers, prepare).from_pretrained(
-            None,
-            config=config,
-            dtype=dtype or config.dtype or torch.float16,
-            state_dict=state,
-            **options,
-        )
-        int4.fill(model, kept, options["device_map"][""])
-    return model, loaded
+    """A model of plain weights that are read one by one, by default in the config's type."""
+    return model_class.from_pretrained(
+        None,
+        config=config,
+        dtype=dtype or config.dtype or torch.float16,
+        state_dict=state,
+        **options,
+    )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from pipespec.engine.stored import gguf
 from pipespec.errors import ModelError
 from pipespec.system.cache import digest, remembered
 from pipespec.system.reading import Unreadable
@@ -140,12 +141,12 @@ class BackendTokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """The tokenizer in a model's folder. Raises ModelError."""
+    """The tokenizer in a model's folder, or GGUF file. Raises ModelError."""
     names = (*TOKENIZER_FILES, *SETTINGS_FILES)
     try:
         files = {file for name in names for file in path.glob(name) if file.is_file()}
         depends = {
-            "files": digest(list(files)),
+            "files": gguf.identity(path) if gguf.is_gguf(path) else digest(list(files)),
             "transformers": importlib.metadata.version("transformers"),
             "tokenizers": importlib.metadata.version("tokenizers"),
         }
@@ -182,7 +183,10 @@ def _by_transformers(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        if gguf.is_gguf(path):
+            tokenizer = gguf.load_tokenizer(path)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # noqa: BLE001 - the tokenizers package raises nothing narrower
         _refuse(path, _reason(error))
     if not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens):
@@ -195,6 +199,10 @@ def _reason(error: Exception) -> str:
 
 
 def _refuse(path: Path, reason: str) -> NoReturn:
+    if gguf.is_gguf(path):
+        raise ModelError(
+            f"the tokenizer in {path} cannot be used ({reason}); {gguf.FOREIGN}"
+        ) from None
     if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
         raise ModelError(
             f"{path} holds no tokenizer: tokenizer.json, or what it is made from "

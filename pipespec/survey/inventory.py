@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipespec.engine.attention.choose import missing
 from pipespec.engine.headers import weight_map
+from pipespec.engine.stored.gguf import is_gguf
 from pipespec.errors import ModelError
 from pipespec.survey.check import attention_faults, package_version
 from pipespec.system.devices import num_cuda
@@ -31,6 +32,8 @@ from pipespec.system.reading import (
 from pipespec.system.resources import resource_dir
 
 CONFIG = "config.json"
+# Of a GGUF file so many bytes, which hold its settings, are compared.
+GGUF_START = 2**16
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 PACKAGES = ("torch", "transformers")
@@ -139,6 +142,14 @@ def code_hash() -> str:
 def fingerprint(model: str) -> Fingerprint:
     """What lies in a model folder, or in the hub's cache under a hub id; nothing is fetched."""
     path = home_expanded(model)
+    if is_gguf(path) and path.is_file():
+        try:
+            with path.open("rb") as stream:
+                start = stream.read(GGUF_START)
+        except OSError as error:
+            return Fingerprint(str(path), f"cannot be read ({error.strerror})")
+        size = str(path.stat().st_size)
+        return Fingerprint(str(path), None, _hash(start), None, _hash(size.encode()))
     if not is_folder(path):
         cached = _cached(model)
         if cached is None:

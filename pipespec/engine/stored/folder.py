@@ -104,15 +104,14 @@ def can_be_kept(name: str, shape: tuple[int, ...], packing: Packing) -> bool:
     )
 
 
-def kept_layers(
-    tensors: Mapping[str, Tensor], packing: Packing, num_layers: int
-) -> tuple[KeptLayer, ...]:
+def kept_layers(tensors: Mapping[str, Tensor], packing: Packing) -> tuple[KeptLayer, ...]:
     """Of each layer what can stay in four bits: half a byte a weight, two bfloat16 a group."""
-    found = [KeptLayer()] * num_layers
+    numbers = [int(layer[1]) for name in tensors if (layer := LAYER.search(name))]
+    found = [KeptLayer()] * (max(numbers, default=-1) + 1)
     for name in matrices(tensors, packing):
         layer = LAYER.search(name)
         shape = packing.shape(name, tensors)
-        if layer is None or int(layer[1]) >= num_layers or not can_be_kept(name, shape, packing):
+        if layer is None or not can_be_kept(name, shape, packing):
             continue
         assert packing.group is not None
         count = math.prod(shape)
