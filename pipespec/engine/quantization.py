@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.headers import Tensor
+from pipespec.engine.stored.gguf import GGUF
+from pipespec.engine.stored.gguf import PACKAGE as GGUF_PACKAGE
 from pipespec.engine.stored.packed import AWQ, COMPRESSED, GPTQ, Packing, is_whole, packing
 from pipespec.errors import ModelError
 
@@ -56,6 +58,9 @@ KEPT = "int4"
 # is not packed into words.
 PACKED_METHODS = (AWQ, GPTQ, COMPRESSED)
 COMPRESSED_PACKAGE = "compressed_tensors"
+
+# The package that reads files of each kind; packed integers need none.
+READERS = {**{name: name for name in METHODS}, COMPRESSED: COMPRESSED_PACKAGE, GGUF: GGUF_PACKAGE}
 
 # The method of published gpt-oss: experts in blocks of 32 4-bit floats with one scale. They are
 # dequantised while they load, on every device, so that all ranks compute the same; such a

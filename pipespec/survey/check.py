@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.quantization import QUANTIZATIONS
+from pipespec.engine.quantization import QUANTIZATIONS, READERS
 from pipespec.errors import PipespecError
 from pipespec.system.devices import num_cuda
 
@@ -39,6 +39,10 @@ def survey() -> dict[str, Any]:
         "quantization": {
             name: _usable(None if find_spec(how.package) else QUANTIZE)
             for name, how in QUANTIZATIONS.items()
+        },
+        "checkpoints": {
+            name: _usable(None if find_spec(package) else QUANTIZE)
+            for name, package in READERS.items()
         },
         "transport": {},
         "redis": _redis(problems),
@@ -162,7 +166,7 @@ def table(findings: dict[str, Any]) -> Table:
     for device in findings["devices"]:
         memory = f"{device['free_gib']} of {device['memory_gib']} GiB free"
         out.add_row(device["name"], f"{device['model']}, {memory}")
-    for group in ("attention", "quantization", "transport"):
+    for group in ("attention", "quantization", "checkpoints", "transport"):
         for name, state in findings[group].items():
             out.add_row(f"{group}: {name}", "yes" if state["usable"] else f"no, {state['why_not']}")
     redis = findings["redis"]

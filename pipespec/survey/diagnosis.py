@@ -28,6 +28,8 @@ AGREE = {
     "transformers": True,
     "torchao": False,
     "bitsandbytes": False,
+    "compressed-tensors": False,
+    "gguf": False,
     "python": False,
     "driver": False,
 }

@@ -37,7 +37,8 @@ GGUF_START = 2**16
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 PACKAGES = ("torch", "transformers")
-OPTIONAL = ("torchao", "bitsandbytes")  # what quantises
+# What quantises, and what reads what is quantised.
+OPTIONAL = ("torchao", "bitsandbytes", "compressed-tensors", "gguf")
 DRIVER_TIMEOUT_S = 10.0
 # So much of a hash tells two things apart and can still be read.
 SHORT = 8
@@ -63,8 +64,8 @@ class Fingerprint:
 class Inventory:
     """What a host has.
 
-    `versions` has python, pipespec, code (of pipespec: a hash), torch, transformers, torchao,
-    bitsandbytes and driver (NVIDIA's); None stands for what is not there. `cuda` names the CUDA
+    `versions` has python, pipespec, code (of pipespec: a hash), torch, transformers, OPTIONAL
+    and driver (NVIDIA's); None stands for what is not there. `cuda` names the CUDA
     devices that torch can use, None if nobody asked; `cuda_problem` says in a clause why there
     are none. `attention` tells of the backends that are installed, where there is such a device,
     what fails in their proof, as a clause (None: nothing). `models` maps "target" and "draft" to

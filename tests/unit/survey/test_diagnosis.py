@@ -28,6 +28,8 @@ VERSIONS = {
     "transformers": "5.0.0",
     "torchao": "0.18.0",
     "bitsandbytes": None,
+    "compressed-tensors": None,
+    "gguf": None,
     "driver": "570.86",
 }
 MODEL = Fingerprint("/models/m", None, "c0", "i0", "s0")

@@ -131,6 +131,8 @@ def test_a_host_of_cpus_is_not_asked_for_cuda(single: Path) -> None:
         "transformers",
         "torchao",
         "bitsandbytes",
+        "compressed-tensors",
+        "gguf",
         "driver",
     }
     assert found.versions["torch"]
