@@ -90,7 +90,8 @@ class Admission:
 
     @property
     def _filled(self) -> int:
-        return sum(each.filled for each in self.sequences.values())
+        """Slots that open sequences have filled themselves: the others they share."""
+        return sum([each.held - each.opening.shared for each in self.sequences.values()])
 
     @property
     def promised_slots(self) -> int:

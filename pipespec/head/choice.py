@@ -212,5 +212,8 @@ def _split(parts: Sequence[np.ndarray], places: np.ndarray) -> list[np.ndarray]:
     """Those elements of each part, in its order, that stand at `places` of all parts together."""
     chosen = np.zeros(sum(map(len, parts)), bool)
     chosen[places] = True
-    ends = np.cumsum([len(part) for part in parts])[:-1]
-    return [part[mine] for part, mine in zip(parts, np.split(chosen, ends), strict=True)]
+    found, end = [], 0
+    for part in parts:
+        start, end = end, end + len(part)
+        found.append(part[chosen[start:end]])
+    return found

@@ -88,7 +88,7 @@ class Run:
 
     Whoever else holds any of them holds a beginning of the run: up to which position, is in
     `open` and `retained`, by number. While the sequence that fills it is open, the slots are
-    counted with it (`Sequence.filled`).
+    counted with it (`Opening.shared`).
     """
 
     start: int

@@ -157,14 +157,9 @@ class Sequence:
 
         A batch comes to a stage after the verdicts that the head knew when it fed it.
         """
-        if self.prompt_left:
+        if self.opening.known > self.prefilled:
             return self.prefilled
         return len(self.context.tokens) - 1 + self.tree.num_fed
-
-    @property
-    def filled(self) -> int:
-        """Those of them that it has filled itself: the others it shares."""
-        return self.held - self.opening.shared
 
     @property
     def fed_text(self) -> int:
