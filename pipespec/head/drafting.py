@@ -48,11 +48,21 @@ def _wanted(
             urgent |= expansion.urgent
     shares = share([offer for _, _, offer in wanted], budget(len(wanted)))
     parts = [
-        DraftPart(sequence, nodes, limit)
+        DraftPart(sequence, nodes, limit, deeper=_deeper(sequence, policy) * len(nodes))
         for (sequence, limit, _), nodes in zip(wanted, shares, strict=True)
         if len(nodes)
     ]
     return parts, urgent
+
+
+def _deeper(sequence: Sequence, policy: FeedPolicy) -> int:
+    """Guesses below its children that a node may bring along: as many as children.
+
+    None where a policy takes level by level or a tree of fixed shape, nor where a form decides what
+    may follow each guess.
+    """
+    takes_any = policy.keeps_unfed and not policy.whole
+    return policy.children if takes_any and sequence.guide is None else 0
 
 
 def _guided(part: DraftPart, policy: FeedPolicy) -> DraftPart | None:

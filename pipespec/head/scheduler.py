@@ -148,7 +148,8 @@ class Scheduler(Admission):
                 tree = part.sequence.tree
                 if part.allowed is not None:
                     answer = held_to(answer, part.nodes, part.allowed)
-                tree.append(answer.parents, answer.tokens, answer.logps, part.limit)
+                paths = answer.paths if part.deeper else None
+                tree.append(answer.parents, answer.tokens, answer.logps, part.limit, paths)
                 tree.trim(self._policy.capacity)
 
     def apply(self, verdict: Verdict, now: int) -> Progress | None:

@@ -12,8 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipespec.core import NODE, NUM_COLUMNS, PARENT, POSITION, SEQUENCE, TOKEN
+from pipespec.head.paths import NOWHERE, Known, Paths
 
 ROOT = 0
+# No guess that hangs in a tree is less likely.
+SMALLEST = 1e-12
 
 
 class Tree:
@@ -28,7 +31,7 @@ class Tree:
         cum: log-probability given the root, i.e. the sum of `logp` along the path.
         fed: the node has entered the pipeline; written by `feed` alone.
         fed_under: the position of the root when it did; of no meaning before.
-        expanded: a source has proposed its children.
+        expanded: a source has proposed its children; others may have some from `Paths`.
     """
 
     _COLUMNS = (
@@ -82,18 +85,29 @@ class Tree:
         self.fed_under[nodes] = self.position[ROOT]
 
     def append(
-        self, parents: np.ndarray, tokens: np.ndarray, logps: np.ndarray, limit: int | None = None
+        self,
+        parents: np.ndarray,
+        tokens: np.ndarray,
+        logps: np.ndarray,
+        limit: int | None = None,
+        paths: Paths | None = None,
     ) -> int:
         """Hang candidates below their parents and mark the parents expanded.
 
+        What hangs there already is stated anew: a candidate takes the new log-probability, and
+        another child is no likelier than the least of them, nor than what they leave. Below nodes
+        that are expanded a path adds nothing: the source has said what follows them.
+
         Args:
-            parents: indices `[k]` of nodes that have no children yet.
+            parents: indices `[k]` of nodes that are not expanded.
             tokens, logps: the candidates `[k, children]`, distinct within a row; a candidate
                 with log-probability -inf is none.
             limit: keep only so many of all of them, those of highest cumulative probability.
+            paths: guesses further below the candidates.
 
         Returns the number of nodes added.
         """
+        count, last_level = len(self), int(self.position[-1])
         self.expanded[parents] = True
         parent = np.repeat(parents, tokens.shape[1])
         token, logp = tokens.ravel(), logps.ravel()
@@ -101,12 +115,49 @@ class Tree:
         chosen = np.flatnonzero(np.isfinite(cum))
         if limit is not None and len(chosen) > limit:
             chosen = chosen[_largest(cum[chosen], limit)]
-        count = len(chosen)
-        if not count:
-            return 0
-        parent, token, logp, cum = parent[chosen], token[chosen], logp[chosen], cum[chosen]
+        known = Known(self.parent, self.token)
+        again = known.below(parents)
+        if len(again):
+            self._lower(again, parents, logps)
+        parent, token, logp = parent[chosen], token[chosen], logp[chosen]
+        stood = known.find(parent, token)
+        place = np.full(tokens.size, NOWHERE)  # where in the tree each candidate stands
+        place[chosen] = self._put(stood, parent, token, logp)
+        restated = len(again) > 0
+        if paths is not None and len(paths.above):
+            place = np.concatenate((place, np.full(len(paths.above), NOWHERE)))
+            for level in paths.levels(tokens.size):
+                there = place[paths.above[level]] != NOWHERE
+                level = level[there & (paths.logps[level] > -np.inf)]
+                above, token = place[paths.above[level]], paths.tokens[level]
+                stood = known.find(above, token)
+                free = ~self.expanded[above]
+                place[tokens.size + level[~free]] = stood[~free]
+                place[tokens.size + level[free]] = self._put(
+                    stood[free], above[free], token[free], paths.logps[level[free]]
+                )
+                restated |= bool((stood[free] != NOWHERE).any())
+        added = len(self) - count
+        new = self.position[count:]
+        if added and (new[0] < last_level or (new[1:] < new[:-1]).any()):
+            self._select(np.argsort(self.position, kind="stable"))
+        if restated:
+            self._accumulate()
+        return added
+
+    def _put(
+        self, stood: np.ndarray, parent: np.ndarray, token: np.ndarray, logp: np.ndarray
+    ) -> np.ndarray:
+        """Indices of guesses `[k]` with these log-probabilities below `parent`. They `stood` there
+        or, NOWHERE, come last, so that the order is to be mended."""
+        there = stood != NOWHERE
+        place = stood.copy()
+        if there.any():
+            self.logp[stood[there]] = logp[there]
+            parent, token, logp = parent[~there], token[~there], logp[~there]
+        count = len(parent)
         position = self.position[parent] + 1
-        last_level = self.position[-1]
+        place[~there] = np.arange(len(self), len(self) + count)
         self._extend(
             id=np.arange(self._next_id, self._next_id + count),
             parent=parent,
@@ -114,15 +165,27 @@ class Tree:
             token=token,
             position=position,
             logp=logp,
-            cum=cum,
+            cum=self.cum[parent] + logp,
             fed=np.zeros(count, bool),
             fed_under=position,
             expanded=np.zeros(count, bool),
         )
         self._next_id += count
-        if position[0] < last_level or (position[1:] < position[:-1]).any():
-            self._select(np.argsort(self.position, kind="stable"))
-        return count
+        return place
+
+    def _lower(self, children: np.ndarray, parents: np.ndarray, logps: np.ndarray) -> None:
+        """Let `children` of `parents` be no likelier than the candidates with `logps` allow."""
+        least = np.where(np.isfinite(logps), logps, 0.0).min(1, initial=0.0)
+        left = np.log(np.maximum(1 - np.exp(logps).sum(1), SMALLEST))
+        order = np.argsort(parents)
+        row = order[np.searchsorted(parents, self.parent[children], sorter=order)]
+        self.logp[children] = np.minimum(self.logp[children], np.minimum(least, left)[row])
+
+    def _accumulate(self) -> None:
+        """Cumulative log-probabilities from those of the nodes."""
+        ends = np.flatnonzero(np.diff(self.position)) + 1
+        for level in np.split(np.arange(len(self)), ends)[1:]:
+            self.cum[level] = self.cum[self.parent[level]] + self.logp[level]
 
     def hang(self, node: int, tokens: Sequence[int]) -> int:
         """Hang tokens that follow for certain, one after the other, below a node that has no
@@ -182,15 +245,16 @@ class Tree:
         self.cum -= self.cum[ROOT]
 
     def trim(self, capacity: int) -> None:
-        """Drop the least probable leaves that nobody has seen until `capacity` nodes are left.
+        """Drop the least probable nodes that nobody has seen until `capacity` nodes are left.
 
-        A node that was fed or expanded stays: a stage or the draft holds its row.
+        A node that was fed or expanded stays: a stage or the draft holds its row. So must those
+        above it have been.
         """
         excess = len(self) - capacity
         if excess <= 0:
             return
         unseen = np.flatnonzero(~(self.fed | self.expanded))
-        unseen = unseen[unseen != ROOT]
+        unseen = unseen[unseen != ROOT][::-1]  # of equal ones, those below others go first
         keep = np.ones(len(self), bool)
         keep[unseen[_largest(-self.cum[unseen], excess)]] = False
         self._select(np.flatnonzero(keep))

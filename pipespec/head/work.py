@@ -62,16 +62,18 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class DraftPart:
     """What a draft round does for one sequence: the best `limit` children of its `nodes` are kept
-    (None: all), of those `allowed` (`Asked`)."""
+    (None: all), of those `allowed`, with so many guesses `deeper` down (`Asked`)."""
 
     sequence: Sequence
     nodes: np.ndarray
     limit: int | None
     allowed: np.ndarray | None = None
+    deeper: int = 0
 
     @property
     def asked(self) -> Asked:
-        return Asked(self.sequence.context, self.sequence.tree, self.nodes, self.allowed)
+        sequence = self.sequence
+        return Asked(sequence.context, sequence.tree, self.nodes, self.allowed, self.deeper)
 
 
 @dataclass(frozen=True, slots=True)

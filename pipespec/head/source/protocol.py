@@ -27,6 +27,7 @@ from pipespec.core import (
     Sampling,
     Verdict,
 )
+from pipespec.head.paths import Paths
 from pipespec.head.tree import Tree
 
 
@@ -73,12 +74,14 @@ class Candidates:
     """Children for the nodes `parents` `[k]`: `tokens` and `logps`, both `[k, children]`.
 
     The tokens of a row differ. Where a row has fewer candidates than others, the rest of it
-    has log-probability -inf.
+    has log-probability -inf. `paths` are guesses further below, if the source has some and was
+    asked for any (`Asked.deeper`); they are expanded later like any other node.
     """
 
     parents: np.ndarray
     tokens: np.ndarray
     logps: np.ndarray
+    paths: Paths | None = None
 
     @classmethod
     def of(cls, parents: np.ndarray, rows: Sequence[Sequence[tuple[int, float]]]) -> Candidates:
@@ -97,13 +100,15 @@ class Asked:
     """What one sequence asks of a draft round: children for `nodes`, indices into its tree.
 
     `allowed` says which tokens may follow each of them, as bits (`pipespec.sampling.grammar`),
-    int32 `[nodes, words]`; None: any.
+    int32 `[nodes, words]`; None: any. `deeper` is how many guesses below its children are welcome
+    (`Candidates.paths`).
     """
 
     context: Context
     tree: Tree
     nodes: np.ndarray
     allowed: np.ndarray | None = None
+    deeper: int = 0
 
     def select(self, chosen: np.ndarray) -> Asked:
         """The same for the nodes with `chosen`, bool `[nodes]`."""

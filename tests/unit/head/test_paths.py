@@ -1,0 +1,177 @@
+"""Several levels from one round, against a tree that is a dictionary of texts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.core import Request, Verdict
+from pipespec.head.feed.best_first import BestFirst
+from pipespec.head.feed.level import Level
+from pipespec.head.feed.static_tree import StaticTree
+from pipespec.head.paths import Paths
+from pipespec.head.scheduler import Scheduler
+from pipespec.head.source.protocol import Candidates
+from pipespec.head.tree import ROOT, SMALLEST, Tree
+from pipespec.head.work import SchedulerConfig
+
+VOCABULARY = 4
+Text = tuple[int, ...]
+
+
+def texts(tree: Tree) -> dict[Text, int]:
+    """Every node by what it and those above it say, below the root."""
+    return {tuple(tree.token[tree.path(i)[1:]].tolist()): i for i in range(len(tree))}
+
+
+class Plain:
+    """What a tree is to hold: log-probabilities by text, and who was expanded."""
+
+    def __init__(self) -> None:
+        self.logp: dict[Text, float] = {(): 0.0}
+        self.expanded: set[Text] = set()
+
+    def expand(self, asked: list[Text], rows: list[dict[int, float]], below: dict[Text, float]):
+        """`below`: guesses of several levels, by text, those above first."""
+        self.expanded |= set(asked)
+        for above, row in zip(asked, rows, strict=True):
+            left = max(1 - sum(np.exp([*row.values()])), SMALLEST)
+            bound = min([*row.values(), float(np.log(left))])
+            for text in [text for text in self.logp if text and text[:-1] == above]:
+                self.logp[text] = min(self.logp[text], bound)
+            self.logp |= {(*above, token): logp for token, logp in row.items()}
+        for text, logp in below.items():
+            if text[:-1] in self.logp and text[:-1] not in self.expanded:
+                self.logp[text] = logp
+
+
+def row_of(rng: np.random.Generator, count: int) -> dict[int, float]:
+    tokens = rng.permutation(VOCABULARY)[:count].tolist()
+    return dict(
+        zip(tokens, np.log(rng.dirichlet(np.ones(count + 1))[:count]).tolist(), strict=True)
+    )
+
+
+def grow(tree: Tree, plain: Plain, rng: np.random.Generator) -> None:
+    """One round: the best nodes are expanded, with guesses of several levels below some."""
+    best = tree.best(np.flatnonzero(~tree.expanded), int(rng.integers(1, 4)))
+    by_index = {i: text for text, i in texts(tree).items()}
+    asked = [by_index[i] for i in best.tolist()]
+    children = int(rng.integers(1, VOCABULARY))
+    rows = [row_of(rng, children) for _ in asked]
+    ids = {
+        (*above, token): i * children + j
+        for i, (above, row) in enumerate(zip(asked, rows, strict=True))
+        for j, token in enumerate(row)
+    }
+    above, tokens, logps, below = [], [], [], {}
+    for _ in range(rng.integers(0, 8) if ids else 0):
+        text = [*ids][rng.integers(len(ids))]
+        token, logp = int(rng.integers(VOCABULARY)), -float(rng.exponential())
+        if (*text, token) not in ids:
+            above.append(ids[text])
+            tokens.append(token)
+            logps.append(logp)
+            below[(*text, token)] = logp
+            ids[(*text, token)] = len(ids)
+    paths = Paths(np.array(above, np.int64), np.array(tokens, np.int64), np.array(logps))
+    shape = (len(rows), children)
+    candidates = np.array([[*row] for row in rows], np.int64).reshape(shape)
+    stated = np.array([[*row.values()] for row in rows]).reshape(shape)
+    plain.expand(asked, rows, below)
+    before = len(tree)
+    assert tree.append(best, candidates, stated, paths=paths) == len(tree) - before
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 10))
+def test_rounds_of_several_levels_make_one_tree(seed, rounds):
+    rng = np.random.default_rng(seed)
+    tree, plain = Tree(7, 6, token=1, position=10, fed=True), Plain()
+    for _ in range(rounds):
+        grow(tree, plain, rng)
+        tree.check()
+        here = texts(tree)
+        assert here.keys() == plain.logp.keys()
+        assert {text for text, i in here.items() if tree.expanded[i]} == plain.expanded
+        for text, i in here.items():
+            assert tree.logp[i] == pytest.approx(plain.logp[text])
+            assert tree.cum[i] == pytest.approx(
+                sum(plain.logp[text[:end]] for end in range(len(text) + 1))
+            )
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 10), st.integers(1, 30))
+def test_trimming_leaves_no_node_without_its_parent(seed, rounds, capacity):
+    rng = np.random.default_rng(seed)
+    tree, plain = Tree(7, 6, token=1, position=10, fed=True), Plain()
+    for _ in range(rounds):
+        grow(tree, plain, rng)
+        tree.feed(tree.best(np.flatnonzero(~tree.fed), int(rng.integers(0, 4))))
+        held = set(tree.id[tree.fed | tree.expanded].tolist())
+        tree.trim(capacity)
+        tree.check()
+        assert held <= set(tree.id.tolist())
+        assert len(tree) == max(capacity, len(held)) or len(tree) < capacity
+        plain.logp = {text: plain.logp[text] for text in texts(tree)}
+
+
+def test_equal_nodes_are_trimmed_from_below():
+    tree = Tree(0, -1, 0, 0, fed=True)
+    paths = Paths(np.array([0, 1, 2]), np.array([5, 6, 7]), np.zeros(3))
+    tree.append(np.array([ROOT]), np.array([[4]]), np.zeros((1, 1)), paths=paths)
+    tree.trim(3)
+    tree.check()
+    assert tree.token.tolist() == [0, 4, 5]
+
+
+def test_a_guess_below_none_is_none():
+    tree = Tree(0, -1, 0, 0, fed=True)
+    logps = np.array([-0.5, -0.5, -np.inf, -0.5])
+    paths = Paths(np.array([1, 0, 3, 4]), np.array([5, 6, 7, 8]), logps)
+    tree.append(np.array([ROOT]), np.array([[1, 2]]), np.array([[-1.0, -np.inf]]), paths=paths)
+    tree.check()
+    assert [*texts(tree)] == [(), (1,), (1, 6)]
+
+
+def test_candidates_by_their_level():
+    paths = Paths(np.array([0, 3, 1, 4]), np.arange(4), np.zeros(4))
+    assert [level.tolist() for level in paths.levels(3)] == [[0, 2], [1], [3]]
+    with pytest.raises(AssertionError, match="stands before"):
+        [*Paths(np.array([4]), np.zeros(1), np.zeros(1)).levels(3)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "deep"),
+    [
+        (BestFirst(width=4, children=2), True),
+        (Level(width=4, children=2, levels_per_step=2), False),
+        (StaticTree(shape=[1, 1], children=2), False),
+    ],
+)
+def test_a_round_takes_several_levels_where_the_policy_does(policy, deep):
+    config = SchedulerConfig(policy, num_steps=2, rounds=1, prefill_chunk=4, context_limit=64)
+    scheduler = Scheduler(config)
+    scheduler.add(Request(1, (1, 2), 16), lambda _: False, 0)
+    (sequence,) = scheduler.admit()
+    scheduler.begin()
+    scheduler.next_batch(0.0)
+    scheduler.apply(Verdict(sequence.number, 2, (9,)), 1)
+    scheduler.begin()
+    work = scheduler.expansion(0.0)
+    assert work is not None
+    (part,) = work.parts
+    assert part.asked.deeper == (2 if deep else 0)
+    found = Candidates(part.nodes, np.array([[3, 4]]), np.log([[0.5, 0.25]]))
+    paths = Paths(np.array([0, 2]), np.array([5, 6]), np.log([0.5, 0.5]))
+    scheduler.graft(work, [replace(found, paths=paths)], 1.0)
+    tree = sequence.tree
+    tree.check()
+    fed = [(3,), (4,), *([(3, 5), (3, 5, 6)] if deep else [])]
+    assert [*texts(tree)][1:] == fed
+    assert not tree.expanded[1:].any()
+    scheduler.apply(Verdict(sequence.number, 3, (3,)), 2)
+    assert [*texts(tree)][1:] == ([(5,), (5, 6)] if deep else [])
