@@ -20,6 +20,7 @@ LARGEST_PORT = 65535
 MAX_STAGES = 1000
 MAX_ROWS = 4096  # guesses in a batch
 MAX_NODES = 2**20  # of a tree
+MAX_PARALLEL = 64  # tokens that one pass of a draft guesses
 MAX_CHILDREN = 2**20  # no vocabulary has so many tokens
 MAX_COUNT = 10**9  # of what is only ever counted
 MAX_PRIORITY = 10**6  # lua/enqueue.lua orders by it exactly

@@ -15,6 +15,7 @@ from typing import Any
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.folder import resolve
 from pipespec.engine.headers import Tensor, read_json, read_tensors
+from pipespec.engine.heads import parallel, require_model, require_own_embedding
 from pipespec.engine.model_config import FOREIGN, check_sizes, read_config, read_eos
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.quantization import (
@@ -53,7 +54,8 @@ class CheckpointInfo:
     largest numbers that divide both sides of every matrix `[out, in]` of the layers. `unpacked`:
     the method of quantised files whose weights become plain ones while they load; `stored` is then
     what they would take as plain ones, and `kept` what of each layer can stay in four bits.
-    `package`: what reads such files, if not pipespec itself.
+    `package`: what reads such files, if not pipespec itself. `mask_token`: of a parallel
+    draft (PARD), what stands for tokens to come, of which it guesses `parallel_tokens` per pass.
     """
 
     path: Path
@@ -75,6 +77,8 @@ class CheckpointInfo:
     unpacked: str | None = None
     kept: tuple[KeptLayer, ...] = ()
     package: str | None = None
+    mask_token: int | None = None
+    parallel_tokens: int = 1
 
     @property
     def kind(self) -> str:
@@ -178,6 +182,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
         config = read_config(path, raw)
     except RecursionError as error:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
+    require_own_embedding(path, tensors)
     if config.num_layers > len(tensors):
         raise ModelError(
             f"{path} holds {len(tensors)} tensors, but config.json counts "
@@ -206,6 +211,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
             f"{path} holds no tensor of layer {layers.index(0)}, though config.json counts "
             f"{len(layers)} layers; fetch the checkpoint again"
         )
+    mask_token, parallel_tokens = parallel(path, raw)
     sizes = () if embedding is None else (*embedding.shape, embedding.num_bytes)
     if embedding is None or len(embedding.shape) != 2 or 0 in sizes:
         raise ModelError(
@@ -236,6 +242,8 @@ def inspect(model: str | Path) -> CheckpointInfo:
         unpacked=files.unpacked,
         kept=(*files.kept, *[KeptLayer()] * len(layers))[: len(layers)] if files.kept else (),
         package=files.package,
+        mask_token=mask_token,
+        parallel_tokens=parallel_tokens,
     )
 
 
@@ -259,6 +267,7 @@ def _of_file(path: Path) -> _Files:
 
 def _of_folder(path: Path) -> _Files:
     raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
+    require_model(path, raw)
     stored = raw.get("quantization_config")
     # An architecture that is not supported is a better answer than how it is quantised.
     require_supported(str(raw.get("model_type")), path)
