@@ -191,6 +191,7 @@ def make_source(deployment: Deployment, runner: SliceRunner | None) -> TokenSour
             vocabulary,
             foresight=deployment.config.source.foresight,
             max_retained=deployment.config.scheduler.max_retained,
+            parallel=deployment.parallel,
         )
     return deployment.config.source.make(draft, deployment.target.vocab_size)
 

@@ -16,6 +16,9 @@ from pipespec.engine.checkpoint import KEPT_DTYPE, CheckpointInfo, inspect
 from pipespec.engine.precision import automatic
 from pipespec.engine.quantization import KEPT
 from pipespec.errors import ConfigError
+from pipespec.head.source.draft_model import DraftModel
+from pipespec.head.source.parallel import Parallel
+from pipespec.head.source.protocol import SourceSpec
 from pipespec.planning.costs import Needs, Problem, Worker
 from pipespec.planning.partition import Placement, plan_slices, split_evenly
 from pipespec.planning.placement import unmeasured
@@ -88,6 +91,19 @@ class Deployment:
         return info.held(wanted, model.keep_quantized, self.dtype_of(info))
 
     @property
+    def parallel(self) -> Parallel | None:
+        """How the draft guesses several tokens per pass, if it does."""
+        draft = self.draft
+        if draft is None or draft.mask_token is None:
+            return None
+        tokens = draft.parallel_tokens
+        if isinstance(self.config.source, DraftModel) and self.config.source.parallel is not None:
+            tokens = self.config.source.parallel
+        if tokens == 1:
+            return None
+        return Parallel(draft.mask_token, tokens, min(self.context, draft.context))
+
+    @property
     def max_rows(self) -> int:
         """Rows of a batch at most."""
         return self.config.max_rows
@@ -116,6 +132,7 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
         assert config.model.draft is not None  # as Config checks
         draft = inspect(config.model.draft)
         draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
+        check_parallel(config.source, draft)
     if config.model.dtype not in ("auto", target.computes_in(config.model.dtype)):
         raise ConfigError(
             f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "
@@ -173,6 +190,16 @@ def _require_kept(deployment: Deployment) -> None:
             f"model.keep_quantized is yes, but weights of four bits are multiplied in {KEPT_DTYPE} "
             f"alone and model.dtype is {deployment.dtype_of(packed[0])}; set "
             f"model.dtype={KEPT_DTYPE}."
+        )
+
+
+def check_parallel(source: SourceSpec, draft: CheckpointInfo) -> None:
+    """Raise ConfigError if the draft is to guess several tokens per pass and was not made to."""
+    wanted = source.parallel if isinstance(source, DraftModel) else None
+    if wanted is not None and wanted > 1 and draft.mask_token is None:
+        raise ConfigError(
+            f"source.parallel is {wanted}, but {draft.path} is no parallel draft (its config.json "
+            "names no pard_token); leave source.parallel out, or make one with tools/train_pard.py."
         )
 
 

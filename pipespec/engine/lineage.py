@@ -206,6 +206,12 @@ class Lineage:
             self._become_tip(int(self.nodes.node[child]))
         return Outcome(committed, dead)
 
+    def discard(self, nodes: Sequence[int]) -> np.ndarray:
+        """Give up live nodes, and with each all below it; the local indices that they had."""
+        local = np.array([self._index.pop(node) for node in nodes], np.int64)
+        self.nodes.free(local)
+        return local
+
     def release(self) -> np.ndarray:
         """Give its live nodes up; the local indices that they had."""
         live = self.live

@@ -175,6 +175,13 @@ class SliceRunner:
         if dead:
             self.slots.release(self.nodes.slot[np.concatenate(dead)])
 
+    def discard(self, rows: np.ndarray) -> None:
+        """Free the slots of guesses that were computed, rows `[k, 6]`, with each of all below it:
+        nothing will follow them."""
+        for sequence, span in _spans(rows):
+            local = self.lineages[sequence].discard(rows[span, NODE].tolist())
+            self.slots.release(self.nodes.slot[local])
+
     def prune(self, batch: Batch) -> Batch:
         """The rows of a computed batch that the verdicts have left alive."""
         keep = [

@@ -20,6 +20,7 @@ from pipespec.engine.runner import SliceRunner
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.sequence import NOT_OPEN, Sequence
 from pipespec.head.source.draft_model import DraftModelSource
+from pipespec.head.source.parallel import Parallel
 from pipespec.head.work import DraftWork, SchedulerConfig
 from pipespec.stage.loop import StageLoop, StageSettings
 from pipespec.trace import Timeline
@@ -113,8 +114,10 @@ class ToyPipeline:
         free: bool,
         draft_slots: int,
         answers: dict[int, list[int]],
+        parallel: Parallel | None = None,
     ):
-        """`answers`: what was decided of each request, which grows."""
+        """`answers`: what was decided of each request, which grows; `parallel`: if a pass of the
+        draft guesses several tokens."""
         num_stages = config.num_steps
         layout = Layout(num_stages, sync="free" if free else "lockstep")
         self.scheduler = Scheduler(config)
@@ -123,6 +126,7 @@ class ToyPipeline:
             config.prefill_chunk,
             VOCABULARY,
             max_retained=config.max_retained,
+            parallel=parallel,
         )
         self.drawn: list[bytes] = []
         self.verdicts: list[list[Verdict]] = []

@@ -12,8 +12,10 @@ from pipespec.core import Batch, Verdict
 from pipespec.head.feed.policy import NOTHING
 from pipespec.head.feed.rounds import check_rounds
 from pipespec.head.source.confidence import Confidence
+from pipespec.head.source.parallel import Parallel, best_paths
 from pipespec.head.source.protocol import Asked, Candidates, Context, TokenSource
 from pipespec.head.tree import ROOT
+from pipespec.limits import MAX_PARALLEL, check_whole
 from pipespec.sampling.grammar import as_bools
 
 if TYPE_CHECKING:  # it imports models, which whoever only reads settings can do without
@@ -25,13 +27,17 @@ if TYPE_CHECKING:  # it imports models, which whoever only reads settings can do
 @dataclass(frozen=True)
 class DraftModel:
     """Settings: `rounds`, how often the draft expands the tree in one pipeline step; `foresight`,
-    whether it ranks what will be drawn with the target's own noise."""
+    whether it ranks what will be drawn with the target's own noise; `parallel`, how many tokens a
+    parallel draft guesses per pass (None: as its checkpoint says)."""
 
     rounds: int | str = 2
     foresight: bool = True
+    parallel: int | None = None
 
     def __post_init__(self) -> None:
         check_rounds(self.rounds)
+        if self.parallel is not None:
+            check_whole("source.parallel", self.parallel, 1, MAX_PARALLEL)
 
     @property
     def needs_draft(self) -> bool:
@@ -54,7 +60,8 @@ class DraftModelSource:
     before the nodes that were asked for. The text of a sequence that has left stays until its slots
     are needed here, least recently used first; the head chooses who begins with whose, and what is
     not here any more is read. Where tokens are drawn, it ranks with the target's own
-    noise (`pipespec.sampling.foresight`).
+    noise (`pipespec.sampling.foresight`). A parallel draft also computes masks below the nodes that
+    are expanded (`pipespec.head.source.parallel`) and frees them at once: nothing follows them.
     """
 
     def __init__(
@@ -65,15 +72,20 @@ class DraftModelSource:
         *,
         foresight: bool = True,
         max_retained: int = 0,
+        parallel: Parallel | None = None,
     ):
         """`chunk`: prompt rows per pass; `vocabulary`: token ids that the target knows;
-        `max_retained`: sequences that have left whose text may stay."""
+        `max_retained`: sequences that have left whose text may stay; `parallel`: if a pass guesses
+        several tokens."""
         self.runner = runner
         self.chunk = chunk
         self.vocabulary = vocabulary
         self.foresight = foresight
         self.max_retained = max_retained
+        self.parallel = parallel
         self.confidence = Confidence()
+        # Of the marginals of each mask: the farther ahead, the less sure.
+        self._ahead = [Confidence() for _ in range(parallel.masks if parallel else 0)]
         self._contexts: dict[int, Context] = {}
         self._retained: dict[int, None] = {}  # who was used last stands last
 
@@ -92,9 +104,10 @@ class DraftModelSource:
         # The tree may have dropped what the draft still holds, and guessed it again.
         self.runner.apply([verdict], context.nodes[verdict.base : end])
         for position in range(verdict.base, len(context.tokens)):
-            self.confidence.learn(
-                context.sequence, context.nodes[position - 1], context.tokens[position]
-            )
+            for back, confidence in enumerate((self.confidence, *self._ahead), 1):
+                if position >= back:
+                    node, token = context.nodes[position - back], context.tokens[position]
+                    confidence.learn(context.sequence, node, token)
 
     def end(self, sequence: int) -> None:
         kept = self.runner.length(sequence) if self.max_retained else 0
@@ -103,7 +116,8 @@ class DraftModelSource:
             self._retained[sequence] = None
         if len(self._retained) > self.max_retained:
             self._forget_oldest()
-        self.confidence.end(sequence)
+        for confidence in (self.confidence, *self._ahead):
+            confidence.end(sequence)
         del self._contexts[sequence]
 
     def _forget_oldest(self) -> None:
@@ -124,11 +138,13 @@ class DraftModelSource:
         no candidates.
         """
         behind = [each.context.rows(self.runner.length(each.context.sequence)) for each in asked]
-        wanted = min(self.chunk, sum(map(len, behind))) + sum(len(each.nodes) for each in asked)
+        wanted = min(self.chunk, sum(map(len, behind)))
+        wanted += sum(len(each.nodes) * (1 + self._masks(each)) for each in asked)
         self._make_room(wanted)
         found: list[Candidates | None] = [None] * len(asked)
         parts: list[np.ndarray] = []
-        ready: list[tuple[int, Asked, np.ndarray]] = []  # who is answered, its nodes' rows
+        masks: list[np.ndarray] = []
+        ready: list[_Ready] = []
         start, left, free = 0, self.chunk, self.runner.slots.num_free
         for i in sorted(range(len(asked)), key=lambda i: len(behind[i])):
             rows = behind[i][: min(left, free)]
@@ -140,10 +156,18 @@ class DraftModelSource:
                 free -= len(guesses)
                 at = start + len(rows) + np.searchsorted(guesses, fitting.nodes)
                 at[fitting.nodes == ROOT] = start + len(rows) - 1
-                tree_rows = asked[i].tree.rows(asked[i].context.sequence, guesses)
-                rows = np.concatenate((rows, tree_rows))
+                tree, sequence = asked[i].tree, asked[i].context.sequence
+                rows = np.concatenate((rows, tree.rows(sequence, guesses)))
+                below = NOTHING
+                if self.parallel is not None and self._masks(asked[i]):
+                    below = self.parallel.below(tree, fitting.nodes, free)
+                    masks.append(self.parallel.rows(tree, sequence, below))
+                    rows = np.concatenate((rows, masks[-1]))
+                    free -= len(masks[-1])
                 if len(fitting.nodes):
-                    ready.append((i, fitting, at))
+                    end = start + len(rows)
+                    ahead = np.arange(end - len(below) * self._masks(asked[i]), end)
+                    ready.append(_Ready(i, fitting, below, np.concatenate((at, ahead))))
                 else:
                     found[i] = Candidates.of(NOTHING, [])
             elif not len(rows) and not free:
@@ -154,16 +178,21 @@ class DraftModelSource:
             return found
         hidden = self.runner.compute(Batch(step=0, rows=np.concatenate(parts))).hidden
         assert hidden is not None and len(hidden) == start, "the draft lost a parent"
+        if masks:
+            self.runner.discard(np.concatenate(masks))
         # Those whose draws are foreseen are ranked together, and so are the others: the device is
         # waited for no more often than for one sequence.
-        for foreseen, children_of in ((False, self._likeliest), (True, self._foreseen)):
-            if mine := [each for each in ready if self._foresees(each[1].context) == foreseen]:
-                fitted = [fitting for _, fitting, _ in mine]
-                logits = self._logits(hidden, np.concatenate([rows for _, _, rows in mine]))
-                told = children_of(fitted, self._allowed(fitted, logits), children)
-                for (i, _, _), candidates in zip(mine, told, strict=True):
-                    found[i] = candidates
+        for foreseen, ranked in ((False, self._likeliest), (True, self._foreseen)):
+            if mine := [each for each in ready if self._foresees(each.asked.context) == foreseen]:
+                logits = self._logits(hidden, np.concatenate([each.rows for each in mine]))
+                told = ranked(mine, self._allowed(mine, logits), children)
+                for each, (tokens, logps) in zip(mine, told, strict=True):
+                    found[each.place] = each.candidates(tokens, logps)
         return found
+
+    def _masks(self, asked: Asked) -> int:
+        """Rows of masks that each of the nodes could have."""
+        return self.parallel.masks if self.parallel is not None and asked.deeper else 0
 
     def _foresees(self, context: Context) -> bool:
         return self.foresight and context.drawn
@@ -192,50 +221,110 @@ class DraftModelSource:
         wanted = hidden.index_select(0, torch.from_numpy(rows).to(hidden.device))
         return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
 
-    def _allowed(self, asked: Sequence[Asked], logits: Tensor) -> Tensor:
-        """The logits without tokens that may not follow, where any may."""
-        held = [(rows, each.allowed) for each, rows in _spans(asked) if each.allowed is not None]
-        if not held:
+    def _allowed(self, ready: Sequence[_Ready], logits: Tensor) -> Tensor:
+        """The logits without tokens that may not follow the nodes, where any may."""
+        held = [(each.asked.allowed, rows.start) for each, rows in _spans(ready)]
+        if all(allowed is None for allowed, _ in held):
             return logits
         import torch
 
         barred = np.zeros(tuple(logits.shape), bool)
-        for rows, allowed in held:
-            may = as_bools(allowed, logits.shape[1])
-            barred[rows] = ~may & may.any(1, keepdims=True)
+        for allowed, start in held:
+            if allowed is not None:
+                may = as_bools(allowed, logits.shape[1])
+                barred[start : start + len(may)] = ~may & may.any(1, keepdims=True)
         return logits.masked_fill(torch.from_numpy(barred).to(logits.device), -torch.inf)
 
     def _likeliest(
-        self, asked: Sequence[Asked], logits: Tensor, children: int
-    ) -> Iterator[Candidates]:
-        """The children of each sequence's nodes, by the logits after these, `[nodes, vocab]`."""
+        self, ready: Sequence[_Ready], logits: Tensor, children: int
+    ) -> Iterator[Ranked]:
+        """What may follow each sequence's rows, by the logits after these, `[rows, vocab]`."""
         top = logits.log_softmax(-1).topk(min(children, logits.shape[1]))
         tokens, logps = top.indices.cpu().numpy(), top.values.double().cpu().numpy()
-        for each, rows in _spans(asked):
-            yield Candidates(each.nodes, tokens[rows], logps[rows])
+        for _, rows in _spans(ready):
+            yield tokens[rows], logps[rows]
 
-    def _foreseen(
-        self, asked: Sequence[Asked], logits: Tensor, children: int
-    ) -> Iterator[Candidates]:
+    def _foreseen(self, ready: Sequence[_Ready], logits: Tensor, children: int) -> Iterator[Ranked]:
         """The same as the target's own noise ranks them."""
         from pipespec.sampling.foresight import scores
 
-        positions = np.concatenate([each.tree.position[each.nodes] + 1 for each in asked]).tolist()
-        samplings = [each.context.sampling for each in asked for _ in each.nodes]
+        positions = np.concatenate([each.positions for each in ready]).tolist()
+        samplings = [each.asked.context.sampling for each in ready for _ in each.rows]
         tokens, scored, share = (x.cpu().numpy() for x in scores(logits, positions, samplings))
-        for each, rows in _spans(asked):
-            sequence, ids = each.context.sequence, each.tree.id
-            self.confidence.keep(sequence, ids)
-            best = self.confidence.propose(
-                sequence, ids[each.nodes], tokens[rows], scored[rows], share[rows], children
+        for each, rows in _spans(ready):
+            sequence, ids = each.asked.context.sequence, each.asked.tree.id
+            count = len(each.asked.nodes)
+            parts = [(self.confidence, each.asked.nodes, slice(rows.start, rows.start + count))]
+            parts += [
+                (confidence, each.below, slice(rows.start + count + i, rows.stop, len(self._ahead)))
+                for i, confidence in enumerate(self._ahead if len(each.below) else ())
+            ]
+            best = []
+            for confidence, nodes, mine in parts:
+                confidence.keep(sequence, ids)
+                best.append(
+                    confidence.propose(
+                        sequence, ids[nodes], tokens[mine], scored[mine], share[mine], children
+                    )
+                )
+            told, logps = (
+                np.concatenate([first, *(_row_by_row(ahead))])
+                for first, *ahead in zip(*best, strict=True)
             )
-            yield Candidates(each.nodes, *best)
+            yield told, logps
 
 
-def _spans(asked: Sequence[Asked]) -> Iterator[tuple[Asked, slice]]:
-    """Each with the rows of its nodes."""
+# What may follow some rows, the likeliest first: tokens and log-probabilities, `[rows, n]`.
+Ranked = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """Who is answered in a pass: what was asked in its `place`, as far as it fits, which of the
+    nodes have masks `below`, and the `rows` of the pass: of the nodes, then of the masks, node by
+    node."""
+
+    place: int
+    asked: Asked
+    below: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def masks(self) -> int:
+        """Rows of each node that has some."""
+        return (len(self.rows) - len(self.asked.nodes)) // max(len(self.below), 1)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """Where the tokens stand that the rows tell of."""
+        position = self.asked.tree.position
+        ahead = position[self.below, None] + np.arange(2, 2 + self.masks)
+        return np.concatenate((position[self.asked.nodes] + 1, ahead.ravel()))
+
+    def candidates(self, tokens: np.ndarray, logps: np.ndarray) -> Candidates:
+        """What the rows tell, `[rows, n]`, as children of the nodes and guesses further below."""
+        nodes, count = self.asked.nodes, len(self.asked.nodes)
+        paths = None
+        if len(self.below):
+            shape = (count, self.masks, tokens.shape[1])
+            told, stated = np.zeros(shape, np.int64), np.full(shape, -np.inf)
+            has = np.isin(nodes, self.below)
+            told[has] = tokens[count:].reshape(-1, *shape[1:])
+            stated[has] = logps[count:].reshape(-1, *shape[1:])
+            cum = self.asked.tree.cum[nodes]
+            paths = best_paths(cum, logps[:count], told, stated, self.asked.deeper)
+        return Candidates(nodes, tokens[:count], logps[:count], paths)
+
+
+def _row_by_row(levels: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Of the marginals of each level, `[nodes, n]`, those of all, node by node, `[rows, n]`."""
+    return [np.stack(levels, 1).reshape(-1, levels[0].shape[1])] if levels else []
+
+
+def _spans(ready: Sequence[_Ready]) -> Iterator[tuple[_Ready, slice]]:
+    """Each with its rows among those of all."""
     start = 0
-    for each in asked:
-        end = start + len(each.nodes)
+    for each in ready:
+        end = start + len(each.rows)
         yield each, slice(start, end)
         start = end

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec.core import Batch, Opening, Sampling, Verdict
+from pipespec.core import NODE, PARENT, Batch, Opening, Sampling, Verdict
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
 from pipespec.errors import OutOfSlots
+from pipespec.head.source.parallel import Parallel
 from pipespec.head.source.protocol import Context
 from pipespec.head.tree import ROOT, Tree
 from pipespec.sampling.terms import pack
@@ -198,6 +199,46 @@ def test_one_product_with_the_head_decides_for_all_requests(model):
         assert hidden is not None
         assert verdict.tokens == (int(model.logits(hidden[-1:]).argmax()),)
         assert verdict.base == len(asker.text.tokens)
+
+
+def test_masks_see_their_node_and_one_another_and_leave_no_slot_behind(model):
+    """Each computes what it would at the end of a text by itself; then nothing of it is left."""
+    text, mask = [3, 1, 4, 1, 5], 60
+    tree = Tree(4, 3, text[-1], position=4, fed=True)
+    tree.append(np.array([ROOT]), np.array([[7, 9]]), np.log([[0.5, 0.4]]))
+    tree.append(np.array([1]), np.array([[2, 6]]), np.log([[0.5, 0.4]]))
+    parallel = Parallel(mask, tokens=4, end=NUM_SLOTS)
+    nodes = np.arange(len(tree))
+    masks = parallel.rows(tree, 1, nodes)
+    context = Context(1, text, list(range(len(text))))
+    stage = SliceRunner(model, NUM_SLOTS)
+    rows = np.concatenate((context.rows(0), tree.rows(1, nodes[1:]), masks))
+    hidden = stage.compute(Batch(0, rows)).hidden
+    assert hidden is not None
+    stage.discard(masks)
+    stage.check_integrity()
+    assert stage.slots.num_free == NUM_SLOTS - len(text) - (len(tree) - 1)
+    assert all(not stage.holds(1, node) for node in masks[:, NODE].tolist())
+    # The ids are free again, and nobody's parent.
+    again = stage.compute(Batch(0, masks)).hidden
+    assert again is not None
+    torch.testing.assert_close(again, hidden[-len(masks) :], rtol=1e-5, atol=1e-5)
+    stage.discard(masks)
+    orphan = masks[:1].copy()
+    orphan[:, [NODE, PARENT]] = 99, masks[0, NODE]
+    assert not len(stage.compute(Batch(0, orphan)))
+    stage.apply([Verdict(1, len(text), (7, 6, 8))])
+    stage.release(1)
+    assert stage.slots.num_free == NUM_SLOTS
+    for node, found in zip(nodes.tolist(), hidden[-len(masks) :].split(3), strict=True):
+        path = tree.token[tree.path(node)[1:]].tolist()
+        whole = [*text, *path, *[mask] * 3]
+        alone = SliceRunner(model, NUM_SLOTS)
+        expected = alone.compute(
+            Batch(0, Context(1, whole, list(range(len(whole)))).rows(0))
+        ).hidden
+        assert expected is not None
+        torch.testing.assert_close(found, expected[-3:], rtol=1e-5, atol=1e-5)
 
 
 def test_a_batch_without_rows_passes_through(model):

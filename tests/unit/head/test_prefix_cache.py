@@ -17,6 +17,7 @@ from pipespec.head.feed.policy import FeedPolicy
 from pipespec.head.feed.root import Root
 from pipespec.head.feed.static_tree import StaticTree
 from pipespec.head.prefix_cache import Texts, as_key, num_common
+from pipespec.head.source.parallel import Parallel
 from pipespec.head.work import SchedulerConfig
 from tests.helpers.toy_pipeline import VOCABULARY, ToyPipeline, text_of
 
@@ -224,6 +225,7 @@ def test_what_was_put_back_comes_back_cheaply_if_its_slots_were_not_needed_meanw
     st.sampled_from([400, 120, 96]),
     st.sampled_from([400, 120, 60]),
     st.sampled_from([0, 1, 8]),
+    st.sampled_from([None, Parallel(mask_token=2, tokens=3, end=90)]),
     st.integers(0, 2**32 - 1),
 )
 def test_whatever_happens_every_slot_has_its_owners_and_texts_are_the_same(
@@ -232,10 +234,11 @@ def test_whatever_happens_every_slot_has_its_owners_and_texts_are_the_same(
     num_slots: int,
     draft_slots: int,
     max_retained: int,
+    parallel: Parallel | None,
     seed: int,
 ):
     """Arrivals with common beginnings, cancellations, short slots, lost epochs; in lockstep, and
-    running free in any order of stages and verdicts."""
+    running free in any order of stages and verdicts; with plain and with parallel drafts."""
     rng = random.Random(seed)
     told = config(policy, num_slots=num_slots, max_retained=max_retained)
     families = [prompt(seed % 97 + i, 50) for i in range(2)]
@@ -250,7 +253,8 @@ def test_whatever_happens_every_slot_has_its_owners_and_texts_are_the_same(
         requests.append(Request(i, shared + own, rng.randint(1, 8), sampling=scored))
     waiting, open_, answers = list(requests), [], {}
     gone: set[int] = set()
-    toy = ToyPipeline(told, free=free, draft_slots=draft_slots, answers=answers)
+    how = {"free": free, "draft_slots": draft_slots, "parallel": parallel}
+    toy = ToyPipeline(told, **how, answers=answers)
     while waiting or not toy.scheduler.idle:
         while waiting and toy.scheduler.room and rng.random() < 0.4:
             open_.append(waiting.pop(0))
@@ -260,7 +264,7 @@ def test_whatever_happens_every_slot_has_its_owners_and_texts_are_the_same(
             toy.cancelled.append(request.id)
             gone.add(request.id)
         if rng.random() < 0.01:  # an epoch is lost
-            toy = ToyPipeline(told, free=free, draft_slots=draft_slots, answers=answers)
+            toy = ToyPipeline(told, **how, answers=answers)
             left = [r for r in open_ if r.id not in gone]
             open_ = [r for r in left if len(answers[r.id]) < r.max_new_tokens]
             for request in open_:
@@ -273,6 +277,9 @@ def test_whatever_happens_every_slot_has_its_owners_and_texts_are_the_same(
         if request.id not in gone:
             assert answers[request.id] == text_of(request, NUM_STAGES)
     drain(toy, free, rng)
+    draft = toy.draft.runner
+    assert draft_slots - draft.slots.num_free <= sum(draft.retained.values())
+    assert not draft.lineages
     cache = toy.scheduler.cache
     for loop in toy.stages:
         assert num_slots - loop.runner.slots.num_free == cache.held
