@@ -1,0 +1,324 @@
+"""Turn a draft model into one that guesses several tokens per pass (PARD, arXiv 2504.18583).
+
+    python tools/train_pard.py --target demo/target --draft demo/draft --text CORPUS \\
+        --work SCRATCH --out demo/draft_pard
+
+The draft learns what a *mask token* stands for: behind the text so far stand up to `--tokens` - 1
+of them, each sees the text and the masks before it, and guesses the token that follows its place.
+It learns from the target's distribution at that place (KL divergence, later also its greedy
+choice). Masks are dropped at random (COD, section 3.2 of the paper): of the places that have a mask
+of some depth a share `--retain` has one of the next, but never less than `--least` of all; a mask
+is kept only if those that it sees are. The mask token is a new row of the embedding, the last;
+`pard_token` in config.json is its id and `pard_tokens` how many tokens a pass guesses.
+
+`--text` is a folder of text files; half of what is learnt from is text that the target continues
+greedily itself. Interrupted, it goes on from the last checkpoint in `--work`; every batch is a
+function of the seed and the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import string
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+HEAD_TOKENS = 64  # of a text that the target continues
+WARMUP_STEPS = 20
+DECAY_FRACTION = 0.5
+TOP_KS = (1, 4, 16)
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Places:
+    """The rows of one training batch: the text, then the masks behind its places.
+
+    Arrays int64 `[rows]`: `anchor`, the last token of text that a row sees; `depth`, 0 for text, i
+    for the i-th mask behind it. A row stands at position anchor + depth.
+    """
+
+    anchor: Tensor
+    depth: Tensor
+
+    @classmethod
+    def drawn(
+        cls, length: int, tokens: int, retain: float, least: float, rng: np.random.Generator
+    ) -> Places:
+        """Conditional drop: nested subsets of the places of `length` tokens of text."""
+        kept = np.arange(length)
+        anchors, depths = [kept], [np.zeros(length, np.int64)]
+        for depth in range(1, tokens):
+            count = round(length * max(retain**depth, least))
+            inside = kept[kept + depth < length]  # what follows is known
+            kept = np.sort(rng.permutation(inside)[:count])
+            anchors.append(kept)
+            depths.append(np.full(len(kept), depth))
+        return cls(*(torch.from_numpy(np.concatenate(x)) for x in (anchors, depths)))
+
+    @property
+    def positions(self) -> Tensor:
+        return self.anchor + self.depth
+
+    def mask(self) -> Tensor:
+        """Who sees whom, bool `[rows, rows]`: the text up to the anchor, and of the same anchor
+        the masks before it and itself."""
+        text = (self.depth == 0) & (self.anchor <= self.anchor[:, None])
+        same = (self.anchor == self.anchor[:, None]) & (self.depth <= self.depth[:, None])
+        return text | same
+
+
+def guess(model: PreTrainedModel, ids: Tensor, places: Places, mask_token: int) -> Tensor:
+    """The draft's logits at every row, `[batch, rows, vocab]`, for texts `[batch, length]`."""
+    rows = ids[:, places.anchor].masked_fill(places.depth > 0, mask_token)
+    bias = torch.zeros(places.mask().shape).masked_fill(~places.mask(), -torch.inf)
+    return model(
+        input_ids=rows,
+        position_ids=places.positions.to(ids.device)[None],
+        attention_mask=bias.to(ids.device)[None, None],
+        use_cache=False,
+    ).logits
+
+
+def loss_of(logits: Tensor, wanted: Tensor, top1_weight: float) -> Tensor:
+    """KL(target || draft), and cross entropy to the target's greedy choice, which is what
+    verification rewards; both logits are `[rows, vocab]`."""
+    logits, wanted = logits.float(), wanted.float()
+    logp = F.log_softmax(logits, -1)
+    kl = F.kl_div(logp, F.log_softmax(wanted, -1), reduction="batchmean", log_target=True)
+    return kl + top1_weight * F.nll_loss(logp, wanted.argmax(-1))
+
+
+# --- text --------------------------------------------------------------------------------------
+
+
+def read_text(folder: Path, tokenizer) -> list[np.ndarray]:
+    """Token ids of each text file, but for licences and those held out (`book_*`)."""
+    files = [p for p in sorted(folder.glob("*.txt")) if "LICENSE" not in p.name]
+    files = [p for p in files if not p.name.startswith("book_")]
+    if not files:
+        raise SystemExit(f"{folder} has no text files (*.txt) to learn from; add at least one.")
+    return [
+        np.array(tokenizer(p.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+        for p in files
+    ]
+
+
+def windows(streams: list[np.ndarray], rng: np.random.Generator, rows: int, length: int) -> Tensor:
+    """Random windows `[rows, length]`, of all streams alike."""
+    found = []
+    for _ in range(rows):
+        stream = streams[rng.integers(len(streams))]
+        start = rng.integers(len(stream) - length)
+        found.append(stream[start : start + length])
+    return torch.from_numpy(np.stack(found).astype(np.int64))
+
+
+@torch.inference_mode()
+def continued(model: PreTrainedModel, ids: Tensor, count: int) -> Tensor:
+    """Greedy continuation that runs through end tokens: `[rows, n]` -> `[rows, n + count]`."""
+    out = model(input_ids=ids, use_cache=True)
+    tokens = [ids, out.logits[:, -1:].argmax(-1)]
+    while len(tokens) <= count:
+        out = model(input_ids=tokens[-1], past_key_values=out.past_key_values, use_cache=True)
+        tokens.append(out.logits[:, -1:].argmax(-1))
+    return torch.cat(tokens, 1)
+
+
+def target_text(target: PreTrainedModel, streams: list[np.ndarray], args) -> Tensor:
+    """What the target says behind beginnings of the text, `[rows, tokens]`, kept for later runs."""
+    path = args.work / "target_text.npy"
+    if not path.exists():
+        rng = np.random.default_rng([args.seed, 0])
+        pieces = []
+        for _ in track(range(args.target_rows // 64), "target text", console=console):
+            heads = windows(streams, rng, 64, HEAD_TOKENS).to(args.device)
+            pieces.append(continued(target, heads, args.length).cpu())
+        np.save(path, torch.cat(pieces).numpy().astype(np.int32))
+    return torch.from_numpy(np.load(path).astype(np.int64))
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+def learning_rate_scale(step: int, steps: int) -> float:
+    """Warmup, stable, then linear decay."""
+    decay = (steps - step) / max(1.0, steps * DECAY_FRACTION)
+    return min(1.0, (step + 1) / WARMUP_STEPS, decay)
+
+
+def train(draft: PreTrainedModel, target: PreTrainedModel, streams: list[np.ndarray], args) -> int:
+    """Train to `--steps`, from the last checkpoint on; returns the steps made."""
+    own = target_text(target, streams, args)
+    path = args.work / "draft.pt"
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0)
+    first = 0
+    if path.exists():
+        state = torch.load(path, map_location=args.device)
+        draft.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+
+    def save(step: int) -> None:
+        state = {
+            "model": draft.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "step": step,
+        }
+        torch.save(state, path.with_suffix(".partial"))
+        path.with_suffix(".partial").replace(path)
+
+    draft.train()
+    vocabulary = target.config.vocab_size
+    recent: list[float] = []
+    started = time.monotonic()
+    for step in range(first, args.steps):
+        rng = np.random.default_rng([args.seed, 1, step])
+        half = args.batch // 2
+        ids = windows(streams, rng, args.batch - half, args.length)
+        rows = torch.from_numpy(rng.integers(len(own), size=half))
+        start = int(rng.integers(own.shape[1] - args.length + 1))
+        ids = torch.cat((ids, own[rows, start : start + args.length])).to(args.device)
+        places = Places.drawn(args.length, args.tokens, args.retain, args.least, rng)
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * learning_rate_scale(step, args.steps)
+        with torch.no_grad(), torch.autocast(args.device, torch.bfloat16):
+            wanted = target(input_ids=ids, use_cache=False).logits[:, places.positions]
+        with torch.autocast(args.device, torch.bfloat16):
+            logits = guess(draft, ids, places, draft.config.pard_token)[..., :vocabulary]
+        late = max(0.0, 2 * step / args.steps - 1)
+        loss = loss_of(logits.flatten(0, 1), wanted.flatten(0, 1), late)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        recent.append(loss.item())
+        if (step + 1) % args.log_every == 0:
+            seconds = (time.monotonic() - started) / (step + 1 - first)
+            console.print(
+                f"step {step + 1}/{args.steps} loss {np.mean(recent):.3f} {seconds:.2f} s a step"
+            )
+            recent.clear()
+            save(step + 1)
+    save(args.steps)
+    return args.steps
+
+
+# --- evaluation and export ---------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def agreement(draft: PreTrainedModel, target: PreTrainedModel, texts: Tensor, args) -> np.ndarray:
+    """How often the target's greedy choice is among the draft's k best guesses, by depth,
+    `[tokens, len(TOP_KS)]`, along texts `[rows, length]`."""
+    length = texts.shape[1]
+    places = Places.drawn(length, args.tokens, 1.0, 1.0, np.random.default_rng(0))
+    hits = np.zeros((args.tokens, len(TOP_KS)))
+    counts = np.zeros(args.tokens)
+    for ids in texts.to(args.device).split(2):
+        wanted = target(input_ids=ids, use_cache=False).logits.argmax(-1)[:, places.positions]
+        logits = guess(draft, ids, places, draft.config.pard_token)
+        rank = (logits > logits.gather(-1, wanted[..., None])).sum(-1)
+        for depth in range(args.tokens):
+            mine = rank[:, places.depth == depth]
+            counts[depth] += mine.numel()
+            hits[depth] += [int((mine < k).sum()) for k in TOP_KS]
+    return hits / counts[:, None]
+
+
+def write_card(draft: PreTrainedModel, shares: np.ndarray, steps: int, args) -> None:
+    template = string.Template(
+        Path(__file__).with_name("pard_card.md.tmpl").read_text(encoding="utf-8")
+    )
+    rows = [
+        f"| {depth} | " + " | ".join(f"{share:.3f}" for share in mine) + " |"
+        for depth, mine in enumerate(shares, 1)
+    ]
+    card = template.substitute(
+        name=args.out.name,
+        draft=args.draft.name,
+        target=args.target.name,
+        num_parameters=f"{draft.num_parameters() / 1e6:.2f} M",
+        tokens=args.tokens,
+        mask_token=draft.config.pard_token,
+        steps=f"{steps:,}",
+        batch=args.batch,
+        length=args.length,
+        retain=args.retain,
+        least=args.least,
+        evaluated=args.evaluated,
+        top_ks=" | ".join(f"top-{k}" for k in TOP_KS),
+        dashes="|".join(["---:"] * len(TOP_KS)),
+        agreement="\n".join(rows),
+    )
+    (args.out / "README.md").write_text(card, encoding="utf-8")
+    console.print(card)
+
+
+def export(draft: PreTrainedModel, tokenizer, args) -> PreTrainedModel:
+    """Write the model in its own type and return it as a user will load it, computing in fp32."""
+    dtype = getattr(torch, json.loads((args.draft / "config.json").read_text())["dtype"])
+    draft.to(dtype).save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    return AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target")
+    parser.add_argument("--draft", type=Path, required=True, help="folder of a plain draft")
+    parser.add_argument("--text", type=Path, required=True, help="folder of *.txt")
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=4, help="guessed per pass (4)")
+    parser.add_argument("--retain", type=float, default=0.7, help="of places, per depth (0.7)")
+    parser.add_argument("--least", type=float, default=0.2, help="of places, at any depth (0.2)")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=32, help="texts per step (32)")
+    parser.add_argument("--length", type=int, default=128, help="tokens of each (128)")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--target-rows", type=int, default=1024, help="texts of the target (1024)")
+    parser.add_argument("--evaluated", type=int, default=64, help="texts for the card (64)")
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+    tokenizer = AutoTokenizer.from_pretrained(args.draft)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    target.requires_grad_(False).to(args.device)
+    draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.float32)
+    mask_token = draft.config.vocab_size
+    draft.resize_token_embeddings(mask_token + 1)
+    draft.config.pard_token, draft.config.pard_tokens = mask_token, args.tokens
+    draft.to(args.device)
+    streams = read_text(args.text, tokenizer)
+    steps = train(draft, target, streams, args)
+    draft = export(draft, tokenizer, args).to(args.device)
+    # Texts that were not learnt from: other beginnings, continued by the target.
+    rng = np.random.default_rng([args.seed, 2])
+    heads = windows(streams, rng, args.evaluated, HEAD_TOKENS).to(args.device)
+    texts = continued(target, heads, args.length)[:, HEAD_TOKENS:]
+    write_card(draft, agreement(draft, target, texts, args), steps, args)
+
+
+if __name__ == "__main__":
+    main()
