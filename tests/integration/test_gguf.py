@@ -217,6 +217,15 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(files, tmp_path):
         source, tmp_path / "s.gguf", "llama", lambda _: Type.F16, llama__rope__scaling__type="yarn"
     )
     refused(scaled, "scales its rotary embedding, which is not read")
+    for name in ("scaling__factor", "scale_linear"):
+        file, field = tmp_path / f"{name}.gguf", {f"llama__rope__{name}": 4}
+        write(source, file, "llama", lambda _: Type.F16, **field)
+        refused(file, "scales its rotary embedding, which is not read")
+    unscaled = {"llama__rope__scaling__type": "none", "llama__rope__scaling__factor": 4}
+    assert inspect(write(source, tmp_path / "u.gguf", "llama", lambda _: Type.F16, **unscaled))
+    partial = {"llama__rope__dimension_count": 2}
+    file = write(source, tmp_path / "p.gguf", "llama", lambda _: Type.F16, **partial)
+    refused(file, r"turns 2 of the \d+ numbers of a head by their position, which is not read")
     experts = write(source, tmp_path / "e.gguf", "llama", lambda _: Type.F16, llama__expert_count=8)
     refused(experts, "holds a mixture of experts, which is not read")
     refused(tmp_path / "none.gguf", "there is no model folder")
@@ -234,11 +243,37 @@ def test_a_tensor_of_a_type_that_nobody_dequantises_is_refused(files, tmp_path):
     name = b"blk.0.ffn_up.weight"
     at = data.index(name) + len(name) + 4 + 2 * 8
     assert data[at] == Type.Q8_0
+    wrong, unknown = tmp_path / "wrong.gguf", tmp_path / "unknown.gguf"
     data[at] = Type.I8
-    wrong = tmp_path / "wrong.gguf"
     wrong.write_bytes(data)
     with pytest.raises(ModelError, match="tensors of type I8, which gguf does not dequantise"):
         inspect(wrong)
+    data[at] = 99
+    unknown.write_bytes(data)
+    with pytest.raises(ModelError, match=r"of a type that gguf does not know .*99. is not a"):
+        inspect(unknown)
+
+
+def test_a_tensor_without_a_place_in_the_model_is_refused(files, tmp_path):
+    """A Llama with biases, of which Transformers' config would say nothing."""
+    data = files("llama", Type.F32).read_bytes()
+    wrong = tmp_path / "wrong.gguf"
+    wrong.write_bytes(data.replace(b"blk.0.attn_norm.weight", b"blk.0.attn_q.bias12345"))
+    with pytest.raises(
+        ModelError, match=r"1 tensors that llama .* has no place for, .*attn_q\.bias"
+    ):
+        inspect(wrong)
+
+
+def test_the_command_refuses_a_file_without_a_traceback(files, tmp_path):
+    short = tmp_path / "short.gguf"
+    short.write_bytes(files("llama", Type.F16).read_bytes()[:2000])
+    command = [sys.executable, "-m", "pipespec", "generate", "--prompt", "Once"]
+    asked = [*command, f"model.target={short}"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is not a whole GGUF file" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_missing_package_is_named(files, monkeypatch):

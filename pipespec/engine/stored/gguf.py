@@ -147,7 +147,7 @@ def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
 
 def _reader(path: Path) -> GGUFReader:
     try:
-        from gguf import GGUFReader
+        from gguf import GGMLQuantizationType, GGUFReader
     except ImportError as error:
         raise ModelError(
             f"{path} needs {PACKAGE}, which is not installed; pip install 'pipespec[quantize]'"
@@ -155,10 +155,12 @@ def _reader(path: Path) -> GGUFReader:
     try:
         return GGUFReader(path)
     except Exception as error:  # whatever numpy says of bytes that are not there
-        raise ModelError(
-            f"{path} is not a whole GGUF file ({' '.join(str(error).split())[:200]}); fetch it "
-            "again"
-        ) from error
+        why = " ".join(str(error).split())[:200]
+        if GGMLQuantizationType.__name__ in why:
+            raise ModelError(
+                f"{path} holds tensors of a type that {PACKAGE} does not know ({why}); {FOREIGN}"
+            ) from error
+        raise ModelError(f"{path} is not a whole GGUF file ({why}); fetch it again") from error
 
 
 def _read(path: Path) -> GgufHeader:
@@ -176,6 +178,12 @@ def _read(path: Path) -> GgufHeader:
     _refuse_what_is_not_mapped(path, reader, kind)
     config = _config(path, reader, kind)
     names = _names(reader, kind, config)
+    homeless = {each.name for each in reader.tensors} - {theirs for theirs, _ in names.values()}
+    if homeless:
+        raise ModelError(
+            f"{path} holds {len(homeless)} tensors that {config.model_type} of Transformers has "
+            f"no place for, for example {min(homeless)}; {FOREIGN}"
+        )
     eos = [_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return GgufHeader(
         json.dumps(config.to_dict()),
@@ -197,7 +205,10 @@ def _refuse_what_is_not_mapped(path: Path, reader: GGUFReader, kind: str) -> Non
 
     names = {tensor.name for tensor in reader.tensors}
     scaling = _field(reader, f"{kind}.rope.scaling.type")
-    if scaling not in (None, "none") or "rope_freqs.weight" in names:
+    if scaling is None:  # then llama.cpp takes a factor for a linear one; the second name is old
+        factors = (_field(reader, f"{kind}.rope.{of}") for of in ("scaling.factor", "scale_linear"))
+        scaling = next(("linear" for factor in factors if factor not in (None, 0, 1)), "none")
+    if scaling != "none" or "rope_freqs.weight" in names:
         raise ModelError(f"{path} scales its rotary embedding, which is not read; {FOREIGN}")
     if _field(reader, f"{kind}.expert_count"):
         raise ModelError(f"{path} holds a mixture of experts, which is not read; {FOREIGN}")
@@ -227,6 +238,13 @@ def _config(path: Path, reader: GGUFReader, kind: str) -> Any:
     head_dim = _field(reader, f"{kind}.attention.key_length")
     if head_dim is not None and hasattr(config, "head_dim"):
         config.head_dim = int(head_dim)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turned = _field(reader, f"{kind}.rope.dimension_count")
+    if turned not in (None, size):
+        raise ModelError(
+            f"{path} turns {turned} of the {size} numbers of a head by their position, which is "
+            f"not read; {FOREIGN}"
+        )
     for tensor in reader.tensors:
         if tensor.name == EMBEDDING:  # its rows may be more than the tokenizer's tokens
             config.vocab_size = int(tensor.shape[-1])
