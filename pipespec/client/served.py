@@ -147,5 +147,6 @@ def emulated_scale(config: Config) -> float | None:
 
 
 def full_name(target: str) -> str:
-    """A model that was set by `target`: the whole path of its folder, or its id on the hub."""
-    return str(Path(target).absolute() if Path(target).is_dir() else target)
+    """A model that was set by `target`: the whole path of its folder or file, or its id on the
+    hub."""
+    return str(Path(target).absolute() if Path(target).exists() else target)

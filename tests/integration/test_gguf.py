@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipespec.client.served import full_name
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.engine import tokenizer
 from pipespec.engine.checkpoint import inspect
@@ -184,6 +185,12 @@ def test_the_command_says_what_the_plain_model_says(demo):
         return done.stdout
 
     assert said(demo) == said(DEMO / "target")
+
+
+def test_a_file_is_known_by_its_whole_path(files, monkeypatch):
+    path = files("llama", Type.F16)
+    monkeypatch.chdir(path.parent)
+    assert full_name(path.name) == str(path)
 
 
 def test_hosts_compare_files(demo, tmp_path):
