@@ -39,7 +39,7 @@ def record_truth(
     Raises ConfigError as `bench` does, and PipespecError if the file cannot be written.
     """
     kept = [text for text in overrides if text.partition("=")[0].startswith(ANSWER_SETTINGS)]
-    config = compose([*kept, "cluster.stages=1", "feed=root", "source=ngram"])
+    config = compose([*kept, "cluster.stages=1", "feed=root", "source=suffix"])
     decode = replace(
         config.decode,
         max_new_tokens=config.decode.max_new_tokens + TRUTH_MARGIN,

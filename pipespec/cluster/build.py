@@ -193,7 +193,12 @@ def make_source(deployment: Deployment, runner: SliceRunner | None) -> TokenSour
             max_retained=deployment.config.scheduler.max_retained,
             parallel=deployment.parallel,
         )
-    return deployment.config.source.make(draft, deployment.target.vocab_size)
+    target = deployment.target
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.load(target.path).encode(text, add_special_tokens=False)
+
+    return deployment.config.source.make(draft, target.vocab_size, encode)
 
 
 def stop_check(deployment: Deployment) -> Callable[[Request], StopCheck]:

@@ -279,7 +279,7 @@ class Config:
         if self.source.needs_draft and self.model.draft is None:
             raise ConfigError(
                 "model.draft is null, but this source guesses with a draft model; name its folder "
-                "or choose source=ngram, which needs none."
+                "or choose source=suffix, which needs none."
             )
         self.pace.check(self.cluster.stages)
         given = self.scheduler.max_num_batched_tokens

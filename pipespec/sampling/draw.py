@@ -13,6 +13,7 @@ Everything is float64, and pure: no generator, global or other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -39,6 +40,11 @@ def _mix(value: int) -> int:
     return value ^ (value >> _LAST_SHIFT)
 
 
+def _start(seed: int, position: int) -> int:
+    """Where the stream of a position begins."""
+    return _mix((_mix((seed + _GOLDEN) & _MASK) + (position + 1) * _GOLDEN) & _MASK)
+
+
 def _signed(value: int) -> int:
     """The int64 with the bits of an unsigned one."""
     return value - 2**64 if value >= 2**63 else value
@@ -58,10 +64,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Ten
 
     The stream is SplitMix64 from a state that is a hash of both.
     """
-    starts = [
-        _mix((_mix((seed + _GOLDEN) & _MASK) + (position + 1) * _GOLDEN) & _MASK)
-        for seed, position in zip(seeds, positions, strict=True)
-    ]
+    starts = [_start(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     first = torch.tensor([_signed((start + _GOLDEN) & _MASK) for start in starts])
     # Integers wrap, as they should.
     values = ids * _signed(_GOLDEN) + first.to(ids.device)[:, None]
@@ -74,6 +77,17 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Ten
 def noise(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Tensor:
     """The Gumbel noise of tokens `ids` at positions: float64 `[rows, n]`; arguments as above."""
     return -torch.log(-torch.log(uniforms(seeds, positions, ids)))
+
+
+def few_noises(seed: int, position: int, ids: Sequence[int]) -> list[float]:
+    """The noise of a few tokens at one position, as `noise` has it, without tensors."""
+    first = _start(seed, position) + _GOLDEN
+    uniform = (
+        ((_mix((token * _GOLDEN + first) & _MASK) >> (64 - _UNIFORM_BITS)) + 0.5)
+        * 2.0**-_UNIFORM_BITS
+        for token in ids
+    )
+    return [-math.log(-math.log(number)) for number in uniform]
 
 
 def draw(scores: Tensor, asked: Sequence[Sampling], positions: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipespec.core import Sampling
-from pipespec.sampling.draw import noise
+from pipespec.sampling.draw import few_noises, noise
 
 # So many of the draft's most probable tokens are looked at; beyond them the noise rarely helps.
 LOOKED_AT = 1024
@@ -70,26 +70,30 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
 
 
-def reweigh(logps: Tensor, tokens: Tensor, positions: list[int], seed: int) -> Tensor:
+def reweigh(
+    stated: Sequence[tuple[int, float]], position: int, seed: int
+) -> list[tuple[int, float]]:
     """Probabilities that something else than a model states, once the noise is known.
 
     Args:
-        logps: of the tokens as they will be drawn, `[rows, n]`; -inf: no token.
-        tokens: int64 `[rows, n]`.
-        positions: where the tokens would stand, `[rows]`.
+        stated: tokens with the probabilities that they are drawn with.
+        position: where the tokens would stand.
 
-    Returns log-probabilities `[rows, n]`. Of the tokens that are not stated, with probability r in
-    all, one is drawn if the highest of their noise is beyond the best of the stated, s; as theirs
-    is not looked at, that has the probability 1 - exp(-r exp(-s)). What is left goes to the
+    Returns the tokens, the likeliest first. Of the tokens that are not stated, with probability r
+    in all, one is drawn if the highest of their noise is beyond the best of the stated, s; as
+    theirs is not looked at, that has the probability 1 - exp(-r exp(-s)). What is left goes to the
     stated ones in proportion to exp(log p + noise).
     """
-    if not logps.shape[1]:
-        return logps
-    known = logps + noise([seed] * len(positions), positions, tokens)
-    others = 1 - logps.exp().sum(1, keepdim=True).clamp(max=1.0)
-    stated = -others * torch.exp(-known.max(1, keepdim=True).values)
-    weighed = stated + known.log_softmax(1)
-    return weighed.masked_fill(weighed.isnan(), -torch.inf)  # rows without any token
+    if not stated:
+        return []
+    drawn = few_noises(seed, position, [token for token, _ in stated])
+    known = [math.log(p) + of_token for (_, p), of_token in zip(stated, drawn, strict=True)]
+    others = max(1 - sum(p for _, p in stated), 0.0)
+    best = max(known)
+    weights = [math.exp(score - best) for score in known]
+    share = math.exp(-others * math.exp(-best)) / sum(weights)
+    weighed = [(token, share * w) for (token, _), w in zip(stated, weights, strict=True)]
+    return sorted((each for each in weighed if each[1] > 0), key=lambda each: -each[1])
 
 
 def cut_off(logq: Tensor, asked: Sequence[Sampling]) -> Tensor:

@@ -38,7 +38,7 @@ WAYS = {
     "4-best_first": ("cluster.stages=4", "feed=best_first"),
     "4-level": ("cluster.stages=4", "feed=level", "feed.width=8", "feed.children=4"),
     "4-static_tree": ("cluster.stages=4", "feed=static_tree", "feed.shape=[1,3,1]"),
-    "4-ngram": ("cluster.stages=4", "feed=best_first", "source=ngram"),
+    "4-suffix": ("cluster.stages=4", "feed=best_first", "source=suffix"),
     "4-free": ("cluster.stages=4", "feed=best_first", "cluster.sync=free"),
     "4-groups": ("cluster.stages=4", "cluster.groups=2", "feed=level", "feed.width=8"),
 }

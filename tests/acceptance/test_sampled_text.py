@@ -157,7 +157,7 @@ def test_samples_of_many_seeds_follow_the_target_under_best_first(tmp_path, redi
     assert statistic < freedom + 4 * math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("source", ["draft_model", "ngram"])
+@pytest.mark.parametrize("source", ["draft_model", "suffix"])
 def test_foresight_changes_no_token_and_hits_more(tiny, redis, source):
     found = {}
     for foresight in (True, False):

@@ -23,8 +23,8 @@ POLICIES = {
     "level": ("feed=level", "feed.width=8", "feed.children=4"),
     "best_first": ("feed=best_first", "feed.width=8", "feed.children=4"),
 }
-SOURCES = ("draft_model", "ngram", "hybrid", "synthetic")
-# The second repeats itself, so that an n-gram is found from the first token on.
+SOURCES = ("draft_model", "suffix", "hybrid", "synthetic")
+# The second repeats itself, so that a match is found from the first token on.
 PROMPTS = [[5, 17, 3, 8, 120, 44], [7, 9, 11] * 5, [3] * 4]
 
 
@@ -51,7 +51,7 @@ def overrides(source: str, truth: Path) -> list[str]:
     chosen = [f"source={source}"]
     if source == "synthetic":
         chosen.append(f"source.truth={truth}")
-    if source in ("ngram", "synthetic"):
+    if source in ("suffix", "synthetic"):
         chosen.append("model.draft=null")
     return chosen
 
@@ -72,12 +72,12 @@ def test_every_source_and_policy_gives_the_text_of_hugging_face(
     assert [tokens for tokens, *_ in answers] == expected
 
 
-def test_ngram_needs_no_draft_and_finds_what_repeats(redis, tmp_path):
+def test_suffix_needs_no_draft_and_finds_what_repeats(redis, tmp_path):
     target = resource_dir("demo") / "target"
     deployment = cluster.make_deployment(
         target,
         tmp_path / "nowhere",
-        "source=ngram",
+        "source=suffix",
         "model.draft=null",
         "feed.row_cost=0.0001",
     )
@@ -102,12 +102,12 @@ def test_ngram_needs_no_draft_and_finds_what_repeats(redis, tmp_path):
 
 def test_a_source_without_a_draft_never_looks_at_one(pair):
     target, _, _, _ = pair
-    deployment = cluster.make_deployment(target, Path("/no/such/draft"), "source=ngram")
+    deployment = cluster.make_deployment(target, Path("/no/such/draft"), "source=suffix")
     assert deployment.draft is None
     with pytest.raises(ModelError):
         cluster.make_deployment(target, Path("/no/such/draft"), "source=hybrid")
     assert cluster.make_deployment(
-        target, Path("/no/such/draft"), "source=hybrid", "source.sources=[ngram]"
+        target, Path("/no/such/draft"), "source=hybrid", "source.sources=[suffix]"
     )
 
 

@@ -11,9 +11,10 @@ import numpy as np
 from pipespec.core import Batch, Verdict
 from pipespec.head.feed.policy import NOTHING
 from pipespec.head.feed.rounds import check_rounds
+from pipespec.head.source.calibration import Calibrated
 from pipespec.head.source.confidence import Confidence
 from pipespec.head.source.parallel import Parallel, best_paths
-from pipespec.head.source.protocol import Asked, Candidates, Context, TokenSource
+from pipespec.head.source.protocol import Asked, Candidates, Context, Encode, TokenSource
 from pipespec.head.tree import ROOT
 from pipespec.limits import MAX_PARALLEL, check_whole
 from pipespec.sampling.grammar import as_bools
@@ -47,9 +48,9 @@ class DraftModel:
     def synthetic(self) -> bool:
         return False
 
-    def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
+    def make(self, draft: TokenSource | None, vocabulary: int, encode: Encode) -> TokenSource:
         assert draft is not None
-        return draft
+        return Calibrated(draft)
 
 
 class DraftModelSource:

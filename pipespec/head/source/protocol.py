@@ -6,7 +6,7 @@ pipeline and decides nothing: a bad guess costs speed alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -87,11 +87,11 @@ class Candidates:
     def of(cls, parents: np.ndarray, rows: Sequence[Sequence[tuple[int, float]]]) -> Candidates:
         """From one list of (token, probability) per parent, of any lengths."""
         shape = (len(rows), max(map(len, rows), default=0))
-        tokens, logps = np.full(shape, -1, np.int64), np.full(shape, -np.inf)
-        for i, row in enumerate(rows):
-            if row:
-                tokens[i, : len(row)] = [token for token, _ in row]
-                logps[i, : len(row)] = np.log([probability for _, probability in row])
+        none = ((-1, 0.0),)
+        padded = [each for row in rows for each in (*row, *none * (shape[1] - len(row)))]
+        tokens = np.array([token for token, _ in padded], np.int64).reshape(shape)
+        with np.errstate(divide="ignore"):
+            logps = np.log([probability for _, probability in padded]).reshape(shape)
         return cls(parents, tokens, logps)
 
 
@@ -116,6 +116,10 @@ class Asked:
             return self
         allowed = None if self.allowed is None else self.allowed[chosen]
         return replace(self, nodes=self.nodes[chosen], allowed=allowed)
+
+
+# From text to token ids of the target.
+Encode = Callable[[str], Sequence[int]]
 
 
 def forget(by_node: dict[int, Any], alive: np.ndarray) -> None:
@@ -165,11 +169,12 @@ class SourceSpec(Protocol):
     @property
     def foresight(self) -> bool: ...
 
-    def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
+    def make(self, draft: TokenSource | None, vocabulary: int, encode: Encode) -> TokenSource:
         """The running source.
 
         Args:
             draft: the draft model as a source, given exactly if `needs_draft`.
             vocabulary: how many token ids the target knows.
+            encode: makes tokens of the text of files.
         """
         ...

@@ -21,7 +21,7 @@ import numpy as np
 from pipespec.core import Verdict
 from pipespec.errors import ConfigError
 from pipespec.head.feed.rounds import check_rounds
-from pipespec.head.source.protocol import Asked, Candidates, Context, TokenSource
+from pipespec.head.source.protocol import Asked, Candidates, Context, Encode, TokenSource
 from pipespec.head.tree import ROOT, Tree
 from pipespec.limits import MAX_SEED, check_whole
 from pipespec.system.reading import Unreadable, parse_json, read_text
@@ -179,7 +179,7 @@ class Synthetic:
     def foresight(self) -> bool:
         return False
 
-    def make(self, draft: TokenSource | None, vocabulary: int) -> TokenSource:
+    def make(self, draft: TokenSource | None, vocabulary: int, encode: Encode) -> TokenSource:
         return SyntheticSource(self.accuracy, read_truth(self.truth), vocabulary, self.seed)
 
 

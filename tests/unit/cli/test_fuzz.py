@@ -232,7 +232,7 @@ def test_any_hosts_file(text: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return compose(["cluster.stages=1", "feed.width=8", "source=ngram"])
+    return compose(["cluster.stages=1", "feed.width=8", "source=suffix"])
 
 
 SIZES = {

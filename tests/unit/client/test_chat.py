@@ -26,7 +26,7 @@ def encoded(target: Path, template: str, prompt: str = "Hello") -> str:
     settings = json.loads((target / "tokenizer_config.json").read_text())
     settings["chat_template"] = template
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = compose([f"model.target={target}", "source=ngram", "decode.chat=true"])
+    config = compose([f"model.target={target}", "source=suffix", "decode.chat=true"])
     served = ServedModel.of(decide(config))
     return served.tokenizer.decode(served.encode(prompt, chat=True))
 

@@ -93,7 +93,7 @@ def test_an_amount_of_kv_is_taken_whatever_is_free_and_must_hold_one_sequence() 
 
 
 def test_a_source_without_a_draft_needs_none_on_the_head() -> None:
-    assert needs(planned("source=ngram"), 0).total() == 0
+    assert needs(planned("source=suffix"), 0).total() == 0
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from pipespec.head.feed.root import Root
 from pipespec.head.feed.static_tree import StaticTree
 from pipespec.head.source.draft_model import DraftModel
 from pipespec.head.source.hybrid import Hybrid
-from pipespec.head.source.ngram import NGram
+from pipespec.head.source.suffix import Suffix
 from pipespec.head.source.synthetic import Synthetic
 from pipespec.sampling.spec import Greedy, Relaxed, Sample, Strict
 from pipespec.system.resources import resource_dir
@@ -52,7 +52,8 @@ CLASSES = {
     ("feed", "best_first"): BestFirst,
     ("feed", "adaptive"): Adaptive,
     ("source", "draft_model"): DraftModel,
-    ("source", "ngram"): NGram,
+    ("source", "suffix"): Suffix,
+    ("source", "ngram"): Suffix,
     ("source", "hybrid"): Hybrid,
     ("source", "synthetic"): Synthetic,
     ("verify", "greedy"): Greedy,
@@ -97,7 +98,7 @@ def test_the_defaults_of_files_and_classes_agree() -> None:
 
 
 def test_a_source_that_needs_no_draft_needs_no_folder_of_one() -> None:
-    made = compose(["model=custom", "model.target=/models/t", "source=ngram"])
+    made = compose(["model=custom", "model.target=/models/t", "source=suffix"])
     assert made.model.draft is None and not made.source.needs_draft
 
 
@@ -228,7 +229,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
             ["source=synthetic", "source.truth=/no/such,file"],
             ["'/no/such,file'", "must name a file"],
         ),
-        ("model.draft=null", ["model.draft is null", "source=ngram"]),
+        ("model.draft=null", ["model.draft is null", "source=suffix"]),
         ("pace.stage_ms=-1", ["pace.stage_ms", "from 0 to"]),
         ("model.context=1", ["model.context is 1", "from 2 to"]),
         ("model.target=", ["model.target is empty"]),

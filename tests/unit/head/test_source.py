@@ -10,16 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipespec.core import GUESS, KIND, NODE, POSITION, SEQUENCE, Batch, Verdict
 from pipespec.engine.kv import SlotPool
 from pipespec.errors import ConfigError
+from pipespec.head.source.calibration import Calibrated
 from pipespec.head.source.draft_model import DraftModelSource
 from pipespec.head.source.hybrid import Hybrid, HybridSource
-from pipespec.head.source.ngram import NGram, NGramSource, Occurrences
 from pipespec.head.source.protocol import Asked, Candidates, Context
+from pipespec.head.source.suffix import Suffix
 from pipespec.head.source.synthetic import Accuracy, Synthetic, SyntheticSource, read_truth
 from pipespec.head.tree import ROOT, Tree
 
@@ -71,66 +70,6 @@ def test_a_tree_takes_rows_of_different_lengths():
 
 def _columns(candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return candidates.parents, candidates.tokens, candidates.logps
-
-
-# --- ngram ------------------------------------------------------------------------------------
-
-
-def test_the_longest_ending_that_stood_before_decides():
-    text = Occurrences(longest=3)
-    text.read([1, 2, 3, 10, 9, 2, 3, 20, 9, 3, 30])
-    assert text.next([1, 2, 3], 1) == [(10, 0.5)]
-    assert text.next([7, 2, 3], 2)[0][0] in (10, 20)
-    assert text.next([7, 7, 7], 4) == []
-
-
-def test_counts_become_probabilities_and_leave_room_for_the_unseen():
-    text = Occurrences(longest=1)
-    text.read([1, 5, 1, 5, 1, 6])
-    # Three continuations of 1, two of them different: escape method C.
-    assert dict(text.next([1], 8)) == pytest.approx({5: 2 / 5, 6: 1 / 5})
-
-
-def test_shorter_endings_add_what_longer_ones_did_not_see():
-    text = Occurrences(longest=2)
-    text.read([1, 2, 7, 3, 2, 8, 3, 2, 8])
-    found = dict(text.next([1, 2], 8))
-    # [1, 2] was followed by 7 once; the other half goes to what followed [2], 8 alone.
-    assert found == pytest.approx({7: 1 / 2, 8: 1 / 2 * 2 / 3})
-
-
-@given(st.lists(st.integers(0, 3), max_size=40), st.data())
-def test_reading_in_pieces_is_reading_at_once(tokens, data):
-    cut = data.draw(st.integers(0, len(tokens)))
-    whole, pieces = Occurrences(3), Occurrences(3)
-    whole.read(tokens)
-    pieces.read(tokens[:cut])
-    pieces.read(tokens)
-    ending = data.draw(st.lists(st.integers(0, 3), max_size=5))
-    found = whole.next(ending, 9)
-    assert found == pieces.next(ending, 9)
-    assert sum(p for _, p in found) < 1 or not found
-    assert all(0 < p < 1 for _, p in found)
-
-
-def test_a_repeated_text_is_followed_along_the_path_of_a_node():
-    source = NGramSource(longest=3)
-    context, tree = started(source, [1, 2, 3, 4, 1, 2])
-    for expected in (3, 4, 1, 2, 3):
-        nodes = np.flatnonzero(~tree.expanded)
-        candidates = expand(source, context, tree, nodes, 1)
-        assert row(candidates) == {expected: pytest.approx(0.5)}
-        tree.append(*_columns(candidates))
-    source.end(0)
-
-
-def test_what_was_decided_is_looked_up_too():
-    source = NGramSource(longest=2)
-    context, tree = started(source, [1, 2])
-    assert row(expand(source, context, tree, np.array([ROOT]), 4)) == {}
-    for token in (9, 1, 2):
-        decide(source, context, tree, token)
-    assert row(expand(source, context, tree, np.array([ROOT]), 4)) == {9: pytest.approx(0.5)}
 
 
 # --- synthetic --------------------------------------------------------------------------------
@@ -384,18 +323,23 @@ def test_a_source_is_believed_as_far_as_it_has_been_right():
 
 def test_settings_of_a_hybrid():
     assert Hybrid().needs_draft
-    assert not Hybrid(sources=["ngram"]).needs_draft
-    assert isinstance(Hybrid(sources=["ngram"]).make(None, 100), HybridSource)
+    for name in ("suffix", "ngram"):
+        alone = Hybrid(sources=[name])
+        assert not alone.needs_draft
+        made = alone.make(None, 100, lambda _: [])
+        assert isinstance(made, Calibrated) and isinstance(made.source, HybridSource)
     for sources, part in (
         ([], "one or more"),
-        (["ngram", "ngram"], "each once"),
+        (["suffix", "ngram"], "each once"),
         (["synthetic"], "'synthetic'"),
     ):
         with pytest.raises(ConfigError, match=part):
             Hybrid(sources=sources)
-    for cls in (Hybrid, NGram):
-        with pytest.raises(ConfigError, match=r"source\.longest is 0"):
-            cls(longest=0)
+    for cls in (Hybrid, Suffix):
+        with pytest.raises(ConfigError, match=r"source\.past is -1"):
+            cls(past=-1)
+        with pytest.raises(ConfigError, match=r"source\.corpus is '/no/such'"):
+            cls(corpus="/no/such")
         with pytest.raises(ConfigError, match=r"source\.rounds is 0"):
             cls(rounds=0)
 

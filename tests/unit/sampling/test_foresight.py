@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from operator import eq
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from pipespec.core import Sampling
 from pipespec.head.source.confidence import Confidence
 from pipespec.sampling.distribution import distribution
-from pipespec.sampling.draw import draw
+from pipespec.sampling.draw import draw, few_noises, noise
 from pipespec.sampling.foresight import cut_off, reweigh, scores
 from tests.helpers.sampling import some_logits
 
@@ -78,32 +79,30 @@ def test_the_cut_offs_are_those_of_the_target(asked):
 
 
 def test_the_likelier_of_stated_tokens_is_known_once_the_noise_is():
-    stated = torch.tensor([0.5, 0.3, 0.2, 0.0]).double()
-    tokens = torch.tensor([[7, 2, 9, -1]])
+    stated = [(7, 0.5), (2, 0.3), (9, 0.2)]
     for position in range(200):
-        after = reweigh(stated.log()[None], tokens, [position], 1)[0]
-        assert after[3] == -torch.inf
-        assert after.exp().sum() <= 1 + 1e-9
+        after = reweigh(stated, position, 1)
+        assert sum(p for _, p in after) <= 1 + 1e-9
         logprobs = torch.full((10,), -torch.inf, dtype=torch.float64)
-        logprobs[tokens[0, :3]] = stated[:3].log()
-        assert (
-            int(tokens[0, after.argmax()])
-            == draw(logprobs[None], [Sampling(1.0, seed=1)], [position])[0]
-        )
+        for token, probability in stated:
+            logprobs[token] = math.log(probability)
+        assert after[0][0] == draw(logprobs[None], [Sampling(1.0, seed=1)], [position])[0]
 
 
 def test_where_nothing_is_stated_nothing_is_proposed():
-    nothing = torch.full((2, 3), -torch.inf, dtype=torch.float64)
-    assert torch.equal(reweigh(nothing, torch.full((2, 3), -1), [3, 4], 1), nothing)
-    assert reweigh(nothing[:, :0], torch.empty(2, 0, dtype=torch.int64), [3, 4], 1).shape == (2, 0)
+    assert reweigh([], 3, 1) == []
 
 
 def test_tokens_that_are_not_stated_keep_their_share():
-    stated = torch.tensor([0.2, 0.1]).double()
-    tokens = torch.tensor([[1, 2]]).expand(2000, -1)
-    after = reweigh(stated.log().expand(2000, -1), tokens, list(range(2000)), 1).exp()
-    assert 0.28 < after.sum(1).mean() < 0.32
-    assert after.max() > 0.9
+    after = [reweigh([(1, 0.2), (2, 0.1)], position, 1) for position in range(2000)]
+    assert 0.28 < np.mean([sum(p for _, p in row) for row in after]) < 0.32
+    assert max(row[0][1] for row in after) > 0.9
+
+
+def test_the_noise_of_a_few_tokens_is_that_of_all():
+    for seed, position in ((0, 0), (7, 3), (2**60, 10**6)):
+        whole = noise([seed], [position], torch.arange(50)[None])[0]
+        assert few_noises(seed, position, range(50)) == pytest.approx(whole.tolist(), rel=1e-12)
 
 
 @pytest.mark.parametrize(("error", "least", "most"), [(0.1, 5, 20), (1.0, 1, 3), (6.0, 0.2, 0.6)])

@@ -138,7 +138,7 @@ def test_a_template_that_refuses_is_one_sentence(tmp_path: Path) -> None:
     for template, why in (("{{ raise_exception('no') }}", "TemplateError: no"), (None, "none")):
         settings["chat_template"] = template
         (target / "tokenizer_config.json").write_text(json.dumps(settings))
-        served = ServedModel.of(decide(compose([f"model.target={target}", "source=ngram"])))
+        served = ServedModel.of(decide(compose([f"model.target={target}", "source=suffix"])))
         with pytest.raises(ApiError, match=why) as refused:
             prompts.conversation(served, ChatRequest.model_validate({"messages": HELLO}).messages)
         assert (refused.value.status, refused.value.param) == (400, "messages")
