@@ -47,7 +47,7 @@ def main() -> None:
     emulated.add_prompts(parser, prompts=48, tokens=64, prompt_tokens=128)
     options = experiment.parse(parser, num_prompts=8, tokens=32)
 
-    plain = ["cluster.stages=1", "cluster.devices=[cpu]", "feed=root", "source=ngram"]
+    plain = ["cluster.stages=1", "cluster.devices=[cpu]", "feed=root", "source=suffix"]
     ran = comparison.run(
         "the target's answers",
         [*plain, *emulated.answer(options.tokens)],

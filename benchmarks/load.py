@@ -189,7 +189,7 @@ def row(
 ) -> dict[str, Any]:
     """One method with so many requests; `plain`: that of batched plain decoding, empty if this
     is it."""
-    machine = [*emulated.cluster(options), "model=demo", "source=ngram"]
+    machine = [*emulated.cluster(options), "model=demo", "source=suffix"]
     found = simulated(compose([*machine, *overrides(method, options)]), requests, options)
     per_second = 1000 * found.tokens / found.ms
     figures = {

@@ -173,7 +173,8 @@ def work(statistics: Mapping[str, int], busy: Mapping[str, float]) -> str | None
     shares = ", ".join(f"{share:.0%}" for share in busy.values())
     return (
         f"{per_step('tokens')} tokens per step; rows per step: {per_step('root_rows')} roots, "
-        f"{per_step('prompt_rows')} of prompts, {per_step('guess_rows')} guesses; "
+        f"{per_step('prompt_rows')} of prompts, {per_step('guess_rows')} guesses, of "
+        f"which {per_step('guess_hits')} came true ({per_step('guess_hits_expected')} expected); "
         f"{per_step('rounds')} draft rounds per step; stages busy {shares or '-'}; "
         f"KV {statistics['kv_slots_held']} of {statistics['kv_slots']} slots, "
         f"{statistics['kv_slots_retained']} more with text to share; "

@@ -335,17 +335,19 @@ class Scheduler(Admission):
             sequence.counts["rows"] += len(rows)
             of_prompts += len(rows)
             found.append(rows)
+        chances = [np.empty(0)]
         roots: list[int] = []  # where the tree of each row that follows has its root
         for sequence, nodes in choice:
             if len(nodes):
                 tree = sequence.tree
                 found.append(tree.rows(sequence.number, nodes))
                 roots += [int(tree.position[ROOT])] * len(nodes)
+                chances.append(np.exp(tree.cum[nodes]))
                 tree.feed(nodes)
                 if not self._policy.keeps_unfed:
                     tree.drop_unfed()
                 sequence.counts["rows"] += len(nodes)
         rows = np.concatenate(found)
         depths = rows[of_prompts:, POSITION] - np.array(roots, np.int64)
-        self.totals.step(len(rows), of_prompts, depths, self._decided)
+        self.totals.step(len(rows), of_prompts, depths, np.concatenate(chances), self._decided)
         return Batch(self.step, rows)

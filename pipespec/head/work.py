@@ -104,6 +104,7 @@ class Totals:
         prompt_rows: rows of prompts that were fed.
         fed: rows of trees that were fed, by depth, `[1 + DEEPEST]`; of depth 0 are roots, which
             were decided before they were fed.
+        expected: how many of them were to come true as their sources stated, likewise.
         hits: tokens that were decided, by the depth that they were fed at before,
             `[1 + DEEPEST]`; of depth 0 are those that were not fed.
         step_tokens: steps, by how many tokens of prompts they fed and of answers they decided
@@ -114,6 +115,7 @@ class Totals:
     rounds: int = 0
     prompt_rows: int = 0
     fed: np.ndarray = field(default_factory=lambda: np.zeros(1 + DEEPEST, np.int64))
+    expected: np.ndarray = field(default_factory=lambda: np.zeros(1 + DEEPEST))
     hits: list[int] = field(default_factory=lambda: [0] * (1 + DEEPEST))
     step_tokens: list[int] = field(default_factory=lambda: [0] * len(STEP_TOKENS))
 
@@ -121,13 +123,17 @@ class Totals:
         """A token was decided that had been fed at this depth."""
         self.hits[min(depth, DEEPEST)] += 1
 
-    def step(self, rows: int, of_prompts: int, depths: np.ndarray, decided: int) -> None:
-        """A step fed so many rows, those of trees at these depths, `[rows]`, and had decided so
-        many tokens."""
+    def step(
+        self, rows: int, of_prompts: int, depths: np.ndarray, chances: np.ndarray, decided: int
+    ) -> None:
+        """A step fed so many rows, those of trees at these depths and with these chances to lie on
+        the accepted path, `[rows]`, and had decided so many tokens."""
         if rows:
             self.steps += 1
             self.prompt_rows += of_prompts
-            self.fed += np.bincount(np.minimum(depths, DEEPEST), minlength=1 + DEEPEST)
+            depths = np.minimum(depths, DEEPEST)
+            self.fed += np.bincount(depths, minlength=1 + DEEPEST)
+            self.expected += np.bincount(depths, chances, 1 + DEEPEST)
         if rows or decided:
             self.step_tokens[bisect_left(STEP_TOKENS, of_prompts + decided)] += 1
 
@@ -136,6 +142,7 @@ class Totals:
         fed = self.fed.tolist()
         labelled = {
             **{f"fed/{depth}": count for depth, count in enumerate(fed)},
+            **{f"expected/{depth}": int(count) for depth, count in enumerate(self.expected)},
             **{f"hits/{depth}": count for depth, count in enumerate(self.hits)},
             **{
                 f"step_tokens/{most:g}": count
@@ -149,6 +156,8 @@ class Totals:
             "root_rows": fed[0],
             "prompt_rows": self.prompt_rows,
             "guess_rows": sum(fed[1:]),
+            "guess_hits": sum(self.hits[1:]),
+            "guess_hits_expected": int(self.expected[1:].sum()),
             **{name: count for name, count in labelled.items() if count},
         }
 

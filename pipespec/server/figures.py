@@ -296,6 +296,7 @@ CLUSTER = (
     Figure("spec_decode_num_accepted_tokens_per_pos", COUNTER, BOTH, _by_position, "By depth - 1"),
     Figure("guess_rows", COUNTER, OWN, _by("fed", "depth", 1), "Guesses fed, by depth then"),
     Figure("guess_hits", COUNTER, OWN, _by("hits", "depth", 1), "Of those, accepted"),
+    Figure("guess_hits_expected", COUNTER, OWN, _by("expected", "depth", 1), "As stated"),
     Figure("rank_info", GAUGE, OWN, _computing, "How each rank computes"),
     Figure("rank_place_info", GAUGE, OWN, _places, "Where each rank is, with which layers"),
     Figure("stage_busy_share", GAUGE, OWN, _busy, "Of this epoch's time with requests"),

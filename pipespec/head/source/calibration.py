@@ -104,7 +104,10 @@ class Calibration:
             return stated
         odds = self._by_rank(stated) + self._depths.shift[group(depths)][:, None]
         true = np.where(stated > LEAST, np.minimum(from_odds(odds), MOST), 0.0)
-        return true / np.maximum(true.sum(1, keepdims=True), 1.0)
+        # Scaling all of them would make the surest ones, of which most is known, too small.
+        others = true[:, 1:].sum(1, keepdims=True)
+        true[:, 1:] *= np.minimum((1 - true[:, :1]) / np.maximum(others, LEAST), 1.0)
+        return true
 
 
 @dataclass(frozen=True, slots=True)
