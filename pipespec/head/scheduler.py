@@ -24,7 +24,6 @@ decided in `pipespec.head.admission`; here, that no guesses are fed when slots r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 
@@ -130,7 +129,7 @@ class Scheduler(Admission):
         state = self._state(elapsed_ms)
         if not self.sequences or self._fruitless or not fits(self.config.rounds, state):
             return None
-        work, _ = self._growth(self.sequences.values(), state)
+        work, _ = draft_work(self.sequences.values(), self._policy, state, self._budget)
         return work
 
     def graft(self, work: DraftWork, candidates: ListOf[Candidates | None], ms: float) -> None:
@@ -236,12 +235,6 @@ class Scheduler(Admission):
             requests=max(self._decoding, 1),
         )
 
-    def _growth(
-        self, sequences: Iterable[Sequence], state: PipelineState
-    ) -> tuple[DraftWork | None, bool]:
-        """The draft round that the policy wants, and whether the pipeline idles until then."""
-        return draft_work(sequences, self._policy, state, self._budget)
-
     def _budget(self, requests: int) -> int:
         """Rows that so many requests may feed in a step beside prompts."""
         most = self._policy.max_rows * (1 if self._policy.shared else requests)
@@ -319,7 +312,7 @@ class Scheduler(Admission):
         choice, prompts, offered = self._choice(state)
         if not prompts and not any(len(nodes) for _, nodes in choice):
             stuck = [each for each, _ in choice if not each.tree.fed[ROOT]]
-            work, urgent = self._growth(stuck, state)
+            work, urgent = draft_work(stuck, self._policy, state, self._budget)
             if work is not None and urgent:
                 if not self._fruitless:
                     return work
@@ -335,19 +328,20 @@ class Scheduler(Admission):
             sequence.counts["rows"] += len(rows)
             of_prompts += len(rows)
             found.append(rows)
-        chances = [np.empty(0)]
+        cums = [np.empty(0)]
         roots: list[int] = []  # where the tree of each row that follows has its root
         for sequence, nodes in choice:
             if len(nodes):
                 tree = sequence.tree
                 found.append(tree.rows(sequence.number, nodes))
                 roots += [int(tree.position[ROOT])] * len(nodes)
-                chances.append(np.exp(tree.cum[nodes]))
+                cums.append(tree.cum[nodes])
                 tree.feed(nodes)
                 if not self._policy.keeps_unfed:
                     tree.drop_unfed()
                 sequence.counts["rows"] += len(nodes)
         rows = np.concatenate(found)
         depths = rows[of_prompts:, POSITION] - np.array(roots, np.int64)
-        self.totals.step(len(rows), of_prompts, depths, np.concatenate(chances), self._decided)
+        chances = np.exp(np.concatenate(cums))
+        self.totals.step(len(rows), of_prompts, depths, chances, self._decided)
         return Batch(self.step, rows)

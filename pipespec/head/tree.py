@@ -341,10 +341,8 @@ class Tree:
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
     """bool `[n]`: the `count` largest of `values` `[n]`; ties go to the lower index."""
-    if count >= len(values):
-        return np.ones(len(values), bool)
-    if count <= 0:
-        return np.zeros(len(values), bool)
+    if not 0 < count < len(values):
+        return np.full(len(values), count > 0)
     least = np.partition(values, -count)[-count]
     chosen = values >= least
     if (excess := np.count_nonzero(chosen) - count) > 0:
