@@ -32,8 +32,8 @@ from pipespec.system.reading import (
 from pipespec.system.resources import resource_dir
 
 CONFIG = "config.json"
-# Of a GGUF file so many bytes, which hold its settings, are compared.
-GGUF_START = 2**16
+# Of a GGUF file so many bytes at its start, where its settings are, and at its end are compared.
+GGUF_END = 2**16
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 PACKAGES = ("torch", "transformers")
@@ -146,11 +146,13 @@ def fingerprint(model: str) -> Fingerprint:
     if is_gguf(path) and path.is_file():
         try:
             with path.open("rb") as stream:
-                start = stream.read(GGUF_START)
+                ends = stream.read(GGUF_END)
+                stream.seek(max(path.stat().st_size - GGUF_END, 0))
+                ends += stream.read(GGUF_END)
         except OSError as error:
             return Fingerprint(str(path), f"cannot be read ({error.strerror})")
         size = str(path.stat().st_size)
-        return Fingerprint(str(path), None, _hash(start), None, _hash(size.encode()))
+        return Fingerprint(str(path), None, _hash(ends), None, _hash(size.encode()))
     if not is_folder(path):
         cached = _cached(model)
         if cached is None:

@@ -200,6 +200,14 @@ def test_hosts_compare_files(demo, tmp_path):
     longer = tmp_path / "longer.gguf"
     longer.write_bytes(demo.read_bytes() + b"\0")
     assert fingerprint(str(longer)).shards != fingerprint(str(demo)).shards
+    tuned = tmp_path / "tuned.gguf"  # other weights under the same settings
+    tuned.write_bytes(demo.read_bytes()[:-2] + b"\1\2")
+    assert fingerprint(str(tuned)).config != fingerprint(str(demo)).config
+
+
+def test_a_folder_of_that_name_is_a_folder(tmp_path):
+    path = build("llama", tmp_path / "model.gguf")
+    assert inspect(path).unpacked is None
 
 
 def test_what_cannot_be_read_is_refused_in_a_sentence(files, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import os
 import re
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ if TYPE_CHECKING:  # whoever knows a file already can do without
 GGUF = "gguf"
 PACKAGE = "gguf"
 SUFFIX = ".gguf"
+# Of what is remembered of a file: to be raised when `_read` refuses or says something else.
+FORM = 2
 # What `general.architecture` may be; each has its test in tests/integration/test_gguf.py.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # llama.cpp has the halves of each head of these in turns; Hugging Face has one after the other.
@@ -80,7 +83,7 @@ class GgufHeader:
 
 def is_gguf(path: str | Path) -> bool:
     """Is this the name of a GGUF file."""
-    return str(path).endswith(SUFFIX)
+    return str(path).endswith(SUFFIX) and not os.path.isdir(path)
 
 
 def header(path: Path) -> GgufHeader:
@@ -89,7 +92,9 @@ def header(path: Path) -> GgufHeader:
     for name in ("transformers", PACKAGE):
         with suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    return remembered("gguf", GgufHeader, {**identity(path), **packages}, lambda: _read(path))
+    return remembered(
+        "gguf", GgufHeader, {"form": FORM, **identity(path), **packages}, lambda: _read(path)
+    )
 
 
 def identity(path: Path) -> dict[str, Any]:
