@@ -51,6 +51,7 @@ def test_what_to_install_is_told_whole(capsys: pytest.CaptureFixture[str]) -> No
                 "devices": [],
                 "attention": {},
                 "quantization": {"int8": lacking},
+                "checkpoints": {},
                 "transport": {},
                 "redis": None,
                 "ok": True,
