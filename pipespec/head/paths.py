@@ -61,3 +61,14 @@ class Known:
             row, found = same.nonzero()
             place[row] = near[found]
         return place
+
+
+def distinct(parent: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of guesses `[k]` the first of each token below each parent, rising; and for each guess which
+    of these it is."""
+    first: dict[tuple[int, int], int] = {}
+    keys = list(zip(parent.tolist(), token.tolist(), strict=True))
+    for guess, key in enumerate(keys):
+        first.setdefault(key, guess)
+    number = {key: i for i, key in enumerate(first)}
+    return np.array([*first.values()], np.int64), np.array([number[key] for key in keys], np.int64)

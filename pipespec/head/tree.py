@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipespec.core import NODE, NUM_COLUMNS, PARENT, POSITION, SEQUENCE, TOKEN
-from pipespec.head.paths import NOWHERE, Known, Paths
+from pipespec.head.paths import NOWHERE, Known, Paths, distinct
 
 ROOT = 0
 # No guess that hangs in a tree is less likely.
@@ -116,8 +116,7 @@ class Tree:
         if limit is not None and len(chosen) > limit:
             chosen = chosen[_largest(cum[chosen], limit)]
         known = Known(self.parent, self.token)
-        again = known.below(parents)
-        if len(again):
+        if len(again := known.below(parents)):
             self._lower(again, parents, logps)
         parent, token, logp = parent[chosen], token[chosen], logp[chosen]
         stood = known.find(parent, token)
@@ -129,16 +128,19 @@ class Tree:
             for level in paths.levels(tokens.size):
                 there = place[paths.above[level]] != NOWHERE
                 level = level[there & (paths.logps[level] > -np.inf)]
-                above, token = place[paths.above[level]], paths.tokens[level]
-                stood = known.find(above, token)
-                free = ~self.expanded[above]
-                place[tokens.size + level[~free]] = stood[~free]
-                place[tokens.size + level[free]] = self._put(
-                    stood[free], above[free], token[free], paths.logps[level[free]]
+                above, token, logp = (
+                    place[paths.above[level]],
+                    paths.tokens[level],
+                    paths.logps[level],
                 )
+                first, same = distinct(above, token)  # below nodes above one another paths meet
+                above, token, logp = above[first], token[first], logp[first]
+                stood = Known(self.parent, self.token).find(above, token)
+                free = ~self.expanded[above]
                 restated |= bool((stood[free] != NOWHERE).any())
-        added = len(self) - count
-        new = self.position[count:]
+                stood[free] = self._put(stood[free], above[free], token[free], logp[free])
+                place[tokens.size + level] = stood[same]
+        added, new = len(self) - count, self.position[count:]
         if added and (new[0] < last_level or (new[1:] < new[:-1]).any()):
             self._select(np.argsort(self.position, kind="stable"))
         if restated:
@@ -148,13 +150,11 @@ class Tree:
     def _put(
         self, stood: np.ndarray, parent: np.ndarray, token: np.ndarray, logp: np.ndarray
     ) -> np.ndarray:
-        """Indices of guesses `[k]` with these log-probabilities below `parent`. They `stood` there
-        or, NOWHERE, come last, so that the order is to be mended."""
-        there = stood != NOWHERE
-        place = stood.copy()
-        if there.any():
-            self.logp[stood[there]] = logp[there]
-            parent, token, logp = parent[~there], token[~there], logp[~there]
+        """Indices of guesses `[k]` below `parent`. They `stood` there or, NOWHERE, come last, so
+        that the order is to be mended."""
+        there, place = stood != NOWHERE, stood.copy()
+        self.logp[stood[there]] = logp[there]
+        parent, token, logp = parent[~there], token[~there], logp[~there]
         count = len(parent)
         position = self.position[parent] + 1
         place[~there] = np.arange(len(self), len(self) + count)

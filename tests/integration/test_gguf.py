@@ -291,8 +291,9 @@ def test_the_command_refuses_a_file_without_a_traceback(files, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_missing_package_is_named(files, monkeypatch):
-    path, other = files("llama", Type.F16), files("llama", Type.F32)
+def test_a_missing_package_is_named(files, monkeypatch, tmp_path):
+    path = files("llama", Type.F16)
+    other = shutil.copy(path, tmp_path / "unknown.gguf")
     inspect(path)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelError, match="needs gguf, which is not installed; pip install"):

@@ -25,7 +25,9 @@ Text = tuple[int, ...]
 
 def texts(tree: Tree) -> dict[Text, int]:
     """Every node by what it and those above it say, below the root."""
-    return {tuple(tree.token[tree.path(i)[1:]].tolist()): i for i in range(len(tree))}
+    found = {tuple(tree.token[tree.path(i)[1:]].tolist()): i for i in range(len(tree))}
+    assert len(found) == len(tree), "a text stands twice"
+    return found
 
 
 class Plain:
@@ -126,6 +128,23 @@ def test_equal_nodes_are_trimmed_from_below():
     tree.trim(3)
     tree.check()
     assert tree.token.tolist() == [0, 4, 5]
+
+
+def test_paths_from_nodes_above_one_another_meet():
+    """What both say stands once, as the longer of them says."""
+    tree = Tree(0, -1, 9, 0, fed=True)
+    one = np.array([[1]])
+    tree.append(np.array([ROOT]), one, np.log([[0.9]]))
+    guesses = Paths(np.array([0, 1]), np.array([2, 3]), np.log([0.8, 0.8]))
+    tree.append(np.array([1]), one, np.log([[0.9]]), paths=guesses)
+    asked = np.array([texts(tree)[1, 1], texts(tree)[1, 1, 2]])
+    assert not tree.expanded[asked].any()
+    # Below the child that stands already, and below its own child, the same is guessed.
+    meeting = Paths(np.array([0, 2, 1, 4]), np.array([3, 5, 5, 6]), np.log([0.5, 0.4, 0.3, 0.2]))
+    tree.append(asked, np.array([[2], [3]]), np.log([[0.9], [0.9]]), paths=meeting)
+    held = texts(tree)
+    assert held.keys() >= {(1, 1, 2, 3), (1, 1, 2, 3, 5), (1, 1, 2, 3, 5, 6)}
+    assert tree.logp[held[1, 1, 2, 3, 5]] == pytest.approx(np.log(0.4))
 
 
 def test_a_guess_below_none_is_none():
