@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.headers import Tensor, shards
-from pipespec.engine.stored.lazy import LazyTensor
+from pipespec.engine.precision import ITEM_BYTES
+from pipespec.engine.stored.lazy import DTYPES, LazyTensor
 from pipespec.engine.stored.packed import Packing
 from pipespec.errors import ModelError
 
@@ -36,7 +37,6 @@ _LEFT_OVER = (
 )
 # AWQ may have scaled the inputs of a matrix, which is then no plain one.
 _SCALED_INPUTS = ".act.scales"
-_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ def as_plain(
             f"{path} holds scales of activations ({_SCALED_INPUTS[1:]}), which is not supported; "
             "take another checkpoint"
         )
-    floats = [each for each in plain.values() if each.dtype in _ITEM_BYTES]
+    floats = [each for each in plain.values() if each.dtype in DTYPES]
     if not floats:
         raise ModelError(f"{path} holds no tensor of plain numbers; take another checkpoint")
     dtype = max(floats, key=lambda each: each.num_bytes).dtype
     if packing is None:
         for name, each in plain.items():
-            if each.dtype not in _ITEM_BYTES:
+            if each.dtype not in DTYPES:
                 plain[name] = _plain(each.shape, dtype)
         return plain
     for name in matrices(tensors, packing):
@@ -85,7 +85,7 @@ def as_plain(
 
 
 def _plain(shape: tuple[int, ...], dtype: str) -> Tensor:
-    return Tensor(shape, math.prod(shape) * _ITEM_BYTES[dtype], dtype)
+    return Tensor(shape, math.prod(shape) * ITEM_BYTES[DTYPES[dtype]], dtype)
 
 
 def can_be_kept(name: str, shape: tuple[int, ...], packing: Packing) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WORD = 32  # bits of the integers that several codes are packed into
+from pipespec.engine.stored.packed import WORD
 
 
 @dataclass(frozen=True)

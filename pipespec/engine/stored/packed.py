@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # headers are read without them
     from pipespec.engine.stored.groups import GroupedWeights
 
 AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
-WORD = 32
+WORD = 32  # bits of the integers that several codes are packed into
 # Where in a word AWQ keeps each of eight neighbouring columns.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 PACKED = "pack-quantized"
