@@ -214,6 +214,7 @@ class SyntheticSource:
         self, accuracy: Accuracy, truth: Sequence[Sequence[int]], vocabulary: int, seed: int
     ):
         self.accuracy = accuracy
+        accuracy.distributions(np.zeros(1))  # its table is made now, not within the first round
         self.truth = truth
         self.vocabulary = vocabulary
         self.seed = seed
