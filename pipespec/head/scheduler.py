@@ -247,7 +247,8 @@ class Scheduler(Admission):
         prompts of others are read, and the choice among all nodes that were offered.
 
         Roots come first, who has waited longest before all others, then prompts, then guesses;
-        of what roots leave beside running answers, guesses have a part before prompts.
+        of what roots leave beside running answers, guesses have a part before prompts, which
+        have one row whatever roots there are.
         """
         decoding = sorted(
             (each for each in self.sequences.values() if not each.prompt_left),
@@ -261,6 +262,8 @@ class Scheduler(Admission):
         slots = self.free_slots
         budget = min(self._budget(len(offers)), slots)
         first = min(certain(offers), budget)
+        if offers and self._reads_beside:  # as many roots as there are rows leave one for prompts
+            first = min(first, max(self.config.rows - 1, offers[0].certain))
         most = self._rows(first)
         spare = max(slots - self.promised_slots, 0)  # guesses have what nobody else needs
         budget = min(budget, max(first, spare))

@@ -98,6 +98,14 @@ def test_level_follows_the_equation_where_the_width_cuts_nothing(top_1):
     assert ran.tokens_per_step == pytest.approx(level_equation(ran.hits / ran.tokens, 6), rel=1e-3)
 
 
+@pytest.mark.parametrize("policy", [Root(), BestFirst(4, 4)], ids=["root", "best_first"])
+def test_more_requests_than_rows_on_their_way_are_all_begun(policy):
+    ran = simulate(
+        policy, machine(4), PUBLISHED, rounds=1, num_tokens=400, num_requests=40, max_rows=4
+    )
+    assert ran.tokens_per_step == pytest.approx(4, rel=0.01)  # roots alone fill the batches
+
+
 def test_the_order_of_the_methods():
     """The table of SpecPipe's Figure 10, continued by best_first."""
     rates = [
