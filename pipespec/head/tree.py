@@ -240,7 +240,7 @@ class Tree:
 
     def prune(self, root: int) -> None:
         """Keep the subtree of `root` alone; cumulative log-probabilities start there anew."""
-        self._select(np.flatnonzero(self.descends_from(root)))
+        self._select(self.descends_from(root).nonzero()[0])
         self.parent[ROOT] = ROOT
         self.cum -= self.cum[ROOT]
 
@@ -250,8 +250,7 @@ class Tree:
         A node that was fed or expanded stays: a stage or the draft holds its row. So must those
         above it have been.
         """
-        excess = len(self) - capacity
-        if excess <= 0:
+        if (excess := len(self) - capacity) <= 0:
             return
         unseen = np.flatnonzero(~(self.fed | self.expanded))
         unseen = unseen[unseen != ROOT][::-1]  # of equal ones, those below others go first
@@ -343,8 +342,9 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
     """bool `[n]`: the `count` largest of `values` `[n]`; ties go to the lower index."""
     if not 0 < count < len(values):
         return np.full(len(values), count > 0)
-    least = np.partition(values, -count)[-count]
-    chosen = values >= least
+    rising = values.copy()
+    rising.partition(-count)  # np.partition takes longer for so few
+    chosen = values >= rising[-count]
     if (excess := np.count_nonzero(chosen) - count) > 0:
-        chosen[np.flatnonzero(values == least)[-excess:]] = False
+        chosen[(values == rising[-count]).nonzero()[0][-excess:]] = False
     return chosen
