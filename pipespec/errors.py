@@ -3,6 +3,7 @@
     PipespecError
      ├── ConfigError        a setting is wrong (also a ValueError); exit code 2
      │    ├── ModelError    the checkpoint cannot be used
+     │    │    └── NotProven    what is multiplied in four bits comes out wrong
      │    └── PromptError   the prompt cannot be used
      ├── ControllerError    Redis refused, failed or disagreed
      │    ├── Unreachable   no answer from Redis; exit code 2 before start
@@ -50,6 +51,14 @@ class ConfigError(PipespecError, ValueError):
 
 class ModelError(ConfigError):
     """The model cannot be used."""
+
+
+class NotProven(ModelError):
+    """Products of four bits are not right on a device."""
+
+    def __init__(self, fault: str):
+        super().__init__(f"{fault}; set model.keep_quantized=no")
+        self.fault = fault
 
 
 class PromptError(ConfigError):

@@ -90,6 +90,11 @@ class Deployment:
         wanted = model.quantization if info is self.target else model.draft_quantization
         return info.held(wanted, model.keep_quantized, self.dtype_of(info))
 
+    def made_plain(self) -> Deployment:
+        """The same with all weights of four bits made plain."""
+        model = replace(self.config.model, keep_quantized="no")
+        return replace(self, config=replace(self.config, model=model))
+
     @property
     def parallel(self) -> Parallel | None:
         """How the draft guesses several tokens per pass, if it does."""

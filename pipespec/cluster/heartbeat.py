@@ -82,6 +82,17 @@ class Heartbeat:
         with suppress(Unreachable), Membership(self._url, self._namespace) as shared:
             shared.suspect(epoch, self._worker, reason)
 
+    def make_plain(self, epoch: int, reason: str) -> None:
+        """End an epoch, as weights must be made plain in all later ones. Raises Unreachable."""
+        with Membership(self._url, self._namespace) as shared:
+            shared.make_plain(reason)
+            shared.suspect(epoch, self._worker, reason)
+
+    def plain(self) -> bool:
+        """Whether somebody said so. Raises Unreachable."""
+        with Membership(self._url, self._namespace) as shared:
+            return shared.plain()
+
     def _run(self) -> None:
         reached = time.monotonic()
         while not self._closed:

@@ -24,7 +24,7 @@ from pipespec.controller.membership import Membership
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.stored.gguf import is_gguf
-from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
+from pipespec.errors import ConfigError, NotProven, RankFailed, StaleEpoch, Unreachable
 from pipespec.system.waiting import spins
 from pipespec.transport.distributed import (
     MEET_S,
@@ -75,7 +75,11 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
             model = None
             try:
                 epoch_where = replace(where, epoch=number)
-                if not (weights.loaded or hosts[worker].local):  # whoever started these has asked
+                plain = heartbeat.plain()
+                if plain:
+                    mine = mine.made_plain()
+                # Whoever started local ones has asked, but for the form that was hoped for.
+                if not weights.loaded and (plain or not hosts[worker].local):
                     require_memory(mine, [rank])
                 places = [
                     (hosts[each].name, deployment.device_of(each)) for each in assignment.workers
@@ -84,6 +88,11 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
                 log.info("epoch %d: rank %d of %d", number, rank, mine.num_ranks)
                 serve(mine, epoch_where, rank, model, assignment, hosts, heartbeat)
                 return
+            except NotProven as error:
+                if here.config.model.keep_quantized == "yes":
+                    raise
+                log.info("epoch %d ended: %s", number, error.fault)
+                heartbeat.make_plain(number, f"{error.fault}; all weights are made plain")
             except (RankFailed, StaleEpoch, Unreachable) as error:
                 log.info("epoch %d ended: %s", number, error)
                 heartbeat.suspect(number, str(error))
@@ -133,7 +142,10 @@ class Weights:
     def of(self, deployment: Deployment, rank: int, sharing: int) -> ModelSlice | None:
         """What a rank needs, one of `sharing` on its device; loaded unless it is here already."""
         layers = deployment.layers[rank - 1] if rank else None
-        what = (rank > 0, layers, deployment.devices[rank], deployment.num_ranks, deployment.dtype)
+        info = deployment.target if rank else deployment.draft
+        held = None if info is None else deployment.held(info)
+        dtype = deployment.dtype
+        what = (rank > 0, layers, deployment.devices[rank], deployment.num_ranks, dtype, held)
         if what != self._what:
             # Freed first: the device may not hold both.
             self._model = None

@@ -44,6 +44,11 @@ class Keys:
         """Which epoch ended last, and why."""
         return self._key("fault")
 
+    @property
+    def plain(self) -> str:
+        """Why weights of four bits are made plain by all ranks."""
+        return self._key("plain")
+
     def lease(self, worker: str) -> str:
         return self._key("leases", worker)
 

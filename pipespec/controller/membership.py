@@ -95,6 +95,14 @@ class Membership:
             Suspicion(int(fields[1]), fields[3].decode(), fields[5].decode()) for _, fields in found
         ]
 
+    def make_plain(self, reason: str) -> None:
+        """Say that in all later epochs weights of four bits are made plain."""
+        self._pipe.call("SET", self._keys.plain, reason)
+
+    def plain(self) -> bool:
+        """Whether somebody said so."""
+        return bool(self._pipe.call("EXISTS", self._keys.plain))
+
     def note_fault(self, epoch: int, reason: str) -> None:
         """Keep why an epoch ended, for whoever asks how the cluster is."""
         self._pipe.call("SET", self._keys.fault, f"epoch {epoch}: {reason}")

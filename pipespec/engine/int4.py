@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipespec.engine.stored.groups import GroupedWeights
-from pipespec.errors import ModelError
+from pipespec.errors import ModelError, NotProven
 
 # Of a product with the plain weights, in bfloat16: a share of its largest number.
 TOLERANCE = 0.02
@@ -110,7 +110,7 @@ def fill(
 ) -> None:
     """Read the weights of every `Int4Linear` of the model, and prove the first of each shape.
 
-    Raises ModelError.
+    Raises ModelError, NotProven.
     """
     proven = set()
     for name, module in model.named_modules():
@@ -125,7 +125,6 @@ def fill(
         if shape not in proven:
             wrong = module.proven(read)
             if wrong is not None:
-                raise ModelError(
-                    f"products of four bits are not right on {device}: of {name}, {wrong}; {PLAIN}"
-                )
+                fault = f"products of four bits are not right on {device}: of {name}, {wrong}"
+                raise NotProven(fault)
             proven.add(shape)

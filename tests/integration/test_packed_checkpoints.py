@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +17,17 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from pipespec.client.own import running
+from pipespec.cluster.deployment import decide
+from pipespec.cluster.recovery import Fault
+from pipespec.config.compose import compose
+from pipespec.controller.records import Accepted
 from pipespec.controller.server import EmbeddedRedis
+from pipespec.core import Sampling
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.quantization import KEPT
-from pipespec.errors import ConfigError, ModelError
+from pipespec.errors import ConfigError, ModelError, RankFailed
 from pipespec.system.resources import resource_dir
 from tests.helpers.models import NUM_LAYERS, build
 from tools.rig import cluster
@@ -316,6 +324,41 @@ def test_a_kernel_that_is_wrong_is_not_used(packed, monkeypatch):
     )
     with pytest.raises(ModelError, match=r"not right on cpu: .* set model.keep_quantized=no"):
         ModelSlice.load(path, range(1), dtype=torch.bfloat16, quantization=KEPT, num_slots=4)
+
+
+def far_from_zero(tensors: dict[str, torch.Tensor]) -> None:
+    """Let bfloat16 round badly what the first matrix of the second of two stages gives: nearly all
+    codes are their groups' zero, which is seven scales from the kernel's own."""
+    name = "model.layers.8.self_attn.q_proj"
+    tensors[f"{name}.qzeros"].fill_(0x11111111)
+    tensors[f"{name}.qweight"].fill_(0x11111111)
+    tensors[f"{name}.qweight"][::32] = 0x22222222
+    tensors[f"{name}.scales"].fill_(1.015625 / 8)
+
+
+def answer(*overrides: str, in_four_bits: bool) -> tuple[list[int], list[Fault]]:
+    """Token ids of a cluster of processes, and what ended its epochs."""
+    deployment = decide(compose(["cluster.stages=2", "model.dtype=bfloat16", *overrides]))
+    assert (deployment.held(deployment.target) == KEPT) == in_four_bits
+    with running(deployment) as (cluster, client):
+        prompt = client.served.encode("Once upon a time")
+        request = client.submit(prompt, Sampling(), max_new_tokens=24)
+        told = [each for each in client.events(request) if isinstance(each, Accepted)]
+        return [token for each in told for token in each.tokens], list(cluster.faults)
+
+
+def test_what_one_rank_cannot_multiply_in_four_bits_all_make_plain(tmp_path):
+    pack(DEMO / "target", tmp_path / "packed", tmp_path / "plain", KINDS["awq"])
+    path = edited(tmp_path / "packed", tmp_path / "odd", far_from_zero)
+    for file in (DEMO / "target").glob("*token*"):
+        shutil.copy(file, path)
+    expected, none = answer(f"model.target={path}", "model.keep_quantized=no", in_four_bits=False)
+    assert not none
+    tokens, (fault,) = answer(f"model.target={path}", in_four_bits=True)
+    assert tokens == expected
+    assert re.search(r"not right on cpu: of .*q_proj.*made plain", fault.reason)
+    with pytest.raises(RankFailed, match=r"set model\.keep_quantized=no"):
+        answer(f"model.target={path}", "model.keep_quantized=yes", in_four_bits=True)
 
 
 PEAK = """
