@@ -12,6 +12,8 @@ MEMORY = 64
 
 # What slots read must explain of how times differ, or it is chance.
 LEAST_EXPLAINED = 0.1
+# So must what is read in all be of how long batches take, or it is not worth a thought.
+LEAST_SHARE = 0.01
 
 # Rows and milliseconds, by rising rows.
 Points = tuple[tuple[int, float], ...]
@@ -113,7 +115,7 @@ class RowTimes:
     def _slot_ms(self) -> float:
         """By least squares of times on rows and slots, among batches of one size.
 
-        0 where the slots explain next to nothing, or only go with the rows.
+        0 where the slots explain next to nothing, only go with the rows, or take next to no time.
         """
         sizes = self._by_size.values()
         rows = sum(size.rows_rows for size in sizes)
@@ -124,7 +126,8 @@ class RowTimes:
         left = sum(size.ms_ms for size in sizes) - of_rows
         if slots <= 0 or ms <= 0 or ms * ms <= LEAST_EXPLAINED * slots * left:
             return 0.0
-        return ms / slots
+        share = ms / slots * (self._slots.value or 0.0) / max(size.ms for size in sizes)
+        return ms / slots if share >= LEAST_SHARE else 0.0
 
 
 def together(measured: Iterable[Measured]) -> Measured:

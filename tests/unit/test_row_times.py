@@ -55,3 +55,12 @@ def test_what_the_slots_cost_is_told_from_what_the_rows_cost(row_ms, slot_ms, fo
         times.add(rows, 20 + row_ms * rows + slot_ms * slots + rng.normal(0, 0.5), slots)
     assert times.measured().slot_ms == pytest.approx(found, rel=0.05)
     assert unpack(pack(times.measured())).slot_ms == pytest.approx(found, rel=0.05)
+
+
+def test_rounding_is_not_taken_for_what_slots_cost():
+    rng = np.random.default_rng(0)
+    times = RowTimes()
+    for _ in range(500):
+        rows = int(rng.integers(17, 65))
+        times.add(rows, 20 + rows / 3, rows * 50 + int(rng.integers(0, 4000)))
+        assert times.measured().slot_ms == 0
