@@ -52,6 +52,13 @@ class Observed(Calibration):
         super().observe(stated, depth, hit)
 
 
+class AsStated(Observed):
+    """What a source says that is not corrected."""
+
+    def correct(self, stated: np.ndarray, depths: np.ndarray) -> np.ndarray:
+        return stated
+
+
 def deciles(stated: np.ndarray, came: np.ndarray) -> list[dict[str, float]]:
     """Of each decile of the stated probability that has any: how many, stated and came."""
     places = np.minimum((stated * 10).astype(int), 9)
@@ -95,8 +102,9 @@ def measured(pair: Pair, source: str, given: Texts, stages: int) -> dict[str, An
     model = build.load_model(deployment, 0)
     runner = None if model is None else build.SliceRunner(model, model.num_slots)
     made = build.make_source(deployment, runner)
-    assert isinstance(made, Calibrated)
-    made.calibration = observed = Observed()
+    observed = Observed() if isinstance(made, Calibrated) else AsStated()
+    made = made if isinstance(made, Calibrated) else Calibrated(made)
+    made.calibration = observed
     rounds = deployment.config.source.rounds
     assert isinstance(rounds, int)
     policy = BestFirst(16, 8, row_cost=0.0001)
