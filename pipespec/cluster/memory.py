@@ -26,8 +26,8 @@ from pipespec.planning.partition import GIB
 from pipespec.planning.placement import guess_slots, slots_by_setting
 
 WEIGHTS = "the weights"
-# What a node of `pipespec.head.tree.Tree` takes: seven numbers of 8 bytes and two flags.
-NODE_BYTES = 7 * 8 + 2
+# What a node of `pipespec.head.tree.Tree` takes: eight numbers of 8 bytes and three flags.
+NODE_BYTES = 8 * 8 + 3
 SLOT_BYTES = 8  # in the list of free slots
 
 # What was measured with 1, 4 and 8 stages: below this nothing starts. The process with most files

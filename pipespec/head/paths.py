@@ -53,14 +53,20 @@ class Known:
     def find(self, parent: np.ndarray, token: np.ndarray) -> np.ndarray:
         """Indices of the children with these tokens below `parent`, `[k]`; NOWHERE: there is
         none."""
-        place = np.full(len(parent), NOWHERE)
         near = self.below(parent)
-        if len(near):
-            same = self._parent[near] == parent[:, None]
-            same &= self._token[near] == token[:, None]
-            row, found = same.nonzero()
-            place[row] = near[found]
-        return place
+        if not len(near):
+            return np.full(len(parent), NOWHERE)
+        keys = _keys(self._parent[near], self._token[near])
+        order = np.argsort(keys)
+        wanted = _keys(parent, token)
+        found = near[order[np.searchsorted(keys, wanted, sorter=order) % len(near)]]
+        same = (self._parent[found] == parent) & (self._token[found] == token)
+        return np.where(same, found, NOWHERE)
+
+
+def _keys(parent: np.ndarray, token: np.ndarray) -> np.ndarray:
+    """One number for each parent and token; no token has more than 32 bits."""
+    return (parent << 32) + token
 
 
 def distinct(parent: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -37,6 +37,7 @@ from pipespec.head.feed.policy import PipelineState
 from pipespec.head.feed.rounds import fits, least_rounds
 from pipespec.head.guide import held_to
 from pipespec.head.meter import Meter
+from pipespec.head.scoring import ScoreWork, restate, score_work
 from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Candidates
 from pipespec.head.tree import ROOT
@@ -150,6 +151,23 @@ class Scheduler(Admission):
                 paths = answer.paths if part.deeper else None
                 tree.append(answer.parents, answer.tokens, answer.logps, part.limit, paths)
                 tree.trim(self._policy.capacity)
+
+    def scoring(self) -> ScoreWork | None:
+        """The next pass of the mid-size model, which has none under way; None: there is nothing to
+        ask. What it answers is told by `rescore`."""
+        if not self.config.mid_rows:
+            return None
+        sequences = self.sequences.values()
+        return score_work(sequences, self._policy, self.config.mid_rows, self.config.context_limit)
+
+    def rescore(self, work: ScoreWork, candidates: ListOf[Candidates | None]) -> None:
+        """Hang what the mid-size model said into the trees, in place of what they held."""
+
+        def is_open(sequence: Sequence) -> bool:
+            return self.sequences.get(sequence.number) is sequence
+
+        self.totals.mid_passes += 1
+        self.totals.scored += restate(work, candidates, is_open, self._policy.capacity)
 
     def apply(self, verdict: Verdict, now: int) -> Progress | None:
         """Move the root along a verdict's tokens, up to the one that ends the request.

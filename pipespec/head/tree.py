@@ -8,6 +8,7 @@ over whole levels. Indices change when the tree does; a node's `id` never does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -32,11 +33,12 @@ class Tree:
         fed: the node has entered the pipeline; written by `feed` alone.
         fed_under: the position of the root when it did; of no meaning before.
         expanded: a source has proposed its children; others may have some from `Paths`.
+        scored: the mid-size model of a cascade was asked what follows, or has said it.
     """
 
     _COLUMNS = (
         *("id", "parent", "parent_id", "token", "position", "logp", "cum"),
-        *("fed", "fed_under", "expanded"),
+        *("fed", "fed_under", "expanded", "scored"),
     )
     __slots__ = (*_COLUMNS, "_next_id", "_num_fed")
 
@@ -56,6 +58,7 @@ class Tree:
         self._num_fed: int | None = None
         self.fed_under = np.array([position])
         self.expanded = np.array([False])
+        self.scored = np.array([False])
 
     def __len__(self) -> int:
         return len(self.id)
@@ -95,11 +98,12 @@ class Tree:
         """Hang candidates below their parents and mark the parents expanded.
 
         What hangs there already is stated anew: a candidate takes the new log-probability, and
-        another child is no likelier than the least of them, nor than what they leave. Below nodes
-        that are expanded a path adds nothing: the source has said what follows them.
+        another child is no likelier than the least of them, nor than what they leave. What was fed
+        stays so, and whatever is below follows. Below nodes that are expanded a path adds nothing:
+        the source has said what follows them.
 
         Args:
-            parents: indices `[k]` of nodes that are not expanded.
+            parents: indices `[k]` of nodes, which differ.
             tokens, logps: the candidates `[k, children]`, distinct within a row; a candidate
                 with log-probability -inf is none.
             limit: keep only so many of all of them, those of highest cumulative probability.
@@ -169,6 +173,7 @@ class Tree:
             fed=np.zeros(count, bool),
             fed_under=position,
             expanded=np.zeros(count, bool),
+            scored=np.zeros(count, bool),
         )
         self._next_id += count
         return place
@@ -205,6 +210,7 @@ class Tree:
             fed=np.zeros(count, bool),
             fed_under=position + 1 + np.arange(count),
             expanded=np.arange(count) < count - 1,
+            scored=np.zeros(count, bool),
         )
         self._next_id += count
         self._select(np.argsort(self.position, kind="stable"))
@@ -217,6 +223,19 @@ class Tree:
     def index(self, node_id: int) -> int:
         """The index of the node with that id."""
         return int(np.flatnonzero(self.id == node_id)[0])
+
+    def indices(self, ids: np.ndarray) -> np.ndarray:
+        """The indices of the nodes with these ids, `[k]`; NOWHERE: it is gone."""
+        order = np.argsort(self.id)
+        place = order[np.searchsorted(self.id, ids, sorter=order) % len(order)]
+        return np.where(self.id[place] == ids, place, NOWHERE)
+
+    def copy(self) -> Tree:
+        """The tree as it is now, which does not change with this one."""
+        other = copy(self)
+        for name in self._COLUMNS:
+            setattr(other, name, getattr(self, name).copy())
+        return other
 
     def advance(self, token: int) -> bool:
         """The verdict's next token: its node becomes the root, all else is pruned.

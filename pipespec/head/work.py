@@ -29,6 +29,7 @@ class SchedulerConfig:
         max_rows: rows of one batch, and nodes that one draft round expands, of all requests.
             0: as many as one request needs.
         num_slots: tokens and guesses of all requests that every stage can hold.
+        mid_rows: nodes that one pass of the mid-size model scores; 0: there is no such model.
         max_retained: requests that have left whose text may stay in KV, for others that begin
             alike; 0: no request shares anything.
     """
@@ -41,6 +42,7 @@ class SchedulerConfig:
     max_num_seqs: int = 1
     max_rows: int = 0
     num_slots: int = 2**62
+    mid_rows: int = 0
     max_retained: int = 0
     ways: Mapping[str, FeedPolicy] = field(default_factory=dict)
 
@@ -101,6 +103,7 @@ class Totals:
     Attributes:
         steps: that fed any row.
         rounds: of the draft.
+        mid_passes, scored: passes of the mid-size model, and nodes that it said what follows.
         prompt_rows: rows of prompts that were fed.
         fed: rows of trees that were fed, by depth, `[1 + DEEPEST]`; of depth 0 are roots, which
             were decided before they were fed.
@@ -113,6 +116,8 @@ class Totals:
 
     steps: int = 0
     rounds: int = 0
+    mid_passes: int = 0
+    scored: int = 0
     prompt_rows: int = 0
     fed: np.ndarray = field(default_factory=lambda: np.zeros(1 + DEEPEST, np.int64))
     expected: np.ndarray = field(default_factory=lambda: np.zeros(1 + DEEPEST))

@@ -102,7 +102,7 @@ def test_a_source_without_a_draft_needs_none_on_the_head() -> None:
         (["feed.capacity=1048576"], "feed.capacity"),
         (["feed.width=4096", "feed.capacity=8192"], "feed.width"),
         (["decode.prefill_chunk=65536"], "decode.prefill_chunk"),
-        (["model.dtype=bfloat16"], "model.context"),
+        (["model.dtype=bfloat16", "scheduler.max_num_seqs=32"], "model.context"),
     ],
 )
 def test_too_much_is_refused_with_what_asks_for_most(settings: list[str], setting: str) -> None:
