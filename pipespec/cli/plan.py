@@ -47,6 +47,15 @@ def add(commands: Commands) -> None:
         "--spread", type=float, help="how much its confidence varies, from 0 to below 1 (0.5)"
     )
     command.add_argument(
+        "--mid-curve",
+        type=list_of(str),
+        metavar="RANK:SHARE,...",
+        help="accuracy of the mid-size model of a cascade (there is none)",
+    )
+    command.add_argument(
+        "--mid-ms", type=float, metavar="MS", help="one pass of it, beside the head (0)"
+    )
+    command.add_argument(
         "--policies", type=list_of(str), default=["root", "static_tree", "level", "best_first"]
     )
     command.add_argument("--widths", type=list_of(int), default=[8, 16, 32, 64])
@@ -84,6 +93,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         draft_ms=arguments.draft_ms,
         curve=arguments.curve,
         spread=arguments.spread,
+        mid_curve=arguments.mid_curve,
+        mid_ms=arguments.mid_ms,
     )
     machine, accuracy = profile.machine(), profile.accuracy()
     ways = list(
@@ -96,6 +107,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             accuracy,
             num_tokens=arguments.tokens,
             seed=arguments.seed,
+            mid=profile.mid(),
             on_done=on_done,
         )
     advised = advice.recommend(predictions)

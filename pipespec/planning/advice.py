@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from pipespec.errors import ConfigError
@@ -30,6 +30,7 @@ class Choice:
     width: int
     children: int
     rounds: Rounds
+    cascade: bool = False
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -37,6 +38,8 @@ class Choice:
         chosen = [f"feed={self.name}"]
         if self.name not in FIXED_SHAPE:
             chosen += [f"feed.width={self.width}", f"feed.children={self.children}"]
+        if self.cascade:
+            chosen.append("source=cascade")
         return (*chosen, f"source.rounds={self.rounds}")
 
 
@@ -104,9 +107,17 @@ def choices(
 
 
 def predict(
-    choice: Choice, machine: Machine, accuracy: Accuracy, *, num_tokens: int, seed: int = 0
+    choice: Choice,
+    machine: Machine,
+    accuracy: Accuracy,
+    *,
+    num_tokens: int,
+    seed: int = 0,
+    mid: Accuracy | None = None,
 ) -> Prediction:
-    """What one way to decode will do on a machine, with a draft of that accuracy."""
+    """What one way to decode will do on a machine, with a draft of that accuracy and, in a
+    cascade, a `mid`-size model of that one."""
+    choice = replace(choice, cascade=mid is not None)
     ran = simulate(
         choice.policy,
         machine,
@@ -114,6 +125,7 @@ def predict(
         rounds=choice.rounds,
         num_tokens=num_tokens,
         seed=seed,
+        mid=mid,
     )
     equation = bound_ms = paper_ms = None
     if choice.name in ONE_ROUND:

@@ -36,9 +36,10 @@ def predictions(
     *,
     num_tokens: int,
     seed: int = 0,
+    mid: Accuracy | None = None,
     on_done: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Prediction]:
-    """What each of the ways will do on a machine with a draft of that accuracy.
+    """What each of the ways will do on a machine with a draft of that accuracy; see `predict`.
 
     The fastest are predicted from `num_tokens` simulated tokens, the others from a fifth of
     them. `on_done` is called with how many simulations have ended, and of how many.
@@ -46,7 +47,7 @@ def predictions(
     check_whole("tokens", num_tokens, 1, MAX_TOKENS)
     coarse = min(num_tokens, max(int(num_tokens * COARSE), LEAST))
     again = 0 if coarse == num_tokens else min(REFINED, len(ways))
-    simulate = partial(predict, machine=machine, accuracy=accuracy, seed=seed)
+    simulate = partial(predict, machine=machine, accuracy=accuracy, seed=seed, mid=mid)
     found: dict[int, Prediction] = {}
     done = 0
     with _executor(len(ways) * coarse) as pool:

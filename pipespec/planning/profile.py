@@ -24,7 +24,8 @@ from pipespec.system.reading import Unreadable, build, read_json
 @dataclass(frozen=True)
 class Profile:
     """Times in milliseconds; the defaults are SpecPipe's 8 stages of ten layers of a 70B on an
-    RTX 3090, and a draft that is right at once for 81 of 100 tokens."""
+    RTX 3090, and a draft that is right at once for 81 of 100 tokens. `mid_curve` is the accuracy of
+    the mid-size model of a cascade, empty: there is none."""
 
     stages: int = 8
     stage_ms: Sequence[str | float | Sequence[str | float]] = (37.8,)
@@ -32,6 +33,8 @@ class Profile:
     draft_ms: float = 0.0
     curve: Sequence[str] = ("1:0.81", "8:0.99")
     spread: float = 0.5
+    mid_curve: Sequence[str] = ()
+    mid_ms: float = 0.0
 
     @classmethod
     def read(cls, file: str) -> Profile:
@@ -59,8 +62,12 @@ class Profile:
         stages = tuple(
             TimeCurve(tuple(point(str(entry)) for entry in curve)) for curve in per_stage
         )
-        return Machine(stages, self.hop_ms, self.draft_ms)
+        return Machine(stages, self.hop_ms, self.draft_ms, mid_ms=self.mid_ms)
 
     def accuracy(self) -> Accuracy:
         """Raises ConfigError."""
         return Accuracy.parse(list(self.curve), self.spread)
+
+    def mid(self) -> Accuracy | None:
+        """Raises ConfigError."""
+        return Accuracy.parse(list(self.mid_curve), self.spread) if self.mid_curve else None

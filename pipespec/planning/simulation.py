@@ -32,6 +32,8 @@ from pipespec.errors import ConfigError
 from pipespec.head.feed.policy import FeedPolicy
 from pipespec.head.feed.rounds import check_rounds
 from pipespec.head.scheduler import Scheduler
+from pipespec.head.scoring import MID_ROWS, ScoreWork
+from pipespec.head.source.protocol import Candidates
 from pipespec.head.source.synthetic import Accuracy, SyntheticSource
 from pipespec.head.tree import ROOT
 from pipespec.head.work import DraftWork, SchedulerConfig
@@ -57,8 +59,9 @@ class Machine:
     """What the pipeline is made of.
 
     One time curve per stage; `hop_ms` from the end of a stage's computation to the start of the
-    next one's, the verdict's way included; `draft_ms` of one draft round; `slot_ms` for each KV
-    slot that a stage reads. Stages that form a group count as one, with the sum of their times.
+    next one's, the verdict's way included; `draft_ms` of one draft round and `mid_ms` of a pass of
+    the mid-size model, which works beside the head; `slot_ms` for each KV slot that a stage reads.
+    Stages that form a group count as one, with the sum of their times.
     Raises ConfigError.
     """
 
@@ -66,11 +69,12 @@ class Machine:
     hop_ms: float = 0.0
     draft_ms: float = 0.0
     slot_ms: float = 0.0
+    mid_ms: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError("A pipeline without stages cannot be planned; give 1 or more.")
-        for name in ("hop_ms", "draft_ms", "slot_ms"):
+        for name in ("hop_ms", "draft_ms", "slot_ms", "mid_ms"):
             check_number(name, getattr(self, name), 0, MAX_MS)
 
     @property
@@ -146,10 +150,12 @@ def simulate(
     seed: int = 0,
     num_requests: int = 1,
     max_rows: int = 0,
+    mid: Accuracy | None = None,
 ) -> Simulation:
     """Decode some `num_tokens` with the head's own scheduler; the stages count rows only.
 
-    `rounds`: draft rounds per step at most, or "auto"; `max_rows`: see `SchedulerConfig`. With
+    `rounds`: draft rounds per step at most, or "auto"; `max_rows`: see `SchedulerConfig`; `mid`:
+    the accuracy of a mid-size model that scores MID_ROWS nodes per pass, None: there is none. With
     many requests, all of them are there the whole time, and the tokens are those of all.
     """
     check_rounds(rounds)
@@ -157,7 +163,7 @@ def simulate(
     check_whole("seed", seed, 0, MAX_SEED)
     check_whole("requests", num_requests, 1, MAX_REQUESTS)
     pipeline = SimulatedPipeline(
-        policy, machine, accuracy, rounds, num_tokens, seed, num_requests, max_rows
+        policy, machine, accuracy, rounds, num_tokens, seed, num_requests, max_rows, mid
     )
     while pipeline.result.tokens < num_tokens:
         pipeline.step()
@@ -180,6 +186,7 @@ class SimulatedPipeline:
         seed: int,
         num_requests: int = 1,
         max_rows: int = 0,
+        mid: Accuracy | None = None,
     ):
         self.machine = machine
         random = np.random.default_rng(seed)
@@ -198,9 +205,15 @@ class SimulatedPipeline:
                 context_limit=len(self.texts[0]) + 1,
                 max_num_seqs=num_requests,
                 max_rows=max_rows,
+                mid_rows=0 if mid is None else MID_ROWS,
             )
         )
         self.source = SyntheticSource(accuracy, self.texts, VOCABULARY, seed)
+        # With one seed both go wrong at the same places.
+        self.mid = SyntheticSource(mid or accuracy, self.texts, VOCABULARY, seed)
+        # The pass under way, what it will say, and when.
+        self.scoring: tuple[ScoreWork, list[Candidates | None], float] | None = None
+        self.now_ms = 0.0  # when this step began
         # The step in which a node of a request was fed, by its id.
         self.fed_at = [np.zeros(1 << 12, np.int64) for _ in self.texts]
         for i, text in enumerate(self.texts):
@@ -218,14 +231,17 @@ class SimulatedPipeline:
         scheduler = self.scheduler
         for sequence in scheduler.admit():
             self.source.begin(sequence.context)
+            self.mid.begin(sequence.context)
         waiting = [each.number for each in scheduler.requests if not each.decoding]
         scheduler.begin()
         drafted_ms = 0.0
         rounds = 0
+        self.score(drafted_ms)
         while work := scheduler.expansion(drafted_ms):
             self.draft(work)
             drafted_ms += self.machine.draft_ms
             rounds += 1
+            self.score(drafted_ms)
         in_flight = self.in_flight()
         stage_ms = self.machine.stage_ms(*in_flight)
         computed_ms = max(stage_ms)
@@ -245,12 +261,14 @@ class SimulatedPipeline:
         scheduler.heard(drafted_ms, max(heard_ms - drafted_ms, 0.0))
         scheduler.make_room()
         ms = max(heard_ms, drafted_ms)
+        self.take_scores(ms)
         while isinstance(batch := scheduler.next_batch(ms), DraftWork):
             self.draft(batch)
             ms += self.machine.draft_ms
             rounds += 1
         self.enter(batch)
         scheduler.end(ms)
+        self.now_ms += ms
         if not waiting:
             self.result.steps += 1
             self.result.rows += len(batch)
@@ -262,6 +280,21 @@ class SimulatedPipeline:
         """One draft round."""
         candidates = self.source.expand(work.asked, work.children)
         self.scheduler.graft(work, candidates, self.machine.draft_ms)
+
+    def score(self, elapsed_ms: float) -> None:
+        """The mid-size model, at a moment of this step: what it has said is taken, and it is asked
+        anew."""
+        self.take_scores(elapsed_ms)
+        if self.scoring is None and (work := self.scheduler.scoring()):
+            found = self.mid.expand(work.asked, work.children)
+            self.scoring = work, found, self.now_ms + elapsed_ms + self.machine.mid_ms
+
+    def take_scores(self, elapsed_ms: float) -> None:
+        if self.scoring is not None:
+            work, found, due_ms = self.scoring
+            if due_ms <= self.now_ms + elapsed_ms:
+                self.scoring = None
+                self.scheduler.rescore(work, found)
 
     def enter(self, batch: Batch) -> None:
         """Remember when the rows of a batch were fed."""

@@ -201,6 +201,24 @@ def test_a_slow_draft_lengthens_the_step_and_auto_leaves_out_what_does_not_fit()
     assert auto.step_ms == pytest.approx(10, rel=0.05)
 
 
+def test_the_sooner_a_better_model_scores_the_tree_the_faster_is_the_text():
+    small, better = Accuracy({1: 0.6, 16: 0.95}, 0.8), Accuracy({1: 0.85, 8: 0.99}, 0.8)
+    alone, late, soon, free = (
+        simulate(
+            BestFirst(32, 16), machine(6, mid_ms=ms), small, rounds=2, num_tokens=400, mid=mid
+        ).tokens_per_step
+        for ms, mid in ((0.0, None), (60.0, better), (20.0, better), (0.0, better))
+    )
+    assert alone < late < soon < free
+
+
+def test_a_pass_that_never_ends_changes_nothing():
+    given = {"rounds": 2, "num_tokens": 200}
+    alone = simulate(BestFirst(16, 8), machine(4), PUBLISHED, **given)
+    waits = simulate(BestFirst(16, 8), machine(4, mid_ms=1e6), PUBLISHED, mid=PERFECT, **given)
+    assert waits.tokens_per_step == alone.tokens_per_step and waits.rows == alone.rows
+
+
 def test_a_good_draft_is_advised_and_a_bad_one_is_not():
     good = [predict(w, machine(8), PUBLISHED, num_tokens=200) for w in ways("root", "level")]
     advised = recommend(good)
@@ -250,6 +268,19 @@ def test_the_table_fits_a_terminal_and_advises(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "…" not in out
     assert "Recommended: feed=" in out
+
+
+def test_a_cascade_is_planned_and_told(capsys):
+    options = ["--policies", "best_first", "--widths", "16", "--rounds", "2", "--tokens", "150"]
+    small = [*options, "--curve", "1:0.5,16:0.9", "--spread", "0.8", "--json"]
+    tbt = []
+    for more in ([], ["--mid-curve", "1:0.9,4:0.99", "--mid-ms", "40"]):
+        assert main(["plan", *small, *more]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        tbt.append(answer["predictions"][0]["tbt_ms"])
+    assert tbt[1] < 0.9 * tbt[0]
+    assert "source=cascade" in answer["recommended"]["settings"]
+    assert answer["profile"]["mid_ms"] == 40
 
 
 def test_where_speculation_loses_it_says_so(capsys):
