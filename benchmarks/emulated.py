@@ -86,16 +86,16 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
 def draft(options: argparse.Namespace, truth: Path | None) -> list[str]:
     """The overrides of `add_draft`'s options; a synthetic draft needs the recorded `truth`."""
     source = ["source=draft_model"]
-    if options.source == "synthetic":
+    if options.source != "demo":
         assert truth is not None
-        source = synthetic(truth, options.curve, options.spread)
+        source = synthetic(truth, options.curve, options.spread, options.source)
     return [*source, f"source.rounds={options.rounds}"]
 
 
-def synthetic(truth: Path, curve: str, spread: float) -> list[str]:
+def synthetic(truth: Path, curve: str, spread: float, source: str = "synthetic") -> list[str]:
     """The overrides of a draft that knows the `truth` and errs as its curve says."""
     return [
-        "source=synthetic",
+        f"source={source}",
         f"source.truth={truth}",
         f"source.curve=[{curve}]",
         f"source.spread={spread}",
@@ -184,7 +184,7 @@ def tags(options: argparse.Namespace) -> str:
         given += [f"{options.scale:g} times slower"] if options.scale != 1 else []
         given += [options.sync] if options.sync != "lockstep" else []
         words.append(f"EMULATED ({', '.join(given)})")
-    if options.source == "synthetic":
+    if options.source != "demo":
         words.append(f"SYNTHETIC draft ({options.curve})")
     return ", ".join(words) or "Measured"
 

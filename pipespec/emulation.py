@@ -78,6 +78,7 @@ class Pace:
         stage_ms: milliseconds of a stage's step by its rows: one number or curve
             (`TimeCurve.parse`) for all stages, or a list with one for each; 0: as fast as it goes.
         draft_ms: milliseconds of a draft round.
+        mid_ms: milliseconds of a pass of the mid-size model of a cascade.
         jitter_ms: the mean of what a step of a stage lasts longer by chance, drawn for every
             stage and step from an exponential distribution.
         scale: multiplies every emulated time, links included. On a machine with few cores a
@@ -87,11 +88,12 @@ class Pace:
 
     stage_ms: float | str | list[str] = 0.0
     draft_ms: float = 0.0
+    mid_ms: float = 0.0
     jitter_ms: float = 0.0
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("draft_ms", "jitter_ms"):
+        for name in ("draft_ms", "mid_ms", "jitter_ms"):
             check_number(f"pace.{name}", getattr(self, name), 0, MAX_MS)
         check_number("pace.scale", self.scale, 0, MAX_SCALE, above=True)
         if not self.curves:
@@ -116,7 +118,7 @@ class Pace:
 
     def __bool__(self) -> bool:
         slow = any(ms for curve in self.curves for _, ms in curve.points)
-        return slow or self.draft_ms > 0 or self.jitter_ms > 0
+        return slow or max(self.draft_ms, self.mid_ms, self.jitter_ms) > 0
 
     def of_stage(self, rank: int, step: int, rows: int) -> float:
         """Milliseconds of a stage's step with so many rows; no rows take no time."""
@@ -131,6 +133,11 @@ class Pace:
     def of_round(self) -> float:
         """Milliseconds of a draft round."""
         return self.draft_ms * self.scale
+
+    @property
+    def of_mid(self) -> float:
+        """Milliseconds of a pass of the mid-size model."""
+        return self.mid_ms * self.scale
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from pipespec.engine.tuning import tune
 from pipespec.head.loop import HeadLoop, HeadSettings
 from pipespec.head.scheduler import Scheduler
 from pipespec.head.sequence import StopCheck
+from pipespec.head.source.beside import Beside
 from pipespec.head.source.draft_model import DraftModelSource
-from pipespec.head.source.protocol import TokenSource
+from pipespec.head.source.protocol import Cascading, TokenSource
 from pipespec.head.work import SchedulerConfig
 from pipespec.planning.placement import guess_slots
 from pipespec.row_times import RowTimes
@@ -115,6 +116,7 @@ def serve(
         computing=None if model is None else model.outcome(),
     ) as controller:
         link = inner = connect()
+        mid: Beside | None = None
         if config.link:
             link = PacedTransport(inner, config.link, config.pace.scale)
         try:
@@ -131,6 +133,7 @@ def serve(
                     StageLoop(runner, link, controller, settings, timeline, times).run()
                 else:
                     tokens = controller.kv_tokens(deployment.num_ranks - 1)
+                    mid = make_mid(deployment)
                     HeadLoop(
                         Scheduler(scheduler_config(deployment, tokens)),
                         make_source(deployment, runner),
@@ -144,8 +147,11 @@ def serve(
                             compile_grammar,
                         ),
                         timeline,
+                        mid,
                     ).run()
         finally:
+            if mid is not None:
+                mid.close()
             link.close()
             if grammars is not None:
                 grammars.close()
@@ -174,6 +180,7 @@ def scheduler_config(deployment: Deployment, kv_tokens: int) -> SchedulerConfig:
         max_num_seqs=config.scheduler.max_num_seqs,
         max_rows=config.max_rows,
         num_slots=kv_tokens + guesses,
+        mid_rows=config.mid_rows,
         max_retained=config.scheduler.max_retained,
         ways=config.ways,
     )
@@ -199,6 +206,15 @@ def make_source(deployment: Deployment, runner: SliceRunner | None) -> TokenSour
         return tokenizer.load(target.path).encode(text, add_special_tokens=False)
 
     return deployment.config.source.make(draft, target.vocab_size, encode)
+
+
+def make_mid(deployment: Deployment) -> Beside | None:
+    """The mid-size model of a cascade, beside the head, where there is one."""
+    config = deployment.config
+    if not isinstance(config.source, Cascading) or not config.mid_rows:
+        return None
+    source = config.source.make_mid(None, deployment.target.vocab_size)
+    return Beside(source, config.pace.of_mid)
 
 
 def stop_check(deployment: Deployment) -> Callable[[Request], StopCheck]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pipespec.config.model import ModelConfig
 from pipespec.engine.attention.choose import AUTO
 from pipespec.errors import ConfigError
+from pipespec.head.source.protocol import Cascading
 from pipespec.limits import (
     A_DEVICE,
     DEVICE,
@@ -269,6 +270,11 @@ class Config:
         requests = self.scheduler.max_num_seqs
         most = max(each.max_rows * (1 if each.shared else requests) for each in self.policies)
         return min(most, self.max_rows)
+
+    @property
+    def mid_rows(self) -> int:
+        """Nodes that one pass of a mid-size model scores; 0: there is no such model."""
+        return self.source.mid_rows if isinstance(self.source, Cascading) else 0
 
     @property
     def _most_rows(self) -> int:

@@ -21,7 +21,9 @@ from pipespec.core import GRAMMAR, Batch, Request, Verdict
 from pipespec.emulation import Pace, wait_until
 from pipespec.head.guide import Guide
 from pipespec.head.scheduler import Scheduler
+from pipespec.head.scoring import ScoreWork
 from pipespec.head.sequence import NOT_OPEN, Sequence, StopCheck
+from pipespec.head.source.beside import Beside
 from pipespec.head.source.protocol import TokenSource
 from pipespec.head.timing import SendTiming
 from pipespec.head.watching import Watching
@@ -57,7 +59,8 @@ class HeadSettings:
 
 
 class HeadLoop:
-    """Rank 0: a scheduler, a source of guesses, the first stage's link and the controller."""
+    """Rank 0: a scheduler, a source of guesses, the first stage's link and the controller; in a
+    cascade also a `mid`-size model beside it."""
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class HeadLoop:
         controller: Controller,
         settings: HeadSettings,
         timeline: Timeline,
+        mid: Beside | None = None,
     ):
         self.scheduler = scheduler
         self.source = source
@@ -78,6 +82,10 @@ class HeadLoop:
         self.receiver = VerdictReceiver(controller, 0, timeline, settings.delay_ms)
         self.timing = SendTiming()
         self.watching = Watching()
+        self.mid = mid
+        # Who hears of sequences.
+        self._told: list[TokenSource | Beside] = [source] if mid is None else [source, mid]
+        self._scoring: ScoreWork | None = None  # what the mid-size model is at
         self._began = 0  # when this step began, on the timeline's clock
         self._done: list[Task] = []
         self._submitted = 0  # steps
@@ -129,7 +137,8 @@ class HeadLoop:
         for sequence in self.scheduler.admit():
             if sequence.opened_ns is None:
                 sequence.opened_ns = self.timeline.clock()
-            self.source.begin(sequence.context)
+            for each in self._told:
+                each.begin(sequence.context)
         return True
 
     @property
@@ -202,8 +211,28 @@ class HeadLoop:
 
     def grow(self) -> None:
         """Let the source expand the tree while the stages compute."""
+        self.score()
         while work := self.scheduler.expansion(self._elapsed_ms()):
             self.draft(work)
+            self.score()
+
+    def score(self) -> None:
+        """Take what the mid-size model has said, and ask it anew."""
+        self.take_scores()
+        if self.mid is not None and self._scoring is None:
+            self._scoring = self.scheduler.scoring()
+            if self._scoring is not None:
+                self.mid.ask(self._scoring.asked, self._scoring.children)
+
+    def take_scores(self) -> None:
+        """Hang what the mid-size model has said into the trees, if it is done."""
+        answered = None if self.mid is None else self.mid.answer()
+        if answered is not None:
+            assert self._scoring is not None
+            for part in self._scoring.parts:
+                part.sequence.counts["overruns"] += not answered.paced
+            self.scheduler.rescore(self._scoring, answered.candidates)
+            self._scoring = None
 
     def draft(self, work: DraftWork) -> None:
         """One draft round."""
@@ -294,7 +323,8 @@ class HeadLoop:
             return
         if sequence.request.sampling.lossy:
             self.controller.tell(sequence.number, NO_MORE)
-        self.source.end(sequence.number)
+        for each in self._told:
+            each.end(sequence.number)
         sequence.leave()
 
     def log_accepted(self) -> None:
@@ -305,7 +335,8 @@ class HeadLoop:
                 for request, verdict in self._unlogged
             )
         for _, verdict in self._unlogged:
-            self.source.accept(verdict)
+            for each in self._told:
+                each.accept(verdict)
         self._unlogged.clear()
 
     def send(self) -> None:
@@ -314,6 +345,7 @@ class HeadLoop:
         What a method must have before it can feed anything is drafted first: the pipeline idles
         anyway.
         """
+        self.take_scores()
         while isinstance(todo := self.scheduler.next_batch(self._elapsed_ms()), DraftWork):
             self.log_accepted()  # the source may need it
             self.draft(todo)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -177,4 +177,24 @@ class SourceSpec(Protocol):
             vocabulary: how many token ids the target knows.
             encode: makes tokens of the text of files.
         """
+        ...
+
+
+@runtime_checkable
+class Cascading(Protocol):
+    """What a SourceSpec says further, if a mid-size model scores the tree beside the head
+    (`pipespec.head.source.cascade`).
+
+    `mid_rows`: nodes that one pass of it scores; 0: it is not used. `needs_mid`: rank 0 loads
+    `model.mid`.
+    """
+
+    @property
+    def mid_rows(self) -> int: ...
+    @property
+    def needs_mid(self) -> bool: ...
+
+    def make_mid(self, mid: TokenSource | None, vocabulary: int) -> TokenSource:
+        """The mid-size model, which a thread asks; `mid` is the real one, given exactly if
+        `needs_mid`."""
         ...

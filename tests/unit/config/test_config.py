@@ -29,6 +29,7 @@ from pipespec.head.feed.best_first import BestFirst
 from pipespec.head.feed.level import Level
 from pipespec.head.feed.root import Root
 from pipespec.head.feed.static_tree import StaticTree
+from pipespec.head.source.cascade import Cascade, SyntheticCascade
 from pipespec.head.source.draft_model import DraftModel
 from pipespec.head.source.hybrid import Hybrid
 from pipespec.head.source.suffix import Suffix
@@ -42,6 +43,7 @@ NEEDED = {
     ("model", "custom"): ["model.target=/models/target", "model.draft=/models/draft"],
     ("controller", "url"): ["controller.url=redis://localhost:6379/0"],
     ("source", "synthetic"): [f"source.truth={__file__}"],
+    ("source", "synthetic_cascade"): [f"source.truth={__file__}"],
     ("pace", "rtx3090_14"): ["cluster.stages=14"],
     ("pace", "mixed_21"): ["cluster.stages=21"],
 }
@@ -56,6 +58,8 @@ CLASSES = {
     ("source", "ngram"): Suffix,
     ("source", "hybrid"): Hybrid,
     ("source", "synthetic"): Synthetic,
+    ("source", "cascade"): Cascade,
+    ("source", "synthetic_cascade"): SyntheticCascade,
     ("verify", "greedy"): Greedy,
     ("verify", "sample"): Sample,
     ("verify", "relaxed"): Relaxed,

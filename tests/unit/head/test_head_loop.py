@@ -5,7 +5,7 @@ The stages are a story: they decide what a text says, n steps after a row was fe
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 
 import numpy as np
@@ -36,6 +36,8 @@ from pipespec.head.feed.root import Root
 from pipespec.head.feed.static_tree import StaticTree
 from pipespec.head.loop import HeadLoop, HeadSettings
 from pipespec.head.scheduler import Scheduler
+from pipespec.head.scoring import MID_ROWS
+from pipespec.head.source.beside import Answered, Beside
 from pipespec.head.source.synthetic import Accuracy, SyntheticSource
 from pipespec.head.work import SchedulerConfig
 from pipespec.planning.simulation import VOCABULARY, Machine, SimulatedPipeline
@@ -59,6 +61,7 @@ def head(
     at_once: int = 1,
     most: int = 1000,
     compile_grammar: Compile | None = None,
+    mid: Beside | None = None,
     **told: object,
 ) -> tuple[HeadLoop, StoryLink, StoryController]:
     """A head whose stages decide what the texts say, what it sends, and what it logs."""
@@ -66,7 +69,17 @@ def head(
     stages = StoryStages(link, NUM_STAGES, texts)
     controller = StoryController(requests, stages.verdicts, **told)
     loop = HeadLoop(
-        Scheduler(SchedulerConfig(policy, NUM_STAGES, rounds, chunk, 1000, at_once)),
+        Scheduler(
+            SchedulerConfig(
+                policy,
+                NUM_STAGES,
+                rounds,
+                chunk,
+                1000,
+                at_once,
+                mid_rows=0 if mid is None else MID_ROWS,
+            )
+        ),
         SyntheticSource(DRAFT, list(texts.values()), VOCABULARY, 1),
         link,
         controller,
@@ -74,6 +87,7 @@ def head(
             Layout(NUM_STAGES), lambda request: lambda token: False, Pace(), 0.0, compile_grammar
         ),
         Timeline(),
+        mid,
     )
     return loop, link, controller
 
@@ -110,6 +124,31 @@ def test_the_head_feeds_what_the_simulation_says(policy: FeedPolicy, rounds: int
         assert batch.rows.tolist() == expected.rows.tolist()
         compared += len(batch)
     assert compared >= 10
+
+
+class AtOnce(Beside):
+    """What it is asked it has answered when it is looked at next."""
+
+    def answer(self) -> Answered | None:
+        wait(self._doing)
+        return super().answer()
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_the_head_asks_a_mid_size_model_as_the_simulation_does(rounds: int):
+    curve, better = TimeCurve(((1, 10.0),)), Accuracy({1: 0.9, 4: 0.98}, spread=0.5)
+    policy, machine = BestFirst(16, 4), Machine((curve,) * NUM_STAGES)
+    simulated = SimulatedPipeline(policy, machine, DRAFT, rounds, 60, 1, mid=better)
+    (text,) = simulated.texts
+    request = Request(0, tuple(text[:1]), max_new_tokens=len(text))
+    mid = AtOnce(SyntheticSource(better, [text], VOCABULARY, 1))
+    loop, link, _ = head(policy, [request], {0: text}, rounds=rounds, most=60, mid=mid)
+    with pytest.raises(StoryOver):
+        loop.run()
+    mid.close()
+    for batch in link.sent:
+        assert batch.rows.tolist() == simulated.step().rows.tolist()
+    assert loop.scheduler.totals.mid_passes >= len(link.sent), "every step asks at least once"
 
 
 def test_what_is_accepted_is_logged_and_the_request_ends_with_its_report():
