@@ -44,13 +44,13 @@ class ServedModel:
 
     @classmethod
     def of(cls, deployment: Deployment) -> ServedModel:
-        """The model of a cluster that is about to start, whose draft has the same tokens.
+        """The model of a cluster that is about to start, whose drafts have the same tokens.
 
         Raises ModelError.
         """
         found = tokenizer.load(deployment.target.path)
-        if deployment.draft is not None:
-            compare_vocabularies(found, tokenizer.load(deployment.draft.path))
+        for _, info in deployment.models[1:]:
+            compare_vocabularies(found, tokenizer.load(info.path))
         return cls(
             target=full_name(deployment.config.model.target),
             vocab_size=deployment.target.vocab_size,

@@ -9,12 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from pipespec.cluster import memory
-from pipespec.cluster.deployment import ControllerAddress, Deployment
+from pipespec.cluster.deployment import ControllerAddress, Deployment, quantization_of
 from pipespec.config.schema import Config
 from pipespec.controller.client import Controller
 from pipespec.core import Request
 from pipespec.engine import tokenizer
 from pipespec.engine.attention.choose import AUTO, SDPA
+from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.engine.grammar import Grammars
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
@@ -24,6 +25,7 @@ from pipespec.head.scheduler import Scheduler
 from pipespec.head.sequence import StopCheck
 from pipespec.head.source.beside import Beside
 from pipespec.head.source.draft_model import DraftModelSource
+from pipespec.head.source.parallel import Parallel
 from pipespec.head.source.protocol import Cascading, TokenSource
 from pipespec.head.work import SchedulerConfig
 from pipespec.planning.placement import guess_slots
@@ -38,17 +40,20 @@ from pipespec.transport.protocol import Transport
 log = logging.getLogger(__name__)
 
 
-def load_model(deployment: Deployment, rank: int, sharing: int = 1) -> ModelSlice | None:
-    """The rank's part of the target, or at rank 0 the whole draft, if there is one.
+def load_model(
+    deployment: Deployment, rank: int, sharing: int = 1, *, mid: bool = False
+) -> ModelSlice | None:
+    """The rank's part of the target, or at rank 0 the whole draft, or (`mid`) the whole mid-size
+    model beside it, if there is one.
 
-    `sharing` ranks are on its device, this one included: each takes its part of what is free.
+    `sharing` models are on its device, this one included: each takes its part of what is free.
     """
-    info = deployment.target if rank else deployment.draft
+    info = memory.model_of(deployment, rank, mid=mid)
     if info is None:
         return None
-    device = deployment.devices[rank]
-    slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing))
-    name = "quantization" if rank else "draft_quantization"
+    device = memory.device_of(deployment, rank, mid=mid)
+    slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing), mid=mid)
+    name = quantization_of(deployment.name_of(info))
     info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
     settings = deployment.config.model
     model = ModelSlice.load(
@@ -76,6 +81,7 @@ def serve(
     where: ControllerAddress,
     rank: int,
     model: ModelSlice | None,
+    mid: ModelSlice | None,
     connect: Callable[[], Transport],
     guard: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda _: nullcontext(),
     *,
@@ -83,8 +89,9 @@ def serve(
 ) -> None:
     """Run the loop of a rank until the head says stop.
 
-    `connect` joins the rank to its neighbours; `guard` is what may end the links meanwhile;
-    `spins`: see `pipespec.system.waiting`.
+    `model` and, at the head of a cascade, `mid` are what was loaded. `connect` joins the rank to
+    its neighbours; `guard` is what may end the links meanwhile; `spins`: see
+    `pipespec.system.waiting`.
     """
     config = deployment.config
     # Word from the last stage goes to the head's machine, and from there to the rank's.
@@ -116,7 +123,7 @@ def serve(
         computing=None if model is None else model.outcome(),
     ) as controller:
         link = inner = connect()
-        mid: Beside | None = None
+        beside: Beside | None = None
         if config.link:
             link = PacedTransport(inner, config.link, config.pace.scale)
         try:
@@ -133,7 +140,7 @@ def serve(
                     StageLoop(runner, link, controller, settings, timeline, times).run()
                 else:
                     tokens = controller.kv_tokens(deployment.num_ranks - 1)
-                    mid = make_mid(deployment)
+                    beside = make_beside(deployment, mid)
                     HeadLoop(
                         Scheduler(scheduler_config(deployment, tokens)),
                         make_source(deployment, runner),
@@ -147,11 +154,11 @@ def serve(
                             compile_grammar,
                         ),
                         timeline,
-                        mid,
+                        beside,
                     ).run()
         finally:
-            if mid is not None:
-                mid.close()
+            if beside is not None:
+                beside.close()
             link.close()
             if grammars is not None:
                 grammars.close()
@@ -191,15 +198,7 @@ def make_source(deployment: Deployment, runner: SliceRunner | None) -> TokenSour
     draft = None
     if deployment.draft is not None:
         assert runner is not None
-        vocabulary = min(deployment.target.vocab_size, deployment.draft.vocab_size)
-        draft = DraftModelSource(
-            runner,
-            deployment.config.decode.prefill_chunk,
-            vocabulary,
-            foresight=deployment.config.source.foresight,
-            max_retained=deployment.config.scheduler.max_retained,
-            parallel=deployment.parallel,
-        )
+        draft = draft_source(deployment, deployment.draft, runner, deployment.parallel)
     target = deployment.target
 
     def encode(text: str) -> list[int]:
@@ -208,12 +207,36 @@ def make_source(deployment: Deployment, runner: SliceRunner | None) -> TokenSour
     return deployment.config.source.make(draft, target.vocab_size, encode)
 
 
-def make_mid(deployment: Deployment) -> Beside | None:
-    """The mid-size model of a cascade, beside the head, where there is one."""
+def draft_source(
+    deployment: Deployment,
+    info: CheckpointInfo,
+    runner: SliceRunner,
+    parallel: Parallel | None = None,
+) -> DraftModelSource:
+    """A whole model that guesses."""
+    config = deployment.config
+    return DraftModelSource(
+        runner,
+        config.decode.prefill_chunk,
+        min(deployment.target.vocab_size, info.vocab_size),
+        foresight=config.source.foresight,
+        max_retained=config.scheduler.max_retained,
+        parallel=parallel,
+    )
+
+
+def make_beside(deployment: Deployment, model: ModelSlice | None) -> Beside | None:
+    """The mid-size model of a cascade in a thread beside the head; `model`: the real one, where
+    there is one."""
     config = deployment.config
     if not isinstance(config.source, Cascading) or not config.mid_rows:
         return None
-    source = config.source.make_mid(None, deployment.target.vocab_size)
+    mid = None
+    if deployment.mid is not None:
+        assert model is not None
+        runner = SliceRunner(model, model.num_slots)
+        mid = draft_source(deployment, deployment.mid, runner)
+    source = config.source.make_mid(mid, deployment.target.vocab_size)
     return Beside(source, config.pace.of_mid)
 
 

@@ -30,7 +30,8 @@ from pipespec.system.devices import num_cuda
 class Deployment:
     """All that a rank must know, decided before any rank starts. It travels by pickle.
 
-    `draft` is None where the source needs none. `placement` says which workers of the `hosts`
+    `draft` is None where the source needs none, and so is `mid`, the mid-size model of a cascade.
+    `placement` says which workers of the `hosts`
     begin at which rank. `layers` has one entry per stage and `devices` one per rank; in a later
     epoch they may be others. `context` is the longest sequence in tokens that the KV pools are
     made for.
@@ -44,6 +45,18 @@ class Deployment:
     devices: tuple[str, ...]
     context: int
     hosts: tuple[Host, ...]
+    mid: CheckpointInfo | None = None
+
+    @property
+    def models(self) -> list[tuple[str, CheckpointInfo]]:
+        """All checkpoints, by their names in `model.`, the target's first."""
+        named = {"target": self.target, "draft": self.draft, "mid": self.mid}
+        return [(name, info) for name, info in named.items() if info is not None]
+
+    @property
+    def mid_device(self) -> str:
+        """Where the head's machine computes the mid-size model."""
+        return self.config.cluster.mid_device or self.devices[0]
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -78,22 +91,30 @@ class Deployment:
         return self.dtype_of(self.target)
 
     def dtype_of(self, info: CheckpointInfo) -> str:
-        """What target or draft computes in."""
+        """What one of the models computes in."""
         name = self.config.model.dtype
         if name == "auto":
             name = automatic(map(self.device_of, self.placement.workers_by_rank[1:]))
         return info.computes_in(name)
 
     def held(self, info: CheckpointInfo) -> str | None:
-        """How the weights of target or draft are held, in every epoch; see CheckpointInfo."""
+        """How the weights of one of the models are held, in every epoch; see CheckpointInfo."""
         model = self.config.model
-        wanted = model.quantization if info is self.target else model.draft_quantization
+        wanted = getattr(model, quantization_of(self.name_of(info)))
         return info.held(wanted, model.keep_quantized, self.dtype_of(info))
 
     def made_plain(self) -> Deployment:
         """The same with all weights of four bits made plain."""
         model = replace(self.config.model, keep_quantized="no")
         return replace(self, config=replace(self.config, model=model))
+
+    def with_model(self, name: str, info: CheckpointInfo) -> Deployment:
+        """With another checkpoint as the draft or the mid-size model."""
+        return replace(self, draft=info) if name == "draft" else replace(self, mid=info)
+
+    def name_of(self, info: CheckpointInfo) -> str:
+        """What it is called in `model.`."""
+        return next(name for name, each in self.models if each is info)
 
     @property
     def parallel(self) -> Parallel | None:
@@ -112,6 +133,11 @@ class Deployment:
     def max_rows(self) -> int:
         """Rows of a batch at most."""
         return self.config.max_rows
+
+
+def quantization_of(name: str) -> str:
+    """The entry of `model.` that says how the weights of the model of that name are held."""
+    return "quantization" if name == "target" else f"{name}_quantization"
 
 
 @dataclass(frozen=True)
@@ -138,6 +164,11 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
         draft = inspect(config.model.draft)
         draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
         check_parallel(config.source, draft)
+    mid = None
+    if config.needs_mid:
+        assert config.model.mid is not None  # as Config checks
+        mid = inspect(config.model.mid)
+        mid.check_quantization("model.mid_quantization", config.model.mid_quantization)
     if config.model.dtype not in ("auto", target.computes_in(config.model.dtype)):
         raise ConfigError(
             f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "
@@ -174,8 +205,8 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
         if config.cluster.split is not None:
             hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
         if placement is None:
-            placement = plan_slices(unmeasured(hosts_file, config, target, draft, context))
-    found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts)
+            placement = plan_slices(unmeasured(hosts_file, config, target, draft, mid, context))
+    found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts, mid)
     if config.model.keep_quantized == "yes":
         _require_kept(found)
     return replace(found, devices=tuple(map(found.device_of, placement.workers_by_rank)))
@@ -183,8 +214,7 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
 
 def _require_kept(deployment: Deployment) -> None:
     """Raise ConfigError unless weights stay in four bits."""
-    models = [info for info in (deployment.target, deployment.draft) if info is not None]
-    packed = [info for info in models if any(each.weights for each in info.kept)]
+    packed = [info for _, info in deployment.models if any(each.weights for each in info.kept)]
     if not packed:
         raise ConfigError(
             f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
@@ -212,9 +242,9 @@ def require_quantizers(deployment: Deployment) -> None:
     """Raise ModelError unless this machine can load what its workers are to hold."""
     model = deployment.config.model
     if any(host.local for host in deployment.hosts):
-        deployment.target.require_quantizer("model.quantization", model.quantization)
-        if deployment.draft is not None:
-            deployment.draft.require_quantizer("model.draft_quantization", model.draft_quantization)
+        for kind, info in deployment.models:
+            name = quantization_of(kind)
+            info.require_quantizer(f"model.{name}", getattr(model, name))
 
 
 def require_backend(deployment: Deployment) -> None:

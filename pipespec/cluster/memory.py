@@ -41,13 +41,30 @@ REMEDIES = {
     "model.kv_memory": "lower model.kv_memory",
     "feed.width": "lower feed.width",
     "feed.capacity": "lower feed.capacity, or feed.width and feed.children",
+    "source.mid_rows": "lower source.mid_rows",
     "decode.prefill_chunk": "lower decode.prefill_chunk",
 }
 
 
-def needs(deployment: Deployment, rank: int) -> Counter[str]:
-    """Bytes that a rank surely takes on its device, by what asks for them: settings or WEIGHTS."""
-    info = deployment.target if rank else deployment.draft
+def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> CheckpointInfo | None:
+    """What a rank computes: of the head the draft, or (`mid`) the mid-size model beside it."""
+    if mid:
+        assert rank == 0, "a mid-size model is beside the head"
+        return deployment.mid
+    return deployment.target if rank else deployment.draft
+
+
+def device_of(deployment: Deployment, rank: int, *, mid: bool = False) -> str:
+    """Where it computes that."""
+    return deployment.mid_device if mid else deployment.devices[rank]
+
+
+def needs(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[str]:
+    """Bytes that a rank surely takes on its device, by what asks for them: settings or WEIGHTS.
+
+    `mid`: what the mid-size model beside the head takes on its own.
+    """
+    info = model_of(deployment, rank, mid=mid)
     if info is None:
         return Counter()
     item = ITEM_BYTES[deployment.dtype_of(info)]
@@ -56,9 +73,11 @@ def needs(deployment: Deployment, rank: int) -> Counter[str]:
     config = deployment.config
     found = Counter({name: n * slot for name, n in least_slots(deployment, rank).items()})
     if kv_amount(config.model.kv_memory)[1] is not None:
-        found["model.kv_memory"] += (kv_slots(deployment, rank, 0) * slot) - found.total()
+        found["model.kv_memory"] += (kv_slots(deployment, rank, 0, mid=mid) * slot) - found.total()
     logits = config.fed_rows * info.vocab_size * item
-    if rank == 0:
+    if mid:
+        found["source.mid_rows"] += config.mid_rows * info.vocab_size * item
+    elif rank == 0:
         nodes = config.scheduler.max_num_seqs * config.capacity
         found["feed.capacity"] += nodes * NODE_BYTES
         found["feed.width"] += logits
@@ -67,7 +86,7 @@ def needs(deployment: Deployment, rank: int) -> Counter[str]:
         found["feed.width"] += config.fed_rows * row
         if layers.stop == info.num_layers:
             found["feed.width"] += logits
-    found[WEIGHTS] += weight_bytes(deployment, info, rank, layers)
+    found[WEIGHTS] += weight_bytes(deployment, info, device_of(deployment, rank, mid=mid), layers)
     return found
 
 
@@ -92,21 +111,22 @@ def least_slots(deployment: Deployment, rank: int) -> Counter[str]:
     )
 
 
-def kv_slots(deployment: Deployment, rank: int, free: int) -> int:
-    """How many KV slots a rank makes, which has `free` bytes before its weights are loaded.
+def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False) -> int:
+    """How many KV slots a rank makes, which has `free` bytes before its weights are loaded; `mid`:
+    the mid-size model beside the head.
 
     As many as `max_num_seqs` of the longest sequences need, if `model.kv_memory` holds them; as
     many as one needs, even if not.
     """
-    info = deployment.target if rank else deployment.draft
+    info = model_of(deployment, rank, mid=mid)
     assert info is not None
-    device = deployment.devices[rank]
+    device = device_of(deployment, rank, mid=mid)
     least = least_slots(deployment, rank).total()
     slot = slot_bytes(deployment, info, rank)
     share, amount = kv_amount(deployment.config.model.kv_memory)
     if amount is None:
         share = share or KV_SHARE[device.partition(":")[0]]
-        weights = weight_bytes(deployment, info, rank, layers_of(deployment, info, rank))
+        weights = weight_bytes(deployment, info, device, layers_of(deployment, info, rank))
         amount = int(share * max(free - weights, 0))
     most = least + (deployment.config.scheduler.max_num_seqs - 1) * deployment.context
     return min(most, max(least, amount // slot))
@@ -115,11 +135,12 @@ def kv_slots(deployment: Deployment, rank: int, free: int) -> int:
 def require_kv(deployment: Deployment, rank: int) -> None:
     """Raise ConfigError if `model.kv_memory` is an amount and a rank cannot decode the longest
     sequence with it."""
-    info = deployment.target if rank else deployment.draft
+    models = [model_of(deployment, rank), None if rank else deployment.mid]
     _, amount = kv_amount(deployment.config.model.kv_memory)
-    if info is None or amount is None:
+    slots = [slot_bytes(deployment, info, rank) for info in models if info is not None]
+    if not slots or amount is None:
         return
-    wanted = least_slots(deployment, rank).total() * slot_bytes(deployment, info, rank)
+    wanted = least_slots(deployment, rank).total() * max(slots)
     if amount < wanted:
         raise ConfigError(
             f"model.kv_memory is {deployment.config.model.kv_memory}, but rank {rank} needs "
@@ -133,12 +154,12 @@ def kv_tokens(deployment: Deployment, rank: int, slots: int) -> int:
     return slots - guess_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
 
 
-def weight_bytes(deployment: Deployment, info: CheckpointInfo, rank: int, layers: range) -> int:
-    """Bytes of weights that loading these layers surely takes on the rank's device."""
+def weight_bytes(deployment: Deployment, info: CheckpointInfo, device: str, layers: range) -> int:
+    """Bytes of weights that loading these layers surely takes on a device."""
     held = deployment.held(info)
     sizes = info.loaded(deployment.dtype_of(info), held)
     mapped = held is None and info.unpacked is None and sizes == info.stored
-    if deployment.devices[rank] == "cpu" and mapped:
+    if device == "cpu" and mapped:
         return 0
     first, last = layers.start == 0, layers.stop == info.num_layers
     embedding = sizes.embedding if first or (last and info.tied) else 0
@@ -180,6 +201,8 @@ def require_memory(
     for rank in ranks:
         require_kv(deployment, rank)
         by_device[deployment.devices[rank]] += needs(deployment, rank)
+        if rank == 0 and deployment.mid is not None:
+            by_device[deployment.mid_device] += needs(deployment, 0, mid=True)
     for device, wanted in by_device.items():
         free = free_on(device)
         if wanted.total() > free:

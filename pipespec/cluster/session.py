@@ -272,7 +272,6 @@ def start(
 
 def modules_of(deployment: Deployment) -> list[str]:
     """What the workers of a deployment import besides what all do: the entrypoint, and the classes
-    of target and draft."""
-    infos = [deployment.target] + ([] if deployment.draft is None else [deployment.draft])
-    types = dict.fromkeys(info.model_type for info in infos)
+    of its models."""
+    types = dict.fromkeys(info.model_type for _, info in deployment.models)
     return [WORKERS_RUN.partition(":")[0], *map(modeling_module, types)]

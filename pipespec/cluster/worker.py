@@ -15,7 +15,7 @@ import torch
 from pipespec.cluster import build
 from pipespec.cluster.deployment import ControllerAddress, Deployment
 from pipespec.cluster.heartbeat import Heartbeat
-from pipespec.cluster.memory import require_memory
+from pipespec.cluster.memory import device_of, model_of, require_memory
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.supervisor import WORKER
 from pipespec.config.hosts import Host
@@ -52,7 +52,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     worker = os.environ[WORKER]
     here = on_this_host(deployment, hosts[worker])
-    weights = Weights()
+    weights, mids = Weights(), Weights()
     number = 0
     with Heartbeat(
         where.url,
@@ -72,7 +72,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
                 continue
             devices = tuple(map(deployment.device_of, assignment.workers))
             mine = replace(here, layers=assignment.layers, devices=devices)
-            model = None
+            model = mid = None
             try:
                 epoch_where = replace(where, epoch=number)
                 plain = heartbeat.plain()
@@ -84,9 +84,15 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
                 places = [
                     (hosts[each].name, deployment.device_of(each)) for each in assignment.workers
                 ]
-                model = weights.of(mine, rank, sharing=places.count(places[rank]))
+                if mine.mid is not None:
+                    places.append((hosts[assignment.workers[0]].name, mine.mid_device))
+                if rank:
+                    mids.drop()
+                model = weights.of(mine, rank, places.count(places[rank]))
+                if rank == 0 and mine.mid is not None:
+                    mid = mids.of(mine, rank, places.count(places[-1]), mid=True)
                 log.info("epoch %d: rank %d of %d", number, rank, mine.num_ranks)
-                serve(mine, epoch_where, rank, model, assignment, hosts, heartbeat)
+                serve(mine, epoch_where, rank, model, mid, assignment, hosts, heartbeat)
                 return
             except NotProven as error:
                 if here.config.model.keep_quantized == "yes":
@@ -120,15 +126,15 @@ def on_this_host(deployment: Deployment, host: Host) -> Deployment:
                 f"({target.kind}, not {deployment.target.kind}); put the same there."
             )
         deployment = replace(deployment, target=target)
-    if deployment.draft is not None and host.draft is not None:
-        deployment = replace(
-            deployment, draft=inspect(str(here(Path(deployment.draft.path), host.draft, "draft")))
-        )
+    for kind, info in deployment.models[1:]:
+        if (given := getattr(host, kind)) is not None:
+            own = inspect(str(here(Path(info.path), given, kind)))
+            deployment = deployment.with_model(kind, own)
     return deployment
 
 
 class Weights:
-    """The part of a model that this worker holds, kept from one epoch to the next."""
+    """A model that this worker holds, or its part of one, kept from one epoch to the next."""
 
     def __init__(self) -> None:
         self._what: tuple[object, ...] | None = None
@@ -139,21 +145,28 @@ class Weights:
         """Whether anything was ever loaded: the device may then keep what is free."""
         return self._what is not None
 
-    def of(self, deployment: Deployment, rank: int, sharing: int) -> ModelSlice | None:
-        """What a rank needs, one of `sharing` on its device; loaded unless it is here already."""
+    def of(
+        self, deployment: Deployment, rank: int, sharing: int, *, mid: bool = False
+    ) -> ModelSlice | None:
+        """What a rank needs (`mid`: for the mid-size model beside it), one of `sharing` on its
+        device; loaded unless it is here already."""
         layers = deployment.layers[rank - 1] if rank else None
-        info = deployment.target if rank else deployment.draft
+        device = device_of(deployment, rank, mid=mid)
+        info = model_of(deployment, rank, mid=mid)
         held = None if info is None else deployment.held(info)
-        dtype = deployment.dtype
-        what = (rank > 0, layers, deployment.devices[rank], deployment.num_ranks, dtype, held)
+        what = (rank > 0, layers, device, deployment.num_ranks, deployment.dtype, held)
         if what != self._what:
-            # Freed first: the device may not hold both.
-            self._model = None
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # for what is measured to be free
-            self._model = build.load_model(deployment, rank, sharing)
+            self.drop()  # first: the device may not hold both
+            self._model = build.load_model(deployment, rank, sharing, mid=mid)
             self._what = what
         return self._model
+
+    def drop(self) -> None:
+        """Hold nothing."""
+        if self._model is not None:
+            self._model = self._what = None
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # for what is measured to be free
 
 
 def serve(
@@ -161,6 +174,7 @@ def serve(
     where: ControllerAddress,
     rank: int,
     model: ModelSlice | None,
+    mid: ModelSlice | None,
     assignment: RankAssignment,
     hosts: Mapping[str, Host],
     heartbeat: Heartbeat,
@@ -217,6 +231,7 @@ def serve(
         where,
         rank,
         model,
+        mid,
         connect,
         lambda alarm: heartbeat.guard(where.epoch, alarm),
         spins=spinning,

@@ -19,7 +19,7 @@ is needed.
         python: python3
         env: {OMP_NUM_THREADS: 8}
         target: /models/llama      # where the models lie on this host: as model.target, model.draft
-        draft: /models/small
+        draft: /models/small       # and model.mid: mid
         memory_gib: 22             # what each of its devices may use: all that is free
     draft: alpha/0                 # the worker that is the head: the planner chooses
     order: [beta, alpha]           # of the hosts along the pipeline: the planner chooses
@@ -52,7 +52,7 @@ BY_HAND = "none"
 
 @dataclass(frozen=True)
 class Host:
-    """A machine. `target`, `draft`: where the models lie there, if not where the run says.
+    """A machine. `target`, `draft`, `mid`: where the models lie there, if not where the run says.
 
     `memory_gib` is what each of its devices may use, None: all that is free.
     """
@@ -70,6 +70,7 @@ class Host:
     target: str | None
     draft: str | None
     memory_gib: float | None
+    mid: str | None = None
 
     @property
     def local(self) -> bool:
@@ -208,6 +209,7 @@ HOST: dict[str, entries.Kind] = {
     "env": entries.env,
     "target": entries.path,
     "draft": entries.path,
+    "mid": entries.path,
     "memory_gib": entries.gib,
 }
 DEFAULTS = {key: kind for key, kind in HOST.items() if key not in ("name", "address")}

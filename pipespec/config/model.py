@@ -37,8 +37,9 @@ def kv_amount(setting: float | str | None) -> tuple[float | None, int | None]:
 class ModelConfig:
     """Folders of the two checkpoints; `context` is the longest sequence in tokens.
 
-    `draft` may be None where the source needs no draft model. `quantization` keeps the weights
-    of the target's layers in fewer bits than `dtype`, `draft_quantization` those of the draft's.
+    `draft` may be None where the source needs no draft model, `mid` where it is no cascade.
+    `quantization` keeps the weights of the target's layers in fewer bits than `dtype`,
+    `draft_quantization` and `mid_quantization` those of the others'.
     `keep_quantized`: may weights that are packed in four bits already stay so; auto: where the
     model computes in bfloat16.
     `kv_memory` is what a rank may take for KV: a share of what its device has free, or an amount
@@ -49,9 +50,11 @@ class ModelConfig:
 
     target: str
     draft: str | None = None
+    mid: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
     draft_quantization: str | None = None
+    mid_quantization: str | None = None
     keep_quantized: str = "auto"
     context: int | None = None
     kv_memory: float | str | None = None
@@ -61,14 +64,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         kv_amount(self.kv_memory)
-        for name in ("target", "draft"):
+        for name in ("target", "draft", "mid"):
             if getattr(self, name) == "":
                 raise ConfigError(f"model.{name} is empty, but must name a model folder.")
         check_choice("model.dtype", self.dtype, DTYPES)
         check_choice("model.attention", self.attention, ATTENTIONS)
         for rows in self.graph_rows:
             check_whole("model.graph_rows", rows, 1, MAX_ROWS, hint=", or nothing: []")
-        for name in ("quantization", "draft_quantization"):
+        for name in ("quantization", "draft_quantization", "mid_quantization"):
             if getattr(self, name) is not None:
                 check_choice(f"model.{name}", getattr(self, name), QUANTIZATIONS)
         check_choice("model.keep_quantized", self.keep_quantized, KEEP)

@@ -56,6 +56,7 @@ class ClusterConfig:
     `sync` is "lockstep" (a rank sends when it knows the verdict of its step) or "free" (it does
     not wait for it).
     `devices` holds one entry for every rank, or one per rank with the head's first.
+    `mid_device` is where the head's machine computes a mid-size model, None: on the head's device.
     `hosts` is a hosts file (`pipespec.config.hosts`), None: all ranks run on this machine.
     `split` are the layers of each stage, None: as even as can be, or as the hosts file says.
     `spares` workers of this machine hold no layers until one is needed.
@@ -67,6 +68,7 @@ class ClusterConfig:
     groups: int | list[int] | None = None
     sync: str = "lockstep"
     devices: list[str] = field(default_factory=lambda: ["auto"])
+    mid_device: str | None = None
     hosts: str | None = None
     split: list[int] | None = None
     spares: int = 0
@@ -89,6 +91,12 @@ class ClusterConfig:
             raise ConfigError(
                 f"cluster.groups is {self.groups}, but must be positive sizes that add up to "
                 f"cluster.stages={self.stages}, or one size that divides it."
+            )
+        if self.mid_device is not None and (
+            self.mid_device == "auto" or not DEVICE.fullmatch(self.mid_device)
+        ):
+            raise ConfigError(
+                f"cluster.mid_device is {self.mid_device!r}, but must be cpu, cuda or cuda:N."
             )
         for device in self.devices:
             if not DEVICE.fullmatch(device):
@@ -272,6 +280,11 @@ class Config:
         return min(most, self.max_rows)
 
     @property
+    def needs_mid(self) -> bool:
+        """Whether the head loads `model.mid`."""
+        return isinstance(self.source, Cascading) and self.source.needs_mid
+
+    @property
     def mid_rows(self) -> int:
         """Nodes that one pass of a mid-size model scores; 0: there is no such model."""
         return self.source.mid_rows if isinstance(self.source, Cascading) else 0
@@ -286,6 +299,11 @@ class Config:
             raise ConfigError(
                 "model.draft is null, but this source guesses with a draft model; name its folder "
                 "or choose source=suffix, which needs none."
+            )
+        if self.needs_mid and self.model.mid is None:
+            raise ConfigError(
+                "model.mid is null, but in a cascade a mid-size model scores the tree; name its "
+                "folder, or choose source=draft_model."
             )
         self.pace.check(self.cluster.stages)
         given = self.scheduler.max_num_batched_tokens

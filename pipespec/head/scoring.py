@@ -55,7 +55,7 @@ def score_work(
     level by level or a tree of fixed shape has no use for children of nodes above, nor has a
     request whose form decides what may follow.
     """
-    if not policy.keeps_unfed or policy.whole:
+    if not policy.children or not policy.keeps_unfed or policy.whole:
         return None
     among = [sequence for sequence in sequences if sequence.guide is None]
     offers = [Offer(each.tree, _unscored(each, rows, end)) for each in among]

@@ -223,6 +223,7 @@ def unmeasured(
     config: Config,
     target: CheckpointInfo,
     draft: CheckpointInfo | None,
+    mid: CheckpointInfo | None,
     context: int,
 ) -> Problem:
     """The same without figures: equal devices, with the memory that the hosts file grants them.
@@ -237,11 +238,15 @@ def unmeasured(
     model = config.model
     weights = target.loaded(dtype, target.held(model.quantization, model.keep_quantized, dtype))
     draft_bytes = 0
-    if draft is not None:
-        pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
-        slot_bytes = draft.num_layers * draft.kv_size * ITEM_BYTES[draft.computes_in(dtype)]
-        held = draft.held(model.draft_quantization, model.keep_quantized, dtype)
-        draft_bytes = draft.loaded(dtype, held).total + pool * slot_bytes
+    pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
+    at_head = [(draft, model.draft_quantization)]
+    if config.cluster.mid_device is None:
+        at_head.append((mid, model.mid_quantization))
+    for info, wanted in at_head:
+        if info is not None:
+            slot_bytes = info.num_layers * info.kv_size * ITEM_BYTES[info.computes_in(dtype)]
+            held = info.held(wanted, model.keep_quantized, dtype)
+            draft_bytes += info.loaded(dtype, held).total + pool * slot_bytes
     return Problem(
         workers=tuple(
             Worker(name, memory_bytes=_granted(hosts_file, name, inf))

@@ -48,10 +48,11 @@ CLOSED = {
 
 
 def wanted(hosts_file: HostsFile, host: Host) -> tuple[str, ...]:
-    """Which models the host must have: "target" for stages, "draft" where the head may be."""
+    """Which models the host must have: "target" for stages, the others where the head may
+    be."""
     holds_stages = host.workers != (hosts_file.draft,)
     may_be_head = hosts_file.draft is None or hosts_file.draft in host.workers
-    return ("target",) * holds_stages + ("draft",) * may_be_head
+    return ("target",) * holds_stages + ("draft", "mid") * may_be_head
 
 
 def diagnose(
@@ -187,7 +188,7 @@ def _by_version(stocks: Mapping[str, Inventory], package: str) -> dict[str, list
 
 
 def _models(hosts_file: HostsFile, stocks: Mapping[str, Inventory]) -> Iterator[Finding]:
-    for part in ("target", "draft"):
+    for part in ("target", "draft", "mid"):
         found = {name: stock.models[part] for name, stock in stocks.items() if part in stock.models}
         usable = {name: model for name, model in found.items() if model.problem is None}
         # Without a place for the draft in the file, one host that has it is enough.

@@ -108,7 +108,7 @@ class _Ward:
         self.seen = {host.name: Seen() for host in hosts_file.hosts}
         self.links: dict[tuple[str, str], Link] = {}
         self._hosts = hosts_file
-        self._models = {"target": model.target, "draft": model.draft}
+        self._models = {"target": model.target, "draft": model.draft, "mid": model.mid}
         self._token = secrets.token_hex(TOKEN_BYTES)
         self._channels: dict[str, Channel] = {}
 
@@ -139,7 +139,7 @@ class _Ward:
             raise HostFailed(
                 f"{name}: its pipespec is another version than this one; install the same there"
             )
-        own = {"target": host.target, "draft": host.draft}
+        own = {"target": host.target, "draft": host.draft, "mid": host.mid}
         folders = {part: own[part] or self._models[part] for part in wanted(self._hosts, host)}
         models = {part: folder for part, folder in folders.items() if folder is not None}
         seen.inventory = _inventory(

@@ -49,7 +49,8 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
         try:
             torch.set_num_threads(1)
             model = build.load_model(deployment, number)
-            build.serve(deployment, where, number, model, lambda: links[number])
+            mid = None if number else build.load_model(deployment, 0, mid=True)
+            build.serve(deployment, where, number, model, mid, lambda: links[number])
         except Exception as error:  # noqa: BLE001 - raised again below
             errors.append(error)
             # Wakes every rank that waits for a verdict.

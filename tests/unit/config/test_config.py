@@ -43,6 +43,7 @@ NEEDED = {
     ("model", "custom"): ["model.target=/models/target", "model.draft=/models/draft"],
     ("controller", "url"): ["controller.url=redis://localhost:6379/0"],
     ("source", "synthetic"): [f"source.truth={__file__}"],
+    ("source", "cascade"): ["model.mid=/models/mid"],
     ("source", "synthetic_cascade"): [f"source.truth={__file__}"],
     ("pace", "rtx3090_14"): ["cluster.stages=14"],
     ("pace", "mixed_21"): ["cluster.stages=21"],
@@ -332,7 +333,8 @@ def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
     harmless = {"repetition_penalty", "temperature", "top_k", "seed"}
     if value == -1:
         harmless = {"presence_penalty", "frequency_penalty", "priority"}
-    needed = {ModelConfig: {"target": "t"}, Synthetic: {"truth": __file__}}.get(cls, {})
+    truth = {"truth": __file__}
+    needed = {ModelConfig: {"target": "t"}, Synthetic: truth, SyntheticCascade: truth}.get(cls, {})
     for name, hint in typing.get_type_hints(cls).items():
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if type(value) in kinds and name not in harmless:

@@ -41,7 +41,7 @@ def target():
 def asked(hosts_file, target, *settings, **changes):
     config = compose([f"cluster.stages={hosts_file.num_stages}", *settings])
     info = replace(target, **changes)
-    return unmeasured(hosts_file, config, info, inspect(DEMO / "draft"), context=256)
+    return unmeasured(hosts_file, config, info, inspect(DEMO / "draft"), None, context=256)
 
 
 def test_without_limits_slices_are_even_and_hosts_as_listed(hosts_file, target):

@@ -284,10 +284,10 @@ def test_a_missing_target_says_where_and_how_to_get_it(hosts_file: HostsFile) ->
 def test_the_draft_is_needed_where_the_head_is(tmp_path: Path) -> None:
     gone = Fingerprint("/d", "is missing")
     anywhere, on_beta = make_hosts(tmp_path), make_hosts(tmp_path, draft="beta/0")
-    assert [wanted(anywhere, host) for host in anywhere.hosts] == [("target", "draft")] * 3
+    assert [wanted(anywhere, host) for host in anywhere.hosts] == [("target", "draft", "mid")] * 3
     assert [wanted(on_beta, host) for host in on_beta.hosts] == [
         ("target",),
-        ("draft",),
+        ("draft", "mid"),
         ("target",),
     ]
     hosts = with_model("beta", "draft", gone)
