@@ -59,6 +59,7 @@ bench-quick: $(VENV)/.bench
 	for name in memory curves stage timeline tbt sampled scaling overhead load; do \
 	  $(BIN)/python -m benchmarks.$$name --quick --json $(QUICK)/$$name.json --plot $(QUICK)/$$name || exit 1; \
 	done
+	$(BIN)/python -m benchmarks.cascade --quick --json $(QUICK)/cascade.json --plot $(QUICK)/cascade
 	$(BIN)/python -m benchmarks.tbt --quick --source synthetic --json $(QUICK)/tbt_synthetic.json --plot $(QUICK)/tbt_synthetic
 	$(BIN)/python -m benchmarks.hits --source $(QUICK)/tbt_synthetic.json --json $(QUICK)/hits.json --plot $(QUICK)/hits
 

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
-from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.errors import ConfigError
 from pipespec.planning.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
@@ -244,9 +244,7 @@ def unmeasured(
         at_head.append((mid, model.mid_quantization))
     for info, wanted in at_head:
         if info is not None:
-            slot_bytes = info.num_layers * info.kv_size * ITEM_BYTES[info.computes_in(dtype)]
-            held = info.held(wanted, model.keep_quantized, dtype)
-            draft_bytes += info.loaded(dtype, held).total + pool * slot_bytes
+            draft_bytes += _whole_bytes(info, wanted, config, dtype, pool)
     return Problem(
         workers=tuple(
             Worker(name, memory_bytes=_granted(hosts_file, name, inf))
@@ -266,6 +264,15 @@ def unmeasured(
         split=hosts_file.split,
         spares=hosts_file.spare_workers,
     )
+
+
+def _whole_bytes(
+    info: CheckpointInfo, quantization: str | None, config: Config, dtype: str, pool: int
+) -> int:
+    """Bytes of a whole model with so many KV slots."""
+    slot_bytes = info.num_layers * info.kv_size * ITEM_BYTES[info.computes_in(dtype)]
+    held = info.held(quantization, config.model.keep_quantized, dtype)
+    return info.loaded(dtype, held).total + pool * slot_bytes
 
 
 def _granted(hosts_file: HostsFile, worker: str, free: float) -> float:
@@ -307,11 +314,15 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
     num_ranks = hosts_file.num_stages + 1
     slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
     draft_bytes = 0
+    pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
     if draft is not None and drafts:
-        pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
         draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
     elif draft is not None:
         draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
+    if config.needs_mid and config.cluster.mid_device is None:
+        assert config.model.mid is not None  # as Config checks
+        mid = inspect(config.model.mid)
+        draft_bytes += _whole_bytes(mid, config.model.mid_quantization, config, figures.dtype, pool)
     rounds = config.source.rounds
     return Needs(
         layer_bytes=tuple(target["layer_bytes"]),

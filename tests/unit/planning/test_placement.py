@@ -38,10 +38,10 @@ def target():
     return inspect(DEMO / "target")
 
 
-def asked(hosts_file, target, *settings, **changes):
+def asked(hosts_file, target, *settings, mid=None, **changes):
     config = compose([f"cluster.stages={hosts_file.num_stages}", *settings])
     info = replace(target, **changes)
-    return unmeasured(hosts_file, config, info, inspect(DEMO / "draft"), None, context=256)
+    return unmeasured(hosts_file, config, info, inspect(DEMO / "draft"), mid, context=256)
 
 
 def test_without_limits_slices_are_even_and_hosts_as_listed(hosts_file, target):
@@ -81,6 +81,16 @@ def test_weights_and_kv_are_counted_in_the_type_of_the_run(hosts_file, target):
     assert wide.kv_layer_bytes == 2 * narrow.kv_layer_bytes
     assert wide.draft_bytes == 2 * narrow.draft_bytes
     assert wide.runtime_bytes == RUNTIME_BYTES
+
+
+def test_a_mid_size_model_counts_where_it_is_on_the_device_of_the_head(hosts_file, target):
+    hosts_file = load_hosts(hosts_file(THREE))
+    settings = ["source=cascade", f"model.mid={DEMO / 'target'}", "model.dtype=float32"]
+    alone = asked(hosts_file, target, *settings).needs.draft_bytes
+    beside = asked(hosts_file, target, *settings, mid=target).needs.draft_bytes
+    assert beside > alone + target.loaded("float32", None).total
+    away = [*settings, "cluster.mid_device=cuda:1"]
+    assert asked(hosts_file, target, *away, mid=target).needs.draft_bytes == alone
 
 
 def test_bfloat16_is_chosen_where_every_stage_has_a_gpu(hosts_file):
