@@ -147,6 +147,8 @@ class Totals:
         fed = self.fed.tolist()
         labelled = {
             **{f"fed/{depth}": count for depth, count in enumerate(fed)},
+            "mid_passes": self.mid_passes,
+            "scored": self.scored,
             **{f"expected/{depth}": int(count) for depth, count in enumerate(self.expected)},
             **{f"hits/{depth}": count for depth, count in enumerate(self.hits)},
             **{

@@ -172,6 +172,11 @@ def _total(name: str) -> Read:
     return lambda seen: [("_total", {}, seen.totals[name])]
 
 
+def _total_if_any(name: str) -> Read:
+    """A count that only some clusters have."""
+    return lambda seen: [("_total", {}, seen.totals[name])] if seen.totals.get(name) else []
+
+
 def _by(name: str, label: str, first: int, *, less: int = 0, scale: float = 1.0) -> Read:
     """A count times `scale`, by a label that is a whole number from `first` on, told `less` as
     much."""
@@ -297,6 +302,8 @@ CLUSTER = (
     Figure("guess_rows", COUNTER, OWN, _by("fed", "depth", 1), "Guesses fed, by depth then"),
     Figure("guess_hits", COUNTER, OWN, _by("hits", "depth", 1), "Of those, accepted"),
     Figure("guess_hits_expected", COUNTER, OWN, _by("expected", "depth", 1), "As stated"),
+    Figure("mid_passes", COUNTER, OWN, _total_if_any("mid_passes"), "Of the mid-size model"),
+    Figure("mid_scored", COUNTER, OWN, _total_if_any("scored"), "Nodes that it scored"),
     Figure("rank_info", GAUGE, OWN, _computing, "How each rank computes"),
     Figure("rank_place_info", GAUGE, OWN, _places, "Where each rank is, with which layers"),
     Figure("stage_busy_share", GAUGE, OWN, _busy, "Of this epoch's time with requests"),

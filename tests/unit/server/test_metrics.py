@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,14 @@ def test_figures_of_a_cluster_are_what_it_says_under_both_prefixes() -> None:
     assert read.value("pipespec_guess_rows_total", depth="2") == 4
     assert read.value("pipespec_guess_hits_total", depth="1") == 43
     assert not read.has("vllm:guess_hits_total")
+    assert not read.has("pipespec_mid_scored_total")
+
+
+def test_a_cascade_tells_what_its_mid_size_model_has_done() -> None:
+    counts = COUNTS | {"mid_passes": 2, "scored": 90}
+    read = Read(Metrics("m").show(replace(SEEN, counts=counts)))
+    assert read.value("pipespec_mid_passes_total") == 2
+    assert read.value("pipespec_mid_scored_total") == 90
 
 
 def test_what_stages_and_the_launcher_say_is_told_too() -> None:
