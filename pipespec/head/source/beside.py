@@ -72,12 +72,14 @@ class Beside:
 
     def answer(self) -> Answered | None:
         """What the pass said, once; None: it is under way, or there was none."""
+        ended = self._pass if self._pass is not None and self._pass.done() else None
+        # Looked at second: if the pass has ended, so has all before it.
         while self._doing and self._doing[0].done():
             self._doing.popleft().result()
-        if self._pass is None or not self._pass.done():
+        if ended is None:
             return None
-        answered, self._pass = self._pass.result(), None
-        return answered
+        self._pass = None
+        return ended.result()
 
     def close(self) -> None:
         """Wait for what is under way; the rest is not done."""
