@@ -26,6 +26,8 @@ METHODS = {
     "level": "#7fa8c9",
     "best_first": "#1f4e79",
     "adaptive": "#5b7f5b",
+    "small draft alone": "#1f4e79",  # both best_first
+    "cascade": "#8a6fa8",
 }
 # For whatever else needs telling apart, in the order of use.
 COLOURS = ["#1f4e79", "#c9784a", "#5b7f5b", "#8a6fa8", "#7fa8c9", "#c9a66b", "#8c9096", "#a34b5a"]
