@@ -28,6 +28,7 @@ from pipespec.core import Sampling, Scored, TokenLogprobs
 from pipespec.system.resources import resource_dir
 from tests.helpers import models
 from tests.helpers.log import accept, take
+from tests.helpers.sources import chosen
 from tools.rig import cluster
 
 NUM_TOKENS = 10
@@ -169,12 +170,10 @@ def test_a_greedy_text_is_finished_as_hugging_face_would(tiny, redis, greedy, sh
 
 @pytest.mark.parametrize("source", choices.options("source"))
 def test_every_source_goes_on_from_the_border(tiny, redis, greedy, source, tmp_path):
-    overrides = [f"source={source}", "cluster.stages=2", "feed.children=4"]
-    if source == "synthetic":
-        truth = tmp_path / "truth.jsonl"
-        texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, greedy, strict=True)]
-        truth.write_text("".join(json.dumps(text) + "\n" for text in texts))
-        overrides.append(f"source.truth={truth}")
+    truth = tmp_path / "truth.jsonl"
+    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, greedy, strict=True)]
+    truth.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    overrides = [*chosen(source, truth=truth, mid=tiny), "cluster.stages=2", "feed.children=4"]
     deployment = cluster.make_deployment(tiny, tiny, *overrides)
     assert resumed(deployment, redis, begun(greedy)) == [
         Told(answer, (), "length") for answer in greedy for _ in BORDERS

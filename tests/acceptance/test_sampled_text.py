@@ -24,6 +24,7 @@ from pipespec.sampling.distribution import Tally
 from tests.helpers import models
 from tests.helpers.matrix import some_of
 from tests.helpers.sampling import sample
+from tests.helpers.sources import chosen
 from tools.rig import cluster
 
 NUM_TOKENS = 14
@@ -89,7 +90,7 @@ def expected(tiny) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def truth(expected, tmp_path_factory) -> Path:
-    """What the synthetic source is told."""
+    """What synthetic sources are told."""
     file = tmp_path_factory.mktemp("truth") / "truth.jsonl"
     texts = [prompt + text for (prompt, _), text in zip(CASES, expected, strict=True)]
     file.write_text("".join(json.dumps(text) + "\n" for text in texts))
@@ -103,11 +104,10 @@ def truth(expected, tmp_path_factory) -> Path:
 def test_every_policy_source_and_stage_count_samples_the_text_of_a_plain_loop(
     tiny, redis, expected, truth, policy, source, stages
 ):
-    overrides = [f"feed={policy}", f"source={source}", f"cluster.stages={stages}"]
+    given = chosen(source, truth=truth, mid=tiny)
+    overrides = [f"feed={policy}", f"cluster.stages={stages}", *given]
     if policy != "root":
         overrides.append("feed.children=4")
-    if source == "synthetic":
-        overrides.append(f"source.truth={truth}")
     answers = cluster.decode(cluster.make_deployment(tiny, tiny, *overrides), redis, REQUESTS)
     assert [tokens for tokens, *_ in answers] == expected
 
