@@ -37,7 +37,7 @@ from pipespec.head.feed.policy import PipelineState
 from pipespec.head.feed.rounds import fits, least_rounds
 from pipespec.head.guide import held_to
 from pipespec.head.meter import Meter
-from pipespec.head.scoring import ScoreWork, restate, score_work
+from pipespec.head.scoring import ScoreWork, Scoring
 from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Candidates
 from pipespec.head.tree import ROOT
@@ -68,6 +68,7 @@ class Scheduler(Admission):
         self.totals = Totals()
         self._policy = config.policy
         self._meter = self._new_meter()
+        self._mid = Scoring(config.mid_rows, config.context_limit)
         self._measured = UNKNOWN  # by the stages
         self._decoding = 0  # requests that were past their first tokens when this step began
         self._guesses = False  # whether any of theirs were on their way
@@ -155,19 +156,17 @@ class Scheduler(Admission):
     def scoring(self) -> ScoreWork | None:
         """The next pass of the mid-size model, which has none under way; None: there is nothing to
         ask. What it answers is told by `rescore`."""
-        if not self.config.mid_rows:
-            return None
-        sequences = self.sequences.values()
-        return score_work(sequences, self._policy, self.config.mid_rows, self.config.context_limit)
+        return self._mid.work(self.sequences.values(), self._policy)
 
     def rescore(self, work: ScoreWork, candidates: ListOf[Candidates | None]) -> None:
-        """Hang what the mid-size model said into the trees, in place of what they held."""
+        """Hang what the mid-size model said into the trees, in place of what they held, as long as
+        it guesses better than the source."""
 
         def is_open(sequence: Sequence) -> bool:
             return self.sequences.get(sequence.number) is sequence
 
         self.totals.mid_passes += 1
-        self.totals.scored += restate(work, candidates, is_open, self._policy.capacity)
+        self.totals.scored += self._mid.restate(work, candidates, is_open, self._policy.capacity)
 
     def apply(self, verdict: Verdict, now: int) -> Progress | None:
         """Move the root along a verdict's tokens, up to the one that ends the request.
@@ -182,6 +181,7 @@ class Scheduler(Admission):
         count = 0
         for token in verdict.tokens:
             count += 1
+            self._mid.decided(sequence.tree, token)
             over = sequence.accept(token, now)
             self.totals.decided(sequence.tree.root_fed_at)
             if over:

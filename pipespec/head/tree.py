@@ -40,7 +40,7 @@ class Tree:
         *("id", "parent", "parent_id", "token", "position", "logp", "cum"),
         *("fed", "fed_under", "expanded", "scored"),
     )
-    __slots__ = (*_COLUMNS, "_next_id", "_num_fed")
+    __slots__ = (*_COLUMNS, "_next_id", "_num_fed", "__weakref__")
 
     def __init__(self, root_id: int, parent_id: int, token: int, position: int, *, fed: bool):
         self._next_id = root_id + 1
@@ -256,6 +256,14 @@ class Tree:
         """The index of `parent`'s child with that token, or None."""
         found = ((self.parent == parent) & (self.token == token)).nonzero()[0]
         return next((int(child) for child in found if child != ROOT), None)
+
+    def children(self, parents: np.ndarray) -> list[np.ndarray]:
+        """The indices of what hangs below each of `parents`."""
+        below = 1 + np.argsort(self.parent[1:], kind="stable")
+        above = self.parent[below]
+        starts = np.searchsorted(above, parents, "left")
+        ends = np.searchsorted(above, parents, "right")
+        return [below[i:j] for i, j in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def prune(self, root: int) -> None:
         """Keep the subtree of `root` alone; cumulative log-probabilities start there anew."""

@@ -11,7 +11,7 @@ from pipespec.core import NODE, PARENT, Batch, Request, Verdict
 from pipespec.head.feed.best_first import BestFirst
 from pipespec.head.feed.level import Level
 from pipespec.head.scheduler import Scheduler
-from pipespec.head.scoring import ScoreWork
+from pipespec.head.scoring import ScorePart, ScoreWork
 from pipespec.head.sequence import Sequence
 from pipespec.head.source.protocol import Asked, Candidates
 from pipespec.head.tree import ROOT, SMALLEST, Tree
@@ -157,8 +157,12 @@ class Story:
             }
         unsaid = set(ids[asked.nodes].tolist()) - set(ids[nodes].tolist())
         self.plain.scored -= {now[node] for node in unsaid if node in now}
-        self.plain.said(said)
+        before = self.scheduler.totals.scored
         self.scheduler.rescore(work, [found])
+        count = self.scheduler.totals.scored - before
+        assert count in (0, len(said)), "a part of an answer was taken"
+        if count:  # else the mid-size model has been wrong too often to be believed
+            self.plain.said(said)
 
     def decide(self) -> None:
         children = self.tree.token[1:][self.tree.parent[1:] == ROOT].tolist()
@@ -209,6 +213,38 @@ def test_of_a_request_that_has_ended_nothing_is_scored():
     story.scheduler.rescore(work, [found])
     assert len(story.tree) == before
     assert story.scheduler.totals.scored == 0
+
+
+def test_who_was_right_is_believed():
+    """The text is always token 1: the small draft gives it an even chance, the mid-size model
+    little, later much."""
+    policy = BestFirst(width=4, children=2, row_cost=0.0)
+    scheduler = Scheduler(
+        SchedulerConfig(policy, 3, rounds=1, prefill_chunk=1, context_limit=200, mid_rows=3)
+    )
+    scheduler.add(Request(0, (1,), max_new_tokens=190), lambda token: False, now=0)
+    (sequence,) = scheduler.admit()
+
+    def taken(chance: float) -> bool:
+        """One token later: whether what the mid-size model said of the root is in the tree."""
+        scheduler.begin()
+        tree, root = sequence.tree, np.array([ROOT])
+        even = Candidates(root, np.array([[0, 1]]), np.log([[0.5, 0.5]]))
+        tree.append(even.parents, even.tokens, even.logps)
+        (asked,) = scored(scheduler, sequence).asked
+        assert asked.nodes[0] == ROOT
+        found = Candidates(root, np.array([[0, 1]]), np.log([[1 - chance, chance]]))
+        before = scheduler.totals.scored
+        scheduler.rescore(ScoreWork((ScorePart(sequence, tree, asked),), 2), [found])
+        scheduler.next_batch(0.0)
+        base = len(sequence.context.tokens)
+        scheduler.apply(Verdict(sequence.number, base, (1,)), now=0)
+        return scheduler.totals.scored > before
+
+    wrong = [taken(0.1) for _ in range(20)]
+    assert wrong[0] and not wrong[-1]
+    right = [taken(0.9) for _ in range(80)]
+    assert not right[0] and right[-1]
 
 
 def test_a_level_is_not_scored():

@@ -212,6 +212,17 @@ def test_the_sooner_a_better_model_scores_the_tree_the_faster_is_the_text():
     assert alone < late < soon < free
 
 
+def test_a_mid_size_model_that_guesses_worse_is_not_believed_for_long():
+    small, worse = Accuracy({1: 0.74, 16: 0.95}, 0.8), Accuracy({1: 0.5, 8: 0.8}, 0.8)
+    alone, beside = (
+        simulate(
+            BestFirst(32, 16), machine(6, mid_ms=20), small, rounds=2, num_tokens=500, mid=mid
+        ).tokens_per_step
+        for mid in (None, worse)
+    )
+    assert beside > 0.96 * alone
+
+
 def test_a_pass_that_never_ends_changes_nothing():
     given = {"rounds": 2, "num_tokens": 200}
     alone = simulate(BestFirst(16, 8), machine(4), PUBLISHED, **given)
