@@ -22,7 +22,18 @@ from pipespec.system.resources import resource_dir
 METHODS = ("root", "static_tree", "level", "best_first")
 CURVE = "1:0.74,32:0.99"  # SpecPipe's 1B draft; its best guess is assumed
 DATA = Path(__file__).parent / "data"
-TARGET = resource_dir("demo") / "target"
+DEMO = resource_dir("demo")
+TARGET = DEMO / "target"
+PARALLEL = f"model.draft={DEMO / 'draft_pard'}"
+# Who guesses for the demo target, and the overrides that name it.
+GUESSERS = {
+    "demo": ("source=draft_model",),
+    "parallel": ("source=draft_model", PARALLEL),
+    "suffix": ("source=suffix",),
+    "hybrid": ("source=hybrid",),
+    "parallel_hybrid": ("source=hybrid", PARALLEL),
+}
+SYNTHETIC = "synthetic"
 
 
 # --- the machine --------------------------------------------------------------------------------
@@ -76,7 +87,7 @@ def target(stages: int, folder: Path) -> list[str]:
 def add_draft(parser: argparse.ArgumentParser) -> None:
     """Options that say who guesses."""
     parser.add_argument(
-        "--source", choices=("demo", "synthetic"), default="demo", help="who guesses (demo)"
+        "--source", choices=(*GUESSERS, SYNTHETIC), default="demo", help="who guesses (demo)"
     )
     parser.add_argument("--curve", default=CURVE, help="of the synthetic draft")
     parser.add_argument("--spread", type=float, default=0.8, help="of its confidence (0.8)")
@@ -85,14 +96,19 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
 
 def draft(options: argparse.Namespace, truth: Path | None) -> list[str]:
     """The overrides of `add_draft`'s options; a synthetic draft needs the recorded `truth`."""
-    source = ["source=draft_model"]
-    if options.source != "demo":
+    source = [*GUESSERS.get(options.source, ())]
+    if is_synthetic(options):
         assert truth is not None
         source = synthetic(truth, options.curve, options.spread, options.source)
     return [*source, f"source.rounds={options.rounds}"]
 
 
-def synthetic(truth: Path, curve: str, spread: float, source: str = "synthetic") -> list[str]:
+def is_synthetic(options: argparse.Namespace) -> bool:
+    """Whether the draft makes its guesses from the answer."""
+    return options.source not in GUESSERS
+
+
+def synthetic(truth: Path, curve: str, spread: float, source: str = SYNTHETIC) -> list[str]:
     """The overrides of a draft that knows the `truth` and errs as its curve says."""
     return [
         f"source={source}",
@@ -104,7 +120,7 @@ def synthetic(truth: Path, curve: str, spread: float, source: str = "synthetic")
 
 def record(options: argparse.Namespace, folder: Path, prompts: Sequence[Sample]) -> Path | None:
     """What the target says after the prompts, if the draft of `add_draft` must know it."""
-    if options.source == "demo":
+    if not is_synthetic(options):
         return None
     file = folder / "truth.jsonl"
     record_truth(prompts, file, *answer(options.tokens), prompt_tokens=options.prompt_tokens)
@@ -184,8 +200,10 @@ def tags(options: argparse.Namespace) -> str:
         given += [f"{options.scale:g} times slower"] if options.scale != 1 else []
         given += [options.sync] if options.sync != "lockstep" else []
         words.append(f"EMULATED ({', '.join(given)})")
-    if options.source != "demo":
+    if is_synthetic(options):
         words.append(f"SYNTHETIC draft ({options.curve})")
+    elif options.source != "demo":
+        words.append(f"source {options.source}")
     return ", ".join(words) or "Measured"
 
 

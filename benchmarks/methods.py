@@ -1,7 +1,9 @@
-"""Tokens per step of every method: policy × width × children (SpecPipe's Figure 10).
+"""Tokens per step of every method: policy × width × children (SpecPipe's Figure 10), and of every
+source.
 
     python -m benchmarks.methods --json benchmarks/results/methods.json
     python -m benchmarks.methods --prompts 4 --tokens 32 --widths 16,64 --children 8
+    python -m benchmarks.methods --sources demo,parallel,suffix,hybrid --policy best_first
     python -m benchmarks.methods --source methods.json --plot methods    # only draws it
 
 Every figure comes from whole runs of the product on the demo pair, prompts of all four kinds
@@ -21,7 +23,8 @@ from typing import Any
 from rich.progress import track
 
 from benchmarks import experiment, plot
-from benchmarks.experiment import numbers
+from benchmarks.emulated import GUESSERS
+from benchmarks.experiment import names, numbers
 from benchmarks.pair import Pair
 from pipespec.config.compose import compose
 from pipespec.controller.server import EmbeddedRedis
@@ -41,26 +44,36 @@ class Way:
     children: int
     rounds: int
     settings: tuple[str, ...] = ()
+    source: str = "demo"
 
     @property
     def overrides(self) -> list[str]:
         policy = self.policy.partition(",")[0]
-        return [f"feed={policy}", f"source.rounds={self.rounds}", *self.settings]
+        guesser = GUESSERS[self.source]
+        return [f"feed={policy}", *guesser, f"source.rounds={self.rounds}", *self.settings]
 
 
-def ways(widths: list[int], children: list[int], rounds: list[int]) -> Iterator[Way]:
-    """Every row of the table."""
-    yield Way("root", 1, 0, 1)
-    yield Way("static_tree", 21, 8, max(rounds))
+def ways(
+    widths: list[int], children: list[int], rounds: list[int], sources: list[str]
+) -> Iterator[Way]:
+    """Every row of the table: of the first source all policies, of the others `best_first` alone,
+    with the most children."""
+    yield Way("root", 1, 0, 1, (), sources[0])
+    first, *others = sources
+    yield Way("static_tree", 21, 8, max(rounds), (), first)
     for width in widths:
         for count in children:
             size = (f"feed.width={width}", f"feed.children={count}")
-            yield Way("level", width, count, 1, size)
+            yield Way("level", width, count, 1, size, first)
             if count == max(children):
-                yield Way(BEFORE, width, count, 1, (*size, "feed.cut=before"))
+                yield Way(BEFORE, width, count, 1, (*size, "feed.cut=before"), first)
             for most in rounds:
                 # A stated cost: as measured, the counts would depend on how fast this machine is.
-                yield Way("best_first", width, count, most, (*size, "feed.row_cost=0.0001"))
+                costs = (*size, "feed.row_cost=0.0001")
+                yield Way("best_first", width, count, most, costs, first)
+                if count == max(children):
+                    for source in others:
+                        yield Way("best_first", width, count, most, costs, source)
 
 
 def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
@@ -69,7 +82,8 @@ def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
     The methods whose size is not set stand as dashed lines.
     """
     fixed = {row["policy"]: row for row in rows if row["policy"] in FIXED}
-    sized = [row for row in rows if row["policy"] not in FIXED]
+    of_first = [row for row in rows if row.get("source") == rows[0].get("source")]
+    sized = [row for row in of_first if row["policy"] not in FIXED]
     if not sized:
         raise SystemExit("Only level and best_first can be drawn, and there is neither.")
     named: dict[str, list[dict[str, Any]]] = {}
@@ -114,6 +128,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128, help="cut prompts to (128)")
     parser.add_argument("--tokens", type=int, default=64, help="decoded after each prompt (64)")
     parser.add_argument("--policy", help="only this one, and root")
+    parser.add_argument(
+        "--sources", type=names, default=["demo"], help=f"of {', '.join(GUESSERS)} (demo)"
+    )
     parser.add_argument("--source", type=Path, help="draw this stored result and run nothing")
     options = experiment.parse(parser, prompts=4, tokens=16, widths=[16, 64], children=[8])
     if options.source:
@@ -123,13 +140,15 @@ def main() -> None:
         draw(stored["title"], stored["rows"], options.plot)
         return
 
+    if unknown := set(options.sources) - GUESSERS.keys():
+        parser.error(f"--sources: {', '.join(sorted(unknown))}? There are {', '.join(GUESSERS)}.")
     pair = Pair()
     prompts = pair.prompts(options.prompts, options.prompt_tokens)
     rows = []
     expected: list[list[int]] | None = None
     chosen = [
         way
-        for way in ways(options.widths, options.children, options.rounds)
+        for way in ways(options.widths, options.children, options.rounds, options.sources)
         if way.policy == "root" or options.policy in (None, way.policy)
     ]
     overrides = [[f"cluster.stages={options.stages}", *way.overrides] for way in chosen]
@@ -141,6 +160,7 @@ def main() -> None:
             rows.append(
                 {
                     "policy": way.policy,
+                    "source": way.source,
                     "width": way.width,
                     "children": way.children,
                     "rounds": way.rounds,
@@ -159,7 +179,7 @@ def main() -> None:
         title,
         rows,
         draw=partial(draw, title, rows),
-        overrides=overrides,
+        overrides=[experiment.overrides(given) for given in overrides],
         settings=[experiment.settings(compose(given)) for given in overrides],
     )
 
