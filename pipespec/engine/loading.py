@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from pipespec.engine.precision import name_of
 from pipespec.engine.quantization import KEPT, loading_options, stored_packing
 from pipespec.engine.slicing import sliced_class
 from pipespec.engine.stored import folder, gguf
+from pipespec.engine.tensor_parallel import Group, cut, require_divisible, settle
 from pipespec.errors import ModelError
 from pipespec.system.quiet import quiet
 
@@ -38,8 +39,10 @@ def load(
     quantization: str | None,
     device: torch.device,
     progress: bool,
+    group: Group | None = None,
 ) -> PreTrainedModel:
-    """The model's own class with the weights of `layers`; see `ModelSlice.load`."""
+    """The model's own class with the weights of `layers`, or with a member's part of them; see
+    `ModelSlice.load`."""
     with lock, quiet(), _log_level(progress):
         config = _config(path)
         require_supported(config.model_type, path)
@@ -54,7 +57,13 @@ def load(
             "ignore_mismatched_sizes": True,
             "output_loading_info": True,
         }
-        packing = stored_packing(path, getattr(config, "quantization_config", None))
+        stored = getattr(config, "quantization_config", None)
+        packing = stored_packing(path, stored)
+        prepare: Callable[[PreTrainedModel], None] | None = None
+        if group is not None:
+            quantized = gguf.is_gguf(path) or stored is not None or quantization is not None
+            require_divisible(config, path, group.size, quantized=quantized)
+            prepare = partial(cut, group=group)
         if gguf.is_gguf(path):
             with gguf.opened(path) as state:
                 model, loaded = _plain(config, sliced_class(config, layers), state, dtype, options)
@@ -66,7 +75,7 @@ def load(
                 model, loaded = _plain(config, model_class, state, dtype, options)
                 int4.fill(model, kept, device)
         else:
-            model, loaded = sliced_class(config, layers).from_pretrained(
+            model, loaded = sliced_class(config, layers, prepare).from_pretrained(
                 path,
                 config=config,
                 dtype=dtype if dtype is not None else "auto",
@@ -80,6 +89,8 @@ def load(
                 f"{what.replace('_keys', ' tensors')}, for example "
                 f"{_name(min(loaded[what]))}; fetch the checkpoint again"
             )
+    if group is not None:
+        settle(model, group)
     if dtype is not None and model.dtype != dtype:
         raise ModelError(
             f"{path} is quantised for {name_of(model.dtype)}, not {name_of(dtype)}; leave "

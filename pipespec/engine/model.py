@@ -28,6 +28,7 @@ from pipespec.engine.compiling import Compute, compiled
 from pipespec.engine.graphs import Recorder, Recording, record_cuda
 from pipespec.engine.quantization import KEPT
 from pipespec.engine.slicing import drop_placeholders, sliced_class
+from pipespec.engine.tensor_parallel import Group, own_kv_heads
 from pipespec.system.quiet import quiet
 
 with quiet():
@@ -50,6 +51,7 @@ class ModelSlice:
         attention: Attention | str,
         *,
         steady: bool = False,
+        group: Group | None = None,
     ):
         """Wrap what `load` loaded. `steady`: on a CPU a row is the same in every batch, also in
         bfloat16."""
@@ -70,8 +72,9 @@ class ModelSlice:
         given = None if isinstance(attention, str) else attention
         # Its layers refer to it by number. What needs no proof makes their pools.
         self._slice = hook.Slice(given or choose.make(choose.SDPA, self.device, num_slots))
+        kv_heads = None if group is None else own_kv_heads(config, group)
         self._attentions = [
-            hook.attach(layer, self._slice, num_slots) for layer in self._base.layers
+            hook.attach(layer, self._slice, num_slots, kv_heads) for layer in self._base.layers
         ]
         self._steady = steady and self.device.type == "cpu"
         self._recordings: list[Recording] = []  # of rising numbers of rows
@@ -100,14 +103,18 @@ class ModelSlice:
         num_slots: int,
         attention: Attention | str = choose.AUTO,
         progress: bool = False,
+        group: Group | None = None,
     ) -> ModelSlice:
         """Load `layers` of the checkpoint folder `path` and allocate their KV pools.
 
         `attention` is the name of a backend, or one for this slice alone that is not proved.
         `dtype` None keeps the checkpoint's; `quantization` is one of QUANTIZATIONS, for plain
         weights, or KEPT, for such as are packed in four bits. Prints nothing, unless `progress`
-        asks for the progress bar of Transformers. Raises `ModelError` if the architecture is not
-        supported, if tensors are missing or of another shape, or if a quantised checkpoint cannot
+        asks for the progress bar of Transformers. With a `group` it is this member's part of the
+        slice, and this as well as each `forward` needs all members at once.
+
+        Raises `ModelError` if the architecture is not supported or cannot be shared by so many
+        members, if tensors are missing or of another shape, or if a quantised checkpoint cannot
         be had in that type.
         """
         model = loading.load(
@@ -117,8 +124,10 @@ class ModelSlice:
             quantization=quantization,
             device=torch.device(device),
             progress=progress,
+            group=group,
         )
-        return cls(model, layers, num_slots, attention, steady=quantization == KEPT)
+        steady = quantization == KEPT
+        return cls(model, layers, num_slots, attention, steady=steady, group=group)
 
     @classmethod
     def random(

@@ -22,7 +22,7 @@ _SPARED = "spared"
 def sliced_class(
     config: PretrainedConfig,
     layers: range,
-    prepare: Callable[[PreTrainedModel], None] = lambda _: None,
+    prepare: Callable[[PreTrainedModel], None] | None = None,
 ) -> type[PreTrainedModel]:
     """The model's own class, which leaves out what is not of `layers` before weights load.
 
@@ -47,7 +47,8 @@ def sliced_class(
         # A tied head is stored as the embedding, and loads as that.
         if not is_first and not (is_last and config.tie_word_embeddings):
             _leave_out(base, base.get_input_embeddings())
-        prepare(self)
+        if prepare is not None:
+            prepare(self)
 
     # Transformers finds conversions and error messages by the class's name and module.
     return type(

@@ -42,11 +42,11 @@ from pipespec.transport.wire import Wire, token
 # How long the ranks wait for one another when they meet, all of them being ready.
 MEET_S = 10.0
 # A stage may idle for days between two requests; a neighbour that dies closes its connection.
-_FOREVER = timedelta(days=3650)
+FOREVER = timedelta(days=3650)
 _TAG = 1
 # Of messages that nobody sends.
-_NOBODY = 2
-_AT_ONCE = timedelta(milliseconds=1)
+NOBODY = 2
+AT_ONCE = timedelta(milliseconds=1)
 _SOURCE = re.compile(r"\[[^\[\]\s]+\.\w+:\d+\]\s*")
 _IN_FILE = "file:"
 _FOLDER = "pipespec-meeting-"
@@ -90,7 +90,7 @@ def host_meeting(address: str | None = None, port: int = 0) -> Meeting:
             f"The ranks cannot meet at {address}:{port} ({os.strerror(error.errno or 0)})."
         ) from error
     port = listener.getsockname()[1]
-    with _blaming(f"The ranks cannot meet at {address}:{port}"):
+    with blaming(f"The ranks cannot meet at {address}:{port}"):
         store = TCPStore(
             address,
             port,
@@ -107,7 +107,7 @@ def join_meeting(place: str) -> Meeting:
     if place.startswith(_IN_FILE):
         return Meeting(_in_file(place.removeprefix(_IN_FILE)), place)
     address, _, port = place.rpartition(":")
-    with _blaming(f"The ranks' meeting at {place} was not found"):
+    with blaming(f"The ranks' meeting at {place} was not found"):
         store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=MEET_S))
     return Meeting(store, place)
 
@@ -179,7 +179,7 @@ class DistributedTransport:
         # those who were there would not find those who come anew.
         dist.distributed_c10d._world.group_count = 0
         proof = token(secret, epoch)
-        with _blaming("The ranks did not meet"):
+        with blaming("The ranks did not meet"):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if nccl else "gloo",
                 # Ranks of another secret look for other names. Who can reach the store can list
@@ -207,7 +207,7 @@ class DistributedTransport:
     def send(self, batch: Batch) -> None:
         assert self.rank < self._last_rank, "the last rank has nobody to send to"
         message = self._wire.pack(batch, pinned=self._pinned)
-        with _blaming(f"Rank {self.rank} lost its link to rank {self.rank + 1}"):
+        with blaming(f"Rank {self.rank} lost its link to rank {self.rank + 1}"):
             self._flush()
             self._start(message)
             if not self._wire.inline and batch.hidden is not None and len(batch):
@@ -221,12 +221,12 @@ class DistributedTransport:
         lost = f"Rank {self.rank} lost its link to rank {self.rank - 1}"
         if self._spins:
             spin(lambda: self._wire.arrived(message))
-        with _blaming(lost):
-            work.wait(_FOREVER)
+        with blaming(lost):
+            work.wait(FOREVER)
         batch = self._wire.unpack(message)
         self._inbox = None
         if not batch.stop:
-            with _blaming(lost):
+            with blaming(lost):
                 self._post()
         if self._wire.inline and batch.hidden is not None:
             batch.hidden = batch.hidden.to(self._device, non_blocking=True)
@@ -234,7 +234,7 @@ class DistributedTransport:
             shape = (len(batch), self._wire.hidden_size)
             batch.hidden = torch.empty(shape, dtype=self._wire.dtype, device=self._device)
             if len(batch):
-                with _blaming(lost):
+                with blaming(lost):
                     dist.recv(batch.hidden, self.rank - 1)
         return batch
 
@@ -246,9 +246,9 @@ class DistributedTransport:
         for neighbour in (self.rank - 1, self.rank + 1):
             if 0 <= neighbour <= self._last_rank:
                 with suppress(RuntimeError):
-                    work = dist.irecv(torch.empty(1), neighbour, tag=_NOBODY)
+                    work = dist.irecv(torch.empty(1), neighbour, tag=NOBODY)
                     assert work is not None
-                    work.wait(_AT_ONCE)
+                    work.wait(AT_ONCE)
         if not self._wire.inline:
             dist.distributed_c10d._abort_process_group()
 
@@ -277,12 +277,12 @@ class DistributedTransport:
 
     def _flush(self) -> None:
         while self._outbox:
-            self._outbox[0][0].wait(_FOREVER)
+            self._outbox[0][0].wait(FOREVER)
             self._outbox.pop(0)
 
 
 @contextmanager
-def _blaming(what: str) -> Iterator[None]:
+def blaming(what: str) -> Iterator[None]:
     """Turn what torch.distributed raises into a RankFailed that starts with `what`."""
     try:
         yield

@@ -20,6 +20,8 @@ from pipespec.engine.attention.plan import AttentionPlan, Segment, causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.errors import ModelError
+from pipespec.transport.group import MemberGroup
+from tests.helpers.members import together
 from tests.helpers.models import CONFIGS, NUM_LAYERS, VOCAB_SIZE, build
 from tests.helpers.plans import joined
 
@@ -27,6 +29,8 @@ NUM_SLOTS = 96
 NEW_TOKENS = 16
 # Compiled in every run: latent attention, windows and caps, sinks and experts, two dense ones.
 COMPILED = ("deepseek_v3", "gemma2", "gpt_oss", "llama", "qwen3")
+# Transformers has no tensor-parallel plan for these.
+WITHOUT_PLAN = ("gpt_oss", "hunyuan_v1_dense", "persimmon", "stablelm")
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +93,57 @@ def test_greedy_tokens_equal_generate(model):
     for num_slices in (1, 2, 4):
         tokens = _greedy(model.slices(num_slices), prompt, chunk=5)
         assert tokens == expected.tolist(), f"{num_slices} slices"
+
+
+def test_members_of_a_group_decode_as_the_whole(model):
+    prompt, whole = _random_tokens(13, seed=1), model.slices(2)
+    if model.path.name in WITHOUT_PLAN:
+        with pytest.raises(ModelError, match="no tensor-parallel plan"):
+            together(2, lambda group: _load(model.path, 2, group))
+        return
+    members = together(2, lambda group: _member(group, model.path, prompt))
+    expected = _greedy(whole, prompt, chunk=5)
+    assert [tokens for tokens, _ in members] == [expected] * 2
+    assert all(size < sum(part.num_weight_bytes for part in whole) for _, size in members)
+
+
+@pytest.mark.parametrize("model_type", ["glm", "llama", "olmo2", "qwen3"])
+def test_three_members_share_what_does_not_divide(tmp_path, model_type):
+    """Two KV heads and rows of matrices that are no multiple of three."""
+    path = build(model_type, tmp_path / "model", num_attention_heads=6, head_dim=8)
+    prompt = _random_tokens(13, seed=1)
+    members = together(3, lambda group: _member(group, path, prompt))
+    expected = _greedy(_load(path, 2), prompt, chunk=5)
+    assert [tokens for tokens, _ in members] == [expected] * 3
+
+
+def test_a_member_attends_to_the_kv_heads_of_its_own_query_heads(tmp_path):
+    path = build("llama", tmp_path / "model", num_key_value_heads=1)
+    (whole,) = _load(path, 1)
+    sizes = together(2, lambda group: _load(path, 1, group)[0].num_kv_bytes)
+    assert sizes == [whole.num_kv_bytes] * 2, "the one head is on both"
+
+
+def test_heads_that_members_cannot_share_are_refused(checkpoint):
+    with pytest.raises(ModelError, match=r"4 attention heads .* among 3 devices"):
+        together(3, lambda group: _load(checkpoint("llama"), 1, group))
+
+
+def test_experts_that_members_cannot_share_are_refused(tmp_path):
+    path = build("qwen3_moe", tmp_path / "model", num_attention_heads=6, num_key_value_heads=3)
+    with pytest.raises(ModelError, match=r"experts .* cannot be divided among 3 devices"):
+        together(3, lambda group: _load(path, 1, group))
+
+
+def test_members_do_not_share_quantised_weights(checkpoint):
+    path = checkpoint("llama")
+    with pytest.raises(ModelError, match="2 devices can share plain weights alone"):
+        together(
+            2,
+            lambda group: ModelSlice.load(
+                path, range(1), quantization="int8", num_slots=4, group=group
+            ),
+        )
 
 
 def test_slices_can_be_loaded_and_run_by_threads_of_one_process(checkpoint):
@@ -236,12 +291,18 @@ def _reference(path: Path) -> PreTrainedModel:
     return model
 
 
-def _load(path: Path, num_slices: int) -> list[ModelSlice]:
+def _load(path: Path, num_slices: int, group: MemberGroup | None = None) -> list[ModelSlice]:
     size = NUM_LAYERS // num_slices
     return [
-        ModelSlice.load(path, range(start, start + size), num_slots=NUM_SLOTS)
+        ModelSlice.load(path, range(start, start + size), num_slots=NUM_SLOTS, group=group)
         for start in range(0, NUM_LAYERS, size)
     ]
+
+
+def _member(group: MemberGroup, path: Path, prompt: Tensor) -> tuple[list[int], int]:
+    """What a member of two slices decodes, and the bytes of its weights."""
+    parts = _load(path, 2, group)
+    return _greedy(parts, prompt, chunk=5), sum(part.num_weight_bytes for part in parts)
 
 
 def _run(slices: list[ModelSlice], ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:

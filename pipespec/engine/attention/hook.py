@@ -8,6 +8,7 @@ carries its pool and the slice as its attribute `kv`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -48,12 +49,14 @@ _slices: WeakValueDictionary[int, Slice] = WeakValueDictionary()
 class LayerState:
     """What an attention module of a slice carries as its attribute `kv`.
 
-    The layer's first call sets the others: its Q, K and V say what the architecture
+    `kv_heads` are those that its query heads attend to, where it has others beside them. The
+    layer's first call sets the rest: its Q, K and V say what the architecture
     makes of its config better than the config does.
     """
 
     slice: Slice
     num_slots: int
+    kv_heads: Tensor | None = None
     pool: LayerPool | None = None
     options: LayerOptions | None = None
     heads: int = 0
@@ -71,10 +74,14 @@ def register() -> None:
     AttentionInterface.register(NAME, _attend)
 
 
-def attach(layer: nn.Module, slice_: Slice, num_slots: int) -> LayerState:
+def attach(
+    layer: nn.Module, slice_: Slice, num_slots: int, kv_heads: Sequence[int] | None = None
+) -> LayerState:
     """Give the attention module of a decoder layer its state."""
     (attention,) = (m for m in layer.modules() if type(m).__name__.endswith("Attention"))
-    state = LayerState(slice_, num_slots)
+    device = next(attention.parameters()).device
+    own = None if kv_heads is None else torch.tensor(kv_heads, device=device)
+    state = LayerState(slice_, num_slots, own)
     attention.kv = state  # type: ignore[assignment]
     return state
 
@@ -93,6 +100,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """What Transformers calls: `[1, heads, rows, dim]` in, `[1, rows, heads, dim]` out."""
     state: LayerState = module.kv  # type: ignore[assignment]
+    if state.kv_heads is not None:
+        key, value = (x.index_select(1, state.kv_heads) for x in (key, value))
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if state.pool is None or state.options is None:
         assert attention_mask is None

@@ -1,0 +1,55 @@
+"""The members of a tensor-parallel slice: processes of one host, over gloo.
+
+A group of its own, not torch's default one: that is the pipeline's.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, Store
+
+from pipespec.transport.distributed import AT_ONCE, FOREVER, MEET_S, NOBODY, blaming
+
+
+class MemberGroup:
+    """Member `rank` of `size`, which meet in a store that is theirs alone.
+
+    Raises:
+        RankFailed: a member did not come.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int):
+        self.rank, self.size = rank, size
+        with blaming("The members of a stage did not meet"):
+            # Torch's stubs leave out what it can do.
+            self._backend: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=MEET_S))
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """Every member's tensor, by rank; all have the same shape and type.
+
+        Raises:
+            RankFailed: a member has gone.
+        """
+        mine = mine.contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        options = AllgatherOptions()
+        options.timeout = FOREVER
+        with blaming(f"Member {self.rank} lost the others of its stage"):
+            self._backend.allgather([parts], [mine], options).wait()
+        return parts
+
+    def abort(self) -> None:
+        """End the group, also from another thread: whoever waits in `gather` gets RankFailed.
+
+        gloo closes a link on which a receive has timed out; see `DistributedTransport.abort`.
+        """
+        for other in range(self.size):
+            if other != self.rank:
+                with suppress(RuntimeError):
+                    self._backend.recv([torch.empty(1)], other, NOBODY).wait(AT_ONCE)
