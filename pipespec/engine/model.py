@@ -35,6 +35,8 @@ with quiet():
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
+_SHARED = "the host adds up what the members of its group have computed"
+
 
 class ModelSlice:
     """Layers `layers` of a checkpoint, with a KV pool of `num_slots` token slots per layer.
@@ -79,6 +81,7 @@ class ModelSlice:
         self._steady = steady and self.device.type == "cpu"
         self._recordings: list[Recording] = []  # of rising numbers of rows
         self._compiled: Compute | None = None
+        self._shared = group is not None
         self._allocate()
         # The backend's name, and a sentence on each that was wanted and does not serve.
         self.attention, self.refused = "given", list[str]()
@@ -220,6 +223,9 @@ class ModelSlice:
         The KV slots are nobody's until this is over. What cannot be compiled, or is off by more
         than rounding, is computed as before; `refused` says why.
         """
+        if self._shared:
+            self.refused.append(f"The slice is computed without a compiler: {_SHARED}.")
+            return
         try:
             self._compiled = compiled(self, backend)
         except Exception as error:  # noqa: BLE001 - a model's, a compiler's, a driver's
@@ -236,6 +242,9 @@ class ModelSlice:
         The KV slots are nobody's until this is over. What cannot be recorded, or does not give the
         very same, is computed as before; `refused` says why.
         """
+        if self._shared:
+            self.refused.append(f"The slice is computed without graphs: {_SHARED}.")
+            return
         attention = self._slice.attention
         for rows in sorted(buckets):
             inputs, _, _ = self.example(rows)

@@ -32,6 +32,7 @@ _SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts")
 _SPLIT = "rowwise_split_input"
 _GATHERED = "colwise_gather_output"
 _LOCAL = ("colwise", "packed_colwise", "mla_kv_a_proj", "replicated_with_grad_allreduce")
+_QUERY_NORM = ".q_norm.weight"
 _ALIGNMENT = 16
 _KV = (".k_proj", ".v_proj")
 
@@ -83,10 +84,16 @@ def cut(model: PreTrainedModel, group: Group) -> None:
     """Before the weights load: mark of each tensor what this member reads, and add to the forward
     of the layers what the members do together.
 
-    Raises `ModelError` if a member's part of the experts of a mixture cannot be multiplied.
+    Raises `ModelError` if a member's part of the experts of a mixture cannot be multiplied, or if
+    every head has a norm of its own, which no plan cuts.
     """
     mesh = _Mesh(group)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    if any(name.endswith(_QUERY_NORM) and each.ndim > 1 for name, each in parameters.items()):
+        raise ModelError(
+            f"{model.config.name_or_path} has a norm for every attention head, which "
+            f"{group.size} devices cannot share; make each device a stage of its own"
+        )
     for name, rule in _plan(model, group.size).items():
         if name in parameters:
             owner, _, parameter = name.rpartition(".")

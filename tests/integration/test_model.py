@@ -135,6 +135,32 @@ def test_experts_that_members_cannot_share_are_refused(tmp_path):
         together(3, lambda group: _load(path, 1, group))
 
 
+def test_norms_of_single_heads_that_members_cannot_share_are_refused(tmp_path):
+    path = build("cohere", tmp_path / "model", use_qk_norm=True)
+    with pytest.raises(ModelError, match="norm for every attention head"):
+        together(2, lambda group: _load(path, 1, group))
+
+
+def test_members_attend_to_trees_on_the_device_alone(checkpoint):
+    """And say that nothing records or compiles what the host does between their products."""
+    path = checkpoint("gemma2")
+    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
+    batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
+
+    def member(group: MemberGroup) -> tuple[Tensor, list[str]]:
+        layers = range(NUM_LAYERS)
+        part = ModelSlice.load(path, layers, num_slots=NUM_SLOTS, attention="static", group=group)
+        part.record([8])
+        part.compile()
+        return tree.run([part], batches), part.refused
+
+    expected = tree.run(_load(path, 1), batches)
+    for logits, refused in together(2, member):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        without = [said.split(":")[0].split("without ")[1] for said in refused]
+        assert without == ["graphs", "a compiler"]
+
+
 def test_members_do_not_share_quantised_weights(checkpoint):
     path = checkpoint("llama")
     with pytest.raises(ModelError, match="2 devices can share plain weights alone"):
