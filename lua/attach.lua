@@ -1,12 +1,12 @@
--- attach: a rank takes part in an epoch.
+-- attach: a rank, or a worker that computes beside one, takes part in an epoch.
 --
 -- KEYS[1]  epoch
--- KEYS[2]  ranks of the epoch (hash: rank, process id)
+-- KEYS[2]  ranks of the epoch (hash: rank, process id), or followers (hash: worker, process id)
 -- KEYS[3]  tokens that their KV holds (hash by rank)
 -- KEYS[4]  how long their batches take (hash by rank)
 -- KEYS[5]  how they compute (hash by rank)
 -- ARGV[1]  epoch of the caller
--- ARGV[2]  rank
+-- ARGV[2]  rank, or worker
 -- ARGV[3]  process id
 -- ARGV[4]  tokens that its KV holds; nothing: it needs none
 -- ARGV[5]  how long its batches take (opaque); nothing: it does not know

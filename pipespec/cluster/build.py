@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -16,9 +16,11 @@ from pipespec.core import Request
 from pipespec.engine import tokenizer
 from pipespec.engine.attention.choose import AUTO, SDPA
 from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.engine.following import CallGroup, Leader, agree, follow
 from pipespec.engine.grammar import Grammars
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.runner import SliceRunner
+from pipespec.engine.tensor_parallel import Seat
 from pipespec.engine.tuning import tune
 from pipespec.head.loop import HeadLoop, HeadSettings
 from pipespec.head.scheduler import Scheduler
@@ -41,12 +43,18 @@ log = logging.getLogger(__name__)
 
 
 def load_model(
-    deployment: Deployment, rank: int, sharing: int = 1, *, mid: bool = False
+    deployment: Deployment,
+    rank: int,
+    sharing: int = 1,
+    *,
+    mid: bool = False,
+    seat: Seat | None = None,
 ) -> ModelSlice | None:
     """The rank's part of the target, or at rank 0 the whole draft, or (`mid`) the whole mid-size
     model beside it, if there is one.
 
     `sharing` models are on its device, this one included: each takes its part of what is free.
+    `seat`: which part of the rank's layers, where several workers compute them.
     """
     info = memory.model_of(deployment, rank, mid=mid)
     if info is None:
@@ -64,6 +72,7 @@ def load_model(
         device=device,
         num_slots=slots,
         attention=settings.attention,
+        group=seat,
     )
     if settings.compile:
         model.compile()
@@ -86,19 +95,22 @@ def serve(
     guard: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda _: nullcontext(),
     *,
     spins: bool = False,
+    num_slots: int | None = None,
 ) -> None:
     """Run the loop of a rank until the head says stop.
 
     `model` and, at the head of a cascade, `mid` are what was loaded. `connect` joins the rank to
     its neighbours; `guard` is what may end the links meanwhile; `spins`: see
-    `pipespec.system.waiting`.
+    `pipespec.system.waiting`. `num_slots` of the model's KV slots are used, None: all.
     """
     config = deployment.config
     # Word from the last stage goes to the head's machine, and from there to the rank's.
     delay_ms = config.link.latency_ms * config.pace.scale * (2 if rank else 1)
     timeline = Timeline(record=config.trace is not None)
-    runner = None if model is None else SliceRunner(model, model.num_slots)
-    tokens = None if model is None else memory.kv_tokens(deployment, rank, model.num_slots)
+    runner = tokens = None
+    if model is not None:
+        runner = SliceRunner(model, num_slots or model.num_slots)
+        tokens = memory.kv_tokens(deployment, rank, runner.slots.num_slots)
     times = RowTimes()
     # Who decides tokens, and who guesses them, know grammars.
     grammars = None
@@ -162,6 +174,30 @@ def serve(
             link.close()
             if grammars is not None:
                 grammars.close()
+
+
+@contextmanager
+def leading(model: ModelSlice, group: CallGroup) -> Iterator[int]:
+    """Have the other members of a stage compute what its first one does within the block; how many
+    KV slots all of them have."""
+    assert isinstance(model.group, Seat)
+    with model.group.meet(group):
+        leader = Leader(group)
+        slots = agree(model, group)
+        model.lead(leader)
+        try:
+            yield slots
+            leader.end()
+        finally:
+            model.lead(None)
+
+
+def serve_beside(model: ModelSlice, group: CallGroup) -> None:
+    """Compute what the first member of a stage does, until it says stop."""
+    assert isinstance(model.group, Seat)
+    with model.group.meet(group):
+        agree(model, group)
+        follow(model, group)
 
 
 def profiled_rows(config: Config) -> int:

@@ -77,6 +77,18 @@ class Deployment:
             if name == worker
         )
 
+    def followers_of(self, worker: str) -> tuple[str, ...]:
+        """The workers that compute the layers of a stage together with this one, which holds the
+        rank: the next ones of its host. The first of a host is the head, and alone."""
+        size = self.config.cluster.tensor_parallel
+        workers = next(host.workers for host in self.hosts if worker in host.workers)
+        at = workers.index(worker)
+        return workers[at + 1 : at + size] if (at - 1) % size == 0 else ()
+
+    def num_members(self, rank: int) -> int:
+        """How many workers compute a rank."""
+        return self.config.cluster.tensor_parallel if rank else 1
+
     @property
     def num_ranks(self) -> int:
         return len(self.layers) + 1
@@ -190,9 +202,13 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
             f"{target.vocab_size} tokens; lower feed.children."
         )
     if config.cluster.hosts is None:
-        count = config.cluster.stages + 1 + config.cluster.spares
+        size = config.cluster.tensor_parallel
+        if size > 1:
+            target.check_shared(size, config.model.quantization)
+        count = 1 + (config.cluster.stages + config.cluster.spares) * size
         hosts: tuple[Host, ...] = (this_machine(resolve_devices(config.cluster.devices, count)),)
-        placement = place_here(hosts[0].workers, target.num_layers, config.cluster)
+        holders = (hosts[0].workers[0], *hosts[0].workers[1::size])
+        placement = place_here(holders, target.num_layers, config.cluster)
     else:
         hosts_file = load_hosts(config.cluster.hosts)
         hosts_file.require_devices()

@@ -86,7 +86,8 @@ def needs(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[st
         found["feed.width"] += config.fed_rows * row
         if layers.stop == info.num_layers:
             found["feed.width"] += logits
-    found[WEIGHTS] += weight_bytes(deployment, info, device_of(deployment, rank, mid=mid), layers)
+    device, members = device_of(deployment, rank, mid=mid), deployment.num_members(rank)
+    found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
     return found
 
 
@@ -96,9 +97,10 @@ def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
 
 
 def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
-    """What a token takes in the KV pool of a rank."""
+    """What a token takes in the KV pool of a rank, or in that of each of its members."""
     item = ITEM_BYTES[deployment.dtype_of(info)]
-    return len(layers_of(deployment, info, rank)) * info.kv_size * item + SLOT_BYTES
+    kv_size = info.kv_of(deployment.num_members(rank))
+    return len(layers_of(deployment, info, rank)) * kv_size * item + SLOT_BYTES
 
 
 def least_slots(deployment: Deployment, rank: int) -> Counter[str]:
@@ -126,7 +128,8 @@ def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False)
     share, amount = kv_amount(deployment.config.model.kv_memory)
     if amount is None:
         share = share or KV_SHARE[device.partition(":")[0]]
-        weights = weight_bytes(deployment, info, device, layers_of(deployment, info, rank))
+        layers, members = layers_of(deployment, info, rank), deployment.num_members(rank)
+        weights = weight_bytes(deployment, info, device, layers, members)
         amount = int(share * max(free - weights, 0))
     most = least + (deployment.config.scheduler.max_num_seqs - 1) * deployment.context
     return min(most, max(least, amount // slot))
@@ -154,16 +157,21 @@ def kv_tokens(deployment: Deployment, rank: int, slots: int) -> int:
     return slots - guess_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
 
 
-def weight_bytes(deployment: Deployment, info: CheckpointInfo, device: str, layers: range) -> int:
-    """Bytes of weights that loading these layers surely takes on a device."""
+def weight_bytes(
+    deployment: Deployment, info: CheckpointInfo, device: str, layers: range, members: int = 1
+) -> int:
+    """Bytes of weights that loading these layers, or one of `members` parts of them, surely takes
+    on a device."""
     held = deployment.held(info)
     sizes = info.loaded(deployment.dtype_of(info), held)
-    mapped = held is None and info.unpacked is None and sizes == info.stored
+    whole = members == 1  # parts are copied
+    mapped = whole and held is None and info.unpacked is None and sizes == info.stored
     if device == "cpu" and mapped:
         return 0
     first, last = layers.start == 0, layers.stop == info.num_layers
     embedding = sizes.embedding if first or (last and info.tied) else 0
-    return sum(sizes.layers[layers.start : layers.stop]) + embedding + last * sizes.head
+    of_layers = info.layer_bytes(sizes, members)[layers.start : layers.stop]
+    return sum(of_layers) + embedding + last * sizes.head
 
 
 def free_bytes(device: str) -> int:
@@ -200,7 +208,9 @@ def require_memory(
     by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for rank in ranks:
         require_kv(deployment, rank)
-        by_device[deployment.devices[rank]] += needs(deployment, rank)
+        others = deployment.followers_of(deployment.workers[rank]) if rank else ()
+        for device in (deployment.devices[rank], *map(deployment.device_of, others)):
+            by_device[device] += needs(deployment, rank)
         if rank == 0 and deployment.mid is not None:
             by_device[deployment.mid_device] += needs(deployment, 0, mid=True)
     for device, wanted in by_device.items():

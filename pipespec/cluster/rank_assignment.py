@@ -14,15 +14,31 @@ class RankAssignment:
         workers: who holds each rank, the head's first.
         layers: of each stage, from rank 1 on.
         address: of the head's host, where the ranks meet.
+        followers: of each stage, the workers that compute its layers with the one that holds the
+            rank; none for any: every stage is one worker.
     """
 
     workers: tuple[str, ...]
     layers: tuple[range, ...]
     address: str
+    followers: tuple[tuple[str, ...], ...] = ()
 
-    def rank_of(self, worker: str) -> int | None:
-        """The rank that a worker holds; None: it is a spare."""
-        return self.workers.index(worker) if worker in self.workers else None
+    @property
+    def everyone(self) -> tuple[str, ...]:
+        """All workers that compute, those that hold ranks first."""
+        return (*self.workers, *(worker for each in self.followers for worker in each))
+
+    def members(self, rank: int) -> tuple[str, ...]:
+        """The workers that compute a rank, the one that holds it first."""
+        return (self.workers[rank], *(self.followers[rank - 1] if rank and self.followers else ()))
+
+    def place_of(self, worker: str) -> tuple[int, int] | None:
+        """The rank that a worker computes and which of its members it is, 0 for the one that holds
+        it; None: it is a spare."""
+        for rank in range(len(self.workers)):
+            if worker in (members := self.members(rank)):
+                return rank, members.index(worker)
+        return None
 
     def encode(self) -> str:
         return json.dumps(
@@ -30,6 +46,7 @@ class RankAssignment:
                 "workers": self.workers,
                 "layers": [[part.start, part.stop] for part in self.layers],
                 "address": self.address,
+                "followers": self.followers,
             }
         )
 
@@ -38,4 +55,5 @@ class RankAssignment:
         """The inverse of `encode`."""
         found = json.loads(text)
         layers = tuple(range(start, stop) for start, stop in found["layers"])
-        return cls(tuple(found["workers"]), layers, found["address"])
+        followers = tuple(tuple(each) for each in found["followers"])
+        return cls(tuple(found["workers"]), layers, found["address"], followers)

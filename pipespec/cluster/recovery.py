@@ -176,6 +176,10 @@ class Recovery:
             worker: here[rank]
             for rank, worker in enumerate(self.assignment.workers)
             if rank in here
+        } | {
+            worker: pid
+            for worker, pid in shared.followers(self.epoch).items()
+            if worker in self.assignment.everyone
         }
         reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
@@ -261,7 +265,7 @@ class Recovery:
         """Whether a worker of the assignment has been away so long that others must do, and can."""
         assert self._workers is not None
         now = time.monotonic()
-        lost = [self._lost.get(worker, now) for worker in self.assignment.workers]
+        lost = [self._lost.get(worker, now) for worker in self.assignment.everyone]
         if now - min(lost) < self._patience_s:
             return False
         # Those that never came cannot take anybody's place.

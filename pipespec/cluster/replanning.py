@@ -36,14 +36,25 @@ def replanner(deployment: Deployment, own: str | None) -> Callable[[set[str]], R
     """What makes an assignment without the workers that are lost."""
 
     def replan(lost: set[str]) -> RankAssignment:
-        found = remaining(deployment.placement, lost)
+        # Who computes a stage with others is of no use without them.
+        found = remaining(
+            deployment.placement,
+            {
+                worker
+                for worker in (*deployment.workers, *deployment.spares)
+                if lost & {worker, *deployment.followers_of(worker)}
+            },
+        )
         if deployment.config.cluster.groups is not None and len(found.layers) != len(
             deployment.layers
         ):
             raise ConfigError("fewer stages do not fit cluster.groups; set spares aside.")
         head = found.workers_by_rank[0]
         return RankAssignment(
-            found.workers_by_rank, found.layers, address_of(deployment, head, own)
+            found.workers_by_rank,
+            found.layers,
+            address_of(deployment, head, own),
+            tuple(map(deployment.followers_of, found.workers_by_rank[1:])),
         )
 
     return replan

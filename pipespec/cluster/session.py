@@ -222,12 +222,13 @@ def start(
             deployment.workers,
             deployment.layers,
             address_of(deployment, deployment.workers[0], address),
+            tuple(map(deployment.followers_of, deployment.workers[1:])),
         )
         with Recovery(
             url,
             namespace,
             assignment,
-            workers=(*deployment.workers, *deployment.spares),
+            workers=[worker for host in deployment.hosts for worker in host.workers],
             replan=replanner(deployment, address),
             server=server,
             patience_s=deployment.config.cluster.patience_s,
@@ -238,8 +239,8 @@ def start(
 
             def tell(worker: str, line: str) -> None:
                 assert on_log is not None
-                rank = recovery.assignment.rank_of(worker)
-                on_log(f"{worker} {'spare' if rank is None else f'rank {rank}'}", line)
+                place = recovery.assignment.place_of(worker)
+                on_log(f"{worker} {'spare' if place is None else f'rank {place[0]}'}", line)
 
             with RequestLog(url, namespace=namespace, epoch=recovery.epoch) as log:
                 session = ClusterSession(

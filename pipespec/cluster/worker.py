@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from pipespec.controller.membership import Membership
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.stored.gguf import is_gguf
+from pipespec.engine.tensor_parallel import Seat
 from pipespec.errors import ConfigError, NotProven, RankFailed, StaleEpoch, Unreachable
 from pipespec.system.waiting import spins
 from pipespec.transport.distributed import (
@@ -33,6 +35,7 @@ from pipespec.transport.distributed import (
     host_meeting,
     join_meeting,
 )
+from pipespec.transport.group import MemberGroup
 
 # Seconds between two looks at whether all ranks are there.
 LOOK_S = 0.5
@@ -66,12 +69,14 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
             if not epoch.assignment:
                 return
             assignment = RankAssignment.decode(epoch.assignment)
-            rank = assignment.rank_of(worker)
-            if rank is None:
+            place = assignment.place_of(worker)
+            if place is None:
                 log.info("epoch %d: spare", number)
                 continue
-            devices = tuple(map(deployment.device_of, assignment.workers))
-            mine = replace(here, layers=assignment.layers, devices=devices)
+            rank, member = place
+            devices = list(map(deployment.device_of, assignment.workers))
+            devices[rank] = deployment.device_of(worker)
+            mine = replace(here, layers=assignment.layers, devices=tuple(devices))
             model = mid = None
             try:
                 epoch_where = replace(where, epoch=number)
@@ -82,17 +87,42 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
                 if not weights.loaded and (plain or not hosts[worker].local):
                     require_memory(mine, [rank])
                 places = [
-                    (hosts[each].name, deployment.device_of(each)) for each in assignment.workers
+                    (hosts[each].name, deployment.device_of(each)) for each in assignment.everyone
                 ]
+                sharing = places.count((hosts[worker].name, devices[rank]))
+                members = assignment.members(rank)
                 if mine.mid is not None:
                     places.append((hosts[assignment.workers[0]].name, mine.mid_device))
                 if rank:
                     mids.drop()
-                model = weights.of(mine, rank, places.count(places[rank]))
+                model = weights.of(mine, rank, sharing, member=member, size=len(members))
                 if rank == 0 and mine.mid is not None:
                     mid = mids.of(mine, rank, places.count(places[-1]), mid=True)
                 log.info("epoch %d: rank %d of %d", number, rank, mine.num_ranks)
-                serve(mine, epoch_where, rank, model, mid, assignment, hosts, heartbeat)
+                if len(members) == 1:
+                    serve(mine, epoch_where, rank, model, mid, assignment, hosts, heartbeat)
+                    return
+                assert model is not None
+                with (
+                    gathered(epoch_where, rank, members, member, heartbeat) as group,
+                    heartbeat.guard(number, group.abort),
+                ):
+                    if member:
+                        build.serve_beside(model, group)
+                        return
+                    with build.leading(model, group) as slots:
+                        serve(
+                            mine,
+                            epoch_where,
+                            rank,
+                            model,
+                            mid,
+                            assignment,
+                            hosts,
+                            heartbeat,
+                            slots,
+                            group.abort,
+                        )
                 return
             except NotProven as error:
                 if here.config.model.keep_quantized == "yes":
@@ -146,18 +176,27 @@ class Weights:
         return self._what is not None
 
     def of(
-        self, deployment: Deployment, rank: int, sharing: int, *, mid: bool = False
+        self,
+        deployment: Deployment,
+        rank: int,
+        sharing: int,
+        *,
+        mid: bool = False,
+        member: int = 0,
+        size: int = 1,
     ) -> ModelSlice | None:
         """What a rank needs (`mid`: for the mid-size model beside it), one of `sharing` on its
-        device; loaded unless it is here already."""
+        device; loaded unless it is here already. Of a rank with `size` members this one's part."""
         layers = deployment.layers[rank - 1] if rank else None
         device = device_of(deployment, rank, mid=mid)
         info = model_of(deployment, rank, mid=mid)
         held = None if info is None else deployment.held(info)
-        what = (rank > 0, layers, device, deployment.num_ranks, deployment.dtype, held)
+        share = (member, size)
+        what = (rank > 0, layers, device, deployment.num_ranks, deployment.dtype, held, share)
         if what != self._what:
             self.drop()  # first: the device may not hold both
-            self._model = build.load_model(deployment, rank, sharing, mid=mid)
+            seat = Seat(member, size) if size > 1 else None
+            self._model = build.load_model(deployment, rank, sharing, mid=mid, seat=seat)
             self._what = what
         return self._model
 
@@ -178,8 +217,11 @@ def serve(
     assignment: RankAssignment,
     hosts: Mapping[str, Host],
     heartbeat: Heartbeat,
+    num_slots: int | None = None,
+    abort: Callable[[], None] = lambda: None,
 ) -> None:
-    """Hold a rank for one epoch."""
+    """Hold a rank for one epoch, with so many of the model's KV slots; `abort` ends what else it
+    may wait for then."""
 
     scheduling = deployment.config.scheduler
 
@@ -223,8 +265,15 @@ def serve(
                 raise RankFailed(f"The head did not say within {MEET_S:g} s where to meet.")
         return join_meeting(place)
 
+    def guard(alarm: Callable[[], None]) -> AbstractContextManager[None]:
+        def both() -> None:
+            alarm()
+            abort()
+
+        return heartbeat.guard(where.epoch, both)
+
     transport = deployment.config.transport
-    names = [hosts[worker].name for worker in assignment.workers]
+    names = [hosts[worker].name for worker in assignment.everyone]
     spinning = spins(transport.wait, names.count(names[rank]))
     build.serve(
         deployment,
@@ -233,6 +282,34 @@ def serve(
         model,
         mid,
         connect,
-        lambda alarm: heartbeat.guard(where.epoch, alarm),
+        guard,
         spins=spinning,
+        num_slots=num_slots,
     )
+
+
+@contextmanager
+def gathered(
+    where: ControllerAddress,
+    rank: int,
+    members: Sequence[str],
+    member: int,
+    heartbeat: Heartbeat,
+) -> Iterator[MemberGroup]:
+    """Those who compute a rank together, once all of them have loaded. They are of one host, so
+    nothing listens."""
+    with Membership(where.url, where.namespace) as shared:
+        if member:
+            shared.follow(where.epoch, members[member])
+            while (place := shared.gathering(where.epoch, rank, LOOK_S)) is None:
+                heartbeat.check(where.epoch)
+            meeting = join_meeting(place)
+        else:
+            while not shared.await_followers(where.epoch, members[1:], LOOK_S):
+                heartbeat.check(where.epoch)
+            meeting = host_meeting()
+            shared.invite_followers(where.epoch, rank, meeting.place)
+    try:
+        yield MemberGroup(meeting.store, member, len(members))
+    finally:
+        meeting.close()

@@ -58,6 +58,8 @@ class ClusterConfig:
     `devices` holds one entry for every rank, or one per rank with the head's first.
     `mid_device` is where the head's machine computes a mid-size model, None: on the head's device.
     `hosts` is a hosts file (`pipespec.config.hosts`), None: all ranks run on this machine.
+    `tensor_parallel` workers of this machine compute the layers of each stage together, each with
+    a part of every matrix; `devices` then names those of a stage one after another.
     `split` are the layers of each stage, None: as even as can be, or as the hosts file says.
     `spares` workers of this machine hold no layers until one is needed.
     `patience_s`: how long a lost host, or a Redis that is not ours, is waited for.
@@ -70,6 +72,7 @@ class ClusterConfig:
     devices: list[str] = field(default_factory=lambda: ["auto"])
     mid_device: str | None = None
     hosts: str | None = None
+    tensor_parallel: int = 1
     split: list[int] | None = None
     spares: int = 0
     patience_s: float = 30.0
@@ -78,6 +81,12 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_whole("cluster.stages", self.stages, 1, MAX_STAGES)
         check_whole("cluster.spares", self.spares, 0, MAX_STAGES)
+        check_whole("cluster.tensor_parallel", self.tensor_parallel, 1, MAX_STAGES)
+        if self.tensor_parallel > 1 and self.hosts is not None:
+            raise ConfigError(
+                f"cluster.tensor_parallel is {self.tensor_parallel}, but the workers of a hosts "
+                "file are stages by themselves; leave cluster.tensor_parallel or cluster.hosts out."
+            )
         for name in ("patience_s", "stall_s"):
             check_number(f"cluster.{name}", getattr(self, name), 0, MAX_SECONDS, above=True)
         if self.split is not None and (len(self.split) != self.stages or min(self.split) < 1):
@@ -101,11 +110,12 @@ class ClusterConfig:
         for device in self.devices:
             if not DEVICE.fullmatch(device):
                 raise ConfigError(f"cluster.devices holds {device!r}, but {A_DEVICE}.")
-        ranks = self.stages + 1
-        if len(self.devices) not in (1, ranks):
+        workers = 1 + self.stages * self.tensor_parallel
+        if len(self.devices) not in (1, workers):
+            each = f", of {self.tensor_parallel} devices each" if self.tensor_parallel > 1 else ""
             raise ConfigError(
                 f"cluster.devices names {len(self.devices)} devices, but must name 1 (for every "
-                f"rank) or {ranks} (the head, then {self.stages} stages)."
+                f"rank) or {workers} (the head, then {self.stages} stages{each})."
             )
 
     @property

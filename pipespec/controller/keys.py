@@ -58,6 +58,14 @@ class Keys:
     def ranks(self, epoch: int) -> str:
         return self._key("epochs", epoch, "ranks")
 
+    def followers(self, epoch: int) -> str:
+        """The workers that compute beside a rank and have joined (hash: worker, process id)."""
+        return self._key("epochs", epoch, "followers")
+
+    def gatherings(self, epoch: int) -> str:
+        """Where those who compute a rank together meet (hash by rank)."""
+        return self._key("epochs", epoch, "gatherings")
+
     def kv_tokens(self, epoch: int) -> str:
         """How many tokens of text each rank has KV slots for (hash by rank)."""
         return self._key("epochs", epoch, "kv_tokens")

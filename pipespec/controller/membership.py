@@ -8,6 +8,7 @@ says who holds which rank; the stream of assignments wakes those who wait for it
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Self
 from pipespec.controller.connection import ANSWER_TIMEOUT_S, Pipe
 from pipespec.controller.keys import Keys
 from pipespec.controller.overview import numbers
+from pipespec.controller.scripts import evalsha, load
 
 # How long a worker that says nothing counts as alive.
 LEASE_S = 2.0
@@ -121,6 +123,35 @@ class Membership:
         found = self._pipe.call("HGETALL", self._keys.ranks(epoch))
         return {int(r): int(pid) for r, pid in zip(found[::2], found[1::2], strict=True)}
 
+    def follow(self, epoch: int, worker: str) -> None:
+        """Take part in an epoch as a worker that computes beside a rank. Raises StaleEpoch."""
+        load(self._pipe)
+        keys = (
+            self._keys.epoch,
+            self._keys.followers(epoch),
+            self._keys.kv_tokens(epoch),
+            self._keys.row_times(epoch),
+            self._keys.computing(epoch),
+        )
+        nothing = ("", "", "")
+        self._pipe.call(*evalsha("attach", keys, epoch, worker, os.getpid(), *nothing))
+
+    def followers(self, epoch: int) -> dict[str, int]:
+        """The workers that have joined an epoch beside ranks, and their process ids."""
+        found = self._pipe.call("HGETALL", self._keys.followers(epoch))
+        return {
+            worker.decode(): int(pid) for worker, pid in zip(found[::2], found[1::2], strict=True)
+        }
+
+    def await_followers(self, epoch: int, workers: Sequence[str], timeout: float) -> bool:
+        """Whether these workers have joined an epoch, within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not self.followers(epoch).keys() >= set(workers):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
     def await_attached(self, epoch: int, count: int, timeout: float) -> int:
         """How many ranks have joined an epoch; waits until there are `count` or time is up."""
         deadline = time.monotonic() + timeout
@@ -170,6 +201,19 @@ class Membership:
         """Where the ranks of an epoch meet; None if nobody says so within `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (place := self._pipe.call("GET", self._keys.meeting(epoch))) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(POLL_S)
+        return str(place.decode())
+
+    def invite_followers(self, epoch: int, rank: int, place: str) -> None:
+        """Say where those meet who compute a rank together."""
+        self._pipe.call("HSET", self._keys.gatherings(epoch), rank, place)
+
+    def gathering(self, epoch: int, rank: int, timeout: float) -> str | None:
+        """Where they do; None if nobody says so within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while (place := self._pipe.call("HGET", self._keys.gatherings(epoch), rank)) is None:
             if time.monotonic() > deadline:
                 return None
             time.sleep(POLL_S)

@@ -29,6 +29,7 @@ from pipespec.engine.quantization import (
     stored_method,
     stored_packing,
 )
+from pipespec.engine.shares import own_heads, require_shareable
 from pipespec.engine.stored import folder, gguf
 from pipespec.engine.stored.folder import LAYER, KeptLayer
 from pipespec.engine.stored.lazy import DTYPES
@@ -56,6 +57,8 @@ class CheckpointInfo:
     what they would take as plain ones, and `kept` what of each layer can stay in four bits.
     `package`: what reads such files, if not pipespec itself. `mask_token`: of a parallel
     draft (PARD), what stands for tokens to come, of which it guesses `parallel_tokens` per pass.
+    `heads` attend, to `kv_heads`. `shareable`: Transformers has a tensor-parallel plan for it, and
+    `cuts_kv` says whether that divides KV.
     """
 
     path: Path
@@ -79,6 +82,10 @@ class CheckpointInfo:
     package: str | None = None
     mask_token: int | None = None
     parallel_tokens: int = 1
+    heads: int = 1
+    kv_heads: int = 1
+    shareable: bool = False
+    cuts_kv: bool = False
 
     @property
     def kind(self) -> str:
@@ -111,6 +118,32 @@ class CheckpointInfo:
                 for size, matrices in zip(layers, self.matrix_bytes, strict=True)
             )
         return Sizes(layers, int(stored.embedding * growth), int(stored.head * growth))
+
+    def layer_bytes(self, sizes: Sizes, members: int) -> tuple[int, ...]:
+        """What each layer takes at least on each of so many devices that share it, where the whole
+        takes `sizes`: matrices are divided, norms are not."""
+        parts = zip(sizes.layers, self.stored.layers, self.matrix_bytes, strict=True)
+        return tuple(
+            int(size * (1 - matrices / stored * (1 - 1 / members)))
+            for size, stored, matrices in parts
+        )
+
+    def kv_of(self, members: int) -> int:
+        """How many numbers K and V of a token in a layer are on each of so many devices that share
+        it, at most."""
+        if not self.cuts_kv:
+            return self.kv_size
+        one = self.kv_size // self.kv_heads
+        return one * max(
+            len(own_heads(self.heads, self.kv_heads, member, members)) for member in range(members)
+        )
+
+    def check_shared(self, members: int, quantization: str | None) -> None:
+        """Raise ModelError unless so many devices can share its layers."""
+        quantized = bool(self.quantization or self.unpacked or quantization)
+        require_shareable(
+            self.path, self.model_type, self.shareable, self.heads, members, quantized=quantized
+        )
 
     def held(self, quantization: str | None, keep: str, dtype: str) -> str | None:
         """How its weights are held in memory: one of QUANTIZATIONS, or KEPT, or None, as they are.
@@ -244,6 +277,10 @@ def inspect(model: str | Path) -> CheckpointInfo:
         package=files.package,
         mask_token=mask_token,
         parallel_tokens=parallel_tokens,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        shareable=config.shareable,
+        cuts_kv=config.cuts_kv,
     )
 
 

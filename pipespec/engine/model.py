@@ -29,12 +29,15 @@ from pipespec.engine.graphs import Recorder, Recording, record_cuda
 from pipespec.engine.quantization import KEPT
 from pipespec.engine.slicing import drop_placeholders, sliced_class
 from pipespec.engine.tensor_parallel import Group, own_kv_heads
+from pipespec.errors import ModelError
 from pipespec.system.quiet import quiet
 
 with quiet():
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
+# What is called with the inputs and the plan of a batch.
+Lead = Callable[[Tensor, AttentionPlan], None]
 _SHARED = "the host adds up what the members of its group have computed"
 
 
@@ -81,7 +84,8 @@ class ModelSlice:
         self._steady = steady and self.device.type == "cpu"
         self._recordings: list[Recording] = []  # of rising numbers of rows
         self._compiled: Compute | None = None
-        self._shared = group is not None
+        self.group = group
+        self._lead: Lead | None = None
         self._allocate()
         # The backend's name, and a sentence on each that was wanted and does not serve.
         self.attention, self.refused = "given", list[str]()
@@ -168,6 +172,26 @@ class ModelSlice:
         """What its layers attend with."""
         return self._slice.attention
 
+    def lead(self, call: Lead | None) -> None:
+        """Hand each batch to `call` from now on before it is computed; None: to nobody."""
+        self._lead = call
+
+    def attend_as(self, name: str) -> None:
+        """Attend with the backend that other members of the group have found. Raises ModelError if
+        it does not prove itself here."""
+        if name == self.attention:
+            return
+        with torch.inference_mode():
+            found, backend, refused = choose.choose(
+                name, self.device, self.num_slots, self.attention_layers, steady=self._steady
+            )
+        if found != name:
+            raise ModelError(
+                f"the devices of a stage must attend alike, and one of them uses {name}: "
+                f"{' '.join(refused)} Set model.attention={found}"
+            )
+        self.attend_by(name, backend)
+
     def attend_by(self, name: str, backend: Attention) -> None:
         """Attend with another backend from now on, which has proved itself; without graphs."""
         self._recordings = []
@@ -208,6 +232,8 @@ class ModelSlice:
         `[rows, hidden]` that the slice before returned. `positions` int64 `[rows]`. Returns
         `[rows, hidden]`. Inputs may lie on any device.
         """
+        if self._lead is not None:
+            self._lead(inputs, plan)
         for recording in self._recordings:
             if len(positions) <= recording.rows:
                 replayed = recording.run(inputs, positions, plan)
@@ -223,7 +249,7 @@ class ModelSlice:
         The KV slots are nobody's until this is over. What cannot be compiled, or is off by more
         than rounding, is computed as before; `refused` says why.
         """
-        if self._shared:
+        if self.group is not None:
             self.refused.append(f"The slice is computed without a compiler: {_SHARED}.")
             return
         try:
@@ -242,7 +268,7 @@ class ModelSlice:
         The KV slots are nobody's until this is over. What cannot be recorded, or does not give the
         very same, is computed as before; `refused` says why.
         """
-        if self._shared:
+        if self.group is not None:
             self.refused.append(f"The slice is computed without graphs: {_SHARED}.")
             return
         attention = self._slice.attention

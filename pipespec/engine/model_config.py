@@ -29,6 +29,8 @@ _SIZES = (
     "max_position_embeddings",
 )
 _MAX_LAYERS = 10_000
+# The matrices of which a tensor-parallel plan cuts KV heads, if it does.
+_KV = (".k_proj", ".v_proj", ".kv_b_proj")
 # Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
 # computed before and after would disagree, so that is where the usable context ends.
 _GROWING_ROPE = ("dynamic", "longrope")
@@ -40,6 +42,11 @@ class StoredConfig:
 
     `eos` is as it stands there; see `CheckpointInfo` for the rest.
     """
+
+    heads: int
+    kv_heads: int
+    shareable: bool
+    cuts_kv: bool
 
     num_layers: int
     hidden_size: int
@@ -57,7 +64,12 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> StoredConfig:
 
 def _by_transformers(path: Path) -> StoredConfig:
     config = _load_config(path)
+    heads, plan = config.num_attention_heads, config.base_model_tp_plan or {}
     return StoredConfig(
+        heads,
+        heads if _is_latent(config) else _kv_heads(config),
+        bool(plan),
+        any(name.endswith(_KV) and rule == "colwise" for name, rule in plan.items()),
         config.num_hidden_layers,
         config.hidden_size,
         _context(config),
@@ -90,12 +102,21 @@ def check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
 
 def _kv_size(config: Any) -> int:
     heads = config.num_attention_heads
-    if getattr(config, "qk_rope_head_dim", None) is not None:  # latent attention
+    if _is_latent(config):
         return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * head_dim * _kv_heads(config))
+
+
+def _is_latent(config: Any) -> bool:
+    """Whether K and V are made of fewer numbers for every query head."""
+    return getattr(config, "qk_rope_head_dim", None) is not None
+
+
+def _kv_heads(config: Any) -> int:
     # A config.json may name what its architecture ignores; the class knows.
     grouped = hasattr(type(config), "num_key_value_heads") and config.num_key_value_heads
-    return int(2 * head_dim * (grouped or heads))
+    return int(grouped or config.num_attention_heads)
 
 
 def _context(config: Any) -> int:

@@ -9,7 +9,8 @@ Embedding, norms and head are whole on every member, so each has the same hidden
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from pipespec.engine.shares import own_heads, require_shareable
 from pipespec.errors import ModelError
 from pipespec.system.quiet import quiet
 
@@ -48,6 +50,42 @@ class Group(Protocol):
         ...
 
 
+class Seat:
+    """A member's place, which it keeps as long as its weights, while the group is another in each
+    epoch: a `Group` for `ModelSlice.load`.
+
+    Until it first meets the others each sum is of its own part, so many times. That has the shape
+    of the whole, which is all that loading asks for, and nobody waits for a member that loads.
+    """
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self._group: Group | None = _Alone(rank, size)
+
+    def gather(self, mine: Tensor) -> Sequence[Tensor]:
+        """See `Group`."""
+        assert self._group is not None, "the members do not meet"
+        return self._group.gather(mine)
+
+    @contextmanager
+    def meet(self, group: Group) -> Iterator[None]:
+        """Compute with the members of `group` within the block."""
+        assert (group.rank, group.size) == (self.rank, self.size)
+        self._group = group
+        try:
+            yield
+        finally:
+            self._group = None
+
+
+class _Alone:
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    def gather(self, mine: Tensor) -> Sequence[Tensor]:
+        return [mine] * self.size
+
+
 def total(parts: Sequence[Tensor]) -> Tensor:
     """The sum, added up by rank: the bits of a row do not depend on the batch around it.
 
@@ -62,22 +100,14 @@ def total(parts: Sequence[Tensor]) -> Tensor:
 
 def require_divisible(config: PretrainedConfig, path: Path, size: int, *, quantized: bool) -> None:
     """Raise `ModelError` unless `size` members can share the layers of a model."""
-    if not config.base_model_tp_plan:
-        raise ModelError(
-            f"{path} cannot be computed by {size} devices together: Transformers has no "
-            f"tensor-parallel plan for {config.model_type}; make each device a stage of its own"
-        )
-    if quantized:
-        raise ModelError(
-            f"the weights of {path} are quantised, and parts of a matrix would be rounded "
-            f"otherwise than the whole; {size} devices can share plain weights alone"
-        )
-    heads = config.num_attention_heads
-    if heads % size:
-        raise ModelError(
-            f"the {heads} attention heads of {path} cannot be divided among {size} devices; "
-            "take a number that divides them"
-        )
+    require_shareable(
+        path,
+        config.model_type,
+        bool(config.base_model_tp_plan),
+        config.num_attention_heads,
+        size,
+        quantized=quantized,
+    )
 
 
 def cut(model: PreTrainedModel, group: Group) -> None:
@@ -128,11 +158,7 @@ def own_kv_heads(config: PretrainedConfig, group: Group) -> tuple[int, ...] | No
     heads, kv_heads = config.num_attention_heads, _num_kv_heads(config)
     if not (_splits_kv(config.base_model_tp_plan) and kv_heads % group.size):
         return None
-    mine = heads // group.size
-    own = [head * kv_heads // heads for head in range(group.rank * mine, (group.rank + 1) * mine)]
-    distinct = sorted(set(own))
-    even = len({own.count(head) for head in distinct}) == 1
-    return tuple(distinct if even else own)
+    return own_heads(heads, kv_heads, group.rank, group.size)
 
 
 def _num_kv_heads(config: PretrainedConfig) -> int:

@@ -16,6 +16,12 @@ from torch._C._distributed_c10d import AllgatherOptions, Store
 
 from pipespec.transport.distributed import AT_ONCE, FOREVER, MEET_S, NOBODY, blaming
 
+_TAG = 1
+_LENGTH = 8  # bytes in front of a message that say how many follow
+# A message comes in one trip if it is no longer than this, as its receiver has so much room for
+# it before it is sent; in two if it is.
+PIECE = 256 << 10
+
 
 class MemberGroup:
     """Member `rank` of `size`, which meet in a store that is theirs alone.
@@ -43,6 +49,41 @@ class MemberGroup:
         with blaming(f"Member {self.rank} lost the others of its stage"):
             self._backend.allgather([parts], [mine], options).wait()
         return parts
+
+    def tell(self, message: Tensor) -> None:
+        """Send bytes, uint8 `[length]`, from member 0 to all others.
+
+        Raises:
+            RankFailed: a member has gone.
+        """
+        length = torch.tensor([len(message)]).view(torch.uint8)
+        whole = torch.cat((length, message.cpu()))
+        pieces = [piece for piece in (whole[:PIECE], whole[PIECE:]) if len(piece)]
+        with blaming("Member 0 lost the others of its stage"):
+            sent = [
+                self._backend.send([piece], other, _TAG)
+                for other in range(1, self.size)
+                for piece in pieces
+            ]
+            for work in sent:
+                work.wait(FOREVER)
+
+    def hear(self) -> Tensor:
+        """What member 0 tells next, uint8 `[length]`.
+
+        Raises:
+            RankFailed: member 0 has gone.
+        """
+        first = torch.empty(PIECE, dtype=torch.uint8)
+        with blaming(f"Member {self.rank} lost the first of its stage"):
+            self._backend.recv([first], 0, _TAG).wait(FOREVER)
+            length = int(first[:_LENGTH].view(torch.int64))
+            message = first[_LENGTH : _LENGTH + length]
+            if len(message) == length:
+                return message
+            rest = torch.empty(length - len(message), dtype=torch.uint8)
+            self._backend.recv([rest], 0, _TAG).wait(FOREVER)
+        return torch.cat((message, rest))
 
     def abort(self) -> None:
         """End the group, also from another thread: whoever waits in `gather` gets RankFailed.

@@ -13,12 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.engine.architectures import ARCHITECTURES
 from pipespec.engine.attention.plan import AttentionPlan, Segment, causal_plan
 from pipespec.engine.checkpoint import inspect
+from pipespec.engine.following import Leader, agree, follow
 from pipespec.engine.model import ModelSlice
+from pipespec.engine.tensor_parallel import Seat
 from pipespec.errors import ModelError
 from pipespec.transport.group import MemberGroup
 from tests.helpers.members import together
@@ -159,6 +162,42 @@ def test_members_attend_to_trees_on_the_device_alone(checkpoint):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         without = [said.split(":")[0].split("without ")[1] for said in refused]
         assert without == ["graphs", "a compiler"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "static"])
+def test_who_follows_computes_what_the_first_member_is_called_with(checkpoint, attention):
+    """In several lives of the group, with the weights of the first; all attend alike."""
+    path = checkpoint("gemma2")
+    trees = [_RandomTree(_random_tokens(11, seed=2), num_nodes=24, seed=seed) for seed in (3, 4)]
+    batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
+    meeting = [HashStore(), HashStore()]
+
+    def member(rank: int) -> list[Tensor]:
+        # The first member alone is told by what it attends, and has fewer slots.
+        how, slots = ("sdpa", 2 * NUM_SLOTS) if rank else (attention, NUM_SLOTS)
+        seat = Seat(rank, 2)
+        part = ModelSlice.load(path, range(NUM_LAYERS), num_slots=slots, attention=how, group=seat)
+        found = []
+        for tree, store in zip(trees, meeting, strict=True):
+            group = MemberGroup(store, rank, 2)
+            with seat.meet(group):
+                assert agree(part, group) == NUM_SLOTS
+                assert part.attention == attention
+                if rank:
+                    follow(part, group)
+                    continue
+                leader = Leader(group)
+                part.lead(leader)
+                found.append(tree.run([part], batches))
+                leader.end()
+        return found
+
+    whole = _load(path, 1)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        runs = [pool.submit(member, rank) for rank in range(2)]
+    assert runs[1].result() == []
+    for tree, logits in zip(trees, runs[0].result(), strict=True):
+        torch.testing.assert_close(logits, tree.run(whole, batches), rtol=1e-4, atol=1e-4)
 
 
 def test_members_do_not_share_quantised_weights(checkpoint):

@@ -9,9 +9,11 @@ import pytest
 
 from pipespec.cluster import session
 from pipespec.cluster.deployment import Deployment, decide, require_backend
+from pipespec.cluster.replanning import replanner
 from pipespec.config.compose import compose
-from pipespec.errors import ConfigError
+from pipespec.errors import ConfigError, ModelError
 from pipespec.system.resources import resource_dir
+from tests.helpers.models import build
 
 DEMO = resource_dir("demo")
 
@@ -82,3 +84,49 @@ def test_more_children_than_tokens_are_refused() -> None:
     assert planned(f"feed.children={tokens}").config.feed.children == tokens
     with pytest.raises(ConfigError, match=rf"feed\.children is {tokens + 1}, .*{tokens} tokens"):
         planned(f"feed.children={tokens + 1}")
+
+
+# --- several devices for a stage --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "sentence"),
+    [
+        ("llama", ("cluster.tensor_parallel=3",), r"the 4 attention heads .* among 3 devices"),
+        ("gpt_oss", ("cluster.tensor_parallel=2",), "Transformers has no tensor-parallel plan"),
+        (
+            "llama",
+            ("cluster.tensor_parallel=2", "model.quantization=int8"),
+            "2 devices can share plain weights alone",
+        ),
+    ],
+)
+def test_what_devices_cannot_share_is_refused(
+    tmp_path: Path, model_type: str, settings: tuple[str, ...], sentence: str
+) -> None:
+    model = build(model_type, tmp_path / "model")
+    common = (f"model.target={model}", "source=suffix", "cluster.devices=[cpu]")
+    with pytest.raises(ModelError, match=sentence):
+        decide(compose([*common, "cluster.stages=2", *settings]))
+
+
+def test_devices_name_those_of_a_stage_one_after_another() -> None:
+    settings = ["cluster.stages=2", "cluster.tensor_parallel=2"]
+    deployment = decide(compose([*settings, "cluster.spares=1", "cluster.devices=[cpu]"]))
+    assert deployment.workers == ("local/0", "local/1", "local/3")
+    assert deployment.spares == ("local/5",)
+    found = [deployment.followers_of(f"local/{number}") for number in (0, 1, 3, 5)]
+    assert found == [(), ("local/2",), ("local/4",), ("local/6",)]
+    with pytest.raises(ConfigError, match=r"or 5 \(the head, then 2 stages, of 2 devices each\)"):
+        compose([*settings, "cluster.devices=[cpu,cpu,cpu]"])
+    with pytest.raises(ConfigError, match="are stages by themselves"):
+        compose([*settings, "cluster.hosts=hosts.yaml"])
+
+
+@pytest.mark.parametrize("lost", ["local/3", "local/4"])
+def test_who_loses_a_member_is_replaced_with_all_its_members(lost: str) -> None:
+    settings = ["cluster.stages=2", "cluster.tensor_parallel=2", "cluster.spares=1"]
+    deployment = decide(compose([*settings, "cluster.devices=[cpu]"]))
+    found = replanner(deployment, None)({lost})
+    assert found.workers == ("local/0", "local/1", "local/5")
+    assert found.followers == (("local/2",), ("local/6",))

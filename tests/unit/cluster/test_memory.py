@@ -26,6 +26,7 @@ from pipespec.cluster.memory import (
 )
 from pipespec.config.compose import compose
 from pipespec.config.hosts import this_machine
+from pipespec.engine.tensor_parallel import Seat
 from pipespec.errors import ConfigError
 from pipespec.planning.placement import num_slots
 
@@ -58,6 +59,27 @@ def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) ->
     beside = wanted.total() - wanted[WEIGHTS] - pool
     assert 0 <= beside < pool  # a batch and a tree of a few nodes
     assert wanted["model.context"] == model.num_kv_bytes * 64 // slots + 64 * SLOT_BYTES
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_weights_and_slots_of_a_member_are_those_of_its_part(rank: int) -> None:
+    settings = ("model.dtype=bfloat16", "model.context=64", "scheduler.max_num_seqs=1")
+    deployment = planned("cluster.tensor_parallel=2", *settings)
+    part = build.load_model(deployment, rank, seat=Seat(1, 2))
+    assert part is not None
+    assert needs(deployment, rank)[WEIGHTS] == part.num_weight_bytes
+    slot = slot_bytes(deployment, deployment.target, rank) - SLOT_BYTES
+    assert slot * part.num_slots == part.num_kv_bytes
+    whole = build.load_model(planned(*settings), rank)
+    assert whole is not None and part.num_weight_bytes < whole.num_weight_bytes
+
+
+def test_every_member_counts_on_its_device() -> None:
+    deployment = planned("cluster.tensor_parallel=2", "model.context=64", "model.dtype=bfloat16")
+    wanted = 2 * (needs(deployment, 1) + needs(deployment, 2)).total()
+    require_memory(deployment, [1, 2], lambda _: wanted)
+    with pytest.raises(ConfigError, match="on cpu"):
+        require_memory(deployment, [1, 2], lambda _: wanted - 1)
 
 
 # --- KV by memory -----------------------------------------------------------------------------

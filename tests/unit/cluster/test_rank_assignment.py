@@ -17,13 +17,13 @@ layers = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda at: rang
 
 
 @pytest.mark.parametrize(
-    ("worker", "rank"),
-    [("beta/1", 0), ("alpha/0", 1), ("beta/0", 2), ("alpha/1", None), ("", None)],
+    ("worker", "place"),
+    [("beta/1", (0, 0)), ("alpha/0", (1, 0)), ("beta/0", (2, 0)), ("alpha/1", None), ("", None)],
 )
 def test_the_place_of_a_worker_is_its_rank_and_a_spare_has_none(
-    worker: str, rank: int | None
+    worker: str, place: tuple[int, int] | None
 ) -> None:
-    assert ROSTER.rank_of(worker) == rank
+    assert ROSTER.place_of(worker) == place
 
 
 def test_it_travels_as_plain_json() -> None:
@@ -31,7 +31,22 @@ def test_it_travels_as_plain_json() -> None:
         "workers": ["beta/1", "alpha/0", "beta/0"],
         "layers": [[0, 3], [3, 8]],
         "address": "10.0.0.2",
+        "followers": [],
     }
+
+
+def test_who_follows_computes_the_rank_that_another_holds() -> None:
+    workers, layers = ("a/0", "a/1", "a/3"), (range(3), range(3, 8))
+    assignment = RankAssignment(workers, layers, "10.0.0.2", (("a/2",), ("a/4",)))
+    assert RankAssignment.decode(assignment.encode()) == assignment
+    assert assignment.everyone == ("a/0", "a/1", "a/3", "a/2", "a/4")
+    assert [assignment.members(rank) for rank in range(3)] == [
+        ("a/0",),
+        ("a/1", "a/2"),
+        ("a/3", "a/4"),
+    ]
+    places = [assignment.place_of(f"a/{number}") for number in range(6)]
+    assert places == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), None]
 
 
 @given(
@@ -46,4 +61,4 @@ def test_what_is_decoded_is_what_was_encoded(
     decoded = RankAssignment.decode(assignment.encode())
     assert decoded == assignment
     assert hash(decoded) == hash(assignment)  # tuples and ranges again, not lists
-    assert [decoded.rank_of(worker) for worker in workers] == list(range(len(workers)))
+    assert [decoded.place_of(worker) for worker in workers] == [(i, 0) for i in range(len(workers))]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipespec.engine.tensor_parallel import total
 from pipespec.errors import RankFailed
-from pipespec.transport.group import MemberGroup
+from pipespec.transport.group import PIECE, MemberGroup
 from tests.helpers.members import together
 
 HIDDEN = 48
@@ -42,3 +42,32 @@ def test_who_waits_for_a_member_that_ends_is_told():
         return "told"
 
     assert together(2, gather) == ["ended", "told"]
+
+
+@settings(max_examples=10, deadline=None)
+@given(lengths=st.lists(st.sampled_from([0, 1, 9, PIECE - 9, PIECE - 8, PIECE, 3 * PIECE])))
+def test_members_hear_what_the_first_one_tells(lengths):
+    told = [torch.arange(length).to(torch.uint8) for length in lengths]
+
+    def member(group: MemberGroup) -> list[torch.Tensor]:
+        if group.rank:
+            return [group.hear() for _ in told]
+        for message in told:
+            group.tell(message)
+        return told
+
+    for heard in together(3, member):
+        assert len(heard) == len(told)
+        assert all(map(torch.equal, heard, told))
+
+
+def test_who_waits_for_the_first_member_is_told_that_it_ended():
+    def member(group: MemberGroup) -> str:
+        if group.rank == 0:
+            group.abort()
+            return "ended"
+        with pytest.raises(RankFailed, match="Member 1 lost the first of its stage"):
+            group.hear()
+        return "told"
+
+    assert together(2, member) == ["ended", "told"]

@@ -1,0 +1,115 @@
+"""Stages of two workers each, which compute every layer together; one cluster for all tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipespec.client.compare import composed
+from pipespec.client.own import Running, running
+from pipespec.cluster.deployment import decide
+from pipespec.controller.membership import Membership
+from pipespec.controller.records import Accepted
+from pipespec.core import Sampling
+from pipespec.system.resources import resource_dir
+from tests.helpers.waiting import until
+from tools.rig.cluster import reference
+
+TOKENS = 24
+WAYS = ("feed=best_first", "feed=root", "feed=level feed.width=8")
+# The head, then two stages of two.
+WORKERS = [f"local/{number}" for number in range(5)]
+FOLLOWER, LEADER = WORKERS[2], WORKERS[3]
+SETTINGS = (
+    "cluster.stages=2",
+    "cluster.tensor_parallel=2",
+    "cluster.devices=[cpu]",
+    "cluster.patience_s=600",
+    "model.dtype=float32",
+    "model.context=256",
+    "scheduler.max_num_seqs=4",
+    "decode.prefill_chunk=32",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Running]:
+    with running(decide(composed(SETTINGS, WAYS))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prompts(cluster: Running) -> list[list[int]]:
+    lines = (Path(__file__).parent.parent / "data" / "prompts.jsonl").read_text().splitlines()
+    return [cluster.client.served.encode(json.loads(line)["prompt"][:200]) for line in lines[:8]]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    return reference(resource_dir("demo") / "target", prompts, TOKENS)
+
+
+def answers(
+    cluster: Running,
+    prompts: list[list[int]],
+    feed: str = "",
+    fault: Callable[[], None] = lambda: None,
+) -> list[list[int]]:
+    """What is answered to all of them at once; `fault` happens once the first has begun."""
+    client, found, begun = cluster.client, [], False
+    numbers = [
+        client.submit(prompt, Sampling(), max_new_tokens=TOKENS, eos=client.served.eos, feed=feed)
+        for prompt in prompts
+    ]
+    for number in numbers:
+        tokens: list[int] = []
+        for event in client.events(number):
+            if isinstance(event, Accepted):
+                tokens += event.tokens
+                if not begun:
+                    begun = True
+                    fault()
+        found.append(tokens)
+    return found
+
+
+def pids(cluster: Running) -> dict[str, int]:
+    """The processes of all workers."""
+    with Membership(cluster.cluster.url, cluster.cluster.namespace) as shared:
+        until(lambda: len(shared.alive(WORKERS)) == len(WORKERS))
+        return shared.alive(WORKERS)
+
+
+def test_members_of_a_stage_are_the_next_workers_of_the_host(cluster):
+    assignment = cluster.cluster._recovery.assignment
+    assert assignment.workers == ("local/0", "local/1", "local/3")
+    assert assignment.followers == (("local/2",), ("local/4",))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_text_is_that_of_the_whole_target(cluster, prompts, expected, way):
+    assert answers(cluster, prompts, way) == expected
+
+
+@pytest.mark.parametrize(
+    ("worker", "how"),
+    [
+        (FOLLOWER, signal.SIGKILL),
+        (FOLLOWER, signal.SIGSTOP),
+        (LEADER, signal.SIGKILL),
+    ],
+)
+def test_the_same_text_though_a_member_is_lost(cluster, prompts, expected, worker, how):
+    before, faults = pids(cluster), len(cluster.cluster.faults)
+    fault = lambda: os.kill(before[worker], how)  # noqa: E731
+    assert answers(cluster, prompts, fault=fault) == expected
+    until(lambda: len(cluster.cluster.faults) > faults, what="nobody noticed")
+    until(lambda: pids(cluster)[worker] != before[worker], what="nobody took its place")
+    others = {name: pid for name, pid in before.items() if name != worker}
+    assert others.items() <= pids(cluster).items(), "the others keep their weights"
+    assert answers(cluster, prompts[:1]) == expected[:1]
