@@ -31,9 +31,9 @@ class Deployment:
     """All that a rank must know, decided before any rank starts. It travels by pickle.
 
     `draft` is None where the source needs none, and so is `mid`, the mid-size model of a cascade.
-    `placement` says which workers of the `hosts`
-    begin at which rank. `layers` has one entry per stage and `devices` one per rank; in a later
-    epoch they may be others. `context` is the longest sequence in tokens that the KV pools are
+    `placement` says which workers of the `hosts` begin at which rank. `layers` has one entry per
+    stage, `devices` and `sizes` (how many workers compute it) one per rank; in a later epoch they
+    may be others. `context` is the longest sequence in tokens that the KV pools are
     made for.
     """
 
@@ -46,6 +46,7 @@ class Deployment:
     context: int
     hosts: tuple[Host, ...]
     mid: CheckpointInfo | None = None
+    sizes: tuple[int, ...] = ()
 
     @property
     def models(self) -> list[tuple[str, CheckpointInfo]]:
@@ -78,16 +79,9 @@ class Deployment:
         )
 
     def followers_of(self, worker: str) -> tuple[str, ...]:
-        """The workers that compute the layers of a stage together with this one, which holds the
-        rank: the next ones of its host. The first of a host is the head, and alone."""
-        size = self.config.cluster.tensor_parallel
-        workers = next(host.workers for host in self.hosts if worker in host.workers)
-        at = workers.index(worker)
-        return workers[at + 1 : at + size] if (at - 1) % size == 0 else ()
-
-    def num_members(self, rank: int) -> int:
-        """How many workers compute a rank."""
-        return self.config.cluster.tensor_parallel if rank else 1
+        """The workers that compute the layers of a stage together with this one, which can hold
+        the rank."""
+        return next(host.members[worker] for host in self.hosts if worker in host.members)[1:]
 
     @property
     def num_ranks(self) -> int:
@@ -202,13 +196,10 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
             f"{target.vocab_size} tokens; lower feed.children."
         )
     if config.cluster.hosts is None:
-        size = config.cluster.tensor_parallel
-        if size > 1:
-            target.check_shared(size, config.model.quantization)
-        count = 1 + (config.cluster.stages + config.cluster.spares) * size
-        hosts: tuple[Host, ...] = (this_machine(resolve_devices(config.cluster.devices, count)),)
-        holders = (hosts[0].workers[0], *hosts[0].workers[1::size])
-        placement = place_here(holders, target.num_layers, config.cluster)
+        groups = [config.cluster.tensor_parallel] * (config.cluster.stages + config.cluster.spares)
+        devices = resolve_devices(config.cluster.devices, 1 + sum(groups))
+        hosts: tuple[Host, ...] = (this_machine(devices, [1, *groups]),)
+        placement = place_here(tuple(hosts[0].members), target.num_layers, config.cluster)
     else:
         hosts_file = load_hosts(config.cluster.hosts)
         hosts_file.require_devices()
@@ -222,10 +213,16 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
             hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
         if placement is None:
             placement = plan_slices(unmeasured(hosts_file, config, target, draft, mid, context))
+    for size in sorted({size for host in hosts for size in host.groups} - {1}):
+        target.check_shared(size, config.model.quantization)
     found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts, mid)
     if config.model.keep_quantized == "yes":
         _require_kept(found)
-    return replace(found, devices=tuple(map(found.device_of, placement.workers_by_rank)))
+    return replace(
+        found,
+        devices=tuple(map(found.device_of, found.workers)),
+        sizes=tuple(1 + len(found.followers_of(worker)) for worker in found.workers),
+    )
 
 
 def _require_kept(deployment: Deployment) -> None:

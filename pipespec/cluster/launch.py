@@ -194,5 +194,9 @@ class Cluster:
 def _titles(host: Host) -> tuple[str, ...]:
     """What messages call the workers: on one machine a worker is a rank."""
     if host.name == LOCAL:
-        return tuple(f"rank {number}" for number in range(len(host.devices)))
+        return tuple(
+            f"rank {rank}" if worker == group[0] else f"a follower of rank {rank}"
+            for rank, group in enumerate(host.members.values())
+            for worker in group
+        )
     return host.workers

@@ -86,7 +86,7 @@ def needs(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[st
         found["feed.width"] += config.fed_rows * row
         if layers.stop == info.num_layers:
             found["feed.width"] += logits
-    device, members = device_of(deployment, rank, mid=mid), deployment.num_members(rank)
+    device, members = device_of(deployment, rank, mid=mid), deployment.sizes[rank]
     found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
     return found
 
@@ -99,7 +99,7 @@ def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
 def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """What a token takes in the KV pool of a rank, or in that of each of its members."""
     item = ITEM_BYTES[deployment.dtype_of(info)]
-    kv_size = info.kv_of(deployment.num_members(rank))
+    kv_size = info.kv_of(deployment.sizes[rank])
     return len(layers_of(deployment, info, rank)) * kv_size * item + SLOT_BYTES
 
 
@@ -128,7 +128,7 @@ def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False)
     share, amount = kv_amount(deployment.config.model.kv_memory)
     if amount is None:
         share = share or KV_SHARE[device.partition(":")[0]]
-        layers, members = layers_of(deployment, info, rank), deployment.num_members(rank)
+        layers, members = layers_of(deployment, info, rank), deployment.sizes[rank]
         weights = weight_bytes(deployment, info, device, layers, members)
         amount = int(share * max(free - weights, 0))
     most = least + (deployment.config.scheduler.max_num_seqs - 1) * deployment.context
@@ -198,17 +198,22 @@ def share_bytes(device: str, sharing: int) -> int:
 
 
 def require_memory(
-    deployment: Deployment, ranks: Iterable[int], free_on: Callable[[str], int] = free_bytes
+    deployment: Deployment,
+    ranks: Iterable[int],
+    free_on: Callable[[str], int] = free_bytes,
+    *,
+    followers: bool = True,
 ) -> None:
     """Raise ConfigError unless this machine has the memory that these ranks surely take, and
     `model.kv_memory`, if it is an amount, holds the longest sequence.
 
-    `free_on`: what is free on a device, in bytes.
+    `free_on`: what is free on a device, in bytes. `followers`: workers that compute a rank with the
+    one that holds it at first are meant too.
     """
     by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for rank in ranks:
         require_kv(deployment, rank)
-        others = deployment.followers_of(deployment.workers[rank]) if rank else ()
+        others = deployment.followers_of(deployment.workers[rank]) if followers else ()
         for device in (deployment.devices[rank], *map(deployment.device_of, others)):
             by_device[device] += needs(deployment, rank)
         if rank == 0 and deployment.mid is not None:

@@ -76,7 +76,8 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
             rank, member = place
             devices = list(map(deployment.device_of, assignment.workers))
             devices[rank] = deployment.device_of(worker)
-            mine = replace(here, layers=assignment.layers, devices=tuple(devices))
+            sizes = tuple(len(assignment.members(each)) for each in range(len(devices)))
+            mine = replace(here, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
             model = mid = None
             try:
                 epoch_where = replace(where, epoch=number)
@@ -85,7 +86,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
                     mine = mine.made_plain()
                 # Whoever started local ones has asked, but for the form that was hoped for.
                 if not weights.loaded and (plain or not hosts[worker].local):
-                    require_memory(mine, [rank])
+                    require_memory(mine, [rank], followers=False)
                 places = [
                     (hosts[each].name, deployment.device_of(each)) for each in assignment.everyone
                 ]

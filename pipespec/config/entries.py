@@ -83,9 +83,15 @@ def filled_list(name: str, value: Any) -> list[Any]:
     return value
 
 
-def devices(name: str, value: Any) -> tuple[str, ...]:
-    """Devices of a host, one per worker; a single one may stand without a list."""
-    found = tuple(filled_list(name, [value] if isinstance(value, str) else value))
+def devices(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
+    """Devices of a host, one per worker, those that compute a stage together in a list of their
+    own; a single one may stand without a list."""
+    listed = filled_list(name, [value] if isinstance(value, str) else value)
+    groups = tuple(
+        tuple(filled_list(f"a group in {name}", each)) if isinstance(each, list) else (each,)
+        for each in listed
+    )
+    found = [device for group in groups for device in group]
     for device in found:
         if not isinstance(device, str) or not DEVICE.fullmatch(device):
             raise Wrong(f"{name} holds {shown(device)}, but {A_DEVICE}.")
@@ -95,7 +101,13 @@ def devices(name: str, value: Any) -> tuple[str, ...]:
     twice = next((device for device in cuda if cuda.count(device) > 1), None)
     if twice is not None:
         raise Wrong(f"{name} holds {twice!r} twice; a CUDA device can hold one worker.")
-    return found
+    for group in groups:
+        if len({device.partition(":")[0] for device in group}) > 1:
+            raise Wrong(
+                f"{name} has {shown(list(group))} compute together, but those must be of one kind; "
+                "make each a stage of its own."
+            )
+    return groups
 
 
 def env(name: str, value: Any) -> dict[str, str]:

@@ -1,8 +1,10 @@
 """`hosts.yaml`: the hosts of a cluster, and how each is reached.
 
-A *host* is a machine. A *worker* is one process of a host that can hold a rank: one per entry of
-the host's `devices`, called "host/0", "host/1", ... A *spare* is a worker without a rank until one
-is needed.
+A *host* is a machine. A *worker* is one process of a host that computes: one per device of the
+host, called "host/0", "host/1", ... Devices in brackets of their own, as in `[[cuda:0, cuda:1],
+cuda:2]`, compute the layers of a stage together; the first worker of such a *group* can hold a
+rank, and so can every worker that is in none. A *spare* is one that can and has no rank until it is
+needed.
 
     name: lab                      # the file's stem
     defaults: {user: ubuntu, port: 22}   # for every host that does not say otherwise
@@ -21,7 +23,7 @@ is needed.
         target: /models/llama      # where the models lie on this host: as model.target, model.draft
         draft: /models/small       # and model.mid: mid
         memory_gib: 22             # what each of its devices may use: all that is free
-    draft: alpha/0                 # the worker that is the head: the planner chooses
+    draft: alpha/0                 # the worker that is the head, of no group: the planner chooses
     order: [beta, alpha]           # of the hosts along the pipeline: the planner chooses
     split: [12, 10, 10]            # layers per stage: the planner chooses
     spares: 0                      # so many workers, the last ones, hold no layers at first
@@ -36,6 +38,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,8 @@ BY_HAND = "none"
 class Host:
     """A machine. `target`, `draft`, `mid`: where the models lie there, if not where the run says.
 
-    `memory_gib` is what each of its devices may use, None: all that is free.
+    `memory_gib` is what each of its devices may use, None: all that is free. `groups` are the sizes
+    of its groups of devices, in order, 1 for a device by itself; nothing: all are.
     """
 
     name: str
@@ -71,6 +75,7 @@ class Host:
     draft: str | None
     memory_gib: float | None
     mid: str | None = None
+    groups: tuple[int, ...] = ()
 
     @property
     def local(self) -> bool:
@@ -86,6 +91,14 @@ class Host:
     def workers(self) -> tuple[str, ...]:
         """The names of its workers, one per device."""
         return tuple(f"{self.name}/{index}" for index in range(len(self.devices)))
+
+    @property
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """The workers that can hold a rank, each with all that compute it, itself first."""
+        sizes = self.groups or (1,) * len(self.devices)
+        ends = list(accumulate(sizes))
+        found = [self.workers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return {group[0]: group for group in found}
 
 
 @dataclass(frozen=True)
@@ -105,9 +118,14 @@ class HostsFile:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Every worker, host after host in `order`, or in the file's."""
+        """Every worker that can hold a rank, host after host in `order`, or in the file's."""
         hosts = self.hosts if self.order is None else map(self.host, self.order)
-        return tuple(worker for host in hosts for worker in host.workers)
+        return tuple(worker for host in hosts for worker in host.members)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The workers of no group, any of which can be the head, in the same order."""
+        return tuple(worker for worker in self.workers if len(self.members_of(worker)) == 1)
 
     @property
     def spare_workers(self) -> tuple[str, ...]:
@@ -137,12 +155,16 @@ class HostsFile:
                     "[cuda:0, cuda:1]."
                 )
 
+    def members_of(self, worker: str) -> tuple[str, ...]:
+        """All that compute the rank of a worker that can hold one, itself first."""
+        return self.host_of(worker).members[worker]
+
     def device_of(self, worker: str) -> str:
         """The device of a worker."""
         return self.host_of(worker).devices[int(worker.rpartition("/")[2])]
 
 
-def this_machine(devices: Sequence[str]) -> Host:
+def this_machine(devices: Sequence[str], groups: Sequence[int] = ()) -> Host:
     """The only host of a cluster that needs no hosts file."""
     return Host(
         name=LOCAL,
@@ -158,6 +180,7 @@ def this_machine(devices: Sequence[str]) -> Host:
         target=None,
         draft=None,
         memory_gib=None,
+        groups=tuple(groups),
     )
 
 
@@ -213,7 +236,7 @@ HOST: dict[str, entries.Kind] = {
     "memory_gib": entries.gib,
 }
 DEFAULTS = {key: kind for key, kind in HOST.items() if key not in ("name", "address")}
-STANDARD = {"port": 22, "devices": ("auto",), "python": "python3"}
+STANDARD = {"port": 22, "devices": (("auto",),), "python": "python3"}
 FILE = ("name", "defaults", "hosts", "draft", "order", "split", "spares")
 
 
@@ -239,6 +262,11 @@ def _hosts(values: Any, stem: str) -> HostsFile:
         spares=entries.whole("spares", given.get("spares", 0), 0, MAX_STAGES),
     )
     num_workers = len(hosts_file.workers)
+    if not hosts_file.heads:
+        raise Wrong(
+            "all its devices are in groups, but the head is a worker by itself; take one out of "
+            "the inner brackets of `devices` (cpu may stand several times)."
+        )
     if num_workers < 2:
         raise Wrong(
             f"its devices make {num_workers} worker, but a cluster needs 2 or more, the head and "
@@ -283,14 +311,23 @@ def _host(where: str, values: Any, defaults: Mapping[str, Any]) -> Host:
     merged = {**dict.fromkeys(HOST), **STANDARD, **defaults, **own, "env": env}
     if merged["name"] is None:
         merged["name"] = entries.host_name(f"{where}.address", merged["address"])
-    return Host(**merged)
+    groups = merged.pop("devices")
+    merged["devices"] = tuple(device for group in groups for device in group)
+    sizes = tuple(map(len, groups))
+    return Host(**merged, groups=sizes if max(sizes) > 1 else ())
 
 
 def _draft(value: Any, hosts: Sequence[Host]) -> str | None:
-    workers = [worker for host in hosts for worker in host.workers]
+    groups = [group for host in hosts for group in host.members.values()]
+    workers = [worker for group in groups for worker in group]
     if value is not None and value not in workers:
         raise Wrong(
             f"draft is {shown(value)}, which is no worker; {suggest(shown(value), workers)}."
+        )
+    if any(len(group) > 1 for group in groups if value in group):
+        raise Wrong(
+            f"draft is {shown(value)}, which computes a stage with others; name a worker whose "
+            "device stands by itself."
         )
     return value
 

@@ -84,8 +84,9 @@ class ClusterConfig:
         check_whole("cluster.tensor_parallel", self.tensor_parallel, 1, MAX_STAGES)
         if self.tensor_parallel > 1 and self.hosts is not None:
             raise ConfigError(
-                f"cluster.tensor_parallel is {self.tensor_parallel}, but the workers of a hosts "
-                "file are stages by themselves; leave cluster.tensor_parallel or cluster.hosts out."
+                f"cluster.tensor_parallel is {self.tensor_parallel}, but a hosts file says "
+                "itself what computes a stage together, as in `devices: [[cuda:0, cuda:1], "
+                "cuda:2]`; leave cluster.tensor_parallel or cluster.hosts out."
             )
         for name in ("patience_s", "stall_s"):
             check_number(f"cluster.{name}", getattr(self, name), 0, MAX_SECONDS, above=True)

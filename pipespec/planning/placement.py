@@ -71,6 +71,7 @@ class DeviceFigures(Device, total=False):
 
     stage: StageFigures | None
     draft: DraftFigures | None
+    sum_ms: Number  # of what those compute that compute together, of whom it is the first
 
 
 class HostFigures(TypedDict):
@@ -231,7 +232,7 @@ def unmeasured(
     The head is the file's, or its first worker; the hosts stand as in the file. `context` is
     the longest sequence in tokens.
     """
-    hosts_file = replace(hosts_file, draft=hosts_file.draft or hosts_file.workers[0])
+    hosts_file = replace(hosts_file, draft=hosts_file.draft or hosts_file.heads[0])
     dtype = choose_dtype(hosts_file, config)
     num_ranks = hosts_file.num_stages + 1
     slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
@@ -247,7 +248,11 @@ def unmeasured(
             draft_bytes += _whole_bytes(info, wanted, config, dtype, pool)
     return Problem(
         workers=tuple(
-            Worker(name, memory_bytes=_granted(hosts_file, name, inf))
+            Worker(
+                name,
+                layer_ms=1 / len(hosts_file.members_of(name)),
+                memory_bytes=_granted(hosts_file, name, inf),
+            )
             for name in _file_order(hosts_file)
         ),
         needs=Needs(
@@ -276,13 +281,14 @@ def _whole_bytes(
 
 
 def _granted(hosts_file: HostsFile, worker: str, free: float) -> float:
-    """What a worker may use of what is free."""
+    """What a worker, and those that compute with it, may use of what is free on a device."""
     limit = hosts_file.host_of(worker).memory_gib
-    return free if limit is None else min(free, int(limit * GIB))
+    granted = free if limit is None else min(free, int(limit * GIB))
+    return granted * len(hosts_file.members_of(worker))
 
 
 def _file_order(hosts_file: HostsFile) -> list[str]:
-    return [worker for host in hosts_file.hosts for worker in host.workers]
+    return [worker for host in hosts_file.hosts for worker in host.members]
 
 
 def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
@@ -291,15 +297,24 @@ def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
             f"There are no figures of {name}; measure again with `pipespec partition`."
         )
     found = figures.members[name]
-    stage: Mapping[str, Any] = found.get("stage") or {}
+    members = hosts_file.members_of(name)
+    stage: dict[str, Any] = dict(found.get("stage") or {})
     draft_round_ms: Number = 0.0
     if "draft" in found:
         draft_round_ms = inf if found["draft"] is None else found["draft"]["round_ms"]
+    if len(members) > 1:
+        draft_round_ms = inf  # the head is a worker by itself
+        of_each = [each for name in members if (each := figures.members[name]["stage"])]
+        slowest = max(times["layer_ms"] for times in of_each)
+        # What each has computed is added up behind attention and behind the MLP.
+        stage["layer_ms"] = slowest / len(members) + 2 * found["sum_ms"]
     return Worker(
         name,
         **{key: stage[key] for key in ("layer_ms", "head_ms", "embedding_ms") if stage},
         draft_round_ms=draft_round_ms,
-        memory_bytes=_granted(hosts_file, name, found["memory_bytes"]),
+        memory_bytes=_granted(
+            hosts_file, name, min(figures.members[each]["memory_bytes"] for each in members)
+        ),
     )
 
 

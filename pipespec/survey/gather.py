@@ -104,7 +104,8 @@ def _wish(hosts_file: HostsFile, host: Host, config: Config, dtype: str) -> Wish
     def roles(worker: str) -> tuple[str, ...]:
         if hosts_file.draft == worker:
             return ("draft",)
-        can_draft = hosts_file.draft is None and worker not in hosts_file.spare_workers
+        free = hosts_file.draft is None and worker not in hosts_file.spare_workers
+        can_draft = free and worker in hosts_file.heads
         return ("stage", "draft") if can_draft else ("stage",)
 
     draft = None
@@ -115,6 +116,7 @@ def _wish(hosts_file: HostsFile, host: Host, config: Config, dtype: str) -> Wish
         draft=draft,
         devices=host.devices,
         roles=tuple(map(roles, host.workers)),
+        groups=host.groups,
         rows=config.feed.max_rows,
         length=LENGTH,
         children=config.feed.children,

@@ -1,4 +1,5 @@
-"""Stages of two workers each, which compute every layer together; one cluster for all tests."""
+"""Stages of two workers, which compute every layer together, beside one of a single worker; one
+cluster for all tests."""
 
 from __future__ import annotations
 
@@ -22,13 +23,12 @@ from tools.rig.cluster import reference
 
 TOKENS = 24
 WAYS = ("feed=best_first", "feed=root", "feed=level feed.width=8")
-# The head, then two stages of two.
-WORKERS = [f"local/{number}" for number in range(5)]
-FOLLOWER, LEADER = WORKERS[2], WORKERS[3]
+# The head and three stages.
+DEVICES = "[cpu, [cpu, cpu], cpu, [cpu, cpu]]"
+HOSTS = f"hosts: [{{name: box, address: 127.0.0.1, ssh: local, devices: {DEVICES}}}]"
+WORKERS = [f"box/{number}" for number in range(6)]
+FOLLOWER, LEADER = WORKERS[2], WORKERS[4]
 SETTINGS = (
-    "cluster.stages=2",
-    "cluster.tensor_parallel=2",
-    "cluster.devices=[cpu]",
     "cluster.patience_s=600",
     "model.dtype=float32",
     "model.context=256",
@@ -38,8 +38,10 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Running]:
-    with running(decide(composed(SETTINGS, WAYS))) as made:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    file = tmp_path_factory.mktemp("hosts") / "box.yaml"
+    file.write_text(HOSTS)
+    with running(decide(composed((f"cluster={file}", *SETTINGS), WAYS))) as made:
         yield made
 
 
@@ -87,8 +89,8 @@ def pids(cluster: Running) -> dict[str, int]:
 
 def test_members_of_a_stage_are_the_next_workers_of_the_host(cluster):
     assignment = cluster.cluster._recovery.assignment
-    assert assignment.workers == ("local/0", "local/1", "local/3")
-    assert assignment.followers == (("local/2",), ("local/4",))
+    assert assignment.workers == ("box/0", "box/1", "box/3", "box/4")
+    assert assignment.followers == (("box/2",), (), ("box/5",))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -119,8 +119,23 @@ def test_devices_name_those_of_a_stage_one_after_another() -> None:
     assert found == [(), ("local/2",), ("local/4",), ("local/6",)]
     with pytest.raises(ConfigError, match=r"or 5 \(the head, then 2 stages, of 2 devices each\)"):
         compose([*settings, "cluster.devices=[cpu,cpu,cpu]"])
-    with pytest.raises(ConfigError, match="are stages by themselves"):
+    with pytest.raises(ConfigError, match="a hosts file says itself"):
         compose([*settings, "cluster.hosts=hosts.yaml"])
+
+
+def test_a_hosts_file_says_which_devices_compute_together(tmp_path: Path) -> None:
+    file = tmp_path / "box.yaml"
+    file.write_text(
+        "hosts: [{name: box, address: 127.0.0.1, ssh: local, devices: [[cpu, cpu], cpu, cpu]}]"
+    )
+    deployment = decide(compose([f"cluster={file}"]))
+    assert deployment.workers == ("box/2", "box/0", "box/3")
+    assert deployment.sizes == (1, 2, 1)
+    found = replanner(deployment, None)({"box/3"})
+    assert found.workers == ("box/2", "box/0") and found.followers == (("box/1",),)
+    file.write_text(file.read_text().replace("[cpu, cpu]", "[cpu, cpu, cpu]"))
+    with pytest.raises(ModelError, match="4 attention heads"):
+        decide(compose([f"cluster={file}"]))
 
 
 @pytest.mark.parametrize("lost", ["local/3", "local/4"])

@@ -69,6 +69,25 @@ def test_a_full_file_is_read(tmp_path):
     assert hosts_file.device_of("alpha/1") == "cuda:1"
 
 
+def test_devices_in_a_list_of_their_own_compute_together(tmp_path):
+    hosts_file = load(
+        tmp_path,
+        "hosts:\n"
+        "  - {name: a, address: 10.0.0.1, devices: [[cuda:0, cuda:1], cuda:2]}\n"
+        "  - {name: b, address: 10.0.0.2, devices: [cpu, [cpu, cpu, cpu]]}\n"
+        "spares: 1\n",
+    )
+    a, b = hosts_file.hosts
+    assert a.devices == ("cuda:0", "cuda:1", "cuda:2")
+    assert a.workers == ("a/0", "a/1", "a/2")
+    assert a.members == {"a/0": ("a/0", "a/1"), "a/2": ("a/2",)}
+    assert b.members == {"b/0": ("b/0",), "b/1": ("b/1", "b/2", "b/3")}
+    assert hosts_file.workers == ("a/0", "a/2", "b/0", "b/1")
+    assert hosts_file.heads == ("a/2", "b/0")
+    assert hosts_file.num_stages == 2 and hosts_file.spare_workers == ("b/1",)
+    assert hosts_file.members_of("b/1") == ("b/1", "b/2", "b/3")
+
+
 def test_defaults_fill_what_a_host_leaves_out(tmp_path):
     alpha, other = load(tmp_path, FULL).hosts
     assert alpha.env == {"HF_HOME": "/data", "A": "two"}
@@ -129,6 +148,11 @@ def test_there_are_examples():
         ("hosts: [{address: a, devices: [cuda, cuda:0]}]", "'cuda:0' twice"),
         ("hosts: [{address: a, devices: [auto, cpu]}]", "'auto' beside others"),
         ("hosts: [{address: a, devices: []}]", "a list of at least one"),
+        ("hosts: [{address: a, devices: [cpu, []]}]", "a list of at least one"),
+        ("hosts: [{address: a, devices: [cpu, [[cpu]]]}]", "a device is auto, cpu"),
+        ("hosts: [{address: a, devices: [cpu, [cpu, cuda:0]]}]", "of one kind"),
+        ("hosts: [{address: a, devices: [[cpu, cpu], [cpu, cpu]]}]", "all its devices are in"),
+        ("hosts: [{name: a, address: a, devices: [cpu, [cpu, cpu]]}]\ndraft: a/2", "with others"),
         ("hosts: [{address: a, devices: [cpu]}]", "its devices make 1 worker"),
         ("hosts: [{address: a, port: '22'}]", "hosts[0].port is '22', but must be a whole"),
         ("hosts: [{address: a, port: 70000}]", "from 1 to 65535"),

@@ -61,6 +61,14 @@ def test_order_draft_split_and_spares_of_the_file_hold(hosts_file, target):
     assert placement.spares == ("alpha/1",)
 
 
+def test_devices_that_compute_together_get_as_many_layers_as_they_would_alone(hosts_file, target):
+    devices = "[[cpu, cpu, cpu], cpu, cpu]"
+    file = hosts_file(f"hosts: [{{name: a, address: 10.0.0.1, ssh: local, devices: {devices}}}]")
+    placement = plan_slices(asked(load_hosts(file), target))
+    assert placement.workers_by_rank == ("a/3", "a/0", "a/4")
+    assert [len(piece) for piece in placement.layers] == [12, 4]
+
+
 def test_a_small_device_gets_fewer_layers(hosts_file, target):
     hosts_file = load_hosts(hosts_file(THREE.replace("name: beta", "name: beta, memory_gib: 1.1")))
     # Layers of 200 MiB in bfloat16 take twice as much in float32.
