@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,6 +60,16 @@ class TimeCurve:
             return most + (rows - last) * (most - less) / (last - earlier)
         counts, times = np.array(self.points, float).T
         return float(np.interp(rows, counts, times))
+
+
+def mean(curves: Sequence[TimeCurve], more: float = 0.0) -> TimeCurve:
+    """The mean of several curves, and so many milliseconds more for any rows."""
+    rows = sorted({count for curve in curves for count, _ in curve.points})
+    if any(len(curve.points) > 1 for curve in curves):
+        rows.append(rows[-1] + 1)  # beyond their ends they may go on otherwise
+    return TimeCurve(
+        tuple((n, sum(curve.ms(n) for curve in curves) / len(curves) + more) for n in rows)
+    )
 
 
 def point(text: str) -> tuple[int, float]:

@@ -56,6 +56,18 @@ def add(commands: Commands) -> None:
         "--mid-ms", type=float, metavar="MS", help="one pass of it, beside the head (0)"
     )
     command.add_argument(
+        "--tensor-parallel",
+        type=list_of(int),
+        metavar="N,...",
+        help="devices that compute the layers of so many stages together (1: each a stage)",
+    )
+    command.add_argument(
+        "--sum-ms",
+        type=float,
+        metavar="MS",
+        help="what adding up takes such a group for the layers of one stage (0)",
+    )
+    command.add_argument(
         "--policies", type=list_of(str), default=["root", "static_tree", "level", "best_first"]
     )
     command.add_argument("--widths", type=list_of(int), default=[8, 16, 32, 64])
@@ -95,37 +107,49 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         spread=arguments.spread,
         mid_curve=arguments.mid_curve,
         mid_ms=arguments.mid_ms,
+        tensor_parallel=arguments.tensor_parallel,
+        sum_ms=arguments.sum_ms,
     )
-    machine, accuracy = profile.machine(), profile.accuracy()
+    machines, accuracy = profile.machines(), profile.accuracy()
     ways = list(
         advice.choices(arguments.policies, arguments.widths, arguments.children, arguments.rounds)
     )
-    with progress("simulating") as (on_done,):
-        predictions = grid.predictions(
-            ways,
-            machine,
-            accuracy,
-            num_tokens=arguments.tokens,
-            seed=arguments.seed,
-            mid=profile.mid(),
-            on_done=on_done,
-        )
-    advised = advice.recommend(predictions)
+    by_size = {}
+    for size, machine in machines.items():
+        with progress("simulating") as (on_done,):
+            by_size[size] = grid.predictions(
+                ways,
+                machine,
+                accuracy,
+                num_tokens=arguments.tokens,
+                seed=arguments.seed,
+                mid=profile.mid(),
+                on_done=on_done,
+            )
+    found = [(size, each) for size, predictions in by_size.items() for each in predictions]
+    advised = advice.recommend([each for _, each in found])
+    best = min(machines, key=lambda size: machines[size].plain_tbt_ms)  # without guesses
+    if advised is not None:
+        best = next(size for size, each in found if each is advised)
     if arguments.json:
+        chosen = None if advised is None else {**asdict(advised), "tensor_parallel": best}
         answer = {
             "profile": asdict(profile),
-            "plain_tbt_ms": machine.plain_tbt_ms,
-            "predictions": [asdict(prediction) for prediction in predictions],
-            "recommended": None if advised is None else asdict(advised),
+            "plain_tbt_ms": profile.machine().plain_tbt_ms,
+            "predictions": [{**asdict(each), "tensor_parallel": size} for size, each in found],
+            "recommended": chosen,
         }
         write(json.dumps(answer, allow_nan=False) + "\n")
-    else:
-        _print_plan(machine, predictions, advised)
+        return 0
+    for size, machine in machines.items():
+        _print_table(machine, size, by_size[size], advised)
+    groups = f"cluster.tensor_parallel={best} cluster.stages={machines[best].num_stages} "
+    _print_advice([each for _, each in found], advised, groups if len(machines) > 1 else "")
     return 0
 
 
-def _print_plan(
-    machine: Machine, predictions: Sequence[Prediction], advised: Prediction | None
+def _print_table(
+    machine: Machine, size: int, predictions: Sequence[Prediction], advised: Prediction | None
 ) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -133,7 +157,8 @@ def _print_plan(
     table = Table(
         box=SIMPLE_HEAD,
         padding=0,
-        title=f"{machine.num_stages} stages; plain pipeline parallelism: "
+        title=f"{machine.num_stages} stages{f' of {size} devices' if size > 1 else ''}; plain "
+        "pipeline parallelism: "
         f"{machine.plain_tbt_ms:.1f} ms between tokens",
         title_justify="left",
     )
@@ -156,14 +181,20 @@ def _print_plan(
             f"{p.speedup:.2f}",
             style="bold" if p is advised else None,
         )
+    show(table)
+
+
+def _print_advice(
+    predictions: Sequence[Prediction], advised: Prediction | None, groups: str
+) -> None:
+    """`groups`: the settings that make the best groups of devices."""
     if advised is None:
-        show(table, "Speculation would lose here: use feed=root.")
+        show(f"Speculation would lose here: use {groups}feed=root.")
         return
     show(
-        table,
         "TBT in ms; of `level` also by equation, every guess among the top-k in time: bound, this "
         "schedule's; E(T), SpecPipe's. Gain: over root.",
-        f"Recommended: {' '.join(advised.settings)}",
+        f"Recommended: {groups}{' '.join(advised.settings)}",
     )
     losing = [p.policy for p in predictions if p.speedup < 1 and p.policy != "root"]
     if losing:

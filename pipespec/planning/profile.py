@@ -25,7 +25,9 @@ from pipespec.system.reading import Unreadable, build, read_json
 class Profile:
     """Times in milliseconds; the defaults are SpecPipe's 8 stages of ten layers of a 70B on an
     RTX 3090, and a draft that is right at once for 81 of 100 tokens. `mid_curve` is the accuracy of
-    the mid-size model of a cascade, empty: there is none."""
+    the mid-size model of a cascade, empty: there is none. `tensor_parallel` are numbers of devices
+    that might compute their layers together, and `sum_ms` what adding up takes them for the layers
+    of one stage."""
 
     stages: int = 8
     stage_ms: Sequence[str | float | Sequence[str | float]] = (37.8,)
@@ -35,6 +37,8 @@ class Profile:
     spread: float = 0.5
     mid_curve: Sequence[str] = ()
     mid_ms: float = 0.0
+    tensor_parallel: Sequence[int] = (1,)
+    sum_ms: float = 0.0
 
     @classmethod
     def read(cls, file: str) -> Profile:
@@ -63,6 +67,11 @@ class Profile:
             TimeCurve(tuple(point(str(entry)) for entry in curve)) for curve in per_stage
         )
         return Machine(stages, self.hop_ms, self.draft_ms, mid_ms=self.mid_ms)
+
+    def machines(self) -> dict[int, Machine]:
+        """What the devices make, by how many compute together. Raises ConfigError."""
+        alone = self.machine()
+        return {size: alone.shared(size, self.sum_ms) for size in self.tensor_parallel}
 
     def accuracy(self) -> Accuracy:
         """Raises ConfigError."""

@@ -22,12 +22,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
-from pipespec.emulation import TimeCurve
+from pipespec.emulation import TimeCurve, mean
 from pipespec.errors import ConfigError
 from pipespec.head.feed.policy import FeedPolicy
 from pipespec.head.feed.rounds import check_rounds
@@ -85,6 +85,23 @@ class Machine:
     def plain_tbt_ms(self) -> float:
         """Plain pipeline parallelism: one row goes through every stage."""
         return sum(curve.ms(1) + self.hop_ms for curve in self.stages)
+
+    def shared(self, size: int, sum_ms: float) -> Machine:
+        """The same devices, `size` of them computing the layers of so many stages together: each a
+        part of every matrix. `sum_ms` is what adding up takes them for the layers of one of these
+        stages. Raises ConfigError."""
+        if size == 1:
+            return self
+        check_whole("tensor_parallel", size, 1, self.num_stages)
+        check_number("sum_ms", sum_ms, 0, MAX_MS)
+        if self.num_stages % size:
+            raise ConfigError(
+                f"{self.num_stages} stages cannot be made of groups of {size} devices; give a "
+                "number that divides the stages."
+            )
+        groups = [self.stages[i : i + size] for i in range(0, self.num_stages, size)]
+        stages = tuple(mean(group, size * sum_ms) for group in groups)
+        return replace(self, stages=stages)
 
     def stage_ms(self, rows: Sequence[int], slots: Sequence[int]) -> list[float]:
         """What each stage computes in a step in which it has so many rows, which read so many KV

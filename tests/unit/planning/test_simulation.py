@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipespec.cli.main import main
 from pipespec.errors import ConfigError
@@ -221,6 +223,46 @@ def test_a_mid_size_model_that_guesses_worse_is_not_believed_for_long():
         for mid in (None, worse)
     )
     assert beside > 0.96 * alone
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.integers(1, 40), st.floats(0, 50), min_size=1, max_size=4),
+        min_size=4,
+        max_size=4,
+    ),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 60),
+)
+def test_devices_that_share_their_layers_take_the_mean_and_the_sums(curves, size, rows):
+    stages = tuple(
+        TimeCurve(tuple(zip(sorted(points), sorted(points.values()), strict=True)))
+        for points in curves
+    )
+    shared = Machine(stages, hop_ms=1.0).shared(size, 0.5)
+    assert (shared.num_stages, shared.hop_ms) == (4 // size, 1.0)
+    for number, stage in enumerate(shared.stages):
+        group = stages[number * size : (number + 1) * size]
+        alone = sum(curve.ms(rows) for curve in group) / size
+        assert stage.ms(rows) == pytest.approx(alone + (size * 0.5 if size > 1 else 0))
+
+
+def test_groups_of_devices_are_planned_and_the_best_is_advised(capsys):
+    command = [
+        *("plan", "--stages", "4", "--stage-ms", "20", "--policies", "root,best_first"),
+        *("--widths", "16", "--rounds", "1", "--tokens", "100", "--tensor-parallel", "1,2,4"),
+    ]
+    assert main([*command, "--sum-ms", "0.1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [p["tensor_parallel"] for p in told["predictions"]] == [1, 1, 2, 2, 4, 4]
+    fastest = min(told["predictions"], key=lambda p: p["tbt_ms"])
+    assert told["recommended"]["tensor_parallel"] == fastest["tensor_parallel"] > 1
+    assert main([*command, "--sum-ms", "500"]) == 0
+    out = capsys.readouterr().out
+    assert "2 stages of 2 devices" in out
+    assert "Recommended: cluster.tensor_parallel=1 cluster.stages=4 feed=best_first" in out
+    assert main([*command, "--tensor-parallel", "3"]) == 2
+    assert "4 stages cannot be made of groups of 3" in capsys.readouterr().err
 
 
 def test_a_pass_that_never_ends_changes_nothing():
