@@ -124,8 +124,8 @@ def main() -> None:
         print(f"Least {figure}: {best['devices_of_a_stage']} devices of a stage.")
     title = f"{emulated.tags(options)}: 8 devices of one host, width {options.width}"
     note = (
-        f"{STAGE_MS:g} ms for a device's layers, {options.sum_ms:g} ms for sums of so many layers (ASSUMED)"
-        f", draft round {DRAFT_MS:g} ms; {options.scale:g} times slower; "
+        f"{STAGE_MS:g} ms for a device's ten layers, {options.sum_ms:g} ms for the sums of so many "
+        f"(ASSUMED), draft round {DRAFT_MS:g} ms; {options.scale:g} times slower; "
         f"{len(compared.prompts)} prompts × {options.tokens} tokens."
     )
     drawn = partial(draw, title, note, rows)
