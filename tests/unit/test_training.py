@@ -1,0 +1,116 @@
+"""Training that may be killed at any moment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tools.training import Budget, Mix, train
+
+BUDGET = Budget(tokens=250, batch_tokens=32, lengths=((0.0, 8), (0.6, 16)), seed=3)
+VOCABULARY = 16
+
+
+class Killed(Exception):
+    pass
+
+
+def small_model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
+    )
+
+
+def some_text(seed=0):
+    rng = np.random.default_rng(seed)
+    return Mix.of(
+        [rng.integers(VOCABULARY, size=n).astype(np.int32) for n in (300, 90)], [1.0, 2.0]
+    )
+
+
+def trained(folder, budget=BUDGET, mix=None, kills=()):
+    """Weights and batches of a training that is killed before the given steps, counted anew in
+    each of its lives, until a life is not."""
+    batches = {}
+    for kill in (*kills, budget.steps):
+        model, life = small_model(), []
+
+        def loss_of(ids, progress, model=model, life=life, kill=kill):
+            if len(life) == kill:
+                raise Killed
+            step = round(progress * budget.steps)
+            life.append(step)
+            assert torch.equal(ids, batches.setdefault(step, ids)), "a step's batch never changes"
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+            return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+        try:
+            cost = train(
+                "model", model, mix or some_text(), budget, folder, loss_of,
+                checkpoint_every=3, log_every=4,
+            )  # fmt: skip
+            return model.state_dict(), batches, cost
+        except Killed:
+            (folder / ".partial-model.pt").write_bytes(b"killed while it wrote")
+    raise AssertionError("the last life is not killed")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("uninterrupted"))
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+def test_whoever_is_killed_ends_with_the_same_weights(uninterrupted, tmp_path_factory, kills):
+    weights, batches, cost = trained(tmp_path_factory.mktemp("killed"), kills=kills)
+    expected, expected_batches, expected_cost = uninterrupted
+    assert sorted(batches) == sorted(expected_batches) == [*range(8)]
+    assert all(torch.equal(batches[step], expected_batches[step]) for step in batches)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert cost.tokens == expected_cost.tokens == 256
+    assert not all(torch.equal(expected[k], v) for k, v in small_model().state_dict().items())
+
+
+def test_a_finished_training_only_returns_its_weights(tmp_path):
+    first, _, cost = trained(tmp_path)
+    again, batches, cost_again = trained(tmp_path)
+    assert not batches and all(torch.equal(first[name], again[name]) for name in first)
+    assert cost_again.tokens == cost.tokens and cost_again.cpu_seconds >= 0.5 * cost.cpu_seconds
+
+
+@pytest.mark.parametrize(
+    ("other", "mix", "named"),
+    [
+        (Budget(320, 32, BUDGET.lengths, 3), None, "tokens"),
+        (Budget(250, 32, BUDGET.lengths, 4), None, "seed"),
+        (BUDGET, some_text(1), "text"),
+    ],
+)
+def test_a_checkpoint_of_another_training_is_refused(tmp_path, other, mix, named):
+    trained(tmp_path)
+    with pytest.raises(SystemExit, match=f"begun with other {named};.*another --folder"):
+        trained(tmp_path, other, mix)
+
+
+def test_steps_are_whole_sequences():
+    with pytest.raises(SystemExit, match="40 tokens per step are not whole sequences of 16"):
+        Budget(250, 40, BUDGET.lengths, 3)
+
+
+def test_the_long_sequences_come_last():
+    assert [BUDGET.length(step) for step in range(BUDGET.steps)] == [8] * 5 + [16] * 3

@@ -1,0 +1,215 @@
+"""Training to a budget of tokens, which may be killed at any moment and goes on where it was.
+
+A step's batch, its sequence length and its learning rate are functions of the budget and the step
+alone, and a checkpoint holds the whole state at the end of a step. So whoever is interrupted, how
+often ever, ends with the weights of one who was not.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import PreTrainedModel
+
+WARMUP_STEPS = 50
+DECAY_FRACTION = 0.3
+MUON_LR, ADAM_LR = 0.02, 4e-3
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Token streams and the probability of drawing a training window from each."""
+
+    streams: list[np.ndarray]
+    probabilities: np.ndarray
+
+    @classmethod
+    def of(cls, streams: list[np.ndarray], weights: list[float]) -> Mix:
+        mass = np.array([len(s) * w for s, w in zip(streams, weights, strict=True)], float)
+        return cls(streams, mass / mass.sum())
+
+    def plus(self, stream: np.ndarray, share: float) -> Mix:
+        return Mix([*self.streams, stream], np.append(self.probabilities * (1 - share), share))
+
+    def windows(self, rng: np.random.Generator, rows: int, length: int) -> Tensor:
+        """Random windows `[rows, length]`."""
+        picked = rng.choice(len(self.streams), rows, p=self.probabilities)
+        starts = [rng.integers(len(self.streams[i]) - length) for i in picked]
+        rows_ = [self.streams[i][s : s + length] for i, s in zip(picked, starts, strict=True)]
+        return torch.from_numpy(np.stack(rows_).astype(np.int64))
+
+    def digest(self) -> int:
+        """A number that another text, or another order of texts, would not have."""
+        found = zlib.crc32(self.probabilities.tobytes())
+        for stream in self.streams:
+            found = zlib.crc32(np.ascontiguousarray(stream), found)
+        return found
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens a model learns from, and in which portions.
+
+    `lengths` are pairs (from this progress on, sequence length). `batch_tokens` is what an
+    optimizer step takes, a multiple of each length; the budget is rounded up to whole steps.
+    """
+
+    tokens: int
+    batch_tokens: int
+    lengths: tuple[tuple[float, int], ...]
+    seed: int
+
+    def __post_init__(self) -> None:
+        for _, length in self.lengths:
+            if self.batch_tokens % length:
+                raise SystemExit(
+                    f"{self.batch_tokens} tokens per step are not whole sequences of {length}; "
+                    "give --batch-tokens a multiple of it."
+                )
+
+    @property
+    def steps(self) -> int:
+        return -(-self.tokens // self.batch_tokens)
+
+    def length(self, step: int) -> int:
+        return max(n for start, n in self.lengths if step >= start * self.steps)
+
+    def batch(self, name: str, mix: Mix, step: int) -> Tensor:
+        """The windows of a step of model `name`, int64 `[rows, length + 1]`."""
+        rng = np.random.default_rng([self.seed, *name.encode(), step])
+        length = self.length(step)
+        return mix.windows(rng, self.batch_tokens // length, length + 1)
+
+    def learning_rate_scale(self, step: int) -> float:
+        """Warmup, stable, then linear decay."""
+        decay = (self.steps - step) / max(1.0, self.steps * DECAY_FRACTION)
+        return min(1.0, (step + 1) / WARMUP_STEPS, decay)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What training took: tokens, and CPU seconds of this process over all its lives."""
+
+    tokens: int
+    cpu_seconds: float
+
+
+def optimizers_for(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
+    hidden = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is h for h in hidden)]
+    return [
+        torch.optim.Muon(hidden, lr=MUON_LR, weight_decay=0.05),
+        torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def written(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make a file, which appears under `path` whole or not at all."""
+    partial = path.with_name(f".partial-{path.name}")
+    write(partial)
+    partial.replace(path)
+
+
+def train(
+    name: str,
+    model: PreTrainedModel,
+    mix: Mix,
+    budget: Budget,
+    folder: Path,
+    loss_of: Callable[[Tensor, float], Tensor],
+    *,
+    checkpoint_every: int,
+    log_every: int,
+) -> Cost:
+    """Train to the end of the budget, from the checkpoint of `name` in `folder` on if there is one.
+
+    `loss_of(ids, progress)` is the loss of windows `[rows, length + 1]` at a progress in [0, 1).
+    A checkpoint of another budget or other text ends the program.
+    """
+    path = folder / f"{name}.pt"
+    began_with = {**asdict(budget), "text": mix.digest()}
+    optimizers = optimizers_for(model)
+    base_lrs = [group["lr"] for opt in optimizers for group in opt.param_groups]
+    first, spent = 0, 0.0
+    if path.exists():
+        state = torch.load(path, map_location=model.device)
+        differing = [key for key, value in began_with.items() if state["began_with"][key] != value]
+        if differing:
+            raise SystemExit(
+                f"{path} was begun with other {', '.join(differing)}; "
+                "give what it was begun with, or another --folder."
+            )
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first, spent = state["step"], state["cpu_seconds"]
+        console.print(f"{name} goes on at step {first} of {budget.steps}")
+    groups = [group for opt in optimizers for group in opt.param_groups]
+    started = time.process_time()
+
+    def save(step: int) -> None:
+        state = {
+            "began_with": began_with,
+            "model": model.state_dict(),
+            "optimizers": [opt.state_dict() for opt in optimizers],
+            "step": step,
+            "cpu_seconds": spent + time.process_time() - started,
+        }
+        written(path, lambda partial: torch.save(state, partial))
+
+    model.train()
+    recent: list[float] = []
+    clock = time.monotonic(), time.process_time()
+    for step in progress_steps(name, first, budget.steps):
+        ids = budget.batch(name, mix, step).to(model.device)
+        for group, lr in zip(groups, base_lrs, strict=True):
+            group["lr"] = lr * budget.learning_rate_scale(step)
+        with torch.autocast(model.device.type, torch.bfloat16):
+            loss = loss_of(ids, step / budget.steps)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        recent.append(loss.item())
+        if (step + 1) % log_every == 0:
+            now = time.monotonic(), time.process_time()
+            per_second, per_cpu_second = (
+                len(recent) * budget.batch_tokens / (b - a) for a, b in zip(clock, now, strict=True)
+            )
+            console.print(
+                f"{name} step {step + 1}/{budget.steps} loss {np.mean(recent):.4f} "
+                f"lr x{budget.learning_rate_scale(step):.2f} {per_second:,.0f} tokens/s, "
+                f"{per_cpu_second:,.0f} per CPU second"
+            )
+            recent.clear()
+            clock = now
+        if (step + 1) % checkpoint_every == 0 or step + 1 == budget.steps:
+            save(step + 1)
+    spent += time.process_time() - started
+    return Cost(budget.steps * budget.batch_tokens, spent)
+
+
+def progress_steps(name: str, first: int, steps: int) -> Iterator[int]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(name, total=steps, completed=first)
+        for step in range(first, steps):
+            yield step
+            progress.advance(task)
