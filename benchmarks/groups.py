@@ -52,7 +52,7 @@ def overrides(shared: Machine, folder: Path, scale: float) -> list[str]:
 
 
 def draw(title: str, note: str, rows: list[dict[str, Any]], path: Path) -> None:
-    with plot.figure(path, title, size=(5.2, 3.6), note=note) as axes:
+    with plot.figure(path, title, size=(5.2, 3.6), note=note) as (axes,):
         lines = {
             method: [(r["devices_of_a_stage"], r["tbt_ms"]) for r in rows if r["method"] == method]
             for method in ("root", "best_first")

@@ -24,6 +24,7 @@ from tools.demo_text import (
     encode,
     prompt_ids,
 )
+from tools.distilling import continue_greedily
 from tools.training import Cost, Mix, console
 
 EVALUATION_LEN = 512
@@ -36,17 +37,6 @@ def num_multiply_adds(model: LlamaForCausalLM) -> int:
     """Multiply-adds per token in the matrices, with the output head, without attention."""
     matrices = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
     return matrices + model.lm_head.weight.numel()
-
-
-@torch.inference_mode()
-def continue_greedily(model: LlamaForCausalLM, ids: Tensor, num_new: int) -> Tensor:
-    """Greedy continuation that runs through end tokens: `[rows, n]` -> `[rows, n + num_new]`."""
-    out = model(input_ids=ids, use_cache=True)
-    tokens = [ids, out.logits[:, -1:].argmax(-1)]
-    while len(tokens) <= num_new:
-        out = model(input_ids=tokens[-1], past_key_values=out.past_key_values, use_cache=True)
-        tokens.append(out.logits[:, -1:].argmax(-1))
-    return torch.cat(tokens, 1)
 
 
 @dataclass

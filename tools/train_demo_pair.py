@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tools.demo_cards import continue_greedily, write_cards
+from tools.demo_cards import write_cards
 from tools.demo_text import (
     CORPUS_NOTES,
     DEFAULT_NOTE,
@@ -36,7 +36,8 @@ from tools.demo_text import (
     encode,
     train_tokenizer,
 )
-from tools.training import Budget, Cost, Mix, console, progress_steps, train, written
+from tools.distilling import OwnText, to_learn_from
+from tools.training import Budget, Cost, Mix, console, train, written
 
 # (from this progress on, sequence length): short is cheap, attention being half the cost at 512;
 # the long end is there so that prompts of up to some thousand tokens behave.
@@ -92,22 +93,6 @@ def next_token_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def distillation_loss(
-    draft: LlamaForCausalLM, ids: Tensor, target_logits: Tensor, top1_weight: Tensor
-) -> Tensor:
-    """KL(target || draft), plus cross entropy to the target's greedy choice.
-
-    The second term is what verification rewards: the draft is kept when its guess is the target's
-    arg-max. It enters late, when the draft already knows the distribution.
-    """
-    wanted = target_logits.flatten(0, 1).float()
-    logits = draft(input_ids=ids, use_cache=False).logits.flatten(0, 1).float()
-    kl = F.kl_div(
-        F.log_softmax(logits, -1), F.log_softmax(wanted, -1), reduction="batchmean", log_target=True
-    )
-    return kl + top1_weight * F.cross_entropy(logits, wanted.argmax(-1))
-
-
 def learn(
     name: str,
     model: LlamaForCausalLM,
@@ -141,41 +126,8 @@ def train_student(
     args: argparse.Namespace,
 ) -> Cost:
     """Distil on the corpus mix and on text that the target wrote itself, as it will at run time."""
-    logits_of = torch.compile(
-        lambda ids: target(input_ids=ids, use_cache=False).logits,
-        dynamic=False,
-        disable=not args.compile,
-    )
-    loss = torch.compile(distillation_loss, dynamic=False, disable=not args.compile)
-
-    def loss_of(ids: Tensor, progress: float) -> Tensor:
-        with torch.no_grad():
-            wanted = logits_of(ids)
-        late = max(0.0, (progress - 0.5) / 0.5)
-        return loss(student, ids, wanted, torch.tensor(late, device=ids.device))
-
+    loss_of = to_learn_from(target, student, compiled=args.compile)
     return learn(name, student, mix, args, loss_of)
-
-
-def target_text(target: LlamaForCausalLM, mix: Mix, args: argparse.Namespace) -> np.ndarray:
-    """Greedy continuations of corpus windows as one stream `[tokens]`, kept piece by piece."""
-    pieces = []
-    for piece in progress_steps("target text", 0, -(-args.target_text_rows // ROWS_AT_ONCE)):
-        path = args.folder / f"target_text_{piece}.npy"
-        if not path.exists():
-            rng = np.random.default_rng([args.seed, 0, piece])
-            rows = min(ROWS_AT_ONCE, args.target_text_rows - ROWS_AT_ONCE * piece)
-            heads = mix.windows(rng, rows, BEGINNING).to(args.device)
-            with torch.autocast(args.device, torch.bfloat16):
-                text = continue_greedily(target, heads, CONTINUATION).cpu().numpy()
-            written(path, lambda partial, text=text: save_array(partial, text))
-        pieces.append(np.load(path).flatten())
-    return np.concatenate(pieces)
-
-
-def save_array(path: Path, array: np.ndarray) -> None:
-    with path.open("wb") as file:
-        np.save(file, array.astype(np.int32))
 
 
 def export(
@@ -206,10 +158,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=int, default=16_000_000)
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per optimizer step")
     parser.add_argument(
-        "--target-text-rows", type=int, default=768, help="continuations written for the drafts"
+        "--target-text-rows", type=int, default=2048, help="continuations written for the drafts"
     )
     parser.add_argument(
-        "--target-text-share", type=float, default=0.2, help="share of them in their batches"
+        "--target-text-share", type=float, default=0.5, help="share of them in their batches"
     )
     parser.add_argument("--prompts-per-file", type=int, default=16)
     parser.add_argument("--continuation-tokens", type=int, default=128)
@@ -247,7 +199,9 @@ def main() -> None:
         return model.requires_grad_(False).eval()
 
     models["target"] = exported("target")
-    own_text = target_text(models["target"], mix, args)
+    own = OwnText(args.target_text_rows, BEGINNING, CONTINUATION, ROWS_AT_ONCE, args.seed)
+    pieces = own.pieces(models["target"], mix, args.folder)
+    own_text = np.concatenate([piece.flatten() for piece in pieces])
     distilled_on = mix.plus(own_text, args.target_text_share)
     for name in ("mid", "draft"):
         costs[name] = train_student(name, models[name], models["target"], distilled_on, args)

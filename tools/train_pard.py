@@ -1,6 +1,6 @@
 """Turn a draft model into one that guesses several tokens per pass (PARD, arXiv 2504.18583).
 
-    python tools/train_pard.py --target demo/target --draft demo/draft --text CORPUS \\
+    python -m tools.train_pard --target demo/target --draft demo/draft --text CORPUS \\
         --work SCRATCH --out demo/draft_pard
 
 The draft learns what a *mask token* stands for: behind the text so far stand up to `--tokens` - 1
@@ -32,6 +32,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tools.distilling import continue_greedily, save_array
+from tools.training import written
 
 HEAD_TOKENS = 64  # of a text that the target continues
 WARMUP_STEPS = 20
@@ -125,17 +128,6 @@ def windows(streams: list[np.ndarray], rng: np.random.Generator, rows: int, leng
     return torch.from_numpy(np.stack(found).astype(np.int64))
 
 
-@torch.inference_mode()
-def continued(model: PreTrainedModel, ids: Tensor, count: int) -> Tensor:
-    """Greedy continuation that runs through end tokens: `[rows, n]` -> `[rows, n + count]`."""
-    out = model(input_ids=ids, use_cache=True)
-    tokens = [ids, out.logits[:, -1:].argmax(-1)]
-    while len(tokens) <= count:
-        out = model(input_ids=tokens[-1], past_key_values=out.past_key_values, use_cache=True)
-        tokens.append(out.logits[:, -1:].argmax(-1))
-    return torch.cat(tokens, 1)
-
-
 def target_text(target: PreTrainedModel, streams: list[np.ndarray], args) -> Tensor:
     """What the target says behind beginnings of the text, `[rows, tokens]`, kept for later runs."""
     path = args.work / "target_text.npy"
@@ -144,8 +136,8 @@ def target_text(target: PreTrainedModel, streams: list[np.ndarray], args) -> Ten
         pieces = []
         for _ in track(range(args.target_rows // 64), "target text", console=console):
             heads = windows(streams, rng, 64, HEAD_TOKENS).to(args.device)
-            pieces.append(continued(target, heads, args.length).cpu())
-        np.save(path, torch.cat(pieces).numpy().astype(np.int32))
+            pieces.append(continue_greedily(target, heads, args.length).cpu())
+        written(path, lambda partial: save_array(partial, torch.cat(pieces).numpy()))
     return torch.from_numpy(np.load(path).astype(np.int64))
 
 
@@ -176,8 +168,7 @@ def train(draft: PreTrainedModel, target: PreTrainedModel, streams: list[np.ndar
             "optimizer": optimizer.state_dict(),
             "step": step,
         }
-        torch.save(state, path.with_suffix(".partial"))
-        path.with_suffix(".partial").replace(path)
+        written(path, lambda partial: torch.save(state, partial))
 
     draft.train()
     vocabulary = target.config.vocab_size
@@ -316,7 +307,7 @@ def main() -> None:
     # Texts that were not learnt from: other beginnings, continued by the target.
     rng = np.random.default_rng([args.seed, 2])
     heads = windows(streams, rng, args.evaluated, HEAD_TOKENS).to(args.device)
-    texts = continued(target, heads, args.length)[:, HEAD_TOKENS:]
+    texts = continue_greedily(target, heads, args.length)[:, HEAD_TOKENS:]
     write_card(draft, agreement(draft, target, texts, args), steps, args)
 
 

@@ -131,11 +131,13 @@ def train(
     *,
     checkpoint_every: int,
     log_every: int,
+    on_checkpoint: Callable[[int], None] = lambda step: None,
 ) -> Cost:
     """Train to the end of the budget, from the checkpoint of `name` in `folder` on if there is one.
 
     `loss_of(ids, progress)` is the loss of windows `[rows, length + 1]` at a progress in [0, 1).
-    A checkpoint of another budget or other text ends the program.
+    A checkpoint of another budget or other text ends the program. `on_checkpoint` is called with
+    the steps made when one is written.
     """
     path = folder / f"{name}.pt"
     began_with = {**asdict(budget), "text": mix.digest()}
@@ -197,6 +199,9 @@ def train(
             clock = now
         if (step + 1) % checkpoint_every == 0 or step + 1 == budget.steps:
             save(step + 1)
+            model.eval()
+            on_checkpoint(step + 1)
+            model.train()
     spent += time.process_time() - started
     return Cost(budget.steps * budget.batch_tokens, spent)
 

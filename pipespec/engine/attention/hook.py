@@ -79,9 +79,9 @@ def attach(
 ) -> LayerState:
     """Give the attention module of a decoder layer its state."""
     (attention,) = (m for m in layer.modules() if type(m).__name__.endswith("Attention"))
-    device = next(attention.parameters()).device
-    own = None if kv_heads is None else torch.tensor(kv_heads, device=device)
-    state = LayerState(slice_, num_slots, own)
+    state = LayerState(slice_, num_slots)
+    if kv_heads is not None:
+        state.kv_heads = torch.tensor(kv_heads, device=next(attention.parameters()).device)
     attention.kv = state  # type: ignore[assignment]
     return state
 

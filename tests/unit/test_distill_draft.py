@@ -1,0 +1,95 @@
+"""A draft made of a target, as far as a few steps take it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from pipespec.system.resources import resource_dir
+from tools.distill_draft import kept_layers, main, student_of
+
+TOKENIZER = resource_dir("demo") / "target"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("target")
+    config = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "two", "three"]
+    (folder / "words.txt").write_text(" ".join(random.Random(0).choices(words, k=2000)))
+    return folder
+
+
+def run(target: Path, corpus: Path, out: Path, *more: str, tokens: int = 2048) -> None:
+    small = ["--length", "32", "--batch-tokens", "256", "--own-rows", "4", "--no-compile"]
+    often = ["--checkpoint-every", "4", "--log-every", "4", "--device", "cpu"]
+    given = ["--target", str(target), "--text", str(corpus), "--out", str(out)]
+    folder = ["--folder", str(out.parent / "work")]
+    main([*given, *folder, *small, *often, "--tokens", str(tokens), *more])
+
+
+def test_kept_layers_are_spread_from_the_first_to_the_last():
+    assert kept_layers(5, 3) == [0, 2, 4]
+    assert kept_layers(16, 2) == [0, 15]
+    assert kept_layers(4, 4) == [0, 1, 2, 3]
+    with pytest.raises(SystemExit, match="5 layers; give --layers from 1 to 5"):
+        kept_layers(5, 6)
+
+
+def test_a_draft_of_the_same_widths_begins_as_layers_of_the_target(target):
+    whole = AutoModelForCausalLM.from_pretrained(target)
+    draft = student_of(whole, [0, 2, 4], halve=False)
+    for new, old in enumerate([0, 2, 4]):
+        pairs = zip(
+            draft.model.layers[new].parameters(), whole.model.layers[old].parameters(), strict=True
+        )
+        assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    assert torch.equal(draft.lm_head.weight, whole.lm_head.weight)
+
+
+def test_all_layers_of_the_target_guess_as_it_does(target, corpus, tmp_path):
+    run(target, corpus, tmp_path / "draft", "--layers", "5", tokens=256)
+    told = json.loads((tmp_path / "draft" / "accuracy.json").read_text())
+    assert told["top_ks"] == [1, 4, 16]
+    assert told["accuracy"][0] == {"tokens": 0, "top": [1.0, 1.0, 1.0]}
+
+
+def test_a_draft_is_a_model_with_a_card_and_a_curve(target, corpus, tmp_path):
+    out = tmp_path / "draft"
+    run(target, corpus, out, "--layers", "2", "--halve")
+    draft = AutoModelForCausalLM.from_pretrained(out)
+    assert (draft.config.num_hidden_layers, draft.config.hidden_size) == (2, 16)
+    assert (draft.config.vocab_size, draft.config.head_dim) == (2048, 8)
+    assert AutoTokenizer.from_pretrained(out).encode("the cat")
+    curve = json.loads((out / "accuracy.json").read_text())["accuracy"]
+    assert [row["tokens"] for row in curve] == [0, 1024, 2048]
+    assert all(a <= b for row in curve for a, b in zip(row["top"], row["top"][1:], strict=False))
+    card = (out / "README.md").read_text()
+    assert "2 layers, half its widths" in card and "| 0.00 M | " in card
+
+
+def test_another_budget_in_the_same_folder_is_refused(target, corpus, tmp_path):
+    run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
+    with pytest.raises(SystemExit, match="begun with other tokens"):
+        run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=1024)

@@ -1,0 +1,226 @@
+"""Make a small independent draft for a target, from the target's own answers.
+
+    python -m tools.distill_draft --target TARGET --text CORPUS --out DRAFT --layers 4
+    python -m tools.distill_draft --target TARGET --text CORPUS --out DRAFT --layers 4 --halve
+
+The draft has the target's architecture with fewer layers, and with `--halve` half its widths. With
+the target's widths it begins as so many of its layers, from the first to the last; with half of
+them, at random. It learns the target's distribution (KL divergence, later also its greedy choice)
+on `--text`, a folder of text files, and on what the target says itself behind beginnings of it.
+`--tokens` is the budget. Whoever is killed goes on in `--folder`. At every checkpoint the draft is
+measured on text that the target wrote and that it does not learn from; the curve goes into
+`accuracy.json` of the draft and its model card.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from tools.distilling import OwnText, to_learn_from
+from tools.train_pard import read_text
+from tools.training import Budget, Cost, Mix, console, train, written
+
+TOP_KS = (1, 4, 16)
+# Beginnings that the target continues, in tokens; of those it is measured on, so many rows.
+BEGINNING, MEASURED_ROWS, ROWS_AT_ONCE = 64, 32, 64
+# What `--halve` makes half as large, and what is at least one.
+WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def kept_layers(count: int, wanted: int) -> list[int]:
+    """So many of the target's layers, the first and the last among them."""
+    if not 1 <= wanted <= count:
+        raise SystemExit(f"The target has {count} layers; give --layers from 1 to {count}.")
+    return np.linspace(0, count - 1, wanted).round().astype(int).tolist()
+
+
+def config_of(target: PreTrainedConfig, layers: list[int], *, halve: bool) -> PreTrainedConfig:
+    """The draft's configuration."""
+    values = target.to_dict()
+    values["num_hidden_layers"] = len(layers)
+    if isinstance(values.get("layer_types"), list):
+        values["layer_types"] = [values["layer_types"][layer] for layer in layers]
+    if halve:
+        head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+        values |= {name: max(1, values[name] // 2) for name in WIDTHS if values.get(name)}
+        values["head_dim"] = head
+    return type(target)(**values)
+
+
+def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> PreTrainedModel:
+    """The draft before it has learnt: `layers` of the target, or at random with half its widths.
+    Raises SystemExit for a target whose layers do not stand in `model.layers`."""
+    if not hasattr(getattr(target, "model", None), "layers"):
+        raise SystemExit(
+            f"Layers of a {target.config.model_type} cannot be left out; take a Llama."
+        )
+    student = AutoModelForCausalLM.from_config(config_of(target.config, layers, halve=halve))
+    student = student.to(torch.float32)
+    if not halve:
+        place = {old: new for new, old in enumerate(layers)}
+        weights = {}
+        for name, value in target.state_dict().items():
+            before, found, after = name.partition(".layers.")
+            number, _, rest = after.partition(".")
+            if not found:
+                weights[name] = value
+            elif int(number) in place:
+                weights[f"{before}.layers.{place[int(number)]}.{rest}"] = value
+        student.load_state_dict(weights)
+    return student
+
+
+@torch.inference_mode()
+def accuracy(target: PreTrainedModel, draft: PreTrainedModel, texts: np.ndarray) -> list[float]:
+    """How often the target's greedy token is among the draft's k best, for each of TOP_KS, behind
+    the beginnings of texts `[rows, tokens]`."""
+    hits, count = np.zeros(len(TOP_KS), np.int64), 0
+    for ids in torch.from_numpy(texts.astype(np.int64)).split(8):
+        ids = ids.to(target.device)
+        wanted, logits = (
+            model(input_ids=ids, use_cache=False).logits[:, BEGINNING - 1 : -1]
+            for model in (target, draft)
+        )
+        score = logits.gather(-1, wanted.argmax(-1, keepdim=True))
+        rank = (logits > score).sum(-1)
+        hits += [int((rank < k).sum()) for k in TOP_KS]
+        count += rank.numel()
+    return (hits / count).tolist()
+
+
+class Curve:
+    """Accuracy by tokens learnt from, kept in a file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self.rows: dict[int, list[float]] = {}
+        if path.exists():
+            held = json.loads(path.read_text(encoding="utf-8"))["accuracy"]
+            self.rows = {each["tokens"]: each["top"] for each in held}
+
+    def add(self, tokens: int, shares: list[float]) -> None:
+        self.rows[tokens] = shares
+        values = [{"tokens": n, "top": self.rows[n]} for n in sorted(self.rows)]
+        text = json.dumps({"top_ks": TOP_KS, "accuracy": values}, indent=2) + "\n"
+        written(self._path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+    def table(self) -> str:
+        """As Markdown."""
+        lines = [
+            f"| {tokens / 1e6:.2f} M | " + " | ".join(f"{share:.3f}" for share in self.rows[tokens])
+            for tokens in sorted(self.rows)
+        ]
+        head = " | ".join(f"top-{k}" for k in TOP_KS)
+        return "\n".join(
+            [f"| tokens | {head} |", "|---" * (len(TOP_KS) + 1) + "|", *(f"{x} |" for x in lines)]
+        )
+
+
+def card(draft: PreTrainedModel, cost: Cost, curve: Curve, args: argparse.Namespace) -> str:
+    config, widths = draft.config, "half its widths" if args.halve else "its widths"
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {args.out.name}
+
+A draft for {args.target.name}: {config.num_hidden_layers} layers, {widths}, \
+{draft.num_parameters() / 1e6:.2f} M parameters. Made by `tools/distill_draft.py` of pipespec from \
+{cost.tokens / 1e6:.1f} M tokens, in {cost.cpu_seconds / 3600:.2f} hours of CPU time.
+
+How often the target's greedy token is among the best k of the draft, along text that the target
+writes itself and that the draft did not learn from:
+
+{curve.table()}
+"""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target")
+    parser.add_argument("--text", type=Path, required=True, help="folder of *.txt")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the draft")
+    parser.add_argument("--folder", type=Path, default=Path(".training"), help="for checkpoints")
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--halve", action="store_true", help="half the target's widths")
+    parser.add_argument("--tokens", type=int, default=20_000_000, help="to learn from (20 M)")
+    parser.add_argument("--batch-tokens", type=int, default=8192, help="per optimizer step (8192)")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence (256)")
+    parser.add_argument("--own-rows", type=int, default=1024, help="texts of the target (1024)")
+    parser.add_argument("--own-share", type=float, default=0.5, help="of a batch (0.5)")
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps (100)")
+    parser.add_argument("--log-every", type=int, default=20, help="steps (20)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    layers = kept_layers(AutoConfig.from_pretrained(args.target).num_hidden_layers, args.layers)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+    target.requires_grad_(False).eval().to(args.device)
+    torch.manual_seed(args.seed)
+    draft = student_of(target, layers, halve=args.halve).to(args.device)
+
+    streams = read_text(args.text, tokenizer)
+    mix = Mix.of(streams, [1.0] * len(streams))
+    own = OwnText(args.own_rows, BEGINNING, args.length, ROWS_AT_ONCE, args.seed)
+    learnt = own.pieces(target, mix, args.folder)
+    (args.folder / "measured").mkdir(exist_ok=True)
+    unseen = replace(own, rows=MEASURED_ROWS, seed=args.seed + 1)
+    texts = np.concatenate(unseen.pieces(target, mix, args.folder / "measured"))
+    mix = mix.plus(np.concatenate([piece.flatten() for piece in learnt]), args.own_share)
+
+    budget = Budget(args.tokens, args.batch_tokens, ((0.0, args.length),), args.seed)
+    curve = Curve(args.folder / "accuracy.json")
+
+    def measure(step: int) -> None:
+        shares = accuracy(target, draft, texts)
+        curve.add(step * budget.batch_tokens, shares)
+        told = ", ".join(f"top-{k} {share:.3f}" for k, share in zip(TOP_KS, shares, strict=True))
+        console.print(f"after {step * budget.batch_tokens / 1e6:.2f} M tokens: {told}")
+
+    if not curve.rows:
+        measure(0)
+    cost = train(
+        "draft",
+        draft,
+        mix,
+        budget,
+        args.folder,
+        to_learn_from(target, draft, compiled=args.compile),
+        checkpoint_every=args.checkpoint_every,
+        log_every=args.log_every,
+        on_checkpoint=measure,
+    )
+    stored = AutoConfig.from_pretrained(args.target).dtype or torch.float32
+    draft.to(stored).save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    (args.out / "accuracy.json").write_bytes((args.folder / "accuracy.json").read_bytes())
+    text = card(draft, cost, curve, args)
+    (args.out / "README.md").write_text(text, encoding="utf-8")
+    console.print(curve.table())
+
+
+if __name__ == "__main__":
+    main()
