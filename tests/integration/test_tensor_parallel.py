@@ -104,6 +104,11 @@ def test_each_text_is_that_of_the_whole_target(cluster, prompts, expected, way):
         (FOLLOWER, signal.SIGKILL),
         (FOLLOWER, signal.SIGSTOP),
         (LEADER, signal.SIGKILL),
+        *(
+            pytest.param(worker, how, marks=pytest.mark.long)
+            for worker in WORKERS
+            for how in (signal.SIGKILL, signal.SIGSTOP)
+        ),
     ],
 )
 def test_the_same_text_though_a_member_is_lost(cluster, prompts, expected, worker, how):
