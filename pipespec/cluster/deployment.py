@@ -196,9 +196,10 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
             f"{target.vocab_size} tokens; lower feed.children."
         )
     if config.cluster.hosts is None:
-        groups = [config.cluster.tensor_parallel] * (config.cluster.stages + config.cluster.spares)
-        devices = resolve_devices(config.cluster.devices, 1 + sum(groups))
-        hosts: tuple[Host, ...] = (this_machine(devices, [1, *groups]),)
+        count = config.cluster.stages + config.cluster.spares
+        groups = [config.cluster.draft_tensor_parallel, *[config.cluster.tensor_parallel] * count]
+        devices = resolve_devices(config.cluster.devices, sum(groups))
+        hosts: tuple[Host, ...] = (this_machine(devices, groups),)
         placement = place_here(tuple(hosts[0].members), target.num_layers, config.cluster)
     else:
         hosts_file = load_hosts(config.cluster.hosts)
@@ -213,9 +214,8 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
             hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
         if placement is None:
             placement = plan_slices(unmeasured(hosts_file, config, target, draft, mid, context))
-    for size in sorted({size for host in hosts for size in host.groups} - {1}):
-        target.check_shared(size, config.model.quantization)
     found = Deployment(config, target, draft, placement, placement.layers, (), context, hosts, mid)
+    _check_groups(found)
     if config.model.keep_quantized == "yes":
         _require_kept(found)
     return replace(
@@ -223,6 +223,22 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
         devices=tuple(map(found.device_of, found.workers)),
         sizes=tuple(1 + len(found.followers_of(worker)) for worker in found.workers),
     )
+
+
+def _check_groups(deployment: Deployment) -> None:
+    """Raise ConfigError or ModelError unless those that are to compute together can."""
+    model = deployment.config.model
+    head, *stages = deployment.workers
+    for worker in (*stages, *deployment.spares):
+        if followers := deployment.followers_of(worker):
+            deployment.target.check_shared(1 + len(followers), model.quantization)
+    if followers := deployment.followers_of(head):
+        if deployment.draft is None:
+            raise ConfigError(
+                f"The head is {1 + len(followers)} devices, but its source asks no draft model; "
+                "give it one device."
+            )
+        deployment.draft.check_shared(1 + len(followers), model.draft_quantization)
 
 
 def _require_kept(deployment: Deployment) -> None:

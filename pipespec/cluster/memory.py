@@ -86,7 +86,7 @@ def needs(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[st
         found["feed.width"] += config.fed_rows * row
         if layers.stop == info.num_layers:
             found["feed.width"] += logits
-    device, members = device_of(deployment, rank, mid=mid), deployment.sizes[rank]
+    device, members = device_of(deployment, rank, mid=mid), members_of(deployment, rank, mid=mid)
     found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
     return found
 
@@ -96,10 +96,15 @@ def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
     return deployment.layers[rank - 1] if rank else range(info.num_layers)
 
 
+def members_of(deployment: Deployment, rank: int, *, mid: bool = False) -> int:
+    """How many workers compute a rank's model; the mid-size one beside the head is whole."""
+    return 1 if mid else deployment.sizes[rank]
+
+
 def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """What a token takes in the KV pool of a rank, or in that of each of its members."""
     item = ITEM_BYTES[deployment.dtype_of(info)]
-    kv_size = info.kv_of(deployment.sizes[rank])
+    kv_size = info.kv_of(members_of(deployment, rank, mid=info is deployment.mid))
     return len(layers_of(deployment, info, rank)) * kv_size * item + SLOT_BYTES
 
 
@@ -128,7 +133,7 @@ def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False)
     share, amount = kv_amount(deployment.config.model.kv_memory)
     if amount is None:
         share = share or KV_SHARE[device.partition(":")[0]]
-        layers, members = layers_of(deployment, info, rank), deployment.sizes[rank]
+        layers, members = layers_of(deployment, info, rank), members_of(deployment, rank, mid=mid)
         weights = weight_bytes(deployment, info, device, layers, members)
         amount = int(share * max(free - weights, 0))
     most = least + (deployment.config.scheduler.max_num_seqs - 1) * deployment.context

@@ -14,8 +14,8 @@ class RankAssignment:
         workers: who holds each rank, the head's first.
         layers: of each stage, from rank 1 on.
         address: of the head's host, where the ranks meet.
-        followers: of each stage, the workers that compute its layers with the one that holds the
-            rank; none for any: every stage is one worker.
+        followers: of each rank, the workers that compute it with the one that holds it; none for
+            any: every rank is one worker.
     """
 
     workers: tuple[str, ...]
@@ -30,7 +30,7 @@ class RankAssignment:
 
     def members(self, rank: int) -> tuple[str, ...]:
         """The workers that compute a rank, the one that holds it first."""
-        return (self.workers[rank], *(self.followers[rank - 1] if rank and self.followers else ()))
+        return (self.workers[rank], *(self.followers[rank] if self.followers else ()))
 
     def place_of(self, worker: str) -> tuple[int, int] | None:
         """The rank that a worker computes and which of its members it is, 0 for the one that holds

@@ -54,7 +54,7 @@ def replanner(deployment: Deployment, own: str | None) -> Callable[[set[str]], R
             found.workers_by_rank,
             found.layers,
             address_of(deployment, head, own),
-            tuple(map(deployment.followers_of, found.workers_by_rank[1:])),
+            tuple(map(deployment.followers_of, found.workers_by_rank)),
         )
 
     return replan

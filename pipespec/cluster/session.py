@@ -222,7 +222,7 @@ def start(
             deployment.workers,
             deployment.layers,
             address_of(deployment, deployment.workers[0], address),
-            tuple(map(deployment.followers_of, deployment.workers[1:])),
+            tuple(map(deployment.followers_of, deployment.workers)),
         )
         with Recovery(
             url,

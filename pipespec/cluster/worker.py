@@ -97,7 +97,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
                 if rank:
                     mids.drop()
                 model = weights.of(mine, rank, sharing, member=member, size=len(members))
-                if rank == 0 and mine.mid is not None:
+                if rank == 0 and member == 0 and mine.mid is not None:
                     mid = mids.of(mine, rank, places.count(places[-1]), mid=True)
                 log.info("epoch %d: rank %d of %d", number, rank, mine.num_ranks)
                 if len(members) == 1:

@@ -23,7 +23,7 @@ needed.
         target: /models/llama      # where the models lie on this host: as model.target, model.draft
         draft: /models/small       # and model.mid: mid
         memory_gib: 22             # what each of its devices may use: all that is free
-    draft: alpha/0                 # the worker that is the head, of no group: the planner chooses
+    draft: alpha/0                 # the worker that is the head: the planner chooses
     order: [beta, alpha]           # of the hosts along the pipeline: the planner chooses
     split: [12, 10, 10]            # layers per stage: the planner chooses
     spares: 0                      # so many workers, the last ones, hold no layers at first
@@ -124,7 +124,10 @@ class HostsFile:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """The workers of no group, any of which can be the head, in the same order."""
+        """The workers that can be the head, in the same order: the one that is named, or all of no
+        group."""
+        if self.draft is not None:
+            return (self.draft,)
         return tuple(worker for worker in self.workers if len(self.members_of(worker)) == 1)
 
     @property
@@ -264,8 +267,8 @@ def _hosts(values: Any, stem: str) -> HostsFile:
     num_workers = len(hosts_file.workers)
     if not hosts_file.heads:
         raise Wrong(
-            "all its devices are in groups, but the head is a worker by itself; take one out of "
-            "the inner brackets of `devices` (cpu may stand several times)."
+            "all its devices are in groups, and it names no head; say with `draft` which group "
+            "computes the draft, as in `draft: alpha/0`, or leave a device by itself."
         )
     if num_workers < 2:
         raise Wrong(
@@ -324,11 +327,12 @@ def _draft(value: Any, hosts: Sequence[Host]) -> str | None:
         raise Wrong(
             f"draft is {shown(value)}, which is no worker; {suggest(shown(value), workers)}."
         )
-    if any(len(group) > 1 for group in groups if value in group):
-        raise Wrong(
-            f"draft is {shown(value)}, which computes a stage with others; name a worker whose "
-            "device stands by itself."
-        )
+    for group in groups:
+        if value in group[1:]:
+            raise Wrong(
+                f"draft is {shown(value)}, which computes with others; name the first of them, "
+                f"{group[0]}."
+            )
     return value
 
 

@@ -60,6 +60,7 @@ class ClusterConfig:
     `hosts` is a hosts file (`pipespec.config.hosts`), None: all ranks run on this machine.
     `tensor_parallel` workers of this machine compute the layers of each stage together, each with
     a part of every matrix; `devices` then names those of a stage one after another.
+    `draft_tensor_parallel` workers compute the draft together, which the head leads.
     `split` are the layers of each stage, None: as even as can be, or as the hosts file says.
     `spares` workers of this machine hold no layers until one is needed.
     `patience_s`: how long a lost host, or a Redis that is not ours, is waited for.
@@ -73,6 +74,7 @@ class ClusterConfig:
     mid_device: str | None = None
     hosts: str | None = None
     tensor_parallel: int = 1
+    draft_tensor_parallel: int = 1
     split: list[int] | None = None
     spares: int = 0
     patience_s: float = 30.0
@@ -81,13 +83,14 @@ class ClusterConfig:
     def __post_init__(self) -> None:
         check_whole("cluster.stages", self.stages, 1, MAX_STAGES)
         check_whole("cluster.spares", self.spares, 0, MAX_STAGES)
-        check_whole("cluster.tensor_parallel", self.tensor_parallel, 1, MAX_STAGES)
-        if self.tensor_parallel > 1 and self.hosts is not None:
-            raise ConfigError(
-                f"cluster.tensor_parallel is {self.tensor_parallel}, but a hosts file says "
-                "itself what computes a stage together, as in `devices: [[cuda:0, cuda:1], "
-                "cuda:2]`; leave cluster.tensor_parallel or cluster.hosts out."
-            )
+        for name in ("tensor_parallel", "draft_tensor_parallel"):
+            size = getattr(self, name)
+            check_whole(f"cluster.{name}", size, 1, MAX_STAGES)
+            if size > 1 and self.hosts is not None:
+                raise ConfigError(
+                    f"cluster.{name} is {size}, but a hosts file says itself what computes "
+                    "together, as in `devices: [[cuda:0, cuda:1], cuda:2]`; leave one of them out."
+                )
         for name in ("patience_s", "stall_s"):
             check_number(f"cluster.{name}", getattr(self, name), 0, MAX_SECONDS, above=True)
         if self.split is not None and (len(self.split) != self.stages or min(self.split) < 1):
@@ -111,9 +114,11 @@ class ClusterConfig:
         for device in self.devices:
             if not DEVICE.fullmatch(device):
                 raise ConfigError(f"cluster.devices holds {device!r}, but {A_DEVICE}.")
-        workers = 1 + self.stages * self.tensor_parallel
+        workers = self.draft_tensor_parallel + self.stages * self.tensor_parallel
         if len(self.devices) not in (1, workers):
-            each = f", of {self.tensor_parallel} devices each" if self.tensor_parallel > 1 else ""
+            each = ""
+            if workers > 1 + self.stages:
+                each = f", of {self.draft_tensor_parallel} and {self.tensor_parallel} devices each"
             raise ConfigError(
                 f"cluster.devices names {len(self.devices)} devices, but must name 1 (for every "
                 f"rank) or {workers} (the head, then {self.stages} stages{each})."

@@ -302,8 +302,17 @@ def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
     draft_round_ms: Number = 0.0
     if "draft" in found:
         draft_round_ms = inf if found["draft"] is None else found["draft"]["round_ms"]
-    if len(members) > 1:
-        draft_round_ms = inf  # the head is a worker by itself
+    if len(members) > 1 and name == hosts_file.draft and figures.draft is not None:
+        # All draft rounds of one host's devices; sums as in the target, which is no narrower.
+        drawn = [figures.members[each].get("draft") for each in members]
+        rounds = [each["round_ms"] for each in drawn if each is not None]
+        layers = len(figures.draft["layer_bytes"])
+        sums_ms = 2 * layers * found["sum_ms"]
+        draft_round_ms = (
+            max(rounds) / len(members) + sums_ms if len(rounds) == len(members) else inf
+        )
+    elif len(members) > 1:
+        draft_round_ms = inf  # the head is a worker by itself, unless the file says otherwise
         of_each = [each for name in members if (each := figures.members[name]["stage"])]
         slowest = max(times["layer_ms"] for times in of_each)
         # What each has computed is added up behind attention and behind the MLP.

@@ -102,7 +102,7 @@ def _wish(hosts_file: HostsFile, host: Host, config: Config, dtype: str) -> Wish
     """What to measure on a host: what its workers may become."""
 
     def roles(worker: str) -> tuple[str, ...]:
-        if hosts_file.draft == worker:
+        if hosts_file.draft is not None and worker in hosts_file.members_of(hosts_file.draft):
             return ("draft",)
         free = hosts_file.draft is None and worker not in hosts_file.spare_workers
         can_draft = free and worker in hosts_file.heads

@@ -1,5 +1,5 @@
-"""Stages of two workers, which compute every layer together, beside one of a single worker; one
-cluster for all tests."""
+"""A draft of three workers, which compute every layer together, stages of two and one of a single
+worker; one cluster for all tests."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tools.rig.cluster import reference
 TOKENS = 24
 WAYS = ("feed=best_first", "feed=root", "feed=level feed.width=8")
 # The head and three stages.
-DEVICES = "[cpu, [cpu, cpu], cpu, [cpu, cpu]]"
-HOSTS = f"hosts: [{{name: box, address: 127.0.0.1, ssh: local, devices: {DEVICES}}}]"
-WORKERS = [f"box/{number}" for number in range(6)]
-FOLLOWER, LEADER = WORKERS[2], WORKERS[4]
+DEVICES = "[[cpu, cpu, cpu], [cpu, cpu], cpu, [cpu, cpu]]"
+HOSTS = f"hosts: [{{name: box, address: 127.0.0.1, ssh: local, devices: {DEVICES}}}]\ndraft: box/0"
+WORKERS = [f"box/{number}" for number in range(8)]
+OF_THE_DRAFT, FOLLOWER, LEADER = WORKERS[1], WORKERS[4], WORKERS[6]
 SETTINGS = (
     "cluster.patience_s=600",
     "model.dtype=float32",
@@ -89,8 +89,8 @@ def pids(cluster: Running) -> dict[str, int]:
 
 def test_members_of_a_stage_are_the_next_workers_of_the_host(cluster):
     assignment = cluster.cluster._recovery.assignment
-    assert assignment.workers == ("box/0", "box/1", "box/3", "box/4")
-    assert assignment.followers == (("box/2",), (), ("box/5",))
+    assert assignment.workers == ("box/0", "box/3", "box/5", "box/6")
+    assert assignment.followers == (("box/1", "box/2"), ("box/4",), (), ("box/7",))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -104,6 +104,7 @@ def test_each_text_is_that_of_the_whole_target(cluster, prompts, expected, way):
         (FOLLOWER, signal.SIGKILL),
         (FOLLOWER, signal.SIGSTOP),
         (LEADER, signal.SIGKILL),
+        (OF_THE_DRAFT, signal.SIGKILL),
         *(
             pytest.param(worker, how, marks=pytest.mark.long)
             for worker in WORKERS

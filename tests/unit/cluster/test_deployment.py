@@ -117,7 +117,9 @@ def test_devices_name_those_of_a_stage_one_after_another() -> None:
     assert deployment.spares == ("local/5",)
     found = [deployment.followers_of(f"local/{number}") for number in (0, 1, 3, 5)]
     assert found == [(), ("local/2",), ("local/4",), ("local/6",)]
-    with pytest.raises(ConfigError, match=r"or 5 \(the head, then 2 stages, of 2 devices each\)"):
+    with pytest.raises(
+        ConfigError, match=r"or 5 \(the head, then 2 stages, of 1 and 2 devices each\)"
+    ):
         compose([*settings, "cluster.devices=[cpu,cpu,cpu]"])
     with pytest.raises(ConfigError, match="a hosts file says itself"):
         compose([*settings, "cluster.hosts=hosts.yaml"])
@@ -132,10 +134,21 @@ def test_a_hosts_file_says_which_devices_compute_together(tmp_path: Path) -> Non
     assert deployment.workers == ("box/2", "box/0", "box/3")
     assert deployment.sizes == (1, 2, 1)
     found = replanner(deployment, None)({"box/3"})
-    assert found.workers == ("box/2", "box/0") and found.followers == (("box/1",),)
+    assert found.workers == ("box/2", "box/0") and found.followers == ((), ("box/1",))
     file.write_text(file.read_text().replace("[cpu, cpu]", "[cpu, cpu, cpu]"))
     with pytest.raises(ModelError, match="4 attention heads"):
         decide(compose([f"cluster={file}"]))
+
+
+def test_a_draft_is_computed_by_several_devices_if_there_is_one() -> None:
+    settings = ["cluster.stages=1", "cluster.draft_tensor_parallel=3", "cluster.devices=[cpu]"]
+    deployment = decide(compose(settings))
+    assert deployment.workers == ("local/0", "local/3") and deployment.sizes == (3, 1)
+    assert deployment.followers_of("local/0") == ("local/1", "local/2")
+    with pytest.raises(ConfigError, match="its source asks no draft model"):
+        decide(compose([*settings, "source=suffix"]))
+    with pytest.raises(ModelError, match=r"3 attention heads .* among 2 devices"):
+        decide(compose([*settings, "cluster.draft_tensor_parallel=2"]))
 
 
 @pytest.mark.parametrize("lost", ["local/3", "local/4"])
@@ -144,4 +157,4 @@ def test_who_loses_a_member_is_replaced_with_all_its_members(lost: str) -> None:
     deployment = decide(compose([*settings, "cluster.devices=[cpu]"]))
     found = replanner(deployment, None)({lost})
     assert found.workers == ("local/0", "local/1", "local/5")
-    assert found.followers == (("local/2",), ("local/6",))
+    assert found.followers == ((), ("local/2",), ("local/6",))

@@ -37,7 +37,7 @@ def test_it_travels_as_plain_json() -> None:
 
 def test_who_follows_computes_the_rank_that_another_holds() -> None:
     workers, layers = ("a/0", "a/1", "a/3"), (range(3), range(3, 8))
-    assignment = RankAssignment(workers, layers, "10.0.0.2", (("a/2",), ("a/4",)))
+    assignment = RankAssignment(workers, layers, "10.0.0.2", ((), ("a/2",), ("a/4",)))
     assert RankAssignment.decode(assignment.encode()) == assignment
     assert assignment.everyone == ("a/0", "a/1", "a/3", "a/2", "a/4")
     assert [assignment.members(rank) for rank in range(3)] == [
