@@ -69,6 +69,7 @@ def diagnose(
         *_models(hosts_file, stocks),
         *_devices(hosts_file, stocks),
         *_attention(stocks),
+        *_groups(hosts_file, hosts),
         *_slow(hosts, links),
         *_clocks({name: seen.clock for name, seen in hosts.items() if seen.clock is not None}),
     ]
@@ -264,6 +265,25 @@ def _attention(stocks: Mapping[str, Inventory]) -> Iterator[Finding]:
             if fault is not None:
                 yield Finding(
                     False, (name,), f"On {name} attention={backend} is not used, because {fault}."
+                )
+
+
+def _groups(hosts_file: HostsFile, hosts: Mapping[str, Seen]) -> Iterator[Finding]:
+    """Devices that are to compute together and cannot, or not faster than one of them."""
+    for name, seen in hosts.items():
+        host = hosts_file.host(name)
+        for leader, gain in seen.gains.items():
+            group = host.members[leader]
+            devices = _listed([host.devices[host.workers.index(worker)] for worker in group])
+            if gain.problem is not None:
+                yield Finding(True, (name,), f"{gain.problem}, on {name} ({devices}).")
+            elif gain.sums_ms >= gain.sooner_ms:
+                yield Finding(
+                    False,
+                    (name,),
+                    f"{devices} of {name} would read a layer {gain.sooner_ms:.2g} ms sooner "
+                    f"together than one of them, but add up for {gain.sums_ms:.2g} ms in each; the "
+                    "link between them is too slow, so make each a stage of its own.",
                 )
 
 

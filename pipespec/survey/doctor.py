@@ -27,7 +27,7 @@ from pipespec.survey.diagnosis import diagnose, wanted
 from pipespec.survey.findings import Finding, Link, Offset, Seen
 from pipespec.survey.inventory import Fingerprint, Inventory
 from pipespec.survey.linkcheck import Place
-from pipespec.survey.probe import PROTOCOL, Listening, Measured, Reach
+from pipespec.survey.probe import PROTOCOL, Gain, Listening, Measured, Reach
 from pipespec.system.interfaces import Interface
 from pipespec.system.reading import Unreadable, parse_json
 
@@ -79,6 +79,7 @@ def examine(hosts_file: HostsFile, model: ModelConfig) -> Report:
         together(ward.admit, zip(names, strict=True))
         together(ward.read_clock, zip(names, strict=True))
         together(ward.knock, zip(names, strict=True))
+        together(ward.share, zip(names, strict=True))
         for pairs in rounds(names):
             together(ward.measure, pairs)
             together(ward.measure, [(b, a) for a, b in pairs])
@@ -176,6 +177,20 @@ class _Ward:
             self._channels[name].ask("reach", token=self._token, peers=peers).items()
         ):
             self.links[name, other] = Link(name, other, _reach(reach), None)
+
+    def share(self, name: str) -> None:
+        """What the host's groups of devices gain by computing together."""
+        host, seen = self._hosts.host(name), self.seen[name]
+        assert seen.inventory is not None
+        for leader, group in host.members.items():
+            part = "draft" if leader == self._hosts.draft else "target"
+            model = seen.inventory.models.get(part)
+            devices = [host.devices[host.workers.index(worker)] for worker in group]
+            if len(group) > 1 and model is not None and _usable(model, devices, seen.inventory):
+                answer = self._channels[name].ask(
+                    "share", STOCK_TIMEOUT_S, model=model.folder, devices=devices
+                )
+                seen.gains[leader] = Gain(**answer)
 
     def measure(self, name: str, other: str) -> None:
         """Round trip and rate from one host to another, if it is reached."""
@@ -275,6 +290,13 @@ def _object(line: bytes) -> dict[str, Any] | None:
     except Unreadable:
         return None
     return answer if isinstance(answer, dict) and answer.keys() == {"id", "value"} else None
+
+
+def _usable(model: Fingerprint, devices: Sequence[str], inventory: Inventory) -> bool:
+    """Whether the model and the devices are there; what is not is a finding of its own."""
+    known = len(inventory.cuda or ())
+    indices = [int(each.partition(":")[2] or 0) for each in devices if each.startswith("cuda")]
+    return model.problem is None and all(index < known for index in indices)
 
 
 # --- from JSON --------------------------------------------------------------------------------

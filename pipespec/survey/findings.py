@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipespec.survey.inventory import Inventory
-from pipespec.survey.probe import Listening, Measured, Reach
+from pipespec.survey.probe import Gain, Listening, Measured, Reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,16 @@ class Offset:
 
 @dataclass(slots=True)
 class Seen:
-    """What was learned of a host before `failure`, if there was one, ended that."""
+    """What was learned of a host before `failure`, if there was one, ended that.
+
+    `gains` are those of its groups of devices, by the worker that leads each.
+    """
 
     inventory: Inventory | None = None
     listening: Listening | None = None
     clock: Offset | None = None
     failure: str | None = None
+    gains: dict[str, Gain] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

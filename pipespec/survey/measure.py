@@ -15,8 +15,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,20 +24,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from pipespec.clock import monotonic_ns
 from pipespec.engine.attention.plan import AttentionPlan, causal_plan
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.model import ModelSlice
-from pipespec.engine.tensor_parallel import total
 from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.survey.check import package_version
 from pipespec.survey.inventory import fingerprint
+from pipespec.survey.sums import adding_up_ms
 from pipespec.system.cache import keep, recall
 from pipespec.system.devices import num_cuda
 from pipespec.system.reading import Unreadable, typed
-from pipespec.transport.group import MemberGroup
 
 MAX_LAYERS = 4  # so many are timed together, where the memory allows
 MEMORY_SHARE = 0.8  # of what is free may be used to measure
@@ -46,7 +43,6 @@ MEMORY_SHARE = 0.8  # of what is free may be used to measure
 VERSIONS = ("pipespec", "torch", "transformers", "torchao", "bitsandbytes")
 WARM_UPS = 2
 LEAST_RUNS, MOST_RUNS = 5, 50
-SUMS = 50
 LEAST_S = 0.3
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
@@ -115,35 +111,15 @@ def measure(wish: Wish) -> dict[str, Any]:
     first = 0
     for size in wish.groups:
         if size > 1:
-            sum_ms = _sum_ms(wish.devices[first : first + size], wish, target)
-            found[first]["sum_ms"] = sum_ms
+            members = wish.devices[first : first + size]
+            dtype = getattr(torch, target.computes_in(wish.dtype))
+            found[first]["sum_ms"] = adding_up_ms(members, wish.rows, target.hidden_size, dtype)
         first += size
     return {
         "target": _sizes(target, wish.dtype, wish.held(target, "stage")),
         "draft": None if draft is None else _sizes(draft, wish.dtype, wish.held(draft, "draft")),
         "devices": found,
     }
-
-
-def _sum_ms(devices: Sequence[str], wish: Wish, info: CheckpointInfo) -> float:
-    """How long it takes devices that compute together to add up what each has computed of a batch,
-    which they do twice in each layer. The members are threads here, which takes no less."""
-    store, shape = HashStore(), (wish.rows, info.hidden_size)
-    dtype = getattr(torch, info.computes_in(wish.dtype))
-
-    def member(rank: int) -> list[float]:
-        group = MemberGroup(store, rank, len(devices))
-        part = torch.ones(shape, dtype=dtype, device=devices[rank])
-        times = []
-        for _ in range(WARM_UPS + SUMS):
-            start = monotonic_ns()
-            total(group.gather(part)).cpu()
-            times.append((monotonic_ns() - start) / NS_PER_MS)
-        return times[WARM_UPS:]
-
-    with ThreadPoolExecutor(len(devices)) as pool:
-        times, *_ = pool.map(member, range(len(devices)))
-    return statistics.median(times)
 
 
 def _sizes(info: CheckpointInfo, dtype: str, quantization: str | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ One JSON object per line: requests on standard input, answers on standard output
     {"id": 4, "do": "clock"}                                      seconds since 1970
     {"id": 5, "do": "reach", token, peers}                        one Reach per peer
     {"id": 6, "do": "measure", token, name, place}                Measured, or a Reach
+    {"id": 7, "do": "share", model, devices}                      Gain
 
 An answer is {"id", "value"}. The token opens the listener to the other hosts' probes and to
 nobody else; it comes over SSH alone, and so does everything that a probe acts on.
@@ -27,12 +28,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, BinaryIO
 
+from pipespec.errors import ModelError
 from pipespec.survey.inventory import Inventory, take
 from pipespec.survey.linkcheck import Door, NotReached, Peer, Place
 from pipespec.system.interfaces import Interface, holding, interfaces, resolve, towards
 
-PROTOCOL = 1
+PROTOCOL = 2
 LIFETIME_S = 300
+SUMS_PER_LAYER = 2
+ROWS = 64  # of a batch, as speculation feeds them
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,16 @@ class Measured:
 
     rtt_ms: float
     gbit_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What devices that compute together gain and lose in each layer: milliseconds that it is read
+    sooner than by one of them, and that their sums take. `problem` says why they cannot."""
+
+    problem: str | None
+    sooner_ms: float = 0.0
+    sums_ms: float = 0.0
 
 
 def hello() -> int:
@@ -143,8 +157,30 @@ def measure(token: str, name: str, place: dict[str, Any]) -> Measured | Reach:
         return Reach(None, error.problem, Place(**place), error.who)
 
 
+def share(model: str, devices: list[str]) -> Gain:
+    """What devices of this host gain by computing a model's layers together."""
+    # Torch and Transformers, for which no other request waits.
+    import torch
+
+    from pipespec.engine.checkpoint import inspect
+    from pipespec.survey.sums import adding_up_ms, read_bytes_per_ms
+
+    size = len(devices)
+    try:
+        info = inspect(model)
+        info.check_shared(size, None)
+    except ModelError as error:
+        return Gain(str(error))
+    plain = "bfloat16" if devices[0].startswith("cuda") else "float32"
+    dtype = getattr(torch, info.computes_in(plain))
+    layer_bytes = max(info.loaded(plain, None).layers)
+    sum_ms = adding_up_ms(devices, ROWS, info.hidden_size, dtype)
+    sooner_ms = layer_bytes / read_bytes_per_ms(devices[0]) * (1 - 1 / size)
+    return Gain(None, sooner_ms, SUMS_PER_LAYER * sum_ms)
+
+
 REQUESTS: dict[str, Callable[..., Any]] = {
-    request.__name__: request for request in (hello, clock, stock, listen, reach, measure)
+    request.__name__: request for request in (hello, clock, stock, listen, reach, measure, share)
 }
 
 

@@ -97,6 +97,19 @@ def test_three_hosts_in_good_health(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert link["measured"]["gbit_per_s"] > 0
 
 
+def test_devices_that_compute_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The demo target's layers are so small that adding up takes longer than one device reads."""
+    file = hosts_file(
+        tmp_path, alpha={"devices": [["cpu", "cpu"], "cpu"]}, beta={"devices": [["cpu"] * 3]}
+    )
+    report, (error, warning) = examined(capsys, file, code=1)
+    assert "4 attention heads" in error and "among 3 devices" in error and "on beta" in error
+    assert "warning: cpu and cpu of alpha would read a layer" in warning
+    gain = report["boxes"]["alpha"]["gains"]["alpha/0"]
+    assert gain["sums_ms"] > gain["sooner_ms"] > 0
+    assert report["boxes"]["gamma"]["gains"] == {}
+
+
 def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", hosts_file(tmp_path)]) == 0
     out, err = capsys.readouterr()

@@ -16,7 +16,7 @@ from pipespec.survey.doctor import rounds
 from pipespec.survey.findings import Finding, Link, Offset, Seen
 from pipespec.survey.inventory import Fingerprint, Inventory
 from pipespec.survey.linkcheck import Place
-from pipespec.survey.probe import Listening, Measured, Reach
+from pipespec.survey.probe import Gain, Listening, Measured, Reach
 from pipespec.system.interfaces import Interface
 
 NAMES = ("alpha", "beta", "gamma")
@@ -328,6 +328,30 @@ def test_a_torch_without_cuda(device: str, error: bool, tmp_path: Path) -> None:
 
 
 # --- clocks -----------------------------------------------------------------------------------
+
+
+def with_gain(folder: Path, gain: Gain) -> list[Finding]:
+    file = make_hosts(folder, of_alpha={"devices": [["cuda:0", "cuda:1"], "cuda:2"]})
+    hosts = healthy()
+    hosts["alpha"].inventory = replace(hosts["alpha"].inventory, cuda=["L40"] * 3)
+    hosts["alpha"].gains["alpha/0"] = gain
+    return diagnose(file, hosts, ALL_LINKS)
+
+
+def test_a_group_that_is_faster_than_its_devices_is_no_finding(tmp_path: Path) -> None:
+    assert with_gain(tmp_path, Gain(None, sooner_ms=1.2, sums_ms=0.3)) == []
+
+
+def test_a_group_whose_link_is_too_slow(tmp_path: Path) -> None:
+    found = only(with_gain(tmp_path, Gain(None, sooner_ms=1.2, sums_ms=3.4)))
+    assert (found.error, found.hosts) == (False, ("alpha",))
+    for part in ("cuda:0 and cuda:1 of alpha", "1.2 ms sooner", "3.4 ms", "a stage of its own"):
+        assert part in found.sentence
+
+
+def test_a_group_that_cannot_share_the_model(tmp_path: Path) -> None:
+    found = only(with_gain(tmp_path, Gain("the 3 heads cannot be divided among 2 devices")))
+    assert found.error and "cannot be divided among 2 devices, on alpha" in found.sentence
 
 
 def test_the_clock_that_is_off_is_named_beside_the_one_in_the_middle(hosts_file: HostsFile) -> None:
