@@ -192,7 +192,8 @@ def computing(ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
     for rank, how in ranks.items():
         sizes = " and ".join(map(str, how["graph_rows"]))
         graphs = f", graphs of {sizes} rows" if sizes else ""
-        words = f"{how['attention']}{graphs}{', compiled' * how['compiled']}"
+        together = f", {how['devices']} devices together" if how["devices"] > 1 else ""
+        words = f"{how['attention']}{graphs}{', compiled' * how['compiled']}{together}"
         alike.setdefault(words, []).append(rank)
     told = "; ".join(f"{words} ({_ranks(those)})" for words, those in alike.items())
     refused = [f"rank {rank}: {why}" for rank, how in ranks.items() for why in how["refused"]]

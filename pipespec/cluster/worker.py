@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed import is_nccl_available
 
 from pipespec.cluster import build
 from pipespec.cluster.deployment import ControllerAddress, Deployment
@@ -20,7 +21,7 @@ from pipespec.cluster.memory import device_of, model_of, require_memory
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.supervisor import WORKER
 from pipespec.config.hosts import Host
-from pipespec.config.schema import NCCL
+from pipespec.config.schema import GLOO, NCCL
 from pipespec.controller.membership import Membership
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model import ModelSlice
@@ -105,7 +106,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
                     return
                 assert model is not None
                 with (
-                    gathered(epoch_where, rank, members, member, heartbeat) as group,
+                    gathered(mine, epoch_where, rank, members, member, heartbeat) as group,
                     heartbeat.guard(number, group.abort),
                 ):
                     if member:
@@ -289,8 +290,24 @@ def serve(
     )
 
 
+def adds_up_there(deployment: Deployment, members: Sequence[str]) -> bool:
+    """Whether NCCL adds up what the members of a rank compute: each has a CUDA device of its own.
+
+    `transport.backend=gloo` says no.
+    """
+    devices = {deployment.device_of(member).replace("cuda:0", "cuda") for member in members}
+    own = len(devices) == len(members) and all(each.startswith("cuda") for each in devices)
+    if not own or deployment.config.transport.backend == GLOO:
+        return False
+    if not is_nccl_available():
+        log.warning("This torch has no NCCL, so the host adds up what %s compute.", members)
+        return False
+    return True
+
+
 @contextmanager
 def gathered(
+    deployment: Deployment,
     where: ControllerAddress,
     rank: int,
     members: Sequence[str],
@@ -311,6 +328,7 @@ def gathered(
             meeting = host_meeting()
             shared.invite_followers(where.epoch, rank, meeting.place)
     try:
-        yield MemberGroup(meeting.store, member, len(members))
+        device = deployment.devices[rank] if adds_up_there(deployment, members) else None
+        yield MemberGroup(meeting.store, member, len(members), device)
     finally:
         meeting.close()

@@ -37,8 +37,8 @@ if TYPE_CHECKING:  # these import torch, which a wrong setting can do without
     from pipespec.sampling.spec import VerifierSpec
 
 SYNCS = ("lockstep", "free")
-NCCL = "nccl"
-BACKENDS = ("auto", "gloo", NCCL)
+GLOO, NCCL = "gloo", "nccl"
+BACKENDS = ("auto", GLOO, NCCL)
 URL_SCHEMES = ("redis", "rediss", "unix")
 MAX_CHUNK = 65536  # prompt tokens in a batch
 MAX_SEQS = 4096  # requests that are open at once

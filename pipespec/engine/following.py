@@ -10,6 +10,7 @@ the order of `_columns`, then what goes into the slice, then the mask. No bytes 
 
 from __future__ import annotations
 
+import json
 from itertools import accumulate
 from typing import Protocol
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.attention.plan import AttentionPlan
+from pipespec.engine.graphs import Recorder, record_cuda
 from pipespec.engine.model import ModelSlice
 from pipespec.engine.tensor_parallel import Group
 
@@ -36,16 +38,25 @@ class CallGroup(Group, Protocol):
         ...
 
 
-def agree(model: ModelSlice, group: CallGroup) -> int:
-    """How many KV slots every member has; all of them attend as the first one from now on.
+def agree(model: ModelSlice, group: CallGroup, record: Recorder = record_cuda) -> int:
+    """How many KV slots every member has; all of them attend as the first one from now on, and
+    replay what it does, recorded anew with these members. The slots are nobody's until then.
 
     Raises `ModelError` if this member cannot, `RankFailed` if another is lost.
     """
     slots = [int(each) for each in group.gather(torch.tensor([model.num_slots]))]
+    rows = list(model.graph_rows)
     if group.rank == 0:
-        group.tell(_bytes(np.frombuffer(model.attention.encode(), np.uint8).copy()))
+        told = json.dumps([model.attention, rows]).encode()
+        group.tell(_bytes(np.frombuffer(told, np.uint8).copy()))
     else:
-        model.attend_as(bytes(group.hear().numpy()).decode())
+        attention, rows = json.loads(bytes(group.hear().numpy()))
+        model.attend_as(attention)
+    if rows:
+        model.record(rows, record)
+        recorded = torch.tensor([each in model.graph_rows for each in rows])
+        by_all = torch.stack([*group.gather(recorded)]).all(0).tolist()
+        model.replay_only([each for each, all_of in zip(rows, by_all, strict=True) if all_of])
     return min(slots)
 
 

@@ -9,7 +9,7 @@ the batch's plan to a backend (`pipespec.engine.attention`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ with quiet():
 
 # What is called with the inputs and the plan of a batch.
 Lead = Callable[[Tensor, AttentionPlan], None]
-_SHARED = "the host adds up what the members of its group have computed"
 
 
 class ModelSlice:
@@ -201,6 +200,7 @@ class ModelSlice:
         """How it computes, as JSON can hold it."""
         return {
             "device": str(self.device),
+            "devices": 1 if self.group is None else self.group.size,
             "attention": self.attention,
             "graph_rows": list(self.graph_rows),
             "compiled": self._compiled is not None,
@@ -213,6 +213,10 @@ class ModelSlice:
     def graph_rows(self) -> tuple[int, ...]:
         """Batches of up to so many rows are computed by graphs."""
         return tuple(recording.rows for recording in self._recordings)
+
+    def replay_only(self, buckets: Collection[int]) -> None:
+        """Forget the recordings of other numbers of rows."""
+        self._recordings = [each for each in self._recordings if each.rows in buckets]
 
     @property
     def attention_layers(self) -> list[Layer]:
@@ -250,7 +254,10 @@ class ModelSlice:
         than rounding, is computed as before; `refused` says why.
         """
         if self.group is not None:
-            self.refused.append(f"The slice is computed without a compiler: {_SHARED}.")
+            self.refused.append(
+                "The slice is computed without a compiler, which cannot see what the members of "
+                "its group do together."
+            )
             return
         try:
             self._compiled = compiled(self, backend)
@@ -265,11 +272,16 @@ class ModelSlice:
     def record(self, buckets: Sequence[int], record: Recorder = record_cuda) -> None:
         """Compute batches of up to so many rows by replaying a recording from now on.
 
-        The KV slots are nobody's until this is over. What cannot be recorded, or does not give the
-        very same, is computed as before; `refused` says why.
+        The KV slots are nobody's until this is over, and all members of a group record at once.
+        What cannot be recorded, or does not give the very same, is computed as before; `refused`
+        says why.
         """
-        if self.group is not None:
-            self.refused.append(f"The slice is computed without graphs: {_SHARED}.")
+        self._recordings = []
+        if self.group is not None and not self.group.records:
+            self.refused.append(
+                "The slice is computed without graphs: the host adds up what the members of its "
+                "group have computed."
+            )
             return
         attention = self._slice.attention
         for rows in sorted(buckets):

@@ -40,10 +40,16 @@ _KV = (".k_proj", ".v_proj")
 
 
 class Group(Protocol):
-    """The members of one slice, of which this is number `rank` of `size`."""
+    """The members of one slice, of which this is number `rank` of `size`.
+
+    `records`: a recorded graph can contain what `gather` does.
+    """
 
     rank: int
     size: int
+
+    @property
+    def records(self) -> bool: ...
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """Every member's tensor, by rank; all have the same shape. Raises `RankFailed`."""
@@ -62,6 +68,12 @@ class Seat:
         self.rank, self.size = rank, size
         self._group: Group | None = _Alone(rank, size)
 
+    @property
+    def records(self) -> bool:
+        """See `Group`."""
+        assert self._group is not None, "the members do not meet"
+        return self._group.records
+
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """See `Group`."""
         assert self._group is not None, "the members do not meet"
@@ -79,6 +91,8 @@ class Seat:
 
 
 class _Alone:
+    records = True
+
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
 

@@ -255,6 +255,7 @@ def _places(seen: Overview) -> list[Sample]:
             "rank": str(rank),
             "host": worker.rpartition("/")[0],
             "device": seen.computing.get(rank, {}).get("device", ""),
+            "devices": str(len(assigned.members(rank))),
             "layers": f"{layers.start}-{layers.stop - 1}" if layers else "",
         }
         told.append(("", place, 1.0))

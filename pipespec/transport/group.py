@@ -1,10 +1,12 @@
-"""The members of a tensor-parallel slice: processes of one host, over gloo.
+"""The members of a tensor-parallel slice: processes of one host, over gloo and NCCL.
 
-A group of its own, not torch's default one: that is the pipeline's.
+A group of its own, not torch's default one: that is the pipeline's. What goes from host to host is
+gloo's. What devices add up is NCCL's where each member has a CUDA device of its own.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store
 
 from pipespec.transport.distributed import AT_ONCE, FOREVER, MEET_S, NOBODY, blaming
 
@@ -26,15 +28,30 @@ PIECE = 256 << 10
 class MemberGroup:
     """Member `rank` of `size`, which meet in a store that is theirs alone.
 
+    `device` is a CUDA device that is this member's alone, on which NCCL adds up; None: gloo does,
+    on the host.
+
     Raises:
         RankFailed: a member did not come.
     """
 
-    def __init__(self, store: Store, rank: int, size: int):
+    def __init__(self, store: Store, rank: int, size: int, device: str | None = None):
         self.rank, self.size = rank, size
+        self._nccl: Any = None
         with blaming("The members of a stage did not meet"):
             # Torch's stubs leave out what it can do.
             self._backend: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=MEET_S))
+        if device is not None:
+            # Whoever watches the members ends a group that hangs, and graphs are recorded.
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+            torch.cuda.set_device(device)
+            of_nccl = PrefixStore("nccl", store)
+            self._nccl = dist.ProcessGroupNCCL(of_nccl, rank, size, dist.ProcessGroupNCCL.Options())
+
+    @property
+    def records(self) -> bool:
+        """Whether a recorded graph can contain what `gather` does with tensors on a device."""
+        return self._nccl is not None
 
     def gather(self, mine: Tensor) -> list[Tensor]:
         """Every member's tensor, by rank; all have the same shape and type.
@@ -43,6 +60,11 @@ class MemberGroup:
             RankFailed: a member has gone.
         """
         mine = mine.contiguous()
+        if self._nccl is not None and mine.is_cuda:
+            found = mine.new_empty(self.size, *mine.shape)
+            with blaming(f"Member {self.rank} lost the others of its stage"):
+                self._nccl._allgather_base(found, mine).wait()  # the device does, not the host
+            return list(found.unbind())
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         options = AllgatherOptions()
         options.timeout = FOREVER
@@ -90,6 +112,8 @@ class MemberGroup:
 
         gloo closes a link on which a receive has timed out; see `DistributedTransport.abort`.
         """
+        if self._nccl is not None:
+            self._nccl.abort()
         for other in range(self.size):
             if other != self.rank:
                 with suppress(RuntimeError):

@@ -6,12 +6,44 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from torch.distributed import HashStore
+import torch
+from torch import Tensor
+from torch.distributed import HashStore, Store
 
 from pipespec.errors import RankFailed
 from pipespec.transport.group import MemberGroup
+from tests.helpers.recording import notes
 
 T = TypeVar("T")
+
+_recordable: dict[int, RecordableGroup] = {}
+
+
+@torch.library.custom_op("pipespec_tests::gather", mutates_args=())
+def _gather(mine: Tensor, key: int) -> Tensor:
+    group = _recordable[key]
+    return torch.stack([mine] * group.size if notes() else MemberGroup.gather(group, mine))
+
+
+@_gather.register_fake
+def _(mine: Tensor, key: int) -> Tensor:
+    return mine.new_empty(_recordable[key].size, *mine.shape)
+
+
+class RecordableGroup(MemberGroup):
+    """What its members add up is an operation of the device, as NCCL's is: `recording.stand_in`
+    notes it like any other."""
+
+    def __init__(self, store: Store, rank: int, size: int):
+        super().__init__(store, rank, size)
+        _recordable[id(self)] = self
+
+    @property
+    def records(self) -> bool:
+        return True
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        return list(_gather(mine, id(self)).unbind())
 
 
 def together(size: int, do: Callable[[MemberGroup], T]) -> list[T]:

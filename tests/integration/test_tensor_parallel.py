@@ -15,6 +15,7 @@ from pipespec.client.compare import composed
 from pipespec.client.own import Running, running
 from pipespec.cluster.deployment import decide
 from pipespec.controller.membership import Membership
+from pipespec.controller.overview import look
 from pipespec.controller.records import Accepted
 from pipespec.core import Sampling
 from pipespec.system.resources import resource_dir
@@ -22,7 +23,13 @@ from tests.helpers.waiting import until
 from tools.rig.cluster import reference
 
 TOKENS = 24
-WAYS = ("feed=best_first", "feed=root", "feed=level feed.width=8")
+WAYS = (
+    "feed=best_first",
+    "feed=root",
+    "feed=level feed.width=8",
+    "feed=static_tree",
+    "feed=adaptive feed.width=8",
+)
 # The head and three stages.
 DEVICES = "[[cpu, cpu, cpu], [cpu, cpu], cpu, [cpu, cpu]]"
 HOSTS = f"hosts: [{{name: box, address: 127.0.0.1, ssh: local, devices: {DEVICES}}}]\ndraft: box/0"
@@ -91,6 +98,8 @@ def test_members_of_a_stage_are_the_next_workers_of_the_host(cluster):
     assignment = cluster.cluster._recovery.assignment
     assert assignment.workers == ("box/0", "box/3", "box/5", "box/6")
     assert assignment.followers == (("box/1", "box/2"), ("box/4",), (), ("box/7",))
+    seen = look(cluster.cluster.url, cluster.cluster.namespace)
+    assert [seen.computing[rank]["devices"] for rank in range(4)] == [3, 2, 1, 2]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -443,7 +443,8 @@ def test_a_lost_rank_interrupts_no_request_and_is_counted(
     assert "".join(pieces) == result.text
     until(lambda: status(capsys)[0]["state"] == "ready")
     (told,) = status(capsys)
-    assert (told["faults"], told["epoch"], told["finished"]) == (1, running.epoch + 1, 2)
+    counted = (told["faults"], told["epoch"], told["finished"])
+    assert counted == (1, running.epoch + 1, 2), told["last_fault"]
     assert told["last_fault"].startswith(f"epoch {running.epoch}: local/")
     # All ranks are there, which is when a fault is counted; and the stages have told again.
     until(lambda: sum(status(capsys)[0]["faults_by_kind"].values()) == 1)

@@ -9,6 +9,7 @@ from pipespec.cli.status import computing
 
 def how(attention: str = "sdpa", *graph_rows: int, **changes: Any) -> dict[str, Any]:
     return {
+        "devices": 1,
         "attention": attention,
         "graph_rows": list(graph_rows),
         "compiled": False,
@@ -28,6 +29,12 @@ def test_ranks_that_compute_alike_are_told_of_together() -> None:
         "attention: sdpa (rank 0); triton, graphs of 16 and 64 rows (ranks 1, 3); "
         "static, graphs of 64 rows, compiled (rank 2). "
         "rank 2: attention=triton is not used: it is wrong."
+    )
+
+
+def test_devices_that_compute_a_stage_together_are_told_of() -> None:
+    assert computing({0: how(), 1: how(devices=4)}) == (
+        "attention: sdpa (rank 0); sdpa, 4 devices together (rank 1)."
     )
 
 
