@@ -186,25 +186,34 @@ class Calibrated:
             numbers = np.arange(i * width, (i + 1) * width)
             held[node] = _Told(found.tokens[i], stated[i], depth, numbers, found.paths, size)
         with np.errstate(divide="ignore"):
-            logps = np.log(self.calibration.correct(stated, depths))
-        return replace(found, logps=logps, paths=self._corrected(found, depths))
+            if found.paths is None or not len(found.paths.above):
+                return replace(found, logps=np.log(self.calibration.correct(stated, depths)))
+            return self._with_paths(found, found.paths, stated, depths)
 
-    def _corrected(self, found: Candidates, depths: np.ndarray) -> Paths | None:
-        paths = found.paths
-        if paths is None or not len(paths.above):
-            return paths
-        depth = np.repeat(depths, found.tokens.shape[1]).tolist()
-        below: dict[int, list[int]] = {}  # guesses by what they hang from
-        for guess, above in enumerate(paths.above.tolist()):
-            depth.append(depth[above] + 1)
-            below.setdefault(above, []).append(guess)
-        stated = np.zeros((len(below), max(map(len, below.values()))))
-        for row, guesses in zip(stated, below.values(), strict=True):
-            row[: len(guesses)] = np.exp(paths.logps[guesses])
-        at = np.array([depth[above] + 1 for above in below])
-        true = self.calibration.correct(stated, at)
-        logps = np.empty(len(paths.logps))
-        with np.errstate(divide="ignore"):
-            for row, guesses in zip(np.log(true), below.values(), strict=True):
-                logps[guesses] = row[: len(guesses)]
-        return replace(paths, logps=logps)
+    def _with_paths(
+        self, found: Candidates, paths: Paths, candidates: np.ndarray, depths: np.ndarray
+    ) -> Candidates:
+        """The candidates, stated so `[k, children]`, and what hangs below them, a row for each that
+        something hangs from."""
+        size, width = candidates.shape
+        above = paths.above
+        depth = np.repeat(depths, width).tolist()
+        first: dict[int, int] = {}  # the row of what something hangs from
+        at: list[int] = []
+        held: list[int] = []  # how much stands in each row
+        rows, places = [], []
+        for one in above.tolist():
+            depth.append(depth[one] + 1)
+            row = first.setdefault(one, len(held))
+            if row == len(held):
+                at.append(depth[one] + 1)
+                held.append(0)
+            rows.append(size + row)
+            places.append(held[row])
+            held[row] += 1
+        stated = np.zeros((size + len(held), max(width, *held)))
+        stated[:size, :width] = candidates
+        stated[rows, places] = np.exp(paths.logps)
+        logps = np.log(self.calibration.correct(stated, np.concatenate((depths, at))))
+        paths = replace(paths, logps=logps[rows, places])
+        return replace(found, logps=logps[:size, :width], paths=paths)

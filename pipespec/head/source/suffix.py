@@ -89,7 +89,8 @@ Stated = list[tuple[int, float]]
 @dataclass
 class _Text:
     """A request: its text as an automaton, `read` tokens of it, and where its end stands in all
-    that is known, itself first; the same of its guesses, by node id."""
+    that is known, itself first; the same of its guesses, by node id. `stated` is what was said to
+    follow a place since anything was last read."""
 
     context: Context
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
@@ -97,6 +98,8 @@ class _Text:
     places: Places = ()
     turns: int = -1
     guesses: dict[int, Places] = field(default_factory=dict)
+    stated: dict[tuple[Places, int], Stated] = field(default_factory=dict)
+    of_past: int = 0
 
 
 class SuffixSource:
@@ -111,6 +114,7 @@ class SuffixSource:
         self.past = Past(past)
         self._corpus = corpus or SuffixAutomaton()
         self._texts: dict[int, _Text] = {}
+        self._others: list[tuple[int, SuffixAutomaton]] = []  # that hold anything, by origin
 
     def begin(self, context: Context) -> None:
         self._texts[context.sequence] = _Text(context)
@@ -124,6 +128,8 @@ class SuffixSource:
 
     def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
         left = CHUNK
+        others = self.past.newer, self.past.older, self._corpus
+        self._others = [each for each in enumerate(others, NEW) if each[1].length]
         found: list[Candidates | None] = []
         for each in asked:
             text = self._texts[each.context.sequence]
@@ -143,6 +149,9 @@ class SuffixSource:
         stop = min(text.read + most, len(tokens))
         count = stop - text.read
         known = self._known(text)
+        if count or text.of_past != self.past.length:
+            text.of_past = self.past.length
+            text.stated.clear()
         if text.turns != self.past.turns:
             text.turns = self.past.turns
             last = tokens[max(text.read - FOUND_BY, 0) : text.read]
@@ -186,7 +195,21 @@ class SuffixSource:
 
     def _next(self, text: _Text, places: Places, position: int, children: int) -> Stated:
         """Tokens that may stand at `position`, after a place, and how likely each is, the likeliest
-        first.
+        first."""
+        key = places, children
+        found = text.stated.get(key)
+        if found is None:
+            found = text.stated[key] = self._after(text, places, children)
+        context = text.context
+        if self.foresight and context.drawn:
+            from pipespec.sampling.foresight import reweigh  # imports torch
+
+            return reweigh(found, position, context.sampling.seed)[:children]
+        return found[:children]
+
+    def _after(self, text: _Text, places: Places, children: int) -> Stated:
+        """Tokens that may follow a place, and how likely each is, the likeliest first; `children`
+        of them are enough.
 
         What followed the longest run shares what it is trusted with by how often it came; the rest
         is left to what followed shorter ones.
@@ -215,12 +238,7 @@ class SuffixSource:
                 stated[token] = share * count
             if len(stated) >= children or left < LEAST_LEFT:
                 break
-        context = text.context
-        if self.foresight and context.drawn:
-            from pipespec.sampling.foresight import reweigh  # imports torch
-
-            return reweigh([*stated.items()], position, context.sampling.seed)[:children]
-        return sorted(stated.items(), key=lambda each: -each[1])[:children]
+        return sorted(stated.items(), key=lambda each: -each[1])
 
     def _places(self, text: _Text, tree: Tree, node: int) -> Places:
         """Where the text that ends with a node of the tree stands."""
@@ -238,10 +256,10 @@ class SuffixSource:
         return places
 
     def _step(self, text: _Text, places: Places, token: int) -> Places:
-        pairs = zip(self._known(text), places, strict=True)
-        return tuple(
-            [each.step(place, token) if len(each) > 1 else NOWHERE for each, place in pairs]
-        )
+        found = [text.own.step(places[OWN], token), NOWHERE, NOWHERE, NOWHERE]
+        for origin, each in self._others:
+            found[origin] = each.step(places[origin], token)
+        return tuple(found)
 
     def _of_one(self, text: _Text, asked: Asked, children: int) -> Candidates:
         tree, nodes = asked.tree, asked.nodes
