@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.distributed import is_nccl_available
 
 from pipespec.cluster import build
 from pipespec.cluster.deployment import ControllerAddress, Deployment
@@ -36,7 +35,7 @@ from pipespec.transport.distributed import (
     host_meeting,
     join_meeting,
 )
-from pipespec.transport.group import MemberGroup
+from pipespec.transport.group import MemberGroup, nccl_serves
 
 # Seconds between two looks at whether all ranks are there.
 LOOK_S = 0.5
@@ -290,21 +289,6 @@ def serve(
     )
 
 
-def adds_up_there(deployment: Deployment, members: Sequence[str]) -> bool:
-    """Whether NCCL adds up what the members of a rank compute: each has a CUDA device of its own.
-
-    `transport.backend=gloo` says no.
-    """
-    devices = {deployment.device_of(member).replace("cuda:0", "cuda") for member in members}
-    own = len(devices) == len(members) and all(each.startswith("cuda") for each in devices)
-    if not own or deployment.config.transport.backend == GLOO:
-        return False
-    if not is_nccl_available():
-        log.warning("This torch has no NCCL, so the host adds up what %s compute.", members)
-        return False
-    return True
-
-
 @contextmanager
 def gathered(
     deployment: Deployment,
@@ -328,7 +312,9 @@ def gathered(
             meeting = host_meeting()
             shared.invite_followers(where.epoch, rank, meeting.place)
     try:
-        device = deployment.devices[rank] if adds_up_there(deployment, members) else None
+        own = nccl_serves([*map(deployment.device_of, members)])
+        nccl = own and deployment.config.transport.backend != GLOO
+        device = deployment.device_of(members[member]) if nccl else None
         yield MemberGroup(meeting.store, member, len(members), device)
     finally:
         meeting.close()

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from pipespec.clock import monotonic_ns
 from pipespec.engine.tensor_parallel import total
-from pipespec.transport.group import MemberGroup
+from pipespec.transport.group import MemberGroup, nccl_serves
 
 WARM_UPS, SUMS = 2, 50
 NS_PER_MS = 1e6
@@ -22,10 +22,10 @@ COPIED_BYTES, COPIES = 256 << 20, 5
 def adding_up_ms(devices: Sequence[str], rows: int, hidden: int, dtype: torch.dtype) -> float:
     """How long devices take to add up what each has computed of a batch of so many rows. The
     members are threads here, which takes no less."""
-    store, size = HashStore(), len(devices)
+    store, size, nccl = HashStore(), len(devices), nccl_serves(devices)
 
     def member(rank: int) -> list[float]:
-        group = MemberGroup(store, rank, size)
+        group = MemberGroup(store, rank, size, devices[rank] if nccl else None)
         part = torch.ones(rows, hidden, dtype=dtype, device=devices[rank])
         times = []
         for _ in range(WARM_UPS + SUMS):

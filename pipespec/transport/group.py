@@ -7,6 +7,7 @@ gloo's. What devices add up is NCCL's where each member has a CUDA device of its
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,13 @@ _LENGTH = 8  # bytes in front of a message that say how many follow
 # A message comes in one trip if it is no longer than this, as its receiver has so much room for
 # it before it is sent; in two if it is.
 PIECE = 256 << 10
+
+
+def nccl_serves(devices: Sequence[str]) -> bool:
+    """Whether NCCL can add up among the devices: torch has it, and each is a GPU of its own."""
+    distinct = {device.replace("cuda:0", "cuda") for device in devices}
+    own = len(distinct) == len(devices) and all(each.startswith("cuda") for each in distinct)
+    return own and dist.is_nccl_available()
 
 
 class MemberGroup:

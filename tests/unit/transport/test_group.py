@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
+from pipespec.engine.graphs import record_cuda
 from pipespec.engine.tensor_parallel import total
 from pipespec.errors import RankFailed
-from pipespec.transport.group import PIECE, MemberGroup
+from pipespec.transport.group import PIECE, MemberGroup, nccl_serves
 from tests.helpers.members import together
 
 HIDDEN = 48
@@ -30,6 +34,43 @@ def test_a_row_of_a_sum_of_three_does_not_depend_on_its_batch(sizes, seed):
     for whole, in_batches in together(3, sums):
         assert torch.equal(whole, expected)
         assert torch.equal(in_batches, expected)
+
+
+@pytest.mark.parametrize(
+    ("devices", "serves"),
+    [
+        (["cuda:0", "cuda:1"], True),
+        (["cuda", "cuda:1"], True),
+        (["cuda", "cuda:0"], False),
+        (["cuda:1", "cuda:1"], False),
+        (["cpu", "cuda:1"], False),
+        (["cpu", "cpu"], False),
+    ],
+)
+def test_nccl_serves_where_each_has_a_gpu_of_its_own(monkeypatch, devices, serves):
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert nccl_serves(devices) is serves
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert not nccl_serves(devices)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_nccl_adds_up_and_can_be_recorded():
+    store = HashStore()
+
+    def member(rank: int) -> torch.Tensor:
+        group = MemberGroup(store, rank, 2, f"cuda:{rank}")
+        mine = torch.full((3, HIDDEN), float(rank + 1), device=f"cuda:{rank}")
+        total(group.gather(mine))  # the members meet
+        replay, result = record_cuda(lambda: total(group.gather(mine)))
+        mine += 1
+        replay()
+        return result.cpu()
+
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(member, range(2)):
+            assert torch.equal(found, torch.full((3, HIDDEN), 5.0))
 
 
 def test_who_waits_for_a_member_that_ends_is_told():
