@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from pipespec.system.resources import resource_dir
-from tools.distill_draft import kept_layers, main, student_of
+from tools.distill_draft import main
+from tools.distilling import kept_layers, student_of
 
 TOKENIZER = resource_dir("demo") / "target"
 
