@@ -14,8 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tools.training import Mix, progress_steps, written
 
-# Of what is trained: its backward pass is a sixth faster on a CPU than PyTorch's fused attention.
-ATTENTION = "eager"
 # What `--halve` makes half as large, and what is at least one.
 WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
@@ -47,9 +45,7 @@ def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> Pr
         raise SystemExit(
             f"Layers of a {target.config.model_type} cannot be left out; take a Llama."
         )
-    student = AutoModelForCausalLM.from_config(
-        config_of(target.config, layers, halve=halve), attn_implementation=ATTENTION
-    )
+    student = AutoModelForCausalLM.from_config(config_of(target.config, layers, halve=halve))
     student = student.to(torch.float32)
     if not halve:
         place = {old: new for new, old in enumerate(layers)}

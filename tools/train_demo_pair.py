@@ -37,7 +37,7 @@ from tools.demo_text import (
     encode,
     train_tokenizer,
 )
-from tools.distilling import ATTENTION, OwnText, kept_layers, student_of, to_learn_from
+from tools.distilling import OwnText, kept_layers, student_of, to_learn_from
 from tools.training import Budget, Cost, Mix, console, train, written
 
 # (from this progress on, sequence length): short is cheap, attention being half the cost at 512;
@@ -73,7 +73,6 @@ def new_target(eos_token_id: int) -> LlamaForCausalLM:
             bos_token_id=None,
             pad_token_id=None,
             eos_token_id=eos_token_id,
-            attn_implementation=ATTENTION,
             **SHAPE,
         )
     )
@@ -170,8 +169,8 @@ def parse_args() -> argparse.Namespace:
         "--folder", type=Path, default=Path(".training"), help="tokenizer and checkpoints"
     )
     parser.add_argument("--target-tokens", type=int, default=20_000_000)
-    parser.add_argument("--mid-tokens", type=int, default=3_000_000)
-    parser.add_argument("--draft-tokens", type=int, default=7_000_000)
+    parser.add_argument("--mid-tokens", type=int, default=2_000_000)
+    parser.add_argument("--draft-tokens", type=int, default=5_000_000)
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens per optimizer step")
     parser.add_argument(
         "--target-text-rows", type=int, default=2048, help="continuations written for the drafts"

@@ -8,9 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipespec.cluster.deployment import decide
 from pipespec.cluster.memory import WEIGHTS, local_ranks, needs, require_memory
+from pipespec.config.compose import compose
 from pipespec.controller.server import EmbeddedRedis
 from pipespec.core import Sampling
+from pipespec.engine import tokenizer
 from pipespec.engine.runner import SliceRunner
 from pipespec.errors import ConfigError
 from pipespec.head.scheduler import Scheduler
@@ -120,6 +123,17 @@ def test_a_mid_size_model_that_says_what_the_target_says_brings_hits(trio, redis
         assert tokens == trio[-1][0]
         hits.append(stats["hit_rate"])
     assert hits[1] > hits[0] + 0.2
+
+
+def test_the_trio_that_travels_along(redis):
+    chosen = ("model=trio", "source=cascade", "cluster.stages=4", "feed.width=16")
+    deployment = decide(compose([*chosen, "model.dtype=float32", "model.context=256"]))
+    folder = Path(deployment.target.path)
+    encode = tokenizer.load(folder).encode
+    prompts = [encode(text) for text in ("Once upon a time", "def add(a, b):\n", "Question: 2 + 3")]
+    expected = cluster.reference(folder, prompts, TOKENS)
+    asked = [{"prompt": tuple(ids), "max_new_tokens": TOKENS} for ids in prompts]
+    assert [tokens for tokens, *_ in cluster.decode(deployment, redis, asked)] == expected
 
 
 def test_a_cascade_without_a_mid_size_model_is_refused(trio):
