@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks import comparison, emulated, experiment, plot
 from benchmarks.comparison import Case
+from benchmarks.groups import overrides
 from pipespec.emulation import TimeCurve
 from pipespec.head.feed.rounds import AUTO
 from pipespec.head.source.synthetic import Accuracy
@@ -72,19 +73,6 @@ DIVISIONS = (
     Division(3, 2, 2),
     Division(7, 1, 1),
 )
-
-
-def overrides(machine: Machine, folder: Path, scale: float) -> list[str]:
-    """What emulates a machine."""
-    return [
-        *emulated.target(machine.num_stages, folder),
-        f"cluster.stages={machine.num_stages}",
-        "cluster.devices=[cpu]",
-        "pace=fixed",
-        f"pace.stage_ms={machine.stages[0].ms(1):.6g}",
-        f"pace.draft_ms={machine.draft_ms:.6g}",
-        f"pace.scale={scale:g}",
-    ]
 
 
 def draw(title: str, note: str, rows: Sequence[dict[str, Any]], path: Path) -> None:
