@@ -44,19 +44,12 @@ class Observed(Calibration):
         self.said: list[np.ndarray] = []
         self.came: list[np.ndarray] = []
 
-    def observe(self, stated: np.ndarray, depth: int, hit: int | None) -> None:
-        said = self.correct(stated[None], np.array([depth]))[0]
+    def observe(self, text: int, stated: np.ndarray, depth: int, hit: int | None) -> None:
+        said = self.correct(text, stated[None], np.array([depth]))[0]
         there = said > 0
         self.said.append(said[there])
         self.came.append((np.arange(len(said)) == (-1 if hit is None else hit))[there])
-        super().observe(stated, depth, hit)
-
-
-class AsStated(Observed):
-    """What a source says that is not corrected."""
-
-    def correct(self, stated: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        return stated
+        super().observe(text, stated, depth, hit)
 
 
 def deciles(stated: np.ndarray, came: np.ndarray) -> list[dict[str, float]]:
@@ -102,9 +95,8 @@ def measured(pair: Pair, source: str, given: Texts, stages: int) -> dict[str, An
     model = build.load_model(deployment, 0)
     runner = None if model is None else build.SliceRunner(model, model.num_slots)
     made = build.make_source(deployment, runner)
-    observed = Observed() if isinstance(made, Calibrated) else AsStated()
-    made = made if isinstance(made, Calibrated) else Calibrated(made)
-    made.calibration = observed
+    assert isinstance(made, Calibrated)
+    made.calibration = observed = Observed()
     rounds = deployment.config.source.rounds
     assert isinstance(rounds, int)
     policy = BestFirst(16, 8, row_cost=0.0001)

@@ -71,8 +71,8 @@ def asked(*sampling: Sampling) -> list[dict]:
 def all_free(sources: list) -> bool:
     """Whether the drafts hold nothing but text that stays for others."""
     return all(
-        source.runner.slots.num_slots - source.runner.slots.num_free
-        <= sum(source.runner.retained.values())
+        source.source.runner.slots.num_slots - source.source.runner.slots.num_free
+        <= sum(source.source.runner.retained.values())
         for source in sources
     )
 
@@ -84,7 +84,7 @@ def test_every_policy_gives_the_text_of_hugging_face(pair, redis, sources, polic
     assert deployment.parallel is not None and deployment.parallel.tokens == 3
     answers = cluster.decode(deployment, redis, asked())
     assert [tokens for tokens, *_ in answers] == expected
-    assert sources[0].parallel is not None
+    assert sources[0].source.parallel is not None
     assert len(sources) == 1 and all_free(sources)
 
 

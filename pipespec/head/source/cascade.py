@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipespec.head.scoring import MID_ROWS
+from pipespec.head.source.calibration import Calibrated
 from pipespec.head.source.draft_model import DraftModel
 from pipespec.head.source.protocol import TokenSource
 from pipespec.head.source.synthetic import Accuracy, Synthetic, SyntheticSource, read_truth
@@ -34,7 +35,7 @@ class Cascade(DraftModel):
 
     def make_mid(self, mid: TokenSource | None, vocabulary: int) -> TokenSource:
         assert mid is not None
-        return mid
+        return Calibrated(mid)
 
 
 @dataclass(frozen=True)

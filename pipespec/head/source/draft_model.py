@@ -11,6 +11,7 @@ import numpy as np
 from pipespec.core import Batch, Verdict
 from pipespec.head.feed.policy import NOTHING
 from pipespec.head.feed.rounds import check_rounds
+from pipespec.head.source.calibration import Calibrated
 from pipespec.head.source.confidence import Confidence
 from pipespec.head.source.parallel import Parallel, best_paths
 from pipespec.head.source.protocol import Asked, Candidates, Context, Encode, TokenSource
@@ -49,7 +50,7 @@ class DraftModel:
 
     def make(self, draft: TokenSource | None, vocabulary: int, encode: Encode) -> TokenSource:
         assert draft is not None
-        return draft
+        return Calibrated(draft)
 
 
 class DraftModelSource:

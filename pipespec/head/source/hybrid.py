@@ -1,4 +1,4 @@
-"""Several sources as one: their candidates merged, each believed as far as it has been right."""
+"""Several sources as one: their candidates mixed, each believed as far as it has been right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pipespec.head.feed.rounds import check_rounds
 from pipespec.head.paths import Paths
 from pipespec.head.source.calibration import Calibrated
 from pipespec.head.source.known import read_corpus
-from pipespec.head.source.protocol import Asked, Candidates, Context, Encode, TokenSource
+from pipespec.head.source.mixture import Mixture
+from pipespec.head.source.protocol import Asked, Candidates, Context, Encode, TokenSource, forget
 from pipespec.head.source.suffix import SuffixSource, check_memory
 
 WORKERS = ("draft_model", "suffix")
@@ -72,60 +73,82 @@ class Hybrid:
 
 # What sources say of the children of one node: (token, probability).
 Stated = list[tuple[int, float]]
+# Of a node: the tokens that may follow, and what each source stated of each, `[k, sources]`.
+Named = tuple[list[int], np.ndarray]
 
 
 class HybridSource:
-    """Asks every source about every node and merges what they propose, by true probabilities.
+    """Asks every source about every node and mixes what they state.
 
-    A token that several sources propose counts once, with the highest of its probabilities; where
-    the sources together claim more than everything, all are scaled down. Nothing is proposed until
-    all sources are ready, so that none falls behind the tree.
+    A token that several sources propose counts once. Nothing is proposed until all sources are
+    ready, so that none falls behind the tree.
     """
 
     def __init__(self, workers: Mapping[str, TokenSource]):
         self.workers = {name: Calibrated(worker) for name, worker in workers.items()}
+        self.mixture = Mixture(len(self.workers))
+        self._contexts: dict[int, Context] = {}
+        self._named: dict[int, dict[int, Named]] = {}  # of each sequence by node
 
     def begin(self, context: Context) -> None:
+        self._contexts[context.sequence] = context
+        self._named[context.sequence] = {}
         for worker in self.workers.values():
             worker.begin(context)
 
     def end(self, sequence: int) -> None:
+        del self._contexts[sequence], self._named[sequence]
         for worker in self.workers.values():
             worker.end(sequence)
 
     def accept(self, verdict: Verdict) -> None:
         for worker in self.workers.values():
             worker.accept(verdict)
+        context, named = self._contexts[verdict.sequence], self._named[verdict.sequence]
+        for position in range(verdict.base, len(context.tokens)):
+            if (said := named.pop(context.nodes[position - 1], None)) is not None:
+                tokens, stated = said
+                self.mixture.learn(stated, np.array(tokens) == context.tokens[position])
 
     def expand(self, asked: Sequence[Asked], children: int) -> list[Candidates | None]:
         answers = [worker.expand(asked, children) for worker in self.workers.values()]
         found: list[Candidates | None] = []
         for each, mine in zip(asked, zip(*answers, strict=True), strict=True):
             ready = [candidates for candidates in mine if candidates is not None]
-            found.append(merged(each, ready, children) if len(ready) == len(mine) else None)
+            found.append(self._mixed(each, ready, children) if len(ready) == len(mine) else None)
         return found
 
+    def _mixed(self, asked: Asked, answers: Sequence[Candidates], children: int) -> Candidates:
+        """What the sources have proposed for one sequence: for the nodes that all have answered."""
+        held, ids = self._named[asked.context.sequence], asked.tree.id
+        forget(held, ids)
+        places = [{node: i for i, node in enumerate(each.parents.tolist())} for each in answers]
+        both = list(zip(answers, places, strict=True))
+        nodes = [node for node in asked.nodes.tolist() if all(node in rows for rows in places)]
+        found = []
+        for node in nodes:
+            tokens, stated = named([_row(answer, place[node]) for answer, place in both])
+            held[int(ids[node])] = tokens, stated
+            mixed = zip(tokens, self.mixture.of(stated).tolist(), strict=True)
+            found.append(sorted(mixed, key=lambda pair: -pair[1])[:children])
+        candidates = Candidates.of(np.array(nodes, np.int64), found)
+        deeper = [
+            paths
+            for answer, place in both
+            if (paths := _moved(answer, [place[node] for node in nodes], candidates)) is not None
+        ]
+        return replace(candidates, paths=_together(deeper, candidates.tokens.size))
 
-def merged(asked: Asked, answers: Sequence[Candidates], children: int) -> Candidates:
-    """What the sources have proposed for one sequence: for the nodes that all have answered."""
-    places = [{node: i for i, node in enumerate(each.parents.tolist())} for each in answers]
-    nodes = [node for node in asked.nodes.tolist() if all(node in rows for rows in places)]
-    found = []
-    for node in nodes:
-        best: dict[int, float] = {}
-        for answer, rows in zip(answers, places, strict=True):
-            for token, probability in _row(answer, rows[node]):
-                best[token] = max(best.get(token, 0.0), probability)
-        scale = 1 / max(1.0, sum(best.values()))
-        ordered = sorted(best.items(), key=lambda pair: -pair[1])[:children]
-        found.append([(token, probability * scale) for token, probability in ordered])
-    candidates = Candidates.of(np.array(nodes, np.int64), found)
-    deeper = [
-        paths
-        for answer, rows in zip(answers, places, strict=True)
-        if (paths := _moved(answer, [rows[node] for node in nodes], candidates)) is not None
-    ]
-    return replace(candidates, paths=_together(deeper, candidates.tokens.size))
+
+def named(rows: Sequence[Stated]) -> Named:
+    """What the sources stated of one node, by token."""
+    tokens = list(dict.fromkeys(token for row in rows for token, _ in row))
+    place = {token: i for i, token in enumerate(tokens)}
+    stated = np.zeros((len(tokens), len(rows)))
+    for source, row in enumerate(rows):
+        for token, probability in row:
+            stated[place[token], source] = probability
+    return tokens, stated
 
 
 def _row(candidates: Candidates, row: int) -> Stated:

@@ -11,12 +11,15 @@ from pipespec.head.source.calibration import Calibrated, Calibration
 from pipespec.head.source.protocol import Asked, Candidates, Context
 from pipespec.head.tree import ROOT, Tree
 
+TEXT = 0
+
 
 @pytest.mark.parametrize("sureness", [0.6, 1.0, 2.0])
 def test_what_is_stated_comes_true_by_deciles(sureness):
     """A source that is too sure of itself, or not sure enough."""
     rng = np.random.default_rng(0)
     calibration = Calibration()
+    calibration.begin(TEXT)
     said, came = [], []
     for i in range(12000):
         true = rng.dirichlet(np.full(4, 0.5))
@@ -25,9 +28,9 @@ def test_what_is_stated_comes_true_by_deciles(sureness):
         depth = int(rng.integers(1, 20))
         hit = int(rng.choice(4, p=true))
         if i > 2000:
-            said += calibration.correct(stated[None], np.array([depth]))[0].tolist()
+            said += calibration.correct(TEXT, stated[None], np.array([depth]))[0].tolist()
             came += [j == hit for j in range(4)]
-        calibration.observe(stated, depth, hit)
+        calibration.observe(TEXT, stated, depth, hit)
     places = np.minimum((np.array(said) * 10).astype(int), 9)
     for decile in range(10):
         mine = places == decile
@@ -35,22 +38,30 @@ def test_what_is_stated_comes_true_by_deciles(sureness):
         assert np.mean(np.array(came)[mine]) == pytest.approx(np.array(said)[mine].mean(), abs=0.05)
 
 
-def test_siblings_together_claim_no_more_than_everything():
-    calibration = Calibration()
-    for _ in range(100):
-        calibration.observe(np.array([0.3, 0.2]), 1, 0)
-        calibration.observe(np.array([0.3, 0.2]), 1, 1)
-    true = calibration.correct(np.array([[0.3, 0.2], [0.3, 0.0]]), np.array([1, 1]))
-    assert true.sum(1)[0] <= 1 + 1e-9 and true[1, 1] == 0
-
-
 def test_a_depth_that_comes_true_less_often_is_believed_less():
     calibration = Calibration()
+    calibration.begin(TEXT)
     for i in range(400):
-        calibration.observe(np.array([0.5]), 1, 0 if i % 4 else None)
-        calibration.observe(np.array([0.5]), 9, None if i % 4 else 0)
-    near, far = calibration.correct(np.full((2, 1), 0.5), np.array([1, 9]))[:, 0]
+        calibration.observe(TEXT, np.array([0.5]), 1, 0 if i % 4 else None)
+        calibration.observe(TEXT, np.array([0.5]), 9, None if i % 4 else 0)
+    near, far = calibration.correct(TEXT, np.full((2, 1), 0.5), np.array([1, 9]))[:, 0]
     assert near > 0.6 > 0.4 > far
+
+
+def test_a_text_is_believed_for_itself():
+    """Two texts by turns, one of which follows the source more often than it states."""
+    calibration = Calibration()
+    calibration.begin(0)
+    calibration.begin(1)
+    stated = np.array([0.5, 0.3])
+    for i in range(60):
+        calibration.observe(0, stated, 1, 0)
+        calibration.observe(1, stated, 1, i % 3 or None)
+    sure, unsure = (calibration.correct(text, stated[None], np.array([1]))[0] for text in (0, 1))
+    assert sure[0] > 0.8 and unsure[0] < 0.4
+    calibration.end(0)
+    calibration.begin(0)
+    assert unsure[0] < calibration.correct(0, stated[None], np.array([1]))[0, 0] < sure[0]
 
 
 class Ahead:
@@ -85,5 +96,6 @@ def test_guesses_further_below_are_observed_too():
     assert not source._told and not source._contexts
     stated = np.exp([*found.logps[0], *found.paths.logps])
     assert stated[0] > 0.7 and stated[1] > 0.7
-    hits = source.calibration.correct(np.full((1, 1), 0.5), np.array([1]))[0, 0]
+    source.calibration.begin(TEXT)
+    hits = source.calibration.correct(TEXT, np.full((1, 1), 0.5), np.array([1]))[0, 0]
     assert hits == pytest.approx(0.85, abs=0.12)

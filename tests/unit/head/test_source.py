@@ -284,18 +284,31 @@ class Told:
 def test_a_token_that_two_sources_propose_counts_once():
     source = HybridSource({"a": Told((1, 0.5), (2, 0.2)), "b": Told((2, 0.3), (3, 0.1))})
     context, tree = started(source, [7])
-    merged = expand(source, context, tree, np.array([ROOT]), 8)
-    assert row(merged) == pytest.approx({1: 0.5, 2: 0.3, 3: 0.1})
-    assert merged.tokens[0].tolist() == [1, 2, 3], "the likeliest first"
+    mixed = expand(source, context, tree, np.array([ROOT]), 8)
+    assert mixed.tokens[0].tolist() == [1, 2, 3], "the likeliest first"
+    told = row(mixed)
+    assert 0.2 < told.pop(2) < 0.3
+    assert told == pytest.approx({1: 0.5, 3: 0.1})
     best = expand(source, context, tree, np.array([ROOT]), 2)
     assert list(row(best)) == [1, 2]
 
 
-def test_sources_together_never_claim_more_than_everything():
-    source = HybridSource({"a": Told((1, 0.9)), "b": Told((2, 0.9))})
+def test_what_is_stated_of_guesses_with_and_without_support_comes_true():
+    """One source is always sure; it is right where the other names its token too."""
+    alone, too = Told((1, 0.8)), Told((1, 0.8), (2, 0.1))
+    other = Told((2, 0.4), (1, 0.3))
+    source = HybridSource({"sure": alone, "other": other})
     context, tree = started(source, [7])
-    merged = row(expand(source, context, tree, np.array([ROOT]), 8))
-    assert sum(merged.values()) == pytest.approx(1)
+    for i in range(600):
+        other.candidates = too.candidates if i % 2 else ((2, 0.4),)
+        candidates = expand(source, context, tree, np.array([ROOT]), 8)
+        tree.append(*_columns(candidates))
+        decide(source, context, tree, 1 if i % 2 else 2)
+    other.candidates = too.candidates
+    supported = row(expand(source, context, tree, np.array([ROOT]), 8))
+    other.candidates = ((2, 0.4),)
+    unsupported = row(expand(source, context, tree, np.array([ROOT]), 8))
+    assert supported[1] > 0.9 and unsupported[1] < 0.1 and unsupported[2] > 0.8
 
 
 def test_nothing_is_proposed_until_every_source_is_ready():
@@ -316,9 +329,9 @@ def test_a_source_is_believed_as_far_as_it_has_been_right():
         candidates = expand(source, context, tree, np.array([ROOT]), 8)
         tree.append(*_columns(candidates))
         decide(source, context, tree, 3 if i % 10 == 0 else 1)
-    merged = row(expand(source, context, tree, np.array([ROOT]), 8))
-    assert merged[1] == pytest.approx(0.9, abs=0.1)
-    assert merged[2] < 0.05
+    mixed = row(expand(source, context, tree, np.array([ROOT]), 8))
+    assert mixed[1] == pytest.approx(0.9, abs=0.1)
+    assert mixed[2] < 0.05
 
 
 def test_settings_of_a_hybrid():
