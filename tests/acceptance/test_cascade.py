@@ -125,8 +125,8 @@ def test_a_mid_size_model_that_says_what_the_target_says_brings_hits(trio, redis
     assert hits[1] > hits[0] + 0.2
 
 
-def test_the_trio_that_travels_along(redis):
-    chosen = ("model=trio", "source=cascade", "cluster.stages=4", "feed.width=16")
+def test_the_models_that_travel_along(redis):
+    chosen = ("source=cascade", "cluster.stages=4", "feed.width=16")
     deployment = decide(compose([*chosen, "model.dtype=float32", "model.context=256"]))
     folder = Path(deployment.target.path)
     encode = tokenizer.load(folder).encode
@@ -139,7 +139,7 @@ def test_the_trio_that_travels_along(redis):
 def test_a_cascade_without_a_mid_size_model_is_refused(trio):
     target, draft, *_ = trio
     with pytest.raises(ConfigError, match=r"model\.mid is null"):
-        cluster.make_deployment(target, draft, "source=cascade")
+        cluster.make_deployment(target, draft, "source=cascade", "model.mid=null")
 
 
 def test_the_memory_of_the_mid_size_model_is_asked_for(trio):

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 TOKENS = 24
 GREEDY = Sampling()
 SAMPLED = compose(["verify=sample", "verify.seed=11", "verify.temperature=0.9"]).verify.sampling(0)
-SHORT = ("feed.capacity=256", "model.context=128")
+SHORT = ("feed.capacity=128", "feed.width=16", "model.context=128")
 CROWD = ("scheduler.max_num_seqs=6", "cluster.stages=3")
 WAYS = [
     ("feed=best_first",),
