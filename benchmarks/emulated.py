@@ -33,6 +33,9 @@ GUESSERS = {
     "hybrid": ("source=hybrid",),
     "parallel_hybrid": ("source=hybrid", PARALLEL),
 }
+# And those whose guesses depend on how long they take, so that counts mean something in emulated
+# time alone.
+ALL_GUESSERS = {**GUESSERS, "cascade": ("source=cascade",)}
 SYNTHETIC = "synthetic"
 
 
@@ -87,7 +90,10 @@ def target(stages: int, folder: Path) -> list[str]:
 def add_draft(parser: argparse.ArgumentParser) -> None:
     """Options that say who guesses."""
     parser.add_argument(
-        "--source", choices=(*GUESSERS, SYNTHETIC), default="demo", help="who guesses (demo)"
+        "--source",
+        choices=(*ALL_GUESSERS, SYNTHETIC),
+        default="demo",
+        help="who guesses (demo)",
     )
     parser.add_argument("--curve", default=CURVE, help="of the synthetic draft")
     parser.add_argument("--spread", type=float, default=0.8, help="of its confidence (0.8)")
@@ -96,7 +102,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
 
 def draft(options: argparse.Namespace, truth: Path | None) -> list[str]:
     """The overrides of `add_draft`'s options; a synthetic draft needs the recorded `truth`."""
-    source = [*GUESSERS.get(options.source, ())]
+    source = [*ALL_GUESSERS.get(options.source, ())]
     if is_synthetic(options):
         assert truth is not None
         source = synthetic(truth, options.curve, options.spread, options.source)
@@ -105,7 +111,7 @@ def draft(options: argparse.Namespace, truth: Path | None) -> list[str]:
 
 def is_synthetic(options: argparse.Namespace) -> bool:
     """Whether the draft makes its guesses from the answer."""
-    return options.source not in GUESSERS
+    return options.source not in ALL_GUESSERS
 
 
 def synthetic(truth: Path, curve: str, spread: float, source: str = SYNTHETIC) -> list[str]:
