@@ -6,20 +6,21 @@
 The texts are what the demo target says after the shipped prompts, greedy and drawn, and the
 references of the repetitive prompts. Counts, no times: they depend on no machine. By deciles of the
 stated probability: the share of the guesses that came, of all that were proposed below accepted
-text, and the same of those that were fed, by their probability to lie on the accepted path.
+text, and the same of those that were fed, by their probability to lie on the accepted path; the
+worst is of those deciles that have enough guesses. Tokens per step also by data set.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks import experiment
-from benchmarks.pair import Pair
+from benchmarks import emulated, experiment
+from benchmarks.pair import Pair, shipped
 from benchmarks.repetitive import FILE
 from benchmarks.replay import Replay
 from pipespec.cluster import build
@@ -33,7 +34,18 @@ from tools.rig import cluster
 
 SOURCES = ("suffix", "draft_model", "hybrid")
 DRAWN = Sampling(temperature=1.0, seed=7)
-Texts = list[tuple[list[int], list[int], Sampling]]
+
+# A decile of fewer guesses says little.
+ENOUGH = 100
+
+
+class Text(NamedTuple):
+    """A prompt of a data set, what follows it, and how that is decided."""
+
+    data_set: str
+    prompt: list[int]
+    answer: list[int]
+    how: Sampling
 
 
 class Observed(Calibration):
@@ -67,15 +79,20 @@ def deciles(stated: np.ndarray, came: np.ndarray) -> list[dict[str, float]]:
     ]
 
 
-def texts(pair: Pair, which: str, count: int | None, tokens: int) -> Texts:
-    """Prompts, what follows them, and how it is decided."""
+def texts(pair: Pair, which: str, count: int | None, tokens: int) -> list[Text]:
     if which == "repetitive":
         encode = tokenizer.load(pair.target).encode
         items = [json.loads(line) for line in FILE.read_text().splitlines()][: count and count * 2]
         return [
-            (encode(item["prompt"]), encode(item["reference"])[: 4 * tokens], Sampling())
+            Text(
+                item["benchmark"],
+                encode(item["prompt"]),
+                encode(item["reference"])[: 4 * tokens],
+                Sampling(),
+            )
             for item in items
         ]
+    names = [item["benchmark"] for item in shipped(count)]
     prompts = pair.prompts(count, 128)
     if which == "greedy":
         answers = cluster.reference(pair.target, prompts, tokens)
@@ -85,10 +102,10 @@ def texts(pair: Pair, which: str, count: int | None, tokens: int) -> Texts:
         with EmbeddedRedis() as server:
             plain = ("cluster.stages=1", "feed=root", "source=suffix")
             answers = pair.decode(server, prompts, tokens, *plain, sampling=how).answers
-    return [(prompt, answer, how) for prompt, answer in zip(prompts, answers, strict=True)]
+    return [Text(*each, how) for each in zip(names, prompts, answers, strict=True)]
 
 
-def measured(pair: Pair, source: str, given: Texts, stages: int) -> dict[str, Any]:
+def measured(pair: Pair, source: str, given: Sequence[Text], stages: int) -> dict[str, Any]:
     """One source through all texts."""
     chosen = [f"source={source}", f"cluster.stages={stages}"]
     deployment = cluster.make_deployment(pair.target, pair.draft, *chosen)
@@ -101,23 +118,32 @@ def measured(pair: Pair, source: str, given: Texts, stages: int) -> dict[str, An
     assert isinstance(rounds, int)
     policy = BestFirst(16, 8, row_cost=0.0001)
     replay = Replay(policy, made, stages=stages, rounds=rounds)
-    for prompt, answer, how in given:
-        replay.decode(prompt, answer, how)
+    for text in given:
+        replay.decode(text.prompt, text.answer, text.how)
     result = replay.result
     said, came = np.concatenate(observed.said), np.concatenate(observed.came)
     proposed = deciles(said, came)
+    enough = [each for each in proposed if each["guesses"] >= ENOUGH]
+    counts: dict[str, list[tuple[int, int]]] = {}
+    for text, count in zip(given, result.by_text, strict=True):
+        counts.setdefault(emulated.short(text.data_set), []).append(count)
     return {
         "source": source,
         "tokens_per_step": result.tokens_per_step,
         "rows_per_step": result.rows / result.steps,
-        "worst": max(abs(each["stated"] - each["came"]) for each in proposed),
+        "worst": max((abs(each["stated"] - each["came"]) for each in enough), default=None),
+        "tokens_per_step_by_set": {
+            name: sum(tokens for tokens, _ in mine) / sum(steps for _, steps in mine)
+            for name, mine in counts.items()
+        },
         "proposed": proposed,
         "fed": deciles(np.array(result.stated), np.array(result.came)),
     }
 
 
 def show(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k not in ("proposed", "fed")} for row in rows]
+    hidden = ("proposed", "fed", "tokens_per_step_by_set")
+    return [{k: v for k, v in row.items() if k not in hidden} for row in rows]
 
 
 def main() -> None:

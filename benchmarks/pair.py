@@ -27,6 +27,14 @@ GREEDY = Sampling()
 RANKS = 16
 
 
+def shipped(count: int | None) -> list[dict[str, str]]:
+    """So many of the shipped prompts, of all kinds alike: `id`, `benchmark`, `prompt`."""
+    items = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    if count is None:
+        return items
+    return [items[i * len(items) // count] for i in range(min(count, len(items)))]
+
+
 @dataclass(frozen=True)
 class Pair:
     """Folders of the two checkpoints; by default the demo pair."""
@@ -37,10 +45,7 @@ class Pair:
     def prompts(self, count: int | None, max_tokens: int) -> list[list[int]]:
         """Token ids of the shipped prompts, of all kinds alike, each cut to `max_tokens`."""
         tokenizer = AutoTokenizer.from_pretrained(self.target)
-        texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
-        if count is not None:
-            texts = [texts[i * len(texts) // count] for i in range(min(count, len(texts)))]
-        return [tokenizer.encode(text)[:max_tokens] for text in texts]
+        return [tokenizer.encode(item["prompt"])[:max_tokens] for item in shipped(count)]
 
     def decode(
         self,

@@ -29,7 +29,7 @@ class Replayed:
     """What happened between the first decided token and the last, of all texts.
 
     `stated` and `came` are of every guess that was fed: how likely it was said to lie on the
-    accepted path, and whether it did.
+    accepted path, and whether it did. `by_text` has the tokens and steps of each text.
     """
 
     steps: int = 0
@@ -37,7 +37,7 @@ class Replayed:
     rows: int = 0
     stated: list[float] = field(default_factory=list)
     came: list[bool] = field(default_factory=list)
-    by_text: list[float] = field(default_factory=list)
+    by_text: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def tokens_per_step(self) -> float:
@@ -81,7 +81,7 @@ class Replay:
         (sequence,) = scheduler.admit()
         self.source.begin(sequence.context)
         known = len(prompt)
-        before = self.result.steps, self.result.tokens
+        before = self.result.tokens, self.result.steps
         while scheduler.sequences:
             scheduler.begin()
             while work := scheduler.expansion(0.0):
@@ -111,8 +111,8 @@ class Replay:
                 self.result.rows += len(todo)
         self.result.tokens += len(sequence.context.tokens) - known - 1
         self.source.end(sequence.number)
-        steps, tokens = self.result.steps - before[0], self.result.tokens - before[1]
-        self.result.by_text.append(tokens / steps if steps else 0.0)
+        after = self.result.tokens, self.result.steps
+        self.result.by_text.append((after[0] - before[0], after[1] - before[1]))
 
     def _draft(self, scheduler: Scheduler, work: DraftWork) -> None:
         found = self.expanding(lambda: self.source.expand(work.asked, work.children))
