@@ -141,14 +141,14 @@ def test_a_hosts_file_says_which_devices_compute_together(tmp_path: Path) -> Non
 
 
 def test_a_draft_is_computed_by_several_devices_if_there_is_one() -> None:
-    settings = ["cluster.stages=1", "cluster.draft_tensor_parallel=3", "cluster.devices=[cpu]"]
+    settings = ["cluster.stages=1", "cluster.draft_tensor_parallel=2", "cluster.devices=[cpu]"]
     deployment = decide(compose(settings))
-    assert deployment.workers == ("local/0", "local/3") and deployment.sizes == (3, 1)
-    assert deployment.followers_of("local/0") == ("local/1", "local/2")
+    assert deployment.workers == ("local/0", "local/2") and deployment.sizes == (2, 1)
+    assert deployment.followers_of("local/0") == ("local/1",)
     with pytest.raises(ConfigError, match="its source asks no draft model"):
         decide(compose([*settings, "source=suffix"]))
-    with pytest.raises(ModelError, match=r"3 attention heads .* among 2 devices"):
-        decide(compose([*settings, "cluster.draft_tensor_parallel=2"]))
+    with pytest.raises(ModelError, match=r"4 attention heads .* among 3 devices"):
+        decide(compose([*settings, "cluster.draft_tensor_parallel=3"]))
 
 
 @pytest.mark.parametrize("lost", ["local/3", "local/4"])
