@@ -28,7 +28,6 @@ NUM_OWN = 3
 # Nothing is certain.
 MOST = 0.999
 
-
 KINDS = 2 * FARTHEST + 1
 # What is held of a kind of guess when it is seen again, and how many guesses a source is believed
 # for as if they had come as often as it stated: over all texts, and within one.

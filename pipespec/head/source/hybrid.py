@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 
@@ -125,12 +126,14 @@ class HybridSource:
         places = [{node: i for i, node in enumerate(each.parents.tolist())} for each in answers]
         both = list(zip(answers, places, strict=True))
         nodes = [node for node in asked.nodes.tolist() if all(node in rows for rows in places)]
+        rows = [named([_row(answer, place[node]) for answer, place in both]) for node in nodes]
+        held.update(zip(ids[nodes].tolist(), rows, strict=True))
+        stated = np.concatenate([np.zeros((0, len(both))), *(each for _, each in rows)])
+        mixed = iter(self.mixture.of(stated).tolist())
         found = []
-        for node in nodes:
-            tokens, stated = named([_row(answer, place[node]) for answer, place in both])
-            held[int(ids[node])] = tokens, stated
-            mixed = zip(tokens, self.mixture.of(stated).tolist(), strict=True)
-            found.append(sorted(mixed, key=lambda pair: -pair[1])[:children])
+        for tokens, _ in rows:
+            pairs = zip(tokens, islice(mixed, len(tokens)), strict=True)
+            found.append(sorted(pairs, key=lambda pair: -pair[1])[:children])
         candidates = Candidates.of(np.array(nodes, np.int64), found)
         deeper = [
             paths
