@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipespec.cli.arguments import finish, overrides
@@ -40,9 +41,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     from pipespec.config.compose import compose_sections
     from pipespec.config.hosts import load_hosts
+    from pipespec.head.source.protocol import Cascading
     from pipespec.survey.doctor import examine
 
-    model = compose_sections(["model"], settings)[0]
+    model, source = compose_sections(["model", "source"], settings)
+    if not (isinstance(source, Cascading) and source.needs_mid):
+        model = replace(model, mid=None)
     report = examine(load_hosts(arguments.hosts), model)
     if arguments.json:
         write(json.dumps(report.as_json(), indent=2) + "\n")

@@ -142,6 +142,16 @@ def test_the_models_may_be_given_as_settings(
     )
 
 
+def test_a_cascade_has_its_mid_size_model_looked_at_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, lines = examined(capsys, hosts_file(tmp_path), "source=cascade")
+    assert not lines and all(
+        host["inventory"]["models"].keys() == {"target", "draft", "mid"}
+        for host in report["boxes"].values()
+    )
+
+
 def test_a_version_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metadata = tmp_path / "torch-1.2.3.dist-info" / "METADATA"
     metadata.parent.mkdir()
