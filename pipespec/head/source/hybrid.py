@@ -105,9 +105,9 @@ class HybridSource:
     def accept(self, verdict: Verdict) -> None:
         for worker in self.workers.values():
             worker.accept(verdict)
-        context, named = self._contexts[verdict.sequence], self._named[verdict.sequence]
+        context, held = self._contexts[verdict.sequence], self._named[verdict.sequence]
         for position in range(verdict.base, len(context.tokens)):
-            if (said := named.pop(context.nodes[position - 1], None)) is not None:
+            if (said := held.pop(context.nodes[position - 1], None)) is not None:
                 tokens, stated = said
                 self.mixture.learn(stated, np.array(tokens) == context.tokens[position])
 

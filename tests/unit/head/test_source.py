@@ -295,18 +295,18 @@ def test_a_token_that_two_sources_propose_counts_once():
 
 def test_what_is_stated_of_guesses_with_and_without_support_comes_true():
     """One source is always sure; it is right where the other names its token too."""
-    alone, too = Told((1, 0.8)), Told((1, 0.8), (2, 0.1))
-    other = Told((2, 0.4), (1, 0.3))
-    source = HybridSource({"sure": alone, "other": other})
+    agrees, contradicts = ((1, 0.8), (2, 0.1)), ((2, 0.4),)
+    other = Told(*agrees)
+    source = HybridSource({"sure": Told((1, 0.8)), "other": other})
     context, tree = started(source, [7])
     for i in range(600):
-        other.candidates = too.candidates if i % 2 else ((2, 0.4),)
+        other.candidates = agrees if i % 2 else contradicts
         candidates = expand(source, context, tree, np.array([ROOT]), 8)
         tree.append(*_columns(candidates))
         decide(source, context, tree, 1 if i % 2 else 2)
-    other.candidates = too.candidates
+    other.candidates = agrees
     supported = row(expand(source, context, tree, np.array([ROOT]), 8))
-    other.candidates = ((2, 0.4),)
+    other.candidates = contradicts
     unsupported = row(expand(source, context, tree, np.array([ROOT]), 8))
     assert supported[1] > 0.9 and unsupported[1] < 0.1 and unsupported[2] > 0.8
 
