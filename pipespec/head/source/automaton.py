@@ -10,7 +10,6 @@ a token counts for the runs after which it is new, and for the longest one after
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -143,6 +142,8 @@ class SuffixAutomaton:
     def step(self, place: Place, token: int) -> Place:
         """The longest ending that stood before of the run at `place` with one more token."""
         state, length = place
+        if self._token[state] == token:
+            return self._next[state] >> COUNT_BITS, length + 1
         while not (found := self._to(state, token)):
             state = self._link[state]
             if state == NOBODY:
@@ -182,9 +183,11 @@ class SuffixAutomaton:
             if after is None:
                 after = {self._token[state]: self._next[state]}
             counts = [(to & MOST, token) for token, to in after.items()]
-            total = sum(count for count, _ in counts)
-            likeliest = heapq.nlargest(LISTED, counts) if len(counts) > 1 else counts
-            found = Seen(total, len(counts), [(token, count) for count, token in likeliest])
+            total = sum([count for count, _ in counts])
+            if len(counts) > 1:
+                counts.sort(reverse=True)
+            likeliest = [(token, count) for count, token in counts[:LISTED]]
+            found = Seen(total, len(counts), likeliest)
             if len(self._seen) >= LISTS:
                 self._seen.clear()
             self._seen[state] = found

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count, repeat
 
 import numpy as np
 
 from pipespec.core import Verdict
 from pipespec.head.paths import Paths
-from pipespec.head.source.odds import LEAST, from_odds, log_odds
+from pipespec.head.source.odds import LEAST, between, from_odds, log_odds
 from pipespec.head.source.protocol import Asked, Candidates, Context, TokenSource, forget
 
 # Ranks 1, 2, 3 to 4, 5 to 8 and beyond are told apart, and depths likewise.
@@ -35,11 +34,13 @@ MEMORY, PRIOR = 0.995, 8.0
 OWN_MEMORY, OWN_PRIOR = 0.98, 4.0
 # How fast it is learnt how much texts differ.
 RATE = 0.03
+# The groups of ranks and depths by their numbers, which begin at 1; the last has all greater ones.
+GROUPS = np.array([0, 0, 1, 2, 2, 3, 3, 3, 3, NUM_GROUPS - 1])
 
 
 def group(numbers: np.ndarray) -> np.ndarray:
-    """The groups of ranks or depths, which begin at 1."""
-    return np.minimum(np.ceil(np.log2(numbers)).astype(np.int64), NUM_GROUPS - 1)
+    """The groups of ranks or depths."""
+    return GROUPS[np.minimum(numbers, len(GROUPS) - 1)]
 
 
 def own(groups: np.ndarray) -> np.ndarray:
@@ -99,7 +100,7 @@ class Calibration:
         odds = self._by_rank(log_odds(stated), ranks) + self._depths.shift[group(depths)][:, None]
         kinds = own(ranks)
         odds += self._differ[kinds] * self._own[text].shift[kinds]
-        return np.where(stated > LEAST, np.minimum(from_odds(odds), MOST), 0.0)
+        return np.minimum(from_odds(odds), MOST) * (stated > LEAST)
 
     def observe(self, text: int, stated: np.ndarray, depth: int, hit: int | None) -> None:
         """The candidates of one node of a text at a depth, likeliest first, `[children]`; which of
@@ -127,7 +128,7 @@ class Calibration:
     def _by_rank(self, odds: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """Log-odds `[..., k]` of guesses whose ranks are of these groups `[k]`, corrected by rank
         and likelihood, between the middles of neighbouring kinds."""
-        at = np.clip(odds + FARTHEST, 0, KINDS - 1 - 1e-9)
+        at = between(odds + FARTHEST, 0, KINDS - 1 - 1e-9)
         low = at.astype(np.int64)
         kinds = ranks * KINDS + low
         near, far = self._ranks.shift[kinds], self._ranks.shift[kinds + 1]
@@ -212,8 +213,9 @@ class Calibrated:
         forget(held, tree.id)
         stated = np.exp(found.logps)
         depths = tree.depth[found.parents] + 1
-        said = zip(repeat(_Said(found, stated)), count(), depths.tolist())
-        held.update(zip(tree.id[found.parents].tolist(), said, strict=False))
+        said = _Said(found, stated)
+        named = zip(tree.id[found.parents].tolist(), depths.tolist(), strict=True)
+        held.update({node: (said, number, depth) for number, (node, depth) in enumerate(named)})
         with np.errstate(divide="ignore"):
             if found.paths is None or not len(found.paths.above):
                 true = self.calibration.correct(text, stated, depths)
@@ -232,16 +234,19 @@ class Calibrated:
         something hangs from."""
         size, width = candidates.shape
         above = paths.above
-        depth = np.repeat(depths, width).tolist()
+        deep = depths.tolist()
+        depth: list[int] = []  # of what is guessed below the candidates
         first: dict[int, int] = {}  # the row of what something hangs from
         at: list[int] = []
         held: list[int] = []  # how much stands in each row
         rows, places = [], []
         for one in above.tolist():
-            depth.append(depth[one] + 1)
+            guess = one - size * width
+            below = 1 + (deep[one // width] if guess < 0 else depth[guess])
+            depth.append(below)
             row = first.setdefault(one, len(held))
             if row == len(held):
-                at.append(depth[one] + 1)
+                at.append(below)
                 held.append(0)
             rows.append(size + row)
             places.append(held[row])

@@ -45,6 +45,7 @@ class Trust:
 
     def __init__(self) -> None:
         self._seen: dict[Kind, tuple[float, float]] = {}  # hits, tokens
+        self._shares: dict[Kind, float] = {}
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -52,10 +53,16 @@ class Trust:
     @staticmethod
     def kind(origin: int, length: int, seen: Seen) -> Kind:
         """`origin`: which text; 12 lengths and 3 kinds of what followed are told apart."""
-        several = 2 if seen.distinct > 1 else int(seen.total > 1)
+        total, distinct, _ = seen
+        several = 2 if distinct > 1 else int(total > 1)
         return origin, length if length < 8 else min(4 + length.bit_length(), 12), several
 
     def of(self, kind: Kind) -> float:
+        if (found := self._shares.get(kind)) is None:
+            found = self._shares[kind] = self._share(kind)
+        return found
+
+    def _share(self, kind: Kind) -> float:
         hits, tokens = self._seen.get(kind, (0.0, 0.0))
         origin, length, several = kind
         share = 1 - (0.5 if several == 2 or origin else 0.35) / math.sqrt(length)
@@ -64,6 +71,7 @@ class Trust:
     def learn(self, kind: Kind, *, hit: bool) -> None:
         hits, tokens = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = self.MEMORY * hits + hit, self.MEMORY * tokens + 1
+        self._shares.pop(kind, None)
 
 
 class Past:

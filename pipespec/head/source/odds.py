@@ -8,8 +8,13 @@ import numpy as np
 LEAST = 1e-9
 
 
+def between(numbers: np.ndarray, least: float, most: float) -> np.ndarray:
+    """As `np.clip`, which takes longer for few numbers."""
+    return np.minimum(np.maximum(numbers, least), most)
+
+
 def log_odds(probability: np.ndarray) -> np.ndarray:
-    probability = np.clip(probability, LEAST, 1 - LEAST)
+    probability = between(probability, LEAST, 1 - LEAST)
     return np.log(probability / (1 - probability))
 
 

@@ -86,12 +86,13 @@ class Candidates:
     @classmethod
     def of(cls, parents: np.ndarray, rows: Sequence[Sequence[tuple[int, float]]]) -> Candidates:
         """From one list of (token, probability) per parent, of any lengths."""
-        shape = (len(rows), max(map(len, rows), default=0))
-        none = ((-1, 0.0),)
-        padded = [each for row in rows for each in (*row, *none * (shape[1] - len(row)))]
-        tokens = np.array([token for token, _ in padded], np.int64).reshape(shape)
+        lengths = list(map(len, rows))
+        shape = len(rows), max(lengths, default=0)
+        there = np.arange(shape[1]) < np.array(lengths, np.int64)[:, None]
+        tokens, logps = np.full(shape, -1), np.full(shape, -np.inf)
+        tokens[there] = [token for row in rows for token, _ in row]
         with np.errstate(divide="ignore"):
-            logps = np.log([probability for _, probability in padded]).reshape(shape)
+            logps[there] = np.log([probability for row in rows for _, probability in row])
         return cls(parents, tokens, logps)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -84,15 +85,17 @@ OWN, NEW, OLD, CORPUS = range(4)
 # Where a text stands in each of those that are known, by origin.
 Places = tuple[Place, ...]
 Stated = list[tuple[int, float]]
+probability_of = itemgetter(1)
 
 
 @dataclass
 class _Text:
-    """A request: its text as an automaton, `read` tokens of it, and where its end stands in all
-    that is known, itself first; the same of its guesses, by node id. `stated` is what was said to
-    follow a place since anything was last read."""
+    """A request: whether its noise is foreseen, its text as an automaton, `read` tokens of it, and
+    where its end stands in all that is known, itself first; the same of its guesses, by node id.
+    `stated` is what was said to follow a place since anything was last read."""
 
     context: Context
+    foreseen: bool
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     read: int = 0
     places: Places = ()
@@ -117,7 +120,7 @@ class SuffixSource:
         self._others: list[tuple[int, SuffixAutomaton]] = []  # that hold anything, by origin
 
     def begin(self, context: Context) -> None:
-        self._texts[context.sequence] = _Text(context)
+        self._texts[context.sequence] = _Text(context, self.foresight and context.drawn)
 
     def accept(self, verdict: Verdict) -> None:
         """The context holds the new tokens; they are read when next asked."""
@@ -162,14 +165,16 @@ class SuffixSource:
             if position >= text.context.prompt:
                 self._learn(known, text.places, token)
             text.own.read((token,))
-            others = zip(known[NEW:], text.places[NEW:], strict=True)
-            text.places = (text.own.end, *(each.step(place, token) for each, place in others))
+            text.places = self._with_others(text.own.end, text.places, token)
         text.read = stop
         return count
 
     def _runs(self, known: Sequence[SuffixAutomaton], places: Places) -> list[tuple[int, int, int]]:
         """What may be asked for the token after a place: length, origin and state of each run, the
         longest first."""
+        if not self._others:
+            runs = known[OWN].runs(places[OWN], MOST_RUNS)
+            return [(length, OWN, state) for state, length in runs]
         found = [
             (length, origin, state)
             for origin, place in enumerate(places)
@@ -200,11 +205,10 @@ class SuffixSource:
         found = text.stated.get(key)
         if found is None:
             found = text.stated[key] = self._after(text, places, children)
-        context = text.context
-        if self.foresight and context.drawn:
+        if text.foreseen:
             from pipespec.sampling.foresight import reweigh  # imports torch
 
-            return reweigh(found, position, context.sampling.seed)[:children]
+            return reweigh(found, position, text.context.sampling.seed)[:children]
         return found[:children]
 
     def _after(self, text: _Text, places: Places, children: int) -> Stated:
@@ -217,20 +221,18 @@ class SuffixSource:
         known = self._known(text)
         stated: dict[int, float] = {}
         left = 1.0
-        passed = 0
+        passed = asked = 0
         for length, origin, state in self._runs(known, places):
-            seen = known[origin].seen(state)
-            if seen.distinct <= passed:
+            total, distinct, fresh = seen = known[origin].seen(state)
+            if distinct <= passed:
                 continue
-            passed = seen.distinct
-            fresh = [each for each in seen.likeliest if each[0] not in stated] if stated else None
-            total = seen.total
-            if fresh is None:
-                fresh = seen.likeliest
-            elif not fresh:
-                continue
-            else:
-                total -= sum(count for token, count in seen.likeliest if token in stated)
+            passed = distinct
+            if stated:
+                total -= sum([count for token, count in fresh if token in stated])
+                fresh = [each for each in fresh if each[0] not in stated]
+                if not fresh:
+                    continue
+            asked += 1
             share = left * self.trust.of(Trust.kind(origin, length, seen))
             left -= share
             share /= total
@@ -238,10 +240,28 @@ class SuffixSource:
                 stated[token] = share * count
             if len(stated) >= children or left < LEAST_LEFT:
                 break
-        return sorted(stated.items(), key=lambda each: -each[1])
+        found = list(stated.items())
+        if asked > 1:
+            found.sort(key=probability_of, reverse=True)
+        return found
 
-    def _places(self, text: _Text, tree: Tree, node: int) -> Places:
-        """Where the text that ends with a node of the tree stands."""
+    def _places(self, text: _Text, tree: Tree, nodes: np.ndarray) -> list[Places]:
+        """Where the text that ends with each of these nodes of the tree stands."""
+        parents = tree.parent[nodes]
+        asked = (nodes, tree.id[nodes], parents, tree.id[parents], tree.token[nodes])
+        found: list[Places] = []
+        held = text.guesses
+        for node, name, parent, above, token in zip(*(e.tolist() for e in asked), strict=True):
+            before = text.places if parent == ROOT else held.get(above)
+            if node == ROOT or before is None:
+                places = self._walk(text, tree, node)
+            else:
+                places = held[name] = self._step(text, before, token)
+            found.append(places)
+        return found
+
+    def _walk(self, text: _Text, tree: Tree, node: int) -> Places:
+        """The same of one node, from the nearest node above it whose place is known."""
         above: list[int] = []
         places = text.places
         while node != ROOT:
@@ -256,7 +276,13 @@ class SuffixSource:
         return places
 
     def _step(self, text: _Text, places: Places, token: int) -> Places:
-        found = [text.own.step(places[OWN], token), NOWHERE, NOWHERE, NOWHERE]
+        return self._with_others(text.own.step(places[OWN], token), places, token)
+
+    def _with_others(self, own: Place, places: Places, token: int) -> Places:
+        """A place in the request's own text, and where a token leads in all else that is known."""
+        if not self._others:
+            return own, NOWHERE, NOWHERE, NOWHERE
+        found = [own, NOWHERE, NOWHERE, NOWHERE]
         for origin, each in self._others:
             found[origin] = each.step(places[origin], token)
         return tuple(found)
@@ -264,7 +290,7 @@ class SuffixSource:
     def _of_one(self, text: _Text, asked: Asked, children: int) -> Candidates:
         tree, nodes = asked.tree, asked.nodes
         forget(text.guesses, tree.id)
-        places = [self._places(text, tree, node) for node in nodes.tolist()]
+        places = self._places(text, tree, nodes)
         rows = [
             self._next(text, at, position, children)
             for at, position in zip(places, (tree.position[nodes] + 1).tolist(), strict=True)
@@ -286,12 +312,16 @@ class SuffixSource:
         width = max(map(len, rows), default=0)
         cum = np.exp(asked.tree.cum[asked.nodes]).tolist()
         positions = (asked.tree.position[asked.nodes] + 1).tolist()
-        heap = [
-            (-chance * probability, i * width + j, places[i], token, positions[i] + 1)
-            for i, (row, chance) in enumerate(zip(rows, cum, strict=True))
-            for j, (token, probability) in enumerate(row)
-            if chance * probability > LEAST_LIKELY
-        ]
+        heap = []
+        for i, (row, chance) in enumerate(zip(rows, cum, strict=True)):
+            if chance <= LEAST_LIKELY:
+                continue
+            for j, (token, probability) in enumerate(row):
+                if chance * probability <= LEAST_LIKELY:
+                    break
+                heap.append(
+                    (-chance * probability, i * width + j, places[i], token, positions[i] + 1)
+                )
         heapq.heapify(heap)
         above: list[int] = []
         tokens: list[int] = []
