@@ -2,8 +2,8 @@
 
 A source says of a guess that it follows, given that the text before it does. How often it did is
 counted, over all texts, by the guess's rank among its siblings, how likely it was said to be, and
-its depth below the root; and by rank within the text itself, which is believed as far as texts have
-been found to differ. Old counts fade. In odds, the corrections multiply.
+its depth below the root; and by rank and likelihood within the text itself, which is believed as
+far as texts have been found to differ. Old counts fade. In odds, the corrections multiply.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from pipespec.head.source.protocol import Asked, Candidates, Context, TokenSourc
 NUM_GROUPS = 5
 # So are log-odds, in steps of one, up to so far from even.
 FARTHEST = 7
-# Ranks 1, 2 and beyond are told apart within one text.
-NUM_OWN = 3
+# Within one text ranks 1, 2 and beyond are told apart, and log-odds below, between and above these.
+LIKELY, SURE = 0.0, 2.0
+NUM_OWN = 3 * 3
 # Nothing is certain.
 MOST = 0.999
 
@@ -31,7 +32,7 @@ KINDS = 2 * FARTHEST + 1
 # What is held of a kind of guess when it is seen again, and how many guesses a source is believed
 # for as if they had come as often as it stated: over all texts, and within one.
 MEMORY, PRIOR = 0.995, 8.0
-OWN_MEMORY, OWN_PRIOR = 0.98, 4.0
+OWN_MEMORY, OWN_PRIOR = 0.95, 4.0
 # How fast it is learnt how much texts differ.
 RATE = 0.03
 # The groups of ranks and depths by their numbers, which begin at 1; the last has all greater ones.
@@ -43,9 +44,10 @@ def group(numbers: np.ndarray) -> np.ndarray:
     return GROUPS[np.minimum(numbers, len(GROUPS) - 1)]
 
 
-def own(groups: np.ndarray) -> np.ndarray:
-    """The kinds of ranks, of these groups, within one text."""
-    return np.minimum(groups, NUM_OWN - 1)
+def own(groups: np.ndarray, odds: np.ndarray) -> np.ndarray:
+    """The kinds of guesses within one text: of ranks of these groups `[k]`, with log-odds
+    `[..., k]`."""
+    return 3 * np.minimum(groups, 2) + (odds > LIKELY) + (odds > SURE)
 
 
 class Counts:
@@ -81,8 +83,8 @@ class Calibration:
         self._ranks = Counts(NUM_GROUPS * KINDS, MEMORY, PRIOR)
         self._depths = Counts(NUM_GROUPS, MEMORY, PRIOR)
         self._own: dict[int, Counts] = {}
-        # How far a text is believed to differ from the others, by rank: where texts are alike, what
-        # one shows by itself is chance.
+        # How far a text is believed to differ from the others, by kind of guess: where texts are
+        # alike, what one shows by itself is chance.
         self._differ = np.full(NUM_OWN, 0.5)
 
     def begin(self, text: int) -> None:
@@ -98,7 +100,7 @@ class Calibration:
             return stated
         ranks = group(np.arange(1, stated.shape[1] + 1))
         odds = self._by_rank(log_odds(stated), ranks) + self._depths.shift[group(depths)][:, None]
-        kinds = own(ranks)
+        kinds = own(ranks, odds)
         odds += self._differ[kinds] * self._own[text].shift[kinds]
         return np.minimum(from_odds(odds), MOST) * (stated > LEAST)
 
@@ -114,7 +116,7 @@ class Calibration:
         by_rank = self._by_rank(odds, ranks)
         depths = np.repeat(group(np.array([depth])), len(ranks))
         by_depth = by_rank + self._depths.shift[depths]
-        kinds, mine = own(ranks), self._own[text]
+        kinds, mine = own(ranks, by_depth), self._own[text]
         # A step down the gradient of the logarithmic loss.
         shift = mine.shift[kinds]
         wrong = hits - from_odds(by_depth + self._differ[kinds] * shift)
