@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipespec.cli import bench as bench_command
@@ -280,7 +281,10 @@ def test_a_signal_ends_the_command_without_a_traceback(
         )
     finally:
         signal.signal(number, before)
-    with process, prompt.open("w"):  # opens as soon as the command is waiting for the prompt's text
+    with process, prompt.open("w"):  # opens as soon as the command has opened it
+        # Python would go on to read, and wait, after a signal that came just before.
+        while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
+            os.sched_yield()
         process.send_signal(number)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (128 + number, "", "")
