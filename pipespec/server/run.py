@@ -65,6 +65,7 @@ async def serve(
 
     Returns the signal if it came before that, else None.
     """
+    listener.listen(BACKLOG)  # who asks from now on waits and is not refused
     door = _Door(make_loading_app(options))
     config = uvicorn.Config(
         door,
