@@ -45,7 +45,6 @@ class Trust:
 
     def __init__(self) -> None:
         self._seen: dict[Kind, tuple[float, float]] = {}  # hits, tokens
-        self._shares: dict[Kind, float] = {}
 
     def __len__(self) -> int:
         return len(self._seen)
@@ -58,11 +57,6 @@ class Trust:
         return origin, length if length < 8 else min(4 + length.bit_length(), 12), several
 
     def of(self, kind: Kind) -> float:
-        if (found := self._shares.get(kind)) is None:
-            found = self._shares[kind] = self._share(kind)
-        return found
-
-    def _share(self, kind: Kind) -> float:
         hits, tokens = self._seen.get(kind, (0.0, 0.0))
         origin, length, several = kind
         share = 1 - (0.5 if several == 2 or origin else 0.35) / math.sqrt(length)
@@ -71,7 +65,6 @@ class Trust:
     def learn(self, kind: Kind, *, hit: bool) -> None:
         hits, tokens = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = self.MEMORY * hits + hit, self.MEMORY * tokens + 1
-        self._shares.pop(kind, None)
 
 
 class Past:
