@@ -8,13 +8,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 TORCH := $(shell grep '^torch==' constraints.txt)
 PROMPT ?= Once upon a time there was a little girl who
 # Greedy text of so small a model goes round in circles; a fixed seed tells one story to everybody.
-SETTINGS ?= verify=sample verify.temperature=0.7 verify.top_p=0.9 verify.seed=2
+SETTINGS ?= sampling.temperature=0.7 sampling.top_p=0.9 sampling.seed=2
 
 # Eight stages held to the times of RTX 3090s, on any two cores: two and a half times slower than
 # life, so that these can keep up; few tokens, as plain decoding takes most of the time.
-WAYS := feed=root feed=level feed=best_first
-RACE := cluster.stages=8 pace=rtx3090_8 pace.scale=2.5 decode.max_new_tokens=24 \
-  verify=sample verify.temperature=0.7 verify.top_p=0.9 verify.seed=3
+POLICIES := policy=root policy=level policy=best_first
+RACE := cluster.stages=8 emulate=rtx3090_8 emulate.scale=2.5 decode.max_new_tokens=24 \
+  sampling.temperature=0.7 sampling.top_p=0.9 sampling.seed=3
+
+# The requests whose traces are drawn.
+TRACED := cluster.stages=4 decode.max_new_tokens=40 decode.ignore_eos=true
 
 QUICK := build/bench
 # FlashInfer and what its Python imports, of the versions that its tests ran with.
@@ -23,28 +26,44 @@ FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-b
 # The tests of a file share what is slow to make; files share the cores, the long ones first.
 PYTEST_FLAGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo race pictures test test-flashinfer check bench-quick format clean
+.PHONY: demo race pictures docs test test-all test-flashinfer check bench-quick format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
 	$(BIN)/pipespec generate --prompt "$(PROMPT)" cluster.stages=4 $(SETTINGS)
-	@echo "To see what guessing brings on eight RTX 3090s, EMULATED here, in under a minute: make race"
+	@echo "To see what speculation brings on eight RTX 3090s, EMULATED here, in under a minute: make race"
 
 race: $(VENV)/.run
-	$(BIN)/pipespec compare $(WAYS) --prompt "$(PROMPT)" $(RACE)
+	$(BIN)/pipespec compare $(POLICIES) --prompt "$(PROMPT)" $(RACE)
 
 # Those of README and docs; the dashboard's needs Debian's chromium.
 pictures: $(VENV)/.bench
-	$(BIN)/python -m tools.screenshots race docs/images/race.svg --prompt "$(PROMPT)" $(WAYS) $(RACE)
+	$(BIN)/python -m tools.screenshots race docs/images/race.svg --prompt "$(PROMPT)" $(POLICIES) $(RACE)
 	$(BIN)/python -m tools.screenshots dashboard docs/images/dashboard.png
+	mkdir -p build/pictures
+	$(BIN)/pipespec generate --prompt "$(PROMPT)" $(TRACED) policy=root trace=build/pictures/plain.json
+	$(BIN)/pipespec generate --prompt "$(PROMPT)" $(TRACED) policy.width=8 policy.children=4 \
+	  trace=build/pictures/speculative.json
+	$(BIN)/python -m tools.pipeline_picture build/pictures/plain.json \
+	  build/pictures/speculative.json docs/images/pipeline.svg
+
+# The documentation as a site, in build/site; a broken link fails. Read it with
+# python -m http.server --directory build/site (search does not work from files).
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict --clean
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
+# The tests and cases that `make test` leaves out too, and every entry of the lossless matrix.
+# Overwrites the stored result; commit it when the run was of a clean checkout.
+test-all: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long --write-results tests/results/test_all.json
+
 # How we use FlashInfer, with its own wrappers but without the CUDA packages that it depends on.
 test-flashinfer: $(VENV)/.test
 	$(PIP) --no-deps --upgrade --target build/flashinfer $(FLASHINFER)
-	PYTHONPATH=build/flashinfer $(BIN)/python -m pytest tests/unit/engine/test_flashinfer.py
+	PYTHONPATH=build/flashinfer $(BIN)/python -m pytest tests/unit/engine/attention/test_flashinfer.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -56,12 +75,13 @@ check: $(VENV)/.dev
 # Every figure of docs/benchmarks.md at a small size, in less than ten minutes.
 bench-quick: $(VENV)/.bench
 	mkdir -p $(QUICK)
-	for name in memory curves stage timeline tbt sampled scaling overhead load; do \
+	for name in budgets.rank_memory budgets.stage_time drafts.accuracy_curves drafts.cascade_tbt \
+	    pipeline.timeline pipeline.tbt pipeline.sampled pipeline.scaling pipeline.overhead \
+	    load.throughput; do \
 	  $(BIN)/python -m benchmarks.$$name --quick --json $(QUICK)/$$name.json --plot $(QUICK)/$$name || exit 1; \
 	done
-	$(BIN)/python -m benchmarks.cascade --quick --json $(QUICK)/cascade.json --plot $(QUICK)/cascade
-	$(BIN)/python -m benchmarks.tbt --quick --source synthetic --json $(QUICK)/tbt_synthetic.json --plot $(QUICK)/tbt_synthetic
-	$(BIN)/python -m benchmarks.hits --source $(QUICK)/tbt_synthetic.json --json $(QUICK)/hits.json --plot $(QUICK)/hits
+	$(BIN)/python -m benchmarks.pipeline.tbt --quick --proposer synthetic --json $(QUICK)/tbt_synthetic.json --plot $(QUICK)/tbt_synthetic
+	$(BIN)/python -m benchmarks.pipeline.hits --stored $(QUICK)/tbt_synthetic.json --json $(QUICK)/hits.json --plot $(QUICK)/hits
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
@@ -94,6 +114,10 @@ $(VENV)/.test: $(VENV)/.run
 
 $(VENV)/.bench: $(VENV)/.test
 	$(PIP) -c constraints.txt -e '.[bench]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.run
+	$(PIP) -c constraints.txt -e '.[docs]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.test

@@ -6,18 +6,18 @@
 -- KEYS[4]  prefix of a request's keys
 -- KEYS[5]  whether the queue is closed in this epoch
 -- KEYS[6]  number of finished requests
--- KEYS[7]  whether the head was told that something arrived (includes/arrived.lua)
+-- KEYS[7]  whether the head was notified of requests (includes/notify_head.lua)
 -- ARGV[1]  epoch of the caller
 -- ARGV[2]  seconds for which the log keeps a request that has ended
 -- ARGV[3]  how many requests to take at most
--- Reply    {closed, {id, what was asked for, length of the sequence so far}, ...}; closed is 1
+-- Reply    {closed, {id, specification, length of the sequence so far}, ...}; closed is 1
 --          if the queue is empty and closed, else 0
 -- Errors   STALE
 --
--- Fewer than asked for: the queue is empty, and the head is told when something arrives.
--- Requests that were cancelled in an epoch that did not come to end them are ended here.
+-- Fewer requests than ARGV[3]: the queue is empty, and the head is notified of the next request.
+-- Requests that were cancelled in an epoch that ended before they did are ended here.
 --- @include "fence"
---- @include "ending"
+--- @include "end_request"
 
 local stale = fence(KEYS[1], ARGV[1])
 if stale then
@@ -33,9 +33,9 @@ while #found <= most do
     break
   end
   local request = KEYS[4] .. ':' .. id
-  local known = redis.call('HMGET', request, 'asked', 'length', 'cancelled')
+  local known = redis.call('HMGET', request, 'spec', 'length', 'cancelled')
   if known[3] then
-    ending(request, request .. ':events', KEYS[6], known[2], known[3], ARGV[2])
+    end_request(request, request .. ':events', KEYS[6], known[2], known[3], ARGV[2])
   else
     redis.call('ZADD', KEYS[3], score, id)
     found[#found + 1] = { tonumber(id), known[1], tonumber(known[2]) }

@@ -1,4 +1,4 @@
--- cancel: ends a request that nobody waits for any more. Belongs to no epoch.
+-- cancel: ends a request whose client no longer waits for it. Belongs to no epoch.
 --
 -- KEYS[1]  epoch
 -- KEYS[2]  request
@@ -9,24 +9,24 @@
 -- ARGV[2]  id of the request
 -- ARGV[3]  reason
 -- ARGV[4]  seconds for which the log keeps the request from now on
--- Reply    1: it was in the queue and has ended; 2: the head is told, and ends it; 0: it had
---          finished before
+-- Reply    1: it was in the queue and has ended; 2: the head was notified and will end it; 0: it
+--          had finished before
 -- Errors   REQUEST  unknown
 --
--- The head is told by "CANCEL <id>" among what it is told to be ready. An epoch that begins
--- before it acted finds the mark at the request (admit).
+-- The head is notified by an entry "CANCEL <id>" in its ready list. If the epoch ends before the head
+-- has acted, the next one finds the mark at the request (admit).
 --- @include "request"
---- @include "ending"
+--- @include "end_request"
 
 local known = redis.call('HMGET', KEYS[2], 'length', 'reason')
 if not known[1] then
-  return unknown(ARGV[2])
+  return unknown_request(ARGV[2])
 end
 if known[2] then
   return 0
 end
 if redis.call('ZREM', KEYS[4], ARGV[2]) == 1 then
-  ending(KEYS[2], KEYS[3], KEYS[5], known[1], ARGV[3], ARGV[4])
+  end_request(KEYS[2], KEYS[3], KEYS[5], known[1], ARGV[3], ARGV[4])
   return 1
 end
 redis.call('HSET', KEYS[2], 'cancelled', ARGV[3])

@@ -1,4 +1,4 @@
--- close_queue: says that no request will follow those in the queue, in this epoch.
+-- close_queue: marks the queue of this epoch as complete: no further request will be added.
 --
 -- KEYS[1]  epoch
 -- KEYS[2]  whether the queue is closed
@@ -7,14 +7,14 @@
 -- Reply    1
 -- Errors   STALE
 --
--- The head is told (includes/arrived.lua).
+-- The head is notified (includes/notify_head.lua).
 --- @include "fence"
---- @include "arrived"
+--- @include "notify_head"
 
 local stale = fence(KEYS[1], ARGV[1])
 if stale then
   return stale
 end
 redis.call('SET', KEYS[2], 1)
-arrived(ARGV[2], ARGV[1])
+notify_head(ARGV[2], ARGV[1])
 return 1

@@ -12,13 +12,12 @@
 --          GRAPH  a task that is complete already, or is not one of its submitted step, or is
 --                 of a step far ahead of what was submitted
 --
--- A task may be completed before its predecessors are, and before its step is submitted: its
--- owner knew enough. It is then never announced. The payloads of predecessors are
--- concatenated in the order in which these completed.
+-- A task may be completed before its predecessors are, and before its step is submitted; it is then
+-- never announced. The payloads of predecessors are concatenated in the order of completion.
 --- @include "fence"
 --- @include "task"
---- @include "settle"
---- @include "retire"
+--- @include "complete_tasks"
+--- @include "retire_steps"
 
 local stale = fence(KEYS[1], ARGV[1])
 if stale then
@@ -58,6 +57,6 @@ for _, step in ipairs(early) do
   redis.call('SADD', graph .. ':steps', step)
 end
 local counts = {}
-settle(graph, KEYS[3], ids, ARGV[3], counts)
-retire(graph, counts, floor, last)
+complete_tasks(graph, KEYS[3], ids, ARGV[3], counts)
+retire_steps(graph, counts, floor, last)
 return 1

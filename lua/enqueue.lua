@@ -5,17 +5,18 @@
 -- KEYS[3]  queue of requests (sorted set of ids; see includes/request.lua)
 -- KEYS[4]  prefix of a request's keys (see includes/request.lua)
 -- ARGV[1]  prefix of the keys of an epoch, as of new_epoch
--- ARGV[2]  what was asked for (opaque)
+-- ARGV[2]  specification of the request (opaque)
 -- ARGV[3]  length of the sequence at the start
--- ARGV[4]  ticket: a random word of the caller's
+-- ARGV[4]  ticket: a random text that the caller has chosen for this request
 -- ARGV[5]  seconds for which the ticket is remembered
--- ARGV[6]  priority, a whole number below 2^20; who has less is taken earlier
+-- ARGV[6]  priority, a whole number below 2^20; lower values are taken first
 -- Reply    the request's id
 -- Errors   none
 --
 -- Idempotent: a second call with the same ticket replies the id that the first one made.
--- The head is told (includes/arrived.lua); that of a new epoch asks once without being told.
---- @include "arrived"
+-- The head is notified (includes/notify_head.lua); the head of a new epoch reads the queue once
+-- without a notification.
+--- @include "notify_head"
 
 local ticket = KEYS[4] .. ':tickets:' .. ARGV[4]
 local known = redis.call('GET', ticket)
@@ -24,11 +25,11 @@ if known then
 end
 local id = redis.call('INCR', KEYS[2])
 redis.call('SET', ticket, id, 'EX', ARGV[5])
-redis.call('HSET', KEYS[4] .. ':' .. id, 'asked', ARGV[2], 'length', ARGV[3], 'prompt', ARGV[3])
+redis.call('HSET', KEYS[4] .. ':' .. id, 'spec', ARGV[2], 'length', ARGV[3], 'prompt', ARGV[3])
 -- Exact: a score has 53 bits.
 redis.call('ZADD', KEYS[3], ARGV[6] * 2 ^ 32 + id, id)
 local epoch = redis.call('GET', KEYS[1])
 if epoch then
-  arrived(ARGV[1], epoch)
+  notify_head(ARGV[1], epoch)
 end
 return id

@@ -1,4 +1,4 @@
--- finish: ends a request and tells its readers why.
+-- finish: ends a request and publishes the reason to its readers.
 --
 -- KEYS[1]  epoch
 -- KEYS[2]  request
@@ -10,14 +10,14 @@
 -- ARGV[2]  id of the request
 -- ARGV[3]  reason
 -- ARGV[4]  seconds for which the log keeps the request from now on
--- ARGV[5]  nanoseconds from its opening to its first token; nothing: not known
--- ARGV[6]  tokens of its prompt that were in KV when it was opened; nothing: not known
+-- ARGV[5]  nanoseconds from its start at the head to its first token; empty: not known
+-- ARGV[6]  tokens of its prompt that were in the prefix cache; empty: not known
 -- Reply    1, or 0 if it was finished before (the first reason stays)
 -- Errors   STALE
 --          REQUEST  unknown
 --- @include "fence"
 --- @include "request"
---- @include "ending"
+--- @include "end_request"
 
 local stale = fence(KEYS[1], ARGV[1])
 if stale then
@@ -25,12 +25,12 @@ if stale then
 end
 local known = redis.call('HMGET', KEYS[2], 'length', 'reason')
 if not known[1] then
-  return unknown(ARGV[2])
+  return unknown_request(ARGV[2])
 end
 if known[2] then
   return 0
 end
 redis.call('ZREM', KEYS[4], ARGV[2])
 redis.call('ZREM', KEYS[5], ARGV[2])
-ending(KEYS[2], KEYS[3], KEYS[6], known[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
+end_request(KEYS[2], KEYS[3], KEYS[6], known[1], ARGV[3], ARGV[4], ARGV[5], ARGV[6])
 return 1

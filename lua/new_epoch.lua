@@ -6,21 +6,21 @@
 -- KEYS[4]  epochs (stream; its newest entry is the current epoch, with the assignment)
 -- KEYS[5]  prefix of a request's keys
 -- KEYS[6]  number of finished requests
--- KEYS[7]  totals: the sums of what was counted in epochs that have ended (hash)
+-- KEYS[7]  totals: the sums of the counts of epochs that have ended (hash)
 -- ARGV[1]  prefix of the keys of an epoch; "<prefix>:<epoch>:..." are deleted
--- ARGV[2]  seconds for which a rank of the old epoch can still learn that it is over
+-- ARGV[2]  seconds for which the ready lists keep the entry that ends ranks of the old epoch
 -- ARGV[3]  assignment of the new epoch (opaque)
--- ARGV[4]  if the cluster has failed: how many in a row may fail while they decode a request,
---          none of its tokens being decided
--- ARGV[5]  reason with which it is given up then
+-- ARGV[4]  if the cluster has failed: how many clusters in a row may fail while they decode a
+--          request, without a new token of it; empty: it has not failed
+-- ARGV[5]  reason with which such a request ends
 -- ARGV[6]  seconds for which the log keeps it from then on
 -- Reply    the new epoch
 -- Errors   none
 --
 -- Requests that the old epoch admitted and did not finish return to their places in the queue.
--- A rank that still waits for a task of the old epoch, or the head for a request,
--- is woken with "STALE". What its ranks have counted is added to the totals.
---- @include "ending"
+-- Ranks that still wait for a task or a request of the old epoch receive "STALE". The counts of the
+-- old epoch are added to the totals.
+--- @include "end_request"
 
 local epoch = redis.call('INCR', KEYS[1])
 local old = ARGV[1] .. ':' .. (epoch - 1)
@@ -28,7 +28,7 @@ local graph = old .. ':graph'
 for _, step in ipairs(redis.call('SMEMBERS', graph .. ':steps')) do
   redis.call('DEL', graph .. ':' .. step)
 end
--- The head may have been told without ever having come.
+-- The head may have been notified without having joined.
 redis.call('DEL', old .. ':arrived', old .. ':ready:0')
 for _, rank in ipairs(redis.call('HKEYS', old .. ':ranks')) do
   local ready = old .. ':ready:' .. rank
@@ -40,7 +40,7 @@ local counted = redis.call('HGETALL', old .. ':counts')
 for i = 1, #counted, 2 do
   redis.call('HINCRBY', KEYS[7], counted[i], counted[i + 1])
 end
-redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':counts', old .. ':row_times', old .. ':closed', old .. ':meeting', old .. ':followers', old .. ':gatherings')
+redis.call('DEL', graph, graph .. ':steps', old .. ':ranks', old .. ':kv_tokens', old .. ':statistics', old .. ':counts', old .. ':row_times', old .. ':closed', old .. ':link_addresses', old .. ':followers')
 if ARGV[4] ~= '' then
   for _, id in ipairs(redis.call('ZRANGE', KEYS[3], 0, -1)) do
     local request = KEYS[5] .. ':' .. id
@@ -49,7 +49,7 @@ if ARGV[4] ~= '' then
     redis.call('HSET', request, 'stuck_at', known[1], 'stuck', stuck)
     if stuck >= tonumber(ARGV[4]) then
       redis.call('ZREM', KEYS[3], id)
-      ending(request, request .. ':events', KEYS[6], known[1], ARGV[5], ARGV[6])
+      end_request(request, request .. ':events', KEYS[6], known[1], ARGV[5], ARGV[6])
     end
   end
 end

@@ -1,4 +1,4 @@
--- report: adds what a rank has to say about a request.
+-- report: adds the report of a rank on a request.
 --
 -- KEYS[1]  epoch
 -- KEYS[2]  request
@@ -7,7 +7,7 @@
 -- ARGV[2]  rank
 -- ARGV[3]  report (opaque)
 -- ARGV[4]  seconds for which the log keeps the reports from now on
--- Reply    1; 0: the log has forgotten the request, and nobody will ask how it went
+-- Reply    1; 0: the log no longer has the request, so the report is dropped
 -- Errors   STALE
 --- @include "fence"
 

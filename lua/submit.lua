@@ -15,11 +15,11 @@
 --          GRAPH  step out of order, too many open steps, a task twice, a task of another
 --                 step, an edge from or to an unknown task
 --
--- A task may be complete before it is submitted: its owner did not have to ask.
+-- A task may be complete before it is submitted.
 --- @include "fence"
 --- @include "task"
---- @include "settle"
---- @include "retire"
+--- @include "complete_tasks"
+--- @include "retire_steps"
 
 local stale = fence(KEYS[1], ARGV[1])
 if stale then
@@ -36,7 +36,7 @@ if step - floor >= tonumber(ARGV[3]) then
   return refuse('GRAPH', 'step ' .. step .. ' was submitted while step ' .. floor .. ' is not complete')
 end
 
--- First look at everything, then write: a refusal leaves nothing behind.
+-- Everything is checked before anything is written, so that a refusal changes nothing.
 local early = redis.call('EXISTS', record) == 1
 local names, flags, done = {}, {}, {}
 local left = 0
@@ -117,11 +117,11 @@ for _, id in ipairs(names) do
       local rank = rank_and_step(id)
       redis.call('RPUSH', ready .. ':' .. rank, id .. ' ' .. (gathered[id] or ''))
     elseif flags[id] == 'v' then
-      settle(graph, ready, { id }, gathered[id] or '', counts)
+      complete_tasks(graph, ready, { id }, gathered[id] or '', counts)
     end
   end
 end
 if left == 0 or counts[step] > 0 then
-  retire(graph, counts, floor, tonumber(step))
+  retire_steps(graph, counts, floor, tonumber(step))
 end
 return 1

@@ -1,4 +1,5 @@
-"""The nouns that travel between parts. Nothing here imports anything of ours."""
+"""The data types that all parts share: requests, batches, verdicts. Imports nothing else of
+pipespec."""
 
 from __future__ import annotations
 
@@ -8,96 +9,101 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # whoever only asks a cluster needs no torch
+if TYPE_CHECKING:  # a client needs no torch
     import torch
 
 # Columns of `Batch.rows`.
 SEQUENCE, NODE, PARENT, TOKEN, POSITION, KIND = range(6)
 NUM_COLUMNS = 6
 
-# Kinds of rows. A decided row (of a prompt, or an accepted token replayed after a failure)
-# extends the committed sequence instead of the tree; after the last decided one the target
-# is asked what follows.
-GUESS, DECIDED, LAST_DECIDED = range(3)
+# Kinds of rows. A committed row (of a prompt, or of an accepted token that is read again after a
+# failure) extends the committed sequence instead of the tree; the target samples after the last
+# one.
+DRAFT, COMMITTED, LAST_COMMITTED = range(3)
 
-# Which guesses are accepted (`Sampling.acceptance`).
+# Which draft tokens are accepted (`SamplingParams.acceptance`).
 EXACT, RELAXED, STRICT = "exact", "relaxed", "strict"
 
-# Why a request ended whose text could not be held to its grammar.
+# A reason why a request ended: its text could not follow its grammar.
 GRAMMAR = "grammar"
 
-# A node id that no node has: the parent of a sequence's first row.
-NO_NODE = -1
+# A reason why a request ended: the target's logits were NaN, infinite, or -inf for every token.
+NOT_FINITE = "not_finite"
 
-# A number that no sequence has: the parent of one that shares nothing.
-NOBODY = -1
+# The parent of a sequence's first row; no node has this id.
+NO_PARENT_NODE = -1
 
-# Up to how many tokens, of prompts fed and of answers decided, a step counts as one of the same
-# size; the last: any number.
+# The parent of a sequence that shares no prefix; no sequence has this number.
+NO_PARENT_SEQUENCE = -1
+
+# Upper bounds of the histogram of steps by tokens, of prompts fed and of answers decided together.
 STEP_TOKENS = (*(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), math.inf)
 
-# Bytes of all openings of one batch, at most.
-MAX_OPENED_BYTES = 1 << 18
+# Bytes of all sequence starts of one batch, at most.
+MAX_STARTED_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """What the stages must know of a sequence beside its rows.
+class SequenceStart:
+    """The start of a sequence, which the head sends to the stages with its first rows.
 
-    A *sequence* is one life of a request in the pipeline. Its number stands on the wire and in
-    verdicts, and no other sequence of the epoch has it: of a request that was put back and opened
-    again, late word of the first life is no word of the second.
+    A *sequence* is one stay of a request in the pipeline. Batches and verdicts name it by its
+    number, which is unique within the epoch: so a late verdict on a request that was preempted
+    and started again does not apply to its new sequence.
 
     Attributes:
         sequence: its number.
-        request: the number of the request in the request log.
-        prompt: how many tokens the prompt has.
-        known: how many tokens were decided before, prompt included; they come as decided rows.
-        terms: how its tokens are to be decided (`pipespec.sampling.terms`).
-        parent: the sequence, open or retained, whose first tokens are its own too; or NOBODY.
-        shared: how many of them: their rows do not come, their KV slots are the parent's.
+        request: the id of the request in the request log.
+        prompt_len: tokens of the prompt.
+        committed_len: tokens that were decided before, prompt included; they arrive as committed
+            rows.
+        params: how its tokens are sampled (`pipespec.sampling.wire_format`).
+        parent: the sequence, running or retained, that begins with the same tokens; or
+            NO_PARENT_SEQUENCE.
+        shared_len: how many of them: their rows do not arrive, their KV slots are the parent's.
     """
 
     sequence: int
     request: int
-    prompt: int
-    known: int
-    terms: bytes
-    parent: int = NOBODY
-    shared: int = 0
+    prompt_len: int
+    committed_len: int
+    params: bytes
+    parent: int = NO_PARENT_SEQUENCE
+    shared_len: int = 0
 
     @property
     def num_bytes(self) -> int:
-        """What it takes on the wire (`pipespec.transport.wire`)."""
-        return 7 * 8 + -(-len(self.terms) // 8) * 8
+        """Bytes on the wire (`pipespec.transport.wire`)."""
+        return 7 * 8 + -(-len(self.params) // 8) * 8
 
 
 @dataclass(slots=True)
 class Batch:
     """The rows that one stage computes in one step.
 
-    Rows are nodes of any depth, of any number of sequences, and prompt chunks; a parent
-    always stands before its children, here or in an earlier batch. A sequence's rows stand
-    together.
+    Rows are nodes of any depth, of any number of sequences, and prompt chunks. A parent is always
+    before its children, here or in an earlier batch. The rows of a sequence are contiguous.
 
-    `rows` is int64 `[rows, 6]`: sequence, node, parent, token, position, kind.
-    `hidden` is `[rows, hidden]` in the model's dtype, or None where token ids enter the
-    first stage. `opened` are the sequences that begin. `released` names those that have ended and
-    `preempted` those that were put back into the queue: before a stage computes the batch, and
-    after the new ones share what they share, it frees all that these hold. But `kept` says of
-    which sequences, of these or of those that left earlier, so many tokens of text stay, and no
-    more, for others to share; of one that left earlier 0 may stay. `stop` ends the worker that
-    receives it, after it has passed the batch on. `sent_ns` is when it was sent, on the sender's
-    clock, where a network is emulated.
+    Attributes:
+        rows: int64 `[rows, 6]`: sequence, node, parent, token, position, kind.
+        hidden: `[rows, hidden]` in the model's dtype, or None where token ids enter the first
+            stage.
+        started: sequences that begin; a stage lets them share prefixes before it frees any.
+        finished: sequences that have ended; a stage frees their KV slots before it computes.
+        preempted: sequences that were put back into the queue; the same.
+        retained_prefixes: (sequence, tokens) of sequences that have left, now or earlier: how many
+            of their tokens stay in the KV cache for others to share.
+        stop: ends the stage that receives it, after it has sent the batch on.
+        sent_ns: when it was sent, on the sender's clock; only set where links add a delay.
     """
 
     step: int
     rows: np.ndarray = field(default_factory=lambda: np.empty((0, NUM_COLUMNS), np.int64))
     hidden: torch.Tensor | None = None
-    opened: tuple[Opening, ...] = ()
-    released: tuple[int, ...] = ()
+    started: tuple[SequenceStart, ...] = ()
+    finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
-    kept: tuple[tuple[int, int], ...] = ()
+    retained_prefixes: tuple[tuple[int, int], ...] = ()
     stop: bool = False
     sent_ns: int = 0
 
@@ -113,14 +119,14 @@ class Batch:
             import torch
 
             kept = torch.from_numpy(np.flatnonzero(keep))
-            # A miss keeps nothing; and hidden[kept] takes four times as long as index_select.
+            # A miss keeps no row; and hidden[kept] takes four times as long as index_select.
             hidden = hidden.index_select(0, kept.to(hidden.device)) if len(kept) else hidden[:0]
         return replace(self, rows=self.rows[keep], hidden=hidden)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What the target thought of one decided token, before penalties and temperature.
+    """Log-probabilities of one decided token, before penalties and temperature.
 
     `logprob` is the token's natural log-probability; `top` are the most probable tokens and
     theirs, the most probable first.
@@ -131,10 +137,12 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """What the target thought of a part of a request's prompt, from the position `base` on, if the
-    request asked for that. Before anything is accepted all of the prompt but its first token was
-    told of, in order."""
+class PromptLogprobs:
+    """Log-probabilities of a part of a request's prompt, from the position `base` on.
+
+    The parts of a prompt arrive in order, before the first accepted token. Its first token has
+    none.
+    """
 
     base: int
     logprobs: tuple[TokenLogprobs, ...]
@@ -145,21 +153,21 @@ class Verdict:
     """What the last stage decided for one sequence in one step.
 
     `tokens` follow the committed sequence; `base` is that sequence's length (prompt
-    included) before them, so that a verdict told twice is recognised. `logprobs` has one
-    entry per token if the request asked for them, else none. `failed`: what follows cannot be
-    decided, as the grammar of the request cannot be followed any further.
+    included) before them, so that a repeated verdict is recognised. `logprobs` has one
+    entry per token if the request wants them, else none. `failed` is why no further token can be
+    decided: GRAMMAR if the text cannot follow the request's grammar, or NOT_FINITE.
     """
 
     sequence: int
     base: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
-    failed: bool = False
+    failed: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Guesses:
-    """Rows that the head fed in one step, as the last stage must know them ahead of their logits.
+class DraftTokens:
+    """Draft tokens that the head fed in one step, sent ahead of their logits to the last stage.
 
     Arrays `[rows]`: the parent's node id, the token, and its log-probability given the parent, as
     the draft stated it. Only lossy requests need them.
@@ -172,7 +180,7 @@ class Guesses:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParams:
     """How a request's tokens follow from the target's logits (`pipespec.sampling`).
 
     The defaults are greedy decoding of the logits as they are. `check_sampling` says which
@@ -184,18 +192,18 @@ class Sampling:
         top_p: draw from the smallest set of most probable tokens with this probability.
         min_p: draw from tokens at least so probable relative to the most probable one.
         repetition_penalty: divides the positive and multiplies the negative logits of tokens
-            that stand in the prompt or the answer.
-        presence_penalty: taken off the logit of every token that stands in the answer.
-        frequency_penalty: the same, for each time that it stands there.
+            that are in the prompt or the answer.
+        presence_penalty: subtracted from the logit of every token of the answer.
+        frequency_penalty: the same, for each time that the token occurs.
         logit_bias: token ids and what is added to their logits.
-        seed: with the position, all that a draw depends on beside the distribution.
+        seed: with the position and the distribution, it determines what is drawn.
         logprobs: report the log-probabilities of the chosen and of so many most probable
             tokens; None: report none.
         prompt_logprobs: the same of the prompt's own tokens, but for the first.
         min_tokens: before the answer has so many tokens none that ends the text is chosen, and
             no stop string counts.
-        grammar: what the answer must fit (`pipespec.engine.grammar`); "": anything.
-        acceptance: EXACT takes what the target says; RELAXED and STRICT prefer what was guessed
+        grammar: what the answer must fit (`pipespec.engine.llguidance_backend`); "": anything.
+        acceptance: EXACT samples from the target; RELAXED and STRICT prefer draft tokens
             (lossy; docs/sampling.md has the rules).
     """
 
@@ -216,27 +224,28 @@ class Sampling:
 
     @property
     def lossy(self) -> bool:
-        """Whether the text may differ from what the target alone would have said."""
+        """Whether the text may differ from what the target alone would have generated."""
         return self.acceptance != EXACT
 
     @property
-    def penalises(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether the tokens so far change the logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     @property
-    def plain(self) -> bool:
+    def is_plain_greedy(self) -> bool:
         """Whether the arg-max of the logits, as they are, is the whole answer."""
-        untouched = not (self.penalises or self.logit_bias or self.min_tokens or self.grammar)
+        untouched = not (self.has_penalties or self.logit_bias or self.min_tokens or self.grammar)
         untouched &= self.logprobs is None
         return untouched and self.temperature == 0 and not self.lossy
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user asked for: the durable part of a request, as the request log keeps it.
+    """A request as the request log stores it.
 
-    `feed` names one of the cluster's ways to decode (`Config.ways`); "": its own.
+    `policy` names one of the cluster's policies (`Config.policies`); "" is its default.
+    Requests share prefix-cache entries only with requests of the same `cache_salt`.
     """
 
     id: int
@@ -244,12 +253,13 @@ class Request:
     max_new_tokens: int
     eos: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     priority: int = 0
-    feed: str = ""
+    policy: str = ""
+    cache_salt: str = ""
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Where it stands among others: who has less is served earlier, and of equal priorities
-        who came first. `lua/enqueue.lua` orders the queue so too."""
+    def queue_key(self) -> tuple[int, int]:
+        """The order of requests: lower priority values first, of equal ones the first to arrive.
+        `lua/enqueue.lua` orders the queue the same way."""
         return self.priority, self.id

@@ -1,17 +1,18 @@
-"""Every error a user can meet, and how it is told.
+"""All errors that a user may see.
 
     PipespecError
      ├── ConfigError        a setting is wrong (also a ValueError); exit code 2
      │    ├── ModelError    the checkpoint cannot be used
-     │    │    └── NotProven    what is multiplied in four bits comes out wrong
+     │    │    └── PackedMatmulError    products of packed four-bit weights are wrong
      │    └── PromptError   the prompt cannot be used
      ├── ControllerError    Redis refused, failed or disagreed
      │    ├── Unreachable   no answer from Redis; exit code 2 before start
      │    ├── StaleEpoch    the caller belongs to an earlier epoch
-     │    └── GraphError    a task or an edge that cannot be
-     ├── GrammarError       a text cannot be held to its grammar any further
+     │    └── GraphError    a task or an edge is not valid
+     ├── GrammarError       the text cannot follow its grammar any further
+     ├── NonFiniteLogits    the target's logits are not finite
      ├── RankFailed         a rank ended before its work did
-     ├── HostFailed         a host cannot be reached, or cannot do what it is asked to
+     ├── HostFailed         a host cannot be reached, or cannot run its part
      └── OutOfSlots         a stage's KV pool is full
 
 A message is one sentence that names the value, the limit and the remedy.
@@ -23,8 +24,8 @@ import os
 import sys
 
 
-def tell(line: str) -> None:
-    """A line on standard error, as far as that can be written: no command fails for want of it."""
+def print_error(line: str) -> None:
+    """Print a line to standard error; if that cannot be written, do nothing."""
     if sys.stderr is None:
         return
     try:
@@ -53,8 +54,8 @@ class ModelError(ConfigError):
     """The model cannot be used."""
 
 
-class NotProven(ModelError):
-    """Products of four bits are not right on a device."""
+class PackedMatmulError(ModelError):
+    """Products of packed four-bit weights are wrong on a device."""
 
     def __init__(self, fault: str):
         super().__init__(f"{fault}; set model.keep_quantized=no")
@@ -84,7 +85,15 @@ class GraphError(ControllerError):
 
 
 class GrammarError(PipespecError):
-    """A text cannot be held to its grammar any further."""
+    """A text cannot follow its grammar any further."""
+
+
+class NonFiniteLogits(PipespecError):
+    """The model's logits are not finite: weights are damaged, or values overflow model.dtype; fetch
+    the checkpoint again, or set model.dtype=float32."""
+
+    def __init__(self) -> None:
+        super().__init__(" ".join((self.__doc__ or "").split()))
 
 
 class RankFailed(PipespecError):
@@ -97,3 +106,19 @@ class HostFailed(PipespecError):
 
 class OutOfSlots(PipespecError):
     """The KV pool of a stage has no free slot left."""
+
+
+def interrupt_cause(error: BaseException) -> KeyboardInterrupt | None:
+    """The signal that caused an error, if one did: a library that is interrupted while it cleans up
+    may raise another error in place of KeyboardInterrupt, which may then be taken for a fault of
+    what it was given."""
+    visited: set[int] = set()
+    to_visit: list[BaseException | None] = [error]
+    while to_visit:
+        cause = to_visit.pop()
+        if isinstance(cause, KeyboardInterrupt):
+            return cause
+        if cause is not None and id(cause) not in visited:
+            visited.add(id(cause))
+            to_visit += [cause.__context__, cause.__cause__]
+    return None

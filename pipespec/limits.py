@@ -1,7 +1,7 @@
-"""What a value may be: ranges and choices, and the sentences that refuse anything else.
+"""Ranges and choices of values, and the messages for values outside them.
 
-The upper limits are far above what makes sense, and low enough that what passes them starts, or
-is refused for the memory that it asks for, at once.
+The upper limits are far above sensible values, and low enough that a larger memory demand than the
+machine has is detected at once.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from difflib import get_close_matches
 from typing import Any
 
 from pipespec.errors import ConfigError
-from pipespec.system.reading import shown
+from pipespec.system.validation import shown
 
 # Limits that several settings share.
 LARGEST_PORT = 65535
 MAX_STAGES = 1000
-MAX_ROWS = 4096  # guesses in a batch
+MAX_ROWS = 4096  # draft tokens in a batch
 MAX_NODES = 2**20  # of a tree
-MAX_PARALLEL = 64  # tokens that one pass of a draft guesses
+MAX_PARALLEL = 64  # tokens that one pass of a draft proposes
 MAX_CHILDREN = 2**20  # no vocabulary has so many tokens
-MAX_COUNT = 10**9  # of what is only ever counted
+MAX_COUNT = 10**9  # of values that need no memory
 MAX_PRIORITY = 10**6  # lua/enqueue.lua orders by it exactly
 MAX_SEED = 2**60  # a stream's number takes three more bits
 MAX_MS = 1e6
@@ -41,9 +41,9 @@ def fault(
     above: bool = False,
     hint: str = "",
 ) -> str | None:
-    """The sentence that refuses `value`; None: it is a number from `least` to `most`.
+    """The message for a wrong `value`; None: it is a number from `least` to `most`.
 
-    `above`: and more than `least`. `hint` stands at the end of what the value must be.
+    `above`: and more than `least`. `hint` is appended to the limits.
     """
     kinds = (int,) if whole else (int, float)
     if type(value) in kinds and least <= value <= most and not (above and value == least):
@@ -76,7 +76,7 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
 
 
 def suggest(value: str, known: Sequence[str], prefix: str = "") -> str:
-    """The nearest of the known names, for the end of an error's sentence."""
+    """The nearest of the known names, for the end of an error message."""
     near = get_close_matches(value, known, n=1)
     listed = "choose from " + ", ".join(known)
     return f"did you mean {prefix}{near[0]}? ({listed})" if near else listed

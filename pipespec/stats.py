@@ -1,4 +1,4 @@
-"""What a request's statistics are made of: one report per rank in, one dictionary out."""
+"""The statistics of a request, from one report per rank."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 Report = dict[str, Any]
-# What a stage says, beside its part in a request, of the time since it was last without one.
+# Counts of a stage since it last had no request, which it reports beside those of a request.
 PERIOD = ("since_ns", "elapsed_ns", "busy_ns", "steps", "rows", "overruns")
 
 
-def blank(rank: int) -> Report:
+def empty_report(rank: int) -> Report:
     """The report of a rank that was lost before it could make one."""
     if rank:
         counts = dict.fromkeys(("elapsed_ns", "busy_ns", "steps", "rows", "dropped", "overruns"), 0)
         period = dict.fromkeys(PERIOD, 0)
-        told = {"control_ns": 0, "events": [], "period": period, "attention": None}
-        return {"rank": rank, **told, **counts}
+        common = {"control_ns": 0, "events": [], "period": period, "attention": None}
+        return {"rank": rank, **common, **counts}
     return {
         "rank": 0,
         "control_ns": 0,
@@ -38,16 +38,15 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     """The statistics of one request.
 
     Args:
-        enqueued_ns: when the request was handed in, on the ranks' clock.
+        enqueued_ns: when the request was submitted, on the ranks' clock.
         reports: what each rank reported at its end, in any order.
 
-    Times are milliseconds. `cached_tokens` of the prompt were in KV when the request was opened.
-    Rates over steps count the steps between the first token and the
-    last; with fewer than two tokens they are None. `hit_rate` is the share of tokens that had
-    entered the pipeline before they were decided. `stage_busy` is the share of the request's
-    time in which each stage computed. `control_ms_per_step` is what the controller costs a
-    rank per step, the mean over the ranks: the calls, and the way of the verdict. `attention` is
-    the backend of each stage.
+    Times are milliseconds. `cached_tokens` of the prompt were in the KV cache when the request
+    started. Rates over steps count the steps between the first token and the last; with fewer than
+    two tokens they are None. `hit_rate` is the share of tokens that had been fed before they were
+    decided. `stage_busy` is the share of the request's time in which each stage computed.
+    `control_ms_per_step` is the time per step that a rank spends on the controller, the mean over
+    the ranks: calls, and the transfer of verdicts. `attention` is the backend of each stage.
     """
     head, *stages = sorted(reports, key=lambda report: report["rank"])
     times, counts, first = head["token_ns"], head["counts"], head["first_token"]
@@ -85,11 +84,11 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     }
 
 
-def together(periods: Iterable[Mapping[str, int]]) -> Counter[str]:
-    """What a stage did in the periods that its reports on some requests tell of.
+def merge_periods(periods: Iterable[Mapping[str, int]]) -> Counter[str]:
+    """Counts of a stage over the periods in its reports on some requests.
 
-    Requests that were open at the same time tell of the same period, each up to its own end: the
-    longest counts, so that no step counts twice.
+    Requests that ran at the same time report the same period, each up to its own end: the longest
+    counts, so that no step counts twice.
     """
     longest: dict[int, Mapping[str, int]] = {}
     for period in periods:

@@ -1,4 +1,4 @@
-"""Text out of a stream of tokens: pieces that are final, cut where a stop string begins."""
+"""Detokenizes a stream of tokens: pieces of text that are final, up to the first stop string."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# How tokenizers with byte fallback spell a token that is one raw byte.
+# How tokenizers with byte fallback write a token that is one raw byte.
 RAW_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-# How tokenizers of the SentencePiece kind spell the space before a word.
+# How SentencePiece tokenizers write the space before a word.
 WORD_BEGINS = "\N{LOWER ONE EIGHTH BLOCK}"
-# Tokens of the context that decide how the first new token reads (a leading space or none).
+# Tokens of the context that affect the text of the first new token (a leading space or none).
 CONTEXT_TOKENS = 8
 
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that text needs."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(
         self,
         token_ids: Sequence[int],
         *,
-        skip_special_tokens: bool,
-        clean_up_tokenization_spaces: bool,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
     ) -> str: ...
 
     def convert_ids_to_tokens(self, ids: int) -> str | None: ...
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
-    """What a token alone stands for, a special one by its name; half a character is U+FFFD."""
+    """The text of a token alone, of a special one its name; half a character is U+FFFD."""
     text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     # Decoding drops the space before a first word.
     name = tokenizer.convert_ids_to_tokens(token)
@@ -52,8 +52,8 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> list[int]:
-    """Where in a text each of its tokens begins, in characters. Tokens that do not show in it take
-    no place: a marker of its beginning, a space that its first word does not have."""
+    """Where in a text each of its tokens begins, in characters. Tokens without text have
+    an empty range: a begin-of-sequence token, a space that the first word does not have."""
     raw, at, offsets = text.encode(), 0, []
     for token in tokens:
         offsets.append(len(raw[:at].decode(errors="ignore")))
@@ -64,46 +64,46 @@ def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int], text: str) -> lis
 
 
 def _byte_of() -> dict[str, int]:
-    """How byte-level tokenizers spell bytes: printable ones as themselves, the others, in their
-    order, as the characters from 256 on."""
+    """How byte-level tokenizers write bytes: printable ones as themselves, others in order as the
+    characters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    spelt = {chr(byte): byte for byte in printable}
-    return spelt | {chr(256 + i): byte for i, byte in enumerate(others)}
+    characters = {chr(byte): byte for byte in printable}
+    return characters | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 _BYTE_OF = _byte_of()
 
 
 class Detokenizer:
-    """Turns token ids into text that never has to be taken back.
+    """Turns token ids into text that is final.
 
     The pieces joined, `flush` included, equal the tokenizer's `decode` of all the ids without
-    special tokens and without the clean-up of spaces, which would rewrite text already shown.
+    special tokens and without the clean-up of spaces, which would rewrite text already returned.
     With `context` (the prompt's ids) they equal what `decode` appends to the context's text.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        # `_ids[:_shown]` are tokens whose text was given out; they are decoded again with what
+        # `_ids[:_shown]` are tokens whose text was returned; they are decoded again with what
         # follows because a token's text depends on its left neighbour.
         self._ids = list(context[-CONTEXT_TOKENS:])
         self._shown = len(self._ids)
         self._in_raw_bytes = False
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` make final: maybe none, never a part of a character."""
+        """The text that `ids` make final; may be empty, never ends within a character."""
         return "".join([self._push(token) for token in ids])
 
     def flush(self) -> str:
-        """What is left at the end of the text, broken characters as U+FFFD."""
+        """The rest at the end of the text, broken characters as U+FFFD."""
         text = self.pending
         self._shown = len(self._ids)
         return text
 
     @property
     def pending(self) -> str:
-        """What `flush` would give."""
+        """The text that `flush` would return."""
         return self._decode(self._ids)[len(self._decode(self._ids[: self._shown])) :]
 
     def _push(self, token: int) -> str:
@@ -132,9 +132,9 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Ends a text before the first stop string in it, wherever the pieces' borders lie.
+    """Ends a text before its first stop string, which may extend over several pieces.
 
-    The first is the one that is complete first; of several complete at once, the longest.
+    The first is the one that is complete first, and of several the longest.
     `found` is that string, or None so far.
     """
 
@@ -145,7 +145,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """The text that can be shown now: all but what may be the beginning of a stop string."""
+        """The text that is final now: all but a possible beginning of a stop string."""
         if self.found is not None:
             return ""
         self._held += piece
@@ -177,10 +177,10 @@ class StopStrings:
 
 
 class FinalText:
-    """The text of one answer as far as it can be shown, up to the first stop string.
+    """The final text of one answer, up to the first stop string.
 
-    `context` are the prompt's ids. A stop string counts that stands behind the text of the first
-    `min_tokens` tokens.
+    `context` are the prompt's ids. Stop strings in the text of the first `min_tokens`
+    tokens are ignored.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class FinalText:
     ):
         self._text = Detokenizer(tokenizer, context)
         self._stops = StopStrings(stops)
-        self._free = min_tokens  # tokens that no stop string looks at
+        self._free = min_tokens  # tokens without a check for stop strings
 
     @property
     def found(self) -> str | None:
@@ -204,14 +204,14 @@ class FinalText:
         return "".join([self._push(token) for token in ids])
 
     def flush(self) -> str:
-        """What is left at the end of the text."""
+        """The rest at the end of the text."""
         return self._stops.push(self._text.flush()) + self._stops.flush()
 
     def _push(self, token: int) -> str:
         return self._before_stop(self._text.push([token]))
 
     def _before_stop(self, piece: str) -> str:
-        """What can be shown once a token has made a piece final."""
+        """The final text of a piece that a token has completed."""
         if self._free:
             self._free -= 1
             return piece
@@ -219,10 +219,10 @@ class FinalText:
 
 
 class MarkedText(FinalText):
-    """The same text with some special tokens in it, which otherwise do not show.
+    """The same text including the text of some special tokens.
 
-    `markers` are their ids and what they show as. Stop strings do not see them: a text ends where
-    it ends without them.
+    `markers` maps their ids to their texts. Stop strings are matched without
+    them.
     """
 
     def __init__(
@@ -236,11 +236,11 @@ class MarkedText(FinalText):
         super().__init__(tokenizer, context, stops, min_tokens)
         self._markers = markers
         self._final = 0  # characters of the text that tokens made final
-        self._shown = 0  # those of them that were given out
-        self._waiting: list[tuple[int, str]] = []  # markers, and how many characters are before
+        self._shown = 0  # those of them that were returned
+        self._waiting: list[tuple[int, str]] = []  # markers, and the characters before them
 
     def flush(self) -> str:
-        """What is left at the end of the text."""
+        """The rest at the end of the text."""
         text = self._marked(super().flush())
         rest = "" if self.found is not None else "".join(marker for _, marker in self._waiting)
         self._waiting.clear()
@@ -255,7 +255,7 @@ class MarkedText(FinalText):
         return self._marked(self._before_stop(piece))
 
     def _marked(self, text: str) -> str:
-        """The next text that can be shown, with the markers in it."""
+        """The next final text, with its markers."""
         parts = []
         while self._waiting and self._waiting[0][0] <= self._shown + len(text):
             place, marker = self._waiting.pop(0)
@@ -267,7 +267,7 @@ class MarkedText(FinalText):
 
 
 def special_markers(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str]:
-    """Those of the texts that are special tokens of the vocabulary, by their ids."""
+    """The texts that are special tokens of the vocabulary, by their ids."""
     found = {}
     for text in texts:
         for token in tokenizer.encode(text, add_special_tokens=False):
@@ -280,7 +280,7 @@ def special_markers(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[int, str
 
 
 class StopChecker:
-    """Watches the tokens of one request: called with each, it tells whether a stop string came."""
+    """Checks the tokens of one request: returns whether a stop string is complete."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: totals per phase always, a Chrome/Perfetto trace on request."""
+"""Measures the phases of a rank: totals, and a Chrome/Perfetto trace on request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 
 from pipespec.clock import Clock, monotonic_ns
 
-# One event of a trace: name, start and duration in nanoseconds, step.
-Event = tuple[str, int, int, int]
+# One event of a trace: name, start and duration in nanoseconds, step, counts.
+Event = tuple[str, int, int, int, dict[str, int]]
+# The name of events that count the rows of a step, by kind.
+ROWS = "rows"
 
 
 class Timeline:
@@ -31,6 +33,11 @@ class Timeline:
 
     def __call__(self, phase: str) -> _Span:
         return _Span(self, phase)
+
+    def add_rows(self, **counts: int) -> None:
+        """Keep the rows of this step, by kind, for the trace."""
+        if self.record:
+            self.events.append((ROWS, self.clock(), 0, self.step, counts))
 
     def take(self) -> tuple[Counter[str], list[Event]]:
         """Totals and events since the last call."""
@@ -59,29 +66,26 @@ class _Span:
         duration = timeline.clock() - self._start
         timeline.totals[self._phase] += duration
         if timeline.record:
-            timeline.events.append((self._phase, self._start, duration, timeline.step))
+            timeline.events.append((self._phase, self._start, duration, timeline.step, {}))
 
 
 def write_chrome_trace(path: Path, ranks: Iterable[tuple[int, str, list[Event]]]) -> None:
     """Write the events of all ranks, (rank, label, events) each, for Perfetto.
 
-    Format: "Trace Event Format", complete events, microseconds; one thread per rank.
+    Format: "Trace Event Format", microseconds: complete events, one thread per rank, and counter
+    events, one track of rows per rank.
     """
     out: list[dict[str, Any]] = []
     for rank, label, events in ranks:
-        out.append(
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": label}}
-        )
-        out.extend(
-            {
-                "ph": "X",
-                "name": phase,
-                "pid": 0,
-                "tid": rank,
-                "ts": start / 1e3,
-                "dur": duration / 1e3,
-                "args": {"step": step},
-            }
-            for phase, start, duration, step in events
-        )
+        thread = {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank}
+        out.append({**thread, "args": {"name": label}})
+        for phase, start, duration, step, counts in events:
+            common = {"pid": 0, "tid": rank, "ts": start / 1e3}
+            if phase == ROWS:
+                name = f"{ROWS}, rank {rank}"
+                out.append({"ph": "C", "name": name, **common, "args": counts})
+            else:
+                args = {"step": step}
+                span = {"ph": "X", "name": phase, **common, "dur": duration / 1e3, "args": args}
+                out.append(span)
     path.write_text(json.dumps({"traceEvents": out, "displayTimeUnit": "ms"}))

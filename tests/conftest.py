@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import shutil
 import signal
 import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
 
 # `nohup make test &` hands on an ignored SIGINT; what the tests start must hear Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -24,6 +28,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.helpers.results import write_results
+
 # Random examples are the same in every run; `--hypothesis-profile=explore` looks for new ones.
 fixed = settings(deadline=None, derandomize=True, database=None)
 settings.register_profile("fixed", fixed, max_examples=50)
@@ -33,14 +39,38 @@ settings.load_profile("fixed")
 
 torch.set_num_threads(1)
 
+GRACE_S = 60.0  # for what a test does after its time limit
+STDERR = pytest.StashKey[int]()  # the real one, which pytest hides from tests
+STARTED_S = time.time()
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--long", action="store_true", help="run the tests marked `long` too, and every case"
     )
+    parser.addoption(
+        "--write-results", type=Path, metavar="FILE", help="write the result of the run as JSON"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End the process, with a traceback of every thread, if a test hangs beyond its time limit.
+
+    pytest-timeout interrupts a test once. What the test does on its way out, such as waiting for a
+    thread, has no limit of its own.
+    """
+    mark = item.get_closest_marker("timeout")
+    limit = float(mark.args[0] if mark else item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(limit + GRACE_S, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)
     if config.getoption("--long") and not config.getoption("--hypothesis-profile"):
         settings.load_profile("long")
 
@@ -57,3 +87,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "long" in item.keywords and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long: pass --long"))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Write what `--write-results` asks for. Of xdist's processes only the first one reports."""
+    path = config.getoption("--write-results")
+    if path is not None:
+        write_results(path, terminalreporter.stats, exitstatus, STARTED_S)

@@ -1,4 +1,4 @@
-"""What the demo models' cards say: measured losses, agreement with the target, loops, cost."""
+"""The demo models' cards: measured losses, agreement with the target, loops, cost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def num_multiply_adds(model: LlamaForCausalLM) -> int:
 
 @dataclass
 class Agreement:
-    """How often the target's greedy choice is among the draft's k best guesses."""
+    """How often the target's greedy choice is among the draft's k best tokens."""
 
     hits: np.ndarray = field(default_factory=lambda: np.zeros(len(TOP_KS), np.int64))
     count: int = 0
@@ -59,7 +59,7 @@ class Agreement:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether the last `LOOP_TOKENS` tokens repeat what stands up to `LOOP_PERIOD` before them."""
+    """Whether the last `LOOP_TOKENS` tokens repeat the text up to `LOOP_PERIOD` before them."""
     tail = list(tokens[-LOOP_TOKENS:])
     return len(tail) == LOOP_TOKENS and any(
         tail[period:] == tail[:-period] for period in range(1, LOOP_PERIOD + 1)
@@ -192,8 +192,8 @@ def write_cards(
 
 ROLES = {
     "target": "The large model of the three: the one whose greedy output must be reproduced.",
-    "mid": "The model between the two others: in a cascade it scores what the draft guesses. It "
+    "mid": "The model between the two others: in a cascade it scores what the draft proposes. It "
     "was distilled from the target and is of no use without it.",
-    "draft": "The small model of the three: it guesses what the target will say. It was distilled "
+    "draft": "The small model of the three: it proposes what the target will say. It was distilled "
     "from the target and is of no use without it.",
 }

@@ -16,7 +16,7 @@ EOS = "<|endoftext|>"
 VOCAB_SIZE = 2048
 CODE_BENCHMARKS = ("HumanEval", "HumanEval-X")  # continued as they are; the others are questions
 
-# Words keep their leading space; digits stand alone, so that numbers of any length look alike.
+# Words keep their leading space; digits are separate, so that numbers of any length look alike.
 SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 # A user turn reads as a problem of the arithmetic corpus, the only question-and-answer text seen.

@@ -6,10 +6,10 @@
 The draft has the target's architecture with fewer layers, and with `--halve` half its widths. With
 the target's widths it begins as so many of its layers, from the first to the last; with half of
 them, at random. It learns the target's distribution (KL divergence, later also its greedy choice)
-on `--text`, a folder of text files, and on what the target says itself behind beginnings of it.
-`--tokens` is the budget. Whoever is killed goes on in `--folder`. At every checkpoint the draft is
-measured on text that the target wrote and that it does not learn from; the curve goes into
-`accuracy.json` of the draft and its model card.
+on `--text`, a folder of text files, and on the target's own continuations of beginnings of it.
+`--target` is a folder or a hub id, `--tokens` the budget. A run that was killed continues in
+`--folder`. At every checkpoint the draft is measured on text that the target wrote and that it does
+not learn from; the curve goes into `accuracy.json` of the draft and its model card.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers import (
 
 from tools.distilling import OwnText, kept_layers, student_of, to_learn_from
 from tools.train_pard import read_text
-from tools.training import Budget, Cost, Mix, console, train, written
+from tools.training import Budget, Cost, Mix, console, model_folder, train, written
 
 TOP_KS = (1, 4, 16)
 # Beginnings that the target continues, in tokens; of those it is measured on, so many rows.
@@ -83,6 +83,26 @@ class Curve:
         )
 
 
+def findings(tokens: int, shares: list[float]) -> str:
+    """A measurement in words, one sentence a line."""
+    return "\n".join(
+        f"After {tokens / 1e6:.2f} M tokens the target's greedy token is "
+        f"{'the best' if k == 1 else f'among the {k} best'} of the draft in {100 * share:.1f} % "
+        "of places."
+        for k, share in zip(TOP_KS, shares, strict=True)
+    )
+
+
+def conclusion(args: argparse.Namespace, shares: list[float]) -> str:
+    """The draft's folder and the next steps, one sentence a line."""
+    points = ",".join(f"{k}:{share:.3f}" for k, share in zip(TOP_KS, shares, strict=True))
+    return (
+        f"The draft is in {args.out}.\n"
+        f"To decode with it: pipespec generate model.target={args.target} model.draft={args.out}\n"
+        f"To predict what it gains: pipespec plan --curve {points}"
+    )
+
+
 def card(draft: PreTrainedModel, cost: Cost, curve: Curve, args: argparse.Namespace) -> str:
     config, widths = draft.config, "half its widths" if args.halve else "its widths"
     return f"""---
@@ -92,7 +112,7 @@ pipeline_tag: text-generation
 
 # {args.out.name}
 
-A draft for {args.target.name}: {config.num_hidden_layers} layers, {widths}, \
+A draft for {Path(args.target).name}: {config.num_hidden_layers} layers, {widths}, \
 {draft.num_parameters() / 1e6:.2f} M parameters. Made by `tools/distill_draft.py` of pipespec from \
 {cost.tokens / 1e6:.1f} M tokens, in {cost.cpu_seconds / 3600:.2f} hours of CPU time.
 
@@ -107,7 +127,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", type=Path, required=True, help="folder of the target")
+    parser.add_argument("--target", required=True, help="folder or hub id of the target")
     parser.add_argument("--text", type=Path, required=True, help="folder of *.txt")
     parser.add_argument("--out", type=Path, required=True, help="folder of the draft")
     parser.add_argument("--folder", type=Path, default=Path(".training"), help="for checkpoints")
@@ -129,9 +149,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     args.folder.mkdir(parents=True, exist_ok=True)
-    layers = kept_layers(AutoConfig.from_pretrained(args.target).num_hidden_layers, args.layers)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+    folder = model_folder(args.target)
+    layers = kept_layers(AutoConfig.from_pretrained(folder).num_hidden_layers, args.layers)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     target.requires_grad_(False).eval().to(args.device)
     torch.manual_seed(args.seed)
     draft = student_of(target, layers, halve=args.halve).to(args.device)
@@ -151,8 +172,7 @@ def main(argv: list[str] | None = None) -> None:
     def measure(step: int) -> None:
         shares = accuracy(target, draft, texts)
         curve.add(step * budget.batch_tokens, shares)
-        told = ", ".join(f"top-{k} {share:.3f}" for k, share in zip(TOP_KS, shares, strict=True))
-        console.print(f"after {step * budget.batch_tokens / 1e6:.2f} M tokens: {told}")
+        console.print(findings(step * budget.batch_tokens, shares), soft_wrap=True)
 
     if not curve.rows:
         measure(0)
@@ -167,13 +187,14 @@ def main(argv: list[str] | None = None) -> None:
         log_every=args.log_every,
         on_checkpoint=measure,
     )
-    stored = AutoConfig.from_pretrained(args.target).dtype or torch.float32
+    stored = AutoConfig.from_pretrained(folder).dtype or torch.float32
     draft.to(stored).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     (args.out / "accuracy.json").write_bytes((args.folder / "accuracy.json").read_bytes())
     text = card(draft, cost, curve, args)
     (args.out / "README.md").write_text(text, encoding="utf-8")
-    console.print(curve.table())
+    console.print(curve.table(), soft_wrap=True)
+    console.print(conclusion(args, shares=curve.rows[max(curve.rows)]), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a draft learns from: the target's distribution, on text that the target writes too."""
+"""The training data of a draft: the target's distribution, also on the target's own text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config_of(target: PreTrainedConfig, layers: list[int], *, halve: bool) -> Pr
 
 def student_of(target: PreTrainedModel, layers: list[int], *, halve: bool) -> PreTrainedModel:
     """A draft before it has learnt: `layers` of the target, or at random with half its widths.
-    Raises SystemExit for a target whose layers do not stand in `model.layers`."""
+    Raises SystemExit for a target whose layers are not in `model.layers`."""
     if not hasattr(getattr(target, "model", None), "layers"):
         raise SystemExit(
             f"Layers of a {target.config.model_type} cannot be left out; take a Llama."
@@ -66,7 +66,7 @@ def distillation_loss(
 ) -> Tensor:
     """KL(target || draft), plus cross entropy to the target's greedy choice.
 
-    The second term is what verification rewards: the draft is kept when its guess is the target's
+    The second term is what verification rewards: a draft token is accepted when it is the target's
     arg-max. It enters late, when the draft already knows the distribution.
     """
     wanted = target_logits.flatten(0, 1).float()
@@ -110,7 +110,7 @@ def continue_greedily(model: PreTrainedModel, ids: Tensor, num_new: int) -> Tens
 
 @dataclass(frozen=True)
 class OwnText:
-    """What a target says behind beginnings of a corpus: `rows` times `beginning` tokens of it and
+    """A target's continuations of beginnings of a corpus: `rows` times `beginning` tokens of it and
     a greedy continuation of `continuation`, so many rows at once."""
 
     rows: int

@@ -1,10 +1,10 @@
 """The pictures of README and docs (`make pictures`).
 
     python -m tools.screenshots dashboard docs/images/dashboard.png
-    python -m tools.screenshots race docs/images/race.svg WAY... --prompt TEXT SETTING...
+    python -m tools.screenshots race docs/images/race.svg POLICY... --prompt TEXT SETTING...
 
-The dashboard is of an EMULATED cluster of eight stages with the times of RTX 3090s, guesses by the
-demo draft, and as many requests as asked for; the tree of the first is watched. Needs playwright
+The dashboard shows an EMULATED cluster of eight stages with the times of RTX 3090s, the demo draft
+and `--requests` requests, with the tree of the first one. Needs playwright
 and Chromium. The race is the table that `pipespec compare` ends with.
 """
 
@@ -23,11 +23,10 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 from rich.console import Console
 
-from benchmarks import emulated
-from benchmarks.http_server import HttpServer
-from pipespec.cli.compare import Board
-from pipespec.client.compare import compare, composed, ways_of
-from pipespec.client.dataset import Sample
+from pipespec.instruments.bench.comparison import compare, composed, policies_of
+from pipespec.instruments.bench.dataset import Sample
+from pipespec.instruments.commands.compare import Board
+from tools.rig.http_server import HttpServer
 
 CHROMIUM = "/usr/bin/chromium"
 ARGUMENTS = (
@@ -54,7 +53,9 @@ def main() -> None:
     parser.set_defaults(run=race)
     parser.add_argument("file", type=Path, help="the picture, an SVG")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("settings", nargs="+", help="ways and settings, as for pipespec compare")
+    parser.add_argument(
+        "settings", nargs="+", help="policies and settings, as for pipespec compare"
+    )
     parser = kinds.add_parser("dashboard")
     parser.set_defaults(run=dashboard)
     parser.add_argument("file", type=Path, help="the picture, a PNG")
@@ -69,11 +70,11 @@ def main() -> None:
 
 
 def race(options: argparse.Namespace) -> None:
-    """Decode in several ways, and draw the table."""
-    ways, settings = ways_of(options.settings)
-    board = Board(ways)
+    """Decode with several policies, and draw the table."""
+    policies, settings = policies_of(options.settings)
+    board = Board(policies)
     compare(
-        composed(settings, ways),
+        composed(settings, policies),
         [Sample("prompt", "prompt", options.prompt)],
         on_change=board.change,
     )
@@ -84,19 +85,20 @@ def race(options: argparse.Namespace) -> None:
 
 
 def dashboard(options: argparse.Namespace) -> None:
-    """Ask a cluster, and take the picture of its page."""
+    """Send requests to a cluster, and take a picture of its page."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         settings = (
-            *emulated.target(STAGES, where),
-            *(f"cluster.stages={STAGES}", "cluster.devices=[cpu]", "pace=rtx3090_8"),
-            *("source=draft_model", "feed=best_first", "feed.width=32"),
+            *(f"cluster.stages={STAGES}", "cluster.devices=[cpu]", "emulate=rtx3090_8"),
+            *("proposer=draft_model", "policy=best_first", "policy.width=32"),
         )
         with HttpServer(where, *settings) as server:
             for number in range(options.requests):
                 prompt = PROMPTS[number % len(PROMPTS)]
-                threading.Thread(target=ask, args=(server.place.root, prompt), daemon=True).start()
-            take(server.place.root, options)
+                threading.Thread(
+                    target=ask, args=(server.address.root, prompt), daemon=True
+                ).start()
+            take(server.address.root, options)
 
 
 def ask(url: str, prompt: str) -> None:

@@ -2,17 +2,17 @@
 
     python -m tools.train_demo_pair --corpus CORPUS --prompts PROMPTS --out demo
 
-What it does, in `--folder`, where whoever is killed goes on from:
+Its parts, in `--folder`, from which a killed run continues:
 
     tokenizer   byte-level BPE on the corpus
     target      next-token cross entropy                      (Muon + AdamW, warmup-stable-decay)
-    text        what the target says itself behind beginnings of the corpus
+    text        the target's own continuations of beginnings of the corpus
     mid, draft  layers of the target, then KL divergence to
                 the target's distribution                     (same optimizers, corpus and text)
     export      bf16 safetensors, tokenizer and measured model card of each, into `--out`
 
-How much each model learns is a budget of tokens. `--corpus` is as `tools.demo_text` says. Every
-batch is a function of the seed, the budget and the step, so interruptions change no weight.
+How much each model learns is a budget of tokens. `--corpus` is described in `tools.demo_text`.
+Every batch is a function of the seed, the budget and the step, so interruptions change no weight.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ LENGTHS = ((0.0, 256), (0.93, 1024))
 # The target's own text: rows of a beginning from the corpus and a greedy continuation.
 BEGINNING, CONTINUATION, ROWS_AT_ONCE = 96, 256, 128
 
-# From this progress on a share of each batch says its beginning, of so many tokens, again and
-# again; the target learns to grow less sure each time, by this factor, so that its greedy text ends
-# what it repeats (DITTO, arXiv 2206.02369). The second time is free: much is rightly said twice.
+# From this progress on a share of each batch repeats its beginning, of so many tokens; the target
+# learns to be less confident each time, by this factor, so that its greedy text ends a repetition
+# (DITTO, arXiv 2206.02369). The second time is not penalised, as much text rightly occurs twice.
 AGAIN_FROM, AGAIN_SHARE, AGAIN_TOKENS, AS_SURE = 0.6, 0.25, (4, 40), 0.5
 
 SHAPE = {

@@ -1,18 +1,18 @@
-"""Turn a draft model into one that guesses several tokens per pass (PARD, arXiv 2504.18583).
+"""Turn a draft model into one that proposes several tokens per pass (PARD, arXiv 2504.18583).
 
     python -m tools.train_pard --target demo/target --draft demo/draft --text CORPUS \\
         --work SCRATCH --out demo/draft_pard
 
-The draft learns what a *mask token* stands for: behind the text so far stand up to `--tokens` - 1
-of them, each sees the text and the masks before it, and guesses the token that follows its place.
-It learns from the target's distribution at that place (KL divergence, later also its greedy
-choice). Masks are dropped at random (COD, section 3.2 of the paper): of the places that have a mask
-of some depth a share `--retain` has one of the next, but never less than `--least` of all; a mask
-is kept only if those that it sees are. The mask token is a new row of the embedding, the last;
-`pard_token` in config.json is its id and `pard_tokens` how many tokens a pass guesses.
+The draft learns to use a *mask token*: up to `--tokens` - 1 of them follow the text, each attends
+to the text and the masks before it, and predicts the token after its position. It learns from the
+target's distribution at that place (KL divergence, later also its greedy choice). Masks are dropped
+at random (COD, section 3.2 of the paper): of the places that have a mask of some depth a share
+`--retain` has one of the next, but never less than `--least` of all; a mask is kept only if those
+that it sees are. The mask token is a new row of the embedding, the last; `pard_token` in
+config.json is its id and `pard_tokens` how many tokens a pass proposes.
 
 `--text` is a folder of text files; half of what is learnt from is text that the target continues
-greedily itself. Interrupted, it goes on from the last checkpoint in `--work`; every batch is a
+greedily itself. If interrupted, it continues from the last checkpoint in `--work`; every batch is a
 function of the seed and the step.
 """
 
@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tools.distilling import continue_greedily, save_array
-from tools.training import written
+from tools.training import model_folder, written
 
 HEAD_TOKENS = 64  # of a text that the target continues
 WARMUP_STEPS = 20
@@ -75,14 +75,14 @@ class Places:
         return self.anchor + self.depth
 
     def mask(self) -> Tensor:
-        """Who sees whom, bool `[rows, rows]`: the text up to the anchor, and of the same anchor
-        the masks before it and itself."""
+        """The attention mask, bool `[rows, rows]`: the text up to the anchor, then the masks of the
+        same anchor up to the row itself."""
         text = (self.depth == 0) & (self.anchor <= self.anchor[:, None])
         same = (self.anchor == self.anchor[:, None]) & (self.depth <= self.depth[:, None])
         return text | same
 
 
-def guess(model: PreTrainedModel, ids: Tensor, places: Places, mask_token: int) -> Tensor:
+def mask_logits(model: PreTrainedModel, ids: Tensor, places: Places, mask_token: int) -> Tensor:
     """The draft's logits at every row, `[batch, rows, vocab]`, for texts `[batch, length]`."""
     rows = ids[:, places.anchor].masked_fill(places.depth > 0, mask_token)
     bias = torch.zeros(places.mask().shape).masked_fill(~places.mask(), -torch.inf)
@@ -107,7 +107,7 @@ def loss_of(logits: Tensor, wanted: Tensor, top1_weight: float) -> Tensor:
 
 
 def read_text(folder: Path, tokenizer) -> list[np.ndarray]:
-    """Token ids of each text file, but for licences and those held out (`book_*`)."""
+    """Token ids of each text file, except licences and those held out (`book_*`)."""
     files = [p for p in sorted(folder.glob("*.txt")) if "LICENSE" not in p.name]
     files = [p for p in files if not p.name.startswith("book_")]
     if not files:
@@ -119,7 +119,7 @@ def read_text(folder: Path, tokenizer) -> list[np.ndarray]:
 
 
 def windows(streams: list[np.ndarray], rng: np.random.Generator, rows: int, length: int) -> Tensor:
-    """Random windows `[rows, length]`, of all streams alike."""
+    """Random windows `[rows, length]`, evenly of all streams."""
     found = []
     for _ in range(rows):
         stream = streams[rng.integers(len(streams))]
@@ -129,7 +129,7 @@ def windows(streams: list[np.ndarray], rng: np.random.Generator, rows: int, leng
 
 
 def target_text(target: PreTrainedModel, streams: list[np.ndarray], args) -> Tensor:
-    """What the target says behind beginnings of the text, `[rows, tokens]`, kept for later runs."""
+    """The target's continuations of beginnings of the text, `[rows, tokens]`, cached in a file."""
     path = args.work / "target_text.npy"
     if not path.exists():
         rng = np.random.default_rng([args.seed, 0])
@@ -187,7 +187,7 @@ def train(draft: PreTrainedModel, target: PreTrainedModel, streams: list[np.ndar
         with torch.no_grad(), torch.autocast(args.device, torch.bfloat16):
             wanted = target(input_ids=ids, use_cache=False).logits[:, places.positions]
         with torch.autocast(args.device, torch.bfloat16):
-            logits = guess(draft, ids, places, draft.config.pard_token)[..., :vocabulary]
+            logits = mask_logits(draft, ids, places, draft.config.pard_token)[..., :vocabulary]
         late = max(0.0, 2 * step / args.steps - 1)
         loss = loss_of(logits.flatten(0, 1), wanted.flatten(0, 1), late)
         loss.backward()
@@ -211,7 +211,7 @@ def train(draft: PreTrainedModel, target: PreTrainedModel, streams: list[np.ndar
 
 @torch.inference_mode()
 def agreement(draft: PreTrainedModel, target: PreTrainedModel, texts: Tensor, args) -> np.ndarray:
-    """How often the target's greedy choice is among the draft's k best guesses, by depth,
+    """How often the target's greedy choice is among the draft's k best tokens, by depth,
     `[tokens, len(TOP_KS)]`, along texts `[rows, length]`."""
     length = texts.shape[1]
     places = Places.drawn(length, args.tokens, 1.0, 1.0, np.random.default_rng(0))
@@ -219,7 +219,7 @@ def agreement(draft: PreTrainedModel, target: PreTrainedModel, texts: Tensor, ar
     counts = np.zeros(args.tokens)
     for ids in texts.to(args.device).split(2):
         wanted = target(input_ids=ids, use_cache=False).logits.argmax(-1)[:, places.positions]
-        logits = guess(draft, ids, places, draft.config.pard_token)
+        logits = mask_logits(draft, ids, places, draft.config.pard_token)
         rank = (logits > logits.gather(-1, wanted[..., None])).sum(-1)
         for depth in range(args.tokens):
             mine = rank[:, places.depth == depth]
@@ -238,8 +238,8 @@ def write_card(draft: PreTrainedModel, shares: np.ndarray, steps: int, args) -> 
     ]
     card = template.substitute(
         name=args.out.name,
-        draft=args.draft.name,
-        target=args.target.name,
+        draft=Path(args.draft).name,
+        target=Path(args.target).name,
         num_parameters=f"{draft.num_parameters() / 1e6:.2f} M",
         tokens=args.tokens,
         mask_token=draft.config.pard_token,
@@ -259,7 +259,8 @@ def write_card(draft: PreTrainedModel, shares: np.ndarray, steps: int, args) -> 
 
 def export(draft: PreTrainedModel, tokenizer, args) -> PreTrainedModel:
     """Write the model in its own type and return it as a user will load it, computing in fp32."""
-    dtype = getattr(torch, json.loads((args.draft / "config.json").read_text())["dtype"])
+    config = json.loads((model_folder(args.draft) / "config.json").read_text())
+    dtype = getattr(torch, config["dtype"])
     draft.to(dtype).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     return AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
@@ -269,12 +270,12 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", type=Path, required=True, help="folder of the target")
-    parser.add_argument("--draft", type=Path, required=True, help="folder of a plain draft")
+    parser.add_argument("--target", required=True, help="folder or hub id of the target")
+    parser.add_argument("--draft", required=True, help="folder or hub id of a plain draft")
     parser.add_argument("--text", type=Path, required=True, help="folder of *.txt")
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=4, help="guessed per pass (4)")
+    parser.add_argument("--tokens", type=int, default=4, help="proposed per pass (4)")
     parser.add_argument("--retain", type=float, default=0.7, help="of places, per depth (0.7)")
     parser.add_argument("--least", type=float, default=0.2, help="of places, at any depth (0.2)")
     parser.add_argument("--steps", type=int, default=1000)
@@ -293,10 +294,11 @@ def main() -> None:
     args = parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(args.draft)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
+    target_folder, draft_folder = model_folder(args.target), model_folder(args.draft)
+    tokenizer = AutoTokenizer.from_pretrained(draft_folder)
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
     target.requires_grad_(False).to(args.device)
-    draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=torch.float32)
+    draft = AutoModelForCausalLM.from_pretrained(draft_folder, dtype=torch.float32)
     mask_token = draft.config.vocab_size
     draft.resize_token_embeddings(mask_token + 1)
     draft.config.pard_token, draft.config.pard_tokens = mask_token, args.tokens

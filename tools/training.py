@@ -1,8 +1,8 @@
-"""Training to a budget of tokens, which may be killed at any moment and goes on where it was.
+"""Training to a budget of tokens, which may be killed at any time and then continues.
 
 A step's batch, its sequence length and its learning rate are functions of the budget and the step
-alone, and a checkpoint holds the whole state at the end of a step. So whoever is interrupted, how
-often ever, ends with the weights of one who was not.
+alone, and a checkpoint holds the whole state at the end of a step. So interruptions do not change
+the weights.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipespec.engine.model_path import resolve
+from pipespec.errors import ModelError
+
 WARMUP_STEPS = 50
 DECAY_FRACTION = 0.3
 MUON_LR, ADAM_LR = 0.02, 4e-3
@@ -28,6 +31,14 @@ MUON_LR, ADAM_LR = 0.02, 4e-3
 EAGER = 512
 
 console = Console()
+
+
+def model_folder(model: str) -> Path:
+    """The folder of a model, named by its folder or hub id. Raises SystemExit."""
+    try:
+        return resolve(model)
+    except ModelError as error:
+        raise SystemExit(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
 
 
 @dataclass(frozen=True)
@@ -165,7 +176,7 @@ def train(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         first, spent = state["step"], state["cpu_seconds"]
-        console.print(f"{name} goes on at step {first} of {budget.steps}")
+        console.print(f"{name} continues at step {first} of {budget.steps}")
     groups = [group for opt in optimizers for group in opt.param_groups]
     started = time.process_time()
 

@@ -1,27 +1,27 @@
 --- @include "refuse"
 
--- How a request lies in Redis; <request> is "<prefix>:<id>". The only durable state.
+-- The keys of a request; <request> is "<prefix>:<id>". They are the only durable state.
 --
---   <request>          hash    asked: what was asked for (opaque); length: of the sequence so
---                              far, prompt included; prompt: that of the prompt;
---                              reason: why it finished, if it did;
---                              cancelled: with what reason the head is to end it, if it is;
---                              scored: up to which position the prompt was told of;
+--   <request>          hash    spec: the specification (opaque); length: tokens of the sequence so
+--                              far, prompt included; prompt: tokens of the prompt;
+--                              reason: why it finished, if it has;
+--                              cancelled: the reason with which the head is to end it, if so;
+--                              scored: the end of the prompt's published log-probabilities;
 --                              stuck: how many clusters in a row have failed while they
---                              decoded it, its length being stuck_at all the time
+--                              decoded it, without a token beyond the length stuck_at
 --   <request>:events   stream  an entry "<length after it>-0" per accepted piece, with base
---                              and tokens, and notes if there are any (opaque words, one per
---                              token); at last "<length>-1" with the reason, and prefill_ns and
---                              cached if the head that ended it knows what its first token took
---                              and how much of its prompt was in KV. Before them, of a prompt whose tokens are to be told of,
---                              "<position>-0" with base and notes
+--                              and tokens, and logprobs if requested (opaque, one text per
+--                              token); the last entry is "<length>-1" with reason, and with
+--                              prefill_ns and cached if the head knows them. The first entries,
+--                              if the request wants log-probabilities of its prompt, are
+--                              "<position>-0" with base and logprobs
 --   <request>:reports  stream  an entry per report of a rank
 --
--- Two sorted sets hold the ids of those that wait (queue) and of those that an epoch has taken
--- (admitted), each with the score priority * 2^32 + id: the least priority is first, and of equal
--- ones who came first.
+-- Two sorted sets hold the ids of the requests that wait (queue) and of those that an epoch has
+-- admitted, each with the score priority * 2^32 + id: the lowest priority value is first, and among
+-- equal ones the oldest request.
 --
--- unknown(id) -> the error reply for a request that the log does not have.
-local function unknown(id)
+-- unknown_request(id) -> the error reply for a request that the log does not have.
+local function unknown_request(id)
   return refuse('REQUEST', 'request ' .. id .. ' is not in the log')
 end

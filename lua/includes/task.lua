@@ -1,4 +1,4 @@
--- How a graph lies in Redis. A task id is "<kind>:<rank>:<step>"; <graph> and <ready> are keys.
+-- The keys of a graph. A task id is "<kind>:<rank>:<step>"; <graph> and <ready> are keys.
 --
 --   <graph>              hash   floor: the oldest step with a record; last: the newest submitted
 --   <graph>:steps        set    the steps that have a record
@@ -11,9 +11,9 @@
 --       <id>$                   the payloads of its predecessors so far
 --   <ready>:<rank>       list   "<id> <payloads>" of every announced task that became ready
 --
--- A graph is of no use once its ranks have lost Redis: the epoch ends. So it goes neither to the
--- append-only file nor to replicas, which would cost every step some microseconds and the file a
--- kilobyte per rank and step.
+-- A graph is of no use once its ranks have lost Redis, because the epoch ends then. So it goes neither
+-- to the append-only file nor to replicas, which would cost some microseconds per step, and a
+-- kilobyte of the file per rank and step.
 redis.set_repl(redis.REPL_NONE)
 
 -- rank_and_step(id) -> two strings, or nil if it is not an id.

@@ -1,4 +1,4 @@
-"""`pipespec up` in a session of its own: with --detach, and as what `pipespec serve` serves."""
+"""Runs `pipespec up` in a session of its own, for --detach and for `pipespec serve`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,33 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from signal import Signals
+from signal import SIGINT, SIGTERM, Signals
 
-from pipespec.cli.arguments import STDIN
 from pipespec.client.registry import LOG, RunningCluster, folder, held, kept_folder
-from pipespec.errors import ConfigError, PipespecError, tell
-from pipespec.system.process import dying_with
+from pipespec.console.arguments import STDIN
+from pipespec.errors import ConfigError, PipespecError, print_error
+from pipespec.system.exit_codes import SIGNALLED
+from pipespec.system.process_identity import die_with_parent
 
-# How often a cluster that is to become ready is looked at.
+# How often a loading cluster is checked.
 LOOK_S = 0.1
 MESSAGE = "pipespec: "
-# A launcher that has died is started again after so long: at once, and later if one start after
-# the other does not last. Then it is given up; a request that makes it fail is so before
-# (`pipespec.controller.client.MOST_CLUSTERS`).
+# The pauses before a launcher that has died is started again, one for each start in a row that does
+# not last. After the last one it is given up; a request that makes it fail is given up before
+# (`pipespec.controller.epoch_control.MAX_FAILED_CLUSTERS`).
 PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0)
-# How long a start must have been ready to have lasted.
+# How long a launcher must have been ready for its start to count as lasting.
 LASTING_S = 30.0
+# The exit codes of a launcher that `pipespec down` or a signal has ended: 0 once it is ready, that
+# of its clean-up before that, and the signal itself before it has imported anything.
+ENDED_ON_REQUEST = (
+    0,
+    *(code for number in (SIGINT, SIGTERM) for code in (SIGNALLED + number, -number)),
+)
+
+
+class LauncherEnded(PipespecError):
+    """The launcher of a cluster was asked to end, and so its cluster has ended."""
 
 
 def detached(name: str, settings: Sequence[str], *, measure: bool) -> RunningCluster:
@@ -41,9 +52,9 @@ def detached(name: str, settings: Sequence[str], *, measure: bool) -> RunningClu
 
 
 class Launcher:
-    """`pipespec up` in a session of its own. What it says goes to the log beside its entry.
+    """`pipespec up` in a session of its own. Its output goes to the log beside the registry entry.
 
-    `ours`: it never outlives the thread that starts it, and `watch` starts it again.
+    `ours`: it ends with the thread that starts it, and `watch` starts it again.
     """
 
     def __init__(
@@ -69,7 +80,7 @@ class Launcher:
     def _start(self) -> None:
         self._cluster = self._ready_at = None
         with kept_folder() as here:
-            # Nobody's log may be lost to a start that is refused.
+            # A start that is refused must not overwrite the log of another cluster.
             self._partial = here / f"{self.name}{LOG}.{os.getpid()}"
             descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as stream:
@@ -79,12 +90,12 @@ class Launcher:
                 stdout=stream,
                 stderr=stream,
                 start_new_session=True,
-                preexec_fn=dying_with(os.getpid()) if self._ours else None,
+                preexec_fn=die_with_parent(os.getpid()) if self._ours else None,
             )
         assert self._process.stdin is not None
         with self._process.stdin as stdin:
-            # Settings may hold a password, which a command line would show. Should we die here,
-            # what is read is refused: it is no JSON.
+            # Settings may hold a password, which a command line would show. If this process ends
+            # here, the launcher refuses the input, which is not JSON.
             stdin.write(json.dumps(self._settings).encode())
 
     def ready(self) -> RunningCluster | None:
@@ -107,10 +118,10 @@ class Launcher:
         return cluster
 
     def watch(self) -> RunningCluster | None:
-        """The cluster, if it is ready. Should it have died, see to it that it is started again.
+        """The cluster, if it is ready. If it has died, it will be started again.
 
-        Raises what the process failed with if it was never ready, or if that was the last of
-        several starts that did not last.
+        Raises what the process failed with if it was never ready, or after too many
+        starts that did not last; LauncherEnded if it was asked to end.
         """
         if self._again_at is not None:
             if time.monotonic() >= self._again_at:
@@ -118,6 +129,11 @@ class Launcher:
                 self._start()
             return None
         ended = self.ended
+        if ended and self._process.returncode in ENDED_ON_REQUEST:
+            raise LauncherEnded(
+                f"The cluster {self.name!r} was asked to end (`pipespec down`, or a signal to its "
+                "launcher)."
+            )
         try:
             cluster = self.ready()
             if not ended:
@@ -127,10 +143,10 @@ class Launcher:
             if self._fruitless is None:
                 raise
             problem = error
-        self._die(problem)
+        self._schedule_restart(problem)
         return None
 
-    def _die(self, problem: PipespecError) -> None:
+    def _schedule_restart(self, problem: PipespecError) -> None:
         """The process has ended after the cluster was ready once."""
         now = time.monotonic()
         lasted = self._ready_at is not None and now - self._ready_at >= LASTING_S
@@ -138,8 +154,8 @@ class Launcher:
         if self._fruitless == len(PAUSES_S):
             raise problem
         self._again_at = now + PAUSES_S[self._fruitless]
-        tell(f"{self.name}: {problem}")
-        tell(f"{self.name}: the cluster's launcher has ended; it is started again")
+        print_error(f"{self.name}: {problem}")
+        print_error(f"{self.name}: the cluster's launcher has ended; it is started again")
 
     def end(self) -> None:
         """End the process, and with it the cluster."""
@@ -150,9 +166,9 @@ class Launcher:
 
 
 def failure(log: Path, code: int) -> PipespecError:
-    """What a process said last, as an error; of one that a signal ended, that signal."""
+    """The error with which a process has ended: its last line, or the signal that ended it."""
     if code < 0:
         return PipespecError(f"The cluster's launcher was ended by {Signals(-code).name}.")
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    said = lines[-1].removeprefix(MESSAGE) if lines else f"It ended with exit code {code}."
-    return ConfigError(said) if code == ConfigError.exit_code else PipespecError(said)
+    message = lines[-1].removeprefix(MESSAGE) if lines else f"It ended with exit code {code}."
+    return ConfigError(message) if code == ConfigError.exit_code else PipespecError(message)

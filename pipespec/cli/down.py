@@ -7,15 +7,15 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from pipespec.cli.arguments import finish, overrides
-from pipespec.cli.terminal import write
-from pipespec.client.registry import clear, entry, left
+from pipespec.client.registry import Owner, check_name, clear, entry, left, server_of
+from pipespec.console.arguments import finish, overrides
+from pipespec.console.terminal import write
 from pipespec.errors import ConfigError, PipespecError
 
 if TYPE_CHECKING:
-    from pipespec.cli.arguments import Commands
+    from pipespec.console.arguments import Commands
 
-# A cluster that hangs is given up after so long.
+# How long to wait for a cluster that does not end.
 PATIENCE_S = 30.0
 LOOK_S = 0.05
 
@@ -24,10 +24,10 @@ def add(commands: Commands) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "down",
-        help="end a cluster that `pipespec up` started",
-        description="End a cluster and wait until nothing of it is left but its log. Requests that "
-        "are still open fail. Of one that was killed, remove what it left; what it had not "
-        "finished is then forgotten.",
+        help="end a cluster that `pipespec up` or `serve` started",
+        description="End a cluster and wait until nothing of it is left but its log; the server "
+        "too, if `pipespec serve` started it. Requests that are still open fail. Of a "
+        "cluster that was killed, remove the files and the unfinished requests.",
     )
     command.add_argument("name", nargs="?", metavar="NAME", help="which (the only one)")
     finish(command, run)
@@ -38,9 +38,17 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if overrides(rest, arguments.known_options):
         raise ConfigError(f"`pipespec down` takes one name and no settings, but got {rest[0]!r}.")
     name = arguments.name
+    if name is not None:
+        check_name(name)
+        server = server_of(name)
+        if server is not None and left(name):  # it is about to start the cluster again
+            server.end()
+            await_end(name, server)
+            report_done(name, f"{name} has ended, and its server too.", arguments)
+            return 0
     if name is not None and left(name):
         clear(name)
-        tell(name, f"{name} had ended already; what it left is removed.", arguments)
+        report_done(name, f"{name} had ended already; its files are removed.", arguments)
         return 0
     found = entry(name)
     owner = found.owner
@@ -50,19 +58,28 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"The cluster {found.name!r} was started on {host}; run `pipespec down {found.name}` "
             "there."
         )
+    server = server_of(found.name)
     owner.end()
+    await_end(found.name, owner)
+    if server is not None:  # it ends by itself with a cluster that was asked to
+        await_end(found.name, server)
+    also = "" if server is None else ", and its server too"
+    report_done(found.name, f"{found.name} has ended{also}.", arguments)
+    return 0
+
+
+def await_end(name: str, owner: Owner) -> None:
+    """Wait until a process of the cluster of a name has ended. Raises PipespecError."""
     deadline = time.monotonic() + PATIENCE_S
     while not owner.gone:
         if time.monotonic() > deadline:
             raise PipespecError(
-                f"The cluster {found.name!r} (process {owner.pid}) has not ended within "
+                f"The cluster {name!r} (process {owner.pid}) has not ended within "
                 f"{PATIENCE_S:g} seconds; end it with `kill -9 {owner.pid}`."
             )
         time.sleep(LOOK_S)
-    tell(found.name, f"{found.name} has ended.", arguments)
-    return 0
 
 
-def tell(name: str, sentence: str, arguments: argparse.Namespace) -> None:
-    """Say what was done to the cluster of a name."""
+def report_done(name: str, sentence: str, arguments: argparse.Namespace) -> None:
+    """Print what was done to the cluster of a name."""
     write((json.dumps({"name": name}) if arguments.json else sentence) + "\n")

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pipespec.cli.arguments import STDIN, add_on, finish, overrides
-from pipespec.cli.terminal import labelled, progress, show, shown, standard_input, write
-from pipespec.errors import PromptError
-from pipespec.system.reading import Unreadable, is_whole, read_text
+from pipespec.console.arguments import STDIN, add_on, finish, overrides
+from pipespec.console.prompt import read_prompt
+from pipespec.console.terminal import labelled, progress, show, shown, write
 
 if TYPE_CHECKING:
-    from pipespec.cli.arguments import Commands
     from pipespec.client.generate import Result
+    from pipespec.cluster.deployment import Deployment
+    from pipespec.console.arguments import Commands
 
 # Statistics that say what they are by more than their name.
 LABELS = {
@@ -46,7 +46,7 @@ def add(commands: Commands) -> None:
         "--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template"
     )
     add_on(command)
-    finish(command, run)
+    finish(command, run, starts=True)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -71,9 +71,9 @@ def decode(
     """Decode a prompt on the running cluster of that name, or on one of its own."""
     if on is not None:
         from pipespec.client import registry
-        from pipespec.client.client import attach
         from pipespec.client.generate import ask
-        from pipespec.client.settings import RequestSettings
+        from pipespec.client.request_settings import RequestSettings
+        from pipespec.client.sync_client import attach
 
         running = registry.find(on)
         chosen = RequestSettings.on(running, settings)
@@ -84,35 +84,50 @@ def decode(
     from pipespec.cluster.deployment import decide
     from pipespec.config.compose import compose
 
-    deployment = decide(compose(settings))  # what is wrong is told before more is imported
-
-    from pipespec.client.generate import generate
-
+    deployment = decide(compose(settings))  # errors before slow imports
     with progress("loading") as (on_loaded,):
-        return generate(deployment, prompt, on_text, on_loaded)
+        return _decode_here(deployment, prompt, on_text, on_loaded)
+
+
+def _decode_here(
+    deployment: Deployment,
+    prompt: str,
+    on_text: Callable[[str], None],
+    on_loaded: Callable[[int, int], None],
+) -> Result:
+    """Decode a prompt on a cluster that is started for it and ended after it.
+
+    Raises:
+        ConfigError, Unreachable: before any rank starts, if anything in the request is wrong.
+        RankFailed: a rank died; the others have been ended.
+    """
+    from pipespec.client import answers
+    from pipespec.client.generate import ask
+    from pipespec.client.local_cluster import asking
+    from pipespec.client.model_info import CHARACTERS, ModelInfo
+    from pipespec.client.request_settings import RequestSettings
+    from pipespec.cluster import session
+    from pipespec.cluster.deployment import fit_context
+
+    settings = RequestSettings.of(deployment.config)
+    if len(prompt) > CHARACTERS * deployment.context:
+        # Almost surely too long: it is refused before anything starts.
+        ModelInfo.of(deployment).encode(prompt, chat=settings.decode.chat)
+    with session.start_agents(deployment) as agents:
+        served = ModelInfo.of(deployment)
+        ids = served.encode(prompt, chat=settings.decode.chat)
+        deployment = fit_context(deployment, len(ids), requests=1)
+        with (
+            session.start_cluster(deployment, agents, on_loaded) as cluster,
+            asking(cluster, served) as client,
+        ):
+            result, reports = ask(client, settings, ids, on_text)
+    answers.write_trace(deployment, reports)
+    return result
 
 
 def _ignore(_: str) -> None:
     """The text comes with the result."""
-
-
-def read_prompt(text: str | None, file: str | None, *, from_stdin: bool) -> str:
-    """The prompt from the one place where it was given. Raises PromptError."""
-    if (text is not None) + (file is not None) + from_stdin != 1:
-        raise PromptError(
-            "Pass the prompt in one way: --prompt TEXT, --prompt-file FILE or - (standard input)."
-        )
-    if text is None:
-        source = "Standard input" if file in (None, STDIN) else f"The file {file!r}"
-        try:
-            text = standard_input() if file in (None, STDIN) else read_text(file or "", pipe=True)
-        except Unreadable as error:
-            raise PromptError(f"{source} cannot be read: {error}; pass --prompt TEXT.") from error
-    if not text:
-        raise PromptError("The prompt is empty; pass at least one character.")
-    if not is_whole(text):
-        raise PromptError("The prompt is not UTF-8 text; save it as UTF-8 and pass --prompt-file.")
-    return text
 
 
 def print_statistics(result: Result) -> None:
@@ -130,5 +145,7 @@ def print_statistics(result: Result) -> None:
     for name, value in result.stats.items():
         if name == "cached_tokens" and not value:
             continue  # nothing was shared, as alone nothing can be
+        if name == "overruns" and not result.stats["emulated"]:
+            continue  # of the emulated machine
         table.add_row(LABELS.get(name, name.replace("_", " ")), shown(value))
     show(table, stderr=True)

@@ -1,7 +1,8 @@
 """The command line: `pipespec generate`, `bench`, `up` and the others in `COMMANDS`.
 
-Each command is a module of `pipespec.cli`. torch and transformers are imported only by
-the commands that need them, so that help and mistakes are answered at once.
+Each command is a module of `pipespec.cli` or `pipespec.instruments.commands`. torch and
+transformers are imported only by the commands that need them, so that help and mistakes are
+answered at once.
 """
 
 from __future__ import annotations
@@ -16,24 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from pipespec.cli import (
-    bench,
-    check,
-    compare,
-    doctor,
-    down,
-    generate,
-    launch,
-    partition,
-    plan,
-    serve,
-    status,
-    up,
-)
-from pipespec.cli.arguments import Parser
-from pipespec.cli.terminal import write
+from pipespec.cli import down, generate, launch, serve, status, up
+from pipespec.console.arguments import Parser
+from pipespec.console.terminal import write
 from pipespec.errors import ConfigError
-from pipespec.system.outcome import SIGNALLED, concluded
+from pipespec.instruments.commands import bench, check, compare, doctor, partition, plan
+from pipespec.system.exit_codes import SIGNALLED, exit_code_of
+from pipespec.system.resource_limits import require_resources
 
 # Seconds until a signal is delivered again that met a callback.
 AGAIN_S = 0.01
@@ -55,7 +45,7 @@ COMMANDS = (
 
 
 class Terminated(KeyboardInterrupt):
-    """A signal other than Ctrl-C asked us to end; everything is cleaned up as for Ctrl-C."""
+    """A signal other than Ctrl-C; everything is cleaned up as for Ctrl-C."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -66,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit code."""
     try:
         with _ended_by_signals():
-            return concluded(lambda: _run(sys.argv[1:] if argv is None else list(argv)))
+            return exit_code_of(_run, sys.argv[1:] if argv is None else list(argv))
     except KeyboardInterrupt as interrupt:
         return SIGNALLED + getattr(interrupt, "number", signal.SIGINT)
 
@@ -75,14 +65,16 @@ def _run(argv: list[str]) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
-        from pipespec.survey.check import package_version
+        from pipespec.system.versions import package_version
 
         write(f"pipespec {package_version('pipespec') or '(not installed)'}\n")
         return 0
-    run: Callable[[argparse.Namespace, list[str]], int] | None = arguments.command
-    if run is None:
+    run_command: Callable[[argparse.Namespace, list[str]], int] | None = arguments.command
+    if run_command is None:
         raise ConfigError("No command was given; see pipespec --help.")
-    return run(arguments, rest)
+    if arguments.starts and getattr(arguments, "on", None) is None:
+        require_resources()  # before anything is imported that needs it
+    return run_command(arguments, rest)
 
 
 def _parser() -> Parser:
@@ -118,13 +110,13 @@ def _ended_by_signals() -> Iterator[None]:
         time.sleep(AGAIN_S)
         signal.pthread_kill(here, number)
 
-    def swallowed(what: sys.UnraisableHookArgs) -> None:
-        if isinstance(what.exc_value, KeyboardInterrupt):
+    def swallowed(unraisable: sys.UnraisableHookArgs) -> None:
+        if isinstance(unraisable.exc_value, KeyboardInterrupt):
             # This can be within any lock, so no `threading`.
-            number = getattr(what.exc_value, "number", signal.SIGINT)
+            number = getattr(unraisable.exc_value, "number", signal.SIGINT)
             _thread.start_new_thread(again, (number,))
         else:
-            hook(what)
+            hook(unraisable)
 
     before = {}
     for number in (signal.SIGTERM, signal.SIGHUP):

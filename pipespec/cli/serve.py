@@ -1,31 +1,33 @@
-"""`pipespec serve`: the interface of OpenAI to a cluster, over HTTP."""
+"""`pipespec serve`: OpenAI's HTTP interface to a cluster."""
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from pipespec.cli.arguments import STDIN, finish, overrides
-from pipespec.cli.detach import Launcher
-from pipespec.cli.terminal import write
+from pipespec.cli.detach import Launcher, LauncherEnded
 from pipespec.cli.up import default_name, read_settings
-from pipespec.client.registry import check_name, clear, left
-from pipespec.client.served import full_name
-from pipespec.errors import ConfigError, tell
+from pipespec.client.model_info import full_name
+from pipespec.client.registry import check_name, clear, left, serving
+from pipespec.console.arguments import STDIN, finish, overrides
+from pipespec.console.terminal import write
+from pipespec.errors import ConfigError, print_error
 from pipespec.server.options import ServerOptions, model_name
-from pipespec.server.tools.families import FAMILIES
-from pipespec.system.outcome import SIGNALLED
-from pipespec.system.reading import Unreadable, parse_json, read_text
+from pipespec.server.tool_parsers.parser_families import FAMILIES
+from pipespec.system.exit_codes import SIGNALLED
+from pipespec.system.validation import Unreadable, parse_json, read_text
 
 if TYPE_CHECKING:
-    from pipespec.cli.arguments import Commands
     from pipespec.client.registry import RunningCluster
+    from pipespec.console.arguments import Commands
+    from pipespec.server.api_server import ClusterWatch
 
 NEEDS = ("fastapi", "httptools", "prometheus_client", "uvicorn", "uvloop")
 KEY_VARIABLE = "PIPESPEC_API_KEY"
@@ -34,11 +36,18 @@ LIMITS = (
     (
         "max_queued_requests",
         "N",
-        "answers that may wait here for their first token; more is refused",
+        "answers that may wait for their first token; further requests are refused",
     ),
-    ("max_queued_tokens", "N", "tokens of the prompts of what waits"),
-    ("patience", "S", "how long requests wait for a cluster that is away"),
-    ("shutdown_timeout", "S", "in which answers may finish at the end; 0: none"),
+    ("max_queued_tokens", "N", "prompt tokens of the answers that wait"),
+    ("patience", "S", "seconds for which requests wait for a cluster that does not answer"),
+    ("shutdown_timeout", "S", "seconds in which answers may finish at shutdown"),
+    ("preparation_processes", "N", "processes that read requests, tokenize and compile grammars"),
+    ("preparation_timeout", "S", "seconds that this may take for one request"),
+    ("max_connections", "N", "connections at a time"),
+    ("max_connections_per_address", "N", "of these, from one address"),
+    ("max_header_bytes", "N", "of a request's line and headers"),
+    ("header_timeout", "S", "in which the headers must arrive"),
+    ("body_timeout", "S", "in which the body must arrive after them"),
 )
 
 
@@ -50,13 +59,13 @@ def add(commands: Commands) -> None:
         help="answer HTTP requests as OpenAI does",
         usage="pipespec serve [--on NAME] [--host HOST] [--port PORT] [--api-key KEY ...] [...] "
         "[-] [SETTING=VALUE ...]",
-        description="Start a cluster as `pipespec up` does and serve it to whatever speaks to "
-        "OpenAI: /v1/chat/completions, /v1/completions, /v1/models, /metrics and others "
+        description="Start a cluster as `pipespec up` does and serve it to clients of "
+        "OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /metrics and others "
         "(docs/serving.md). With --on, serve a cluster that is up, from this host or another; "
         "several servers may serve one. With - more settings are read from standard input.",
     )
     command.add_argument("--on", metavar="NAME", help="serve the cluster of this name")
-    command.add_argument("--name", help="what to call the cluster that is started (default)")
+    command.add_argument("--name", help="the name of the cluster that is started (default)")
     command.add_argument(
         "--measure",
         action="store_true",
@@ -72,8 +81,8 @@ def add(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"refuse whoever does not show it; may be given several times ({KEY_VARIABLE}; "
-        "without any, everybody may ask)",
+        help=f"refuse requests without it; may be given several times ({KEY_VARIABLE}; "
+        "without any, all requests are accepted)",
     )
     command.add_argument("--api-key-file", metavar="FILE", help="a file of keys, one per line")
     command.add_argument(
@@ -81,32 +90,51 @@ def add(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="what to call the model; may be given several times (as its folder)",
+        help="a name of the model; may be given several times (the name of its folder)",
     )
-    for name, unit, told in LIMITS:
+    for name, unit, text in LIMITS:
         value = getattr(usual, name)
         command.add_argument(
             f"--{name.replace('_', '-')}",
             type=type(value),
             default=value,
             metavar=unit,
-            help=f"{told} ({value:.15g})",
+            help=f"{text} ({value:.15g})",
         )
+    command.add_argument(
+        "--max-body-bytes",
+        type=int,
+        metavar="N",
+        help="of a request's body (1 MiB, and 64 bytes for each token that the context holds)",
+    )
     command.add_argument(
         "--allowed-origins",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="web pages that may ask (CORS), such as http://localhost:3000 or *; may be given "
-        "several times, or as a JSON list (none)",
+        help="web pages that may send requests (CORS), such as http://localhost:3000 or *; "
+        "may be given several times, or as a JSON list (none)",
+    )
+    command.add_argument(
+        "--allowed-hosts",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="names by which clients may reach the server, such as lab.example, *.example or *; "
+        "may be given several times, or as a JSON list (without an API key: localhost, --host and "
+        "addresses; with one: any)",
+    )
+    command.add_argument(
+        "--private-prefixes",
+        action="store_true",
+        help="share the KV of prompts that begin alike only between requests of one API key",
     )
     command.add_argument(
         "--tool-call-parser",
         metavar="NAME",
-        help=f"how the model writes calls of tools: {', '.join(FAMILIES)} (as its chat template "
-        "tells)",
+        help=f"how the model writes calls of tools: {', '.join(FAMILIES)} (by its chat template)",
     )
-    finish(command, run)
+    finish(command, run, starts=True)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
@@ -120,34 +148,41 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
                 f"`pipespec serve --on` starts no cluster and takes no settings, but got "
                 f"{given!r}; give it to `pipespec up`."
             )
-        return serve_one(arguments)
+        return serve_running(arguments)
     if STDIN in rest:
         settings += read_settings()
-    return serve_own(arguments, settings)
+    return serve_new(arguments, settings)
 
 
-def serve_one(arguments: argparse.Namespace) -> int:
+def serve_running(arguments: argparse.Namespace) -> int:
     """Serve a cluster that is up."""
     from pipespec.client import registry
+    from pipespec.server.api_server import FixedCluster
 
+    read_options(arguments, arguments.on or "model")  # errors first
     with listening(arguments) as listener:
         running = registry.find(arguments.on)
-        return answer(arguments, listener, running.served.target, lambda: running)
+        return answer_requests(arguments, listener, running.served.target, FixedCluster(running))
 
 
-def serve_own(arguments: argparse.Namespace, settings: list[str]) -> int:
+def serve_new(arguments: argparse.Namespace, settings: list[str]) -> int:
     """Start a cluster and serve it; both end together."""
     name = default_name(settings) if arguments.name is None else arguments.name
     check_name(name)
-    read_options(arguments, name)  # what is wrong is told before anything starts
-    with listening(arguments) as listener:
+    read_options(arguments, name)  # errors before anything starts
+    with listening(arguments) as listener, serving(name):
         launcher = Launcher(name, settings, measure=arguments.measure, ours=True)
         try:
-            tell(f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503")
-            code = answer(arguments, listener, target_of(settings), launcher.watch)
+            print_error(
+                f"{name}: the cluster loads; until it is ready {url_of(listener)} answers 503"
+            )
+            code = answer_requests(arguments, listener, target_of(settings), launcher)
+        except LauncherEnded as ended:
+            print_error(f"{name}: {ended} The server ends with it.")
+            code = 0
         finally:
             launcher.end()
-        # Should it just have died, nobody waits for what it left.
+        # If it has just died, no client waits for its unfinished requests.
         if left(name):
             clear(name)
     return code
@@ -163,30 +198,37 @@ def target_of(settings: list[str]) -> str:
 
 @contextmanager
 def listening(arguments: argparse.Namespace) -> Iterator[socket.socket]:
-    """The socket on which requests come, taken before anything is started. Raises ConfigError."""
-    from pipespec.server.run import bound
+    """The socket for requests, bound before anything is started. Raises ConfigError."""
+    from pipespec.server.api_server import bind_listener
+    from pipespec.server.connections import connection_capacity
 
-    with bound(arguments.host, arguments.port) as listener:
+    connection_capacity(arguments.max_connections)  # errors before anything starts
+    with bind_listener(arguments.host, arguments.port) as listener:
         yield listener
 
 
-def answer(
+def answer_requests(
     arguments: argparse.Namespace,
     listener: socket.socket,
     target: str,
-    find: Callable[[], RunningCluster | None],
+    cluster: ClusterWatch,
 ) -> int:
     """Answer requests to a cluster until a signal asks for the end; the exit code."""
     import uvloop
 
-    from pipespec.server.run import serve
+    from pipespec.server.api_server import run_api_server
 
     options = read_options(arguments, target)
+    if not options.api_keys and not is_loopback(listener):
+        print_error(
+            f"{url_of(listener)} may be reached from other machines and asks for no API key; pass "
+            "--api-key, or listen at 127.0.0.1."
+        )
 
     def announce(running: RunningCluster) -> None:
         write(announcement(listener, options, running, as_json=arguments.json))
 
-    early = uvloop.run(serve(find, options, listener, announce))
+    early = uvloop.run(run_api_server(cluster, options, listener, announce))
     return 0 if early is None else SIGNALLED + early
 
 
@@ -207,17 +249,17 @@ def read_options(arguments: argparse.Namespace, target: str) -> ServerOptions:
         host=arguments.host,
         port=arguments.port,
         api_keys=tuple(read_keys(arguments.api_key, arguments.api_key_file)),
-        max_queued_requests=arguments.max_queued_requests,
-        max_queued_tokens=arguments.max_queued_tokens,
-        patience=arguments.patience,
-        shutdown_timeout=arguments.shutdown_timeout,
-        allowed_origins=tuple(read_origins(arguments.allowed_origins)),
+        max_body_bytes=arguments.max_body_bytes,
+        **{name: getattr(arguments, name) for name, *_ in LIMITS},
+        allowed_origins=tuple(read_list("--allowed-origins", arguments.allowed_origins)),
+        allowed_hosts=tuple(read_list("--allowed-hosts", arguments.allowed_hosts)),
+        private_prefixes=arguments.private_prefixes,
         tool_call_parser=arguments.tool_call_parser,
     )
 
 
 def read_keys(given: list[str], file: str | None) -> list[str]:
-    """Keys of the command line, a file and the environment. Raises ConfigError."""
+    """RedisKeys of the command line, a file and the environment. Raises ConfigError."""
     keys = list(given)
     if file is not None:
         try:
@@ -227,45 +269,56 @@ def read_keys(given: list[str], file: str | None) -> list[str]:
         if not found:
             raise ConfigError(f"The file of keys {file!r} holds none; write one per line.")
         keys += found
-    if variable := os.environ.get(KEY_VARIABLE):
+    variable = os.environ.get(KEY_VARIABLE)
+    if variable is not None:
+        if not variable.strip():
+            raise ConfigError(
+                f"The variable {KEY_VARIABLE} is empty; set it to a key, or unset it to serve "
+                "without one."
+            )
         keys.append(variable)
     return keys
 
 
-def read_origins(given: list[str]) -> list[str]:
-    """Origins, each an argument or one of a JSON list. Raises ConfigError."""
-    origins: list[str] = []
+def read_list(option: str, given: list[str]) -> list[str]:
+    """Texts, each an argument or one of a JSON list. Raises ConfigError."""
+    texts: list[str] = []
     for text in given:
         if not text.startswith("["):
-            origins.append(text)
+            texts.append(text)
             continue
         try:
             listed = parse_json(text)
         except Unreadable as error:
-            raise ConfigError(f"--allowed-origins cannot be read: {error}.") from None
-        if not all(isinstance(origin, str) for origin in listed):
-            raise ConfigError("--allowed-origins must be texts, as in '[\"*\"]'.")
-        origins += listed
-    return origins
+            raise ConfigError(f"{option} cannot be read: {error}.") from None
+        if not all(isinstance(each, str) for each in listed):
+            raise ConfigError(f"{option} must be texts, as in '[\"*\"]'.")
+        texts += listed
+    return texts
 
 
 def announcement(
     listener: socket.socket, options: ServerOptions, running: RunningCluster, *, as_json: bool
 ) -> str:
-    """What is printed once requests are answered."""
+    """The text to print once requests are answered."""
     url = f"{url_of(listener)}/v1"
     if as_json:
-        told = {
+        fields = {
             "url": url,
             "models": options.names,
             "name": running.name,
             "context": running.served.context,
         }
-        return json.dumps(told) + "\n"
+        return json.dumps(fields) + "\n"
     return (
         f"The model {options.names[0]!r} of the cluster {running.name!r} is served at {url}; end "
         "it with Ctrl-C.\n"
     )
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether a socket is reached from this machine alone."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(listener: socket.socket) -> str:

@@ -1,4 +1,4 @@
-"""`pipespec status`: how the clusters that `pipespec up` started are doing."""
+"""`pipespec status`: the state of the clusters that `pipespec up` started."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pipespec.cli.arguments import finish, overrides
-from pipespec.cli.terminal import live, on_terminal, show, write
 from pipespec.client.registry import Damaged, Entry, entries, entry
+from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.config.hosts import LOCAL
+from pipespec.console.arguments import finish, overrides
+from pipespec.console.terminal import live, on_terminal, show, write
 from pipespec.errors import ConfigError, Unreachable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pipespec.cli.arguments import Commands
+    from pipespec.console.arguments import Commands
+    from pipespec.controller.cluster_status import ClusterStatus
 
 LOADING, READY, RECOVERING = "loading", "ready", "recovering"
 SILENT, DAMAGED, AWAY = "no answer", "unreadable", "away"
 COLUMNS = ("state", "host", "ranks", "epoch", "faults", "open", "queued", "finished")
-USUAL = "sdpa"  # how a CPU attends
+USUAL = "sdpa"  # the default backend on a CPU
 MINUTE, HOUR, DAY = 60, 3600, 86400
-NOBODY = "No cluster is up."
-RENEWED_S = 1.0  # how often --watch looks
+NO_CLUSTER = "No cluster is up."
+RENEWED_S = 1.0  # the interval of --watch
 
 
 def add(commands: Commands) -> None:
     """Describe the command."""
     command = commands.add_parser(
         "status",
-        help="how the clusters that `pipespec up` started are doing",
-        description="Say of every cluster, or of one, how many ranks take part, which epoch it "
-        "is, how many faults it has survived, and how many requests are open, queued and finished.",
+        help="the state of the clusters that `pipespec up` started",
+        description="Show for every cluster, or for one, its ranks, its epoch, the faults "
+        "that it has survived, and its open, queued and finished requests.",
     )
     command.add_argument("name", nargs="?", metavar="NAME", help="which (all)")
     command.add_argument(
@@ -43,13 +46,13 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    """Say how clusters are doing; 0 if all of them answer."""
+    """Print the state of clusters; returns 0 if all of them answer."""
     if overrides(rest, arguments.known_options):
         raise ConfigError(f"`pipespec status` takes one name and no settings, but got {rest[0]!r}.")
     if arguments.watch and arguments.json:
-        raise ConfigError("--watch renews a table and --json prints one object; leave one out.")
+        raise ConfigError("--watch updates a table and --json prints one object; leave one out.")
     if arguments.watch and not on_terminal():
-        raise ConfigError("--watch needs a terminal to renew its table on; leave it out.")
+        raise ConfigError("--watch needs a terminal; leave it out.")
     clusters = reports(arguments.name)
     if arguments.watch:
         watch(arguments.name)
@@ -61,15 +64,15 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def reports(name: str | None) -> list[dict[str, Any]]:
-    """What is known of the cluster of that name, or of all. Raises ConfigError."""
+    """The state of the cluster of that name, or of all. Raises ConfigError."""
     found = entries() if name is None else [entry(name)]
     return [report(each, time.time()) for each in found]
 
 
 def watch(name: str | None) -> NoReturn:
-    """Show how clusters are doing until somebody ends it.
+    """Show the state of clusters until Ctrl-C.
 
-    A cluster that is up no more is waited for.
+    A cluster that has ended stays in the table.
     """
     with live() as renew:
         while True:
@@ -82,14 +85,14 @@ def watch(name: str | None) -> NoReturn:
 
 
 def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
-    """What is known of one cluster at a time, in seconds since 1970; None is unknown."""
+    """The state of one cluster at a time, in seconds since 1970; None: unknown."""
     if isinstance(found, Damaged):
         return {"name": found.name, "state": DAMAGED, "problem": found.problem}
     cluster = found.cluster
-    told: dict[str, Any] = {"name": found.name, "pid": found.owner.pid, "state": LOADING}
+    state: dict[str, Any] = {"name": found.name, "pid": found.owner.pid, "state": LOADING}
     if cluster is None:
-        return told
-    told |= {
+        return state
+    state |= {
         "state": SILENT,
         "host": cluster.host,
         "num_ranks": cluster.num_ranks,
@@ -99,39 +102,56 @@ def report(found: Entry | Damaged, now: float) -> dict[str, Any]:
         "up_s": now - cluster.started,
     }
 
-    from pipespec.controller.overview import look
+    from pipespec.controller.cluster_status import read_status
 
     try:
-        seen = look(cluster.url, cluster.namespace)
+        status = read_status(cluster.url, cluster.namespace)
     except Unreachable as error:
-        return told | {"problem": str(error)}
-    if seen is None:
-        return told | {"problem": "Its Redis knows nothing of it any more."}
-    return told | {
-        "state": READY if seen.joined >= cluster.num_ranks else RECOVERING,
-        "ranks": seen.joined,
-        "epoch": seen.epoch,
-        "faults": seen.epoch - cluster.epoch,
-        "last_fault": seen.last_fault,
-        "faults_by_kind": seen.faults,
-        "open": seen.open,
-        "queued": seen.queued,
-        "finished": seen.finished,
-        "statistics": seen.statistics,
-        "stage_busy": seen.busy,
-        "computing": seen.computing,
+        return state | {"problem": str(error)}
+    if status is None:
+        return state | {"problem": "Its Redis no longer has its data."}
+    return state | {
+        "state": READY if status.joined >= cluster.num_ranks else RECOVERING,
+        "ranks": status.joined,
+        "processes": processes(status, cluster.host),
+        "epoch": status.epoch,
+        "faults": status.epoch - cluster.epoch,
+        "last_fault": status.last_fault,
+        "faults_by_kind": status.faults,
+        "open": status.open,
+        "queued": status.queued,
+        "finished": status.finished,
+        "statistics": status.statistics,
+        "stage_busy": status.busy,
+        "computing": status.computing,
     }
 
 
+def processes(status: ClusterStatus, here: str) -> list[dict[str, Any]]:
+    """Which process of which host computes each rank that has joined; of several that compute one
+    together, the one that leads comes first. `here` is the host that started the cluster."""
+    if not status.assignment:
+        return []
+    assigned = RankAssignment.decode(status.assignment)
+    found = []
+    for rank, pid in status.pids.items():
+        leader, *others = assigned.members(rank)
+        for worker, of in [(leader, pid), *((each, status.followers.get(each)) for each in others)]:
+            host = worker.rpartition("/")[0]
+            name = here if host == LOCAL else host
+            found.append({"rank": rank, "worker": worker, "host": name, "pid": of})
+    return found
+
+
 def print_table(clusters: Sequence[dict[str, Any]]) -> None:
-    """One row per cluster, and what went wrong below."""
+    """One row per cluster, and notes below."""
     show(*parts(clusters))
 
 
 def parts(clusters: Sequence[dict[str, Any]]) -> list[str | Table]:
-    """One row per cluster, and what went wrong below; or that there is none."""
+    """One row per cluster, and notes below; or a sentence if there is none."""
     if not clusters:
-        return [NOBODY]
+        return [NO_CLUSTER]
 
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -150,20 +170,20 @@ def parts(clusters: Sequence[dict[str, Any]]) -> list[str | Table]:
         problem, fault = cluster.get("problem"), cluster.get("last_fault")
         kinds = faults(cluster.get("faults_by_kind", {}))
         done = work(cluster.get("statistics", {}), cluster.get("stage_busy", {}))
-        told = (problem, fault, kinds, done, computing(cluster.get("computing", {})))
-        notes += [f"{cluster['name']}: {note}" for note in told if note is not None]
+        found = (problem, fault, kinds, done, computing(cluster.get("computing", {})))
+        notes += [f"{cluster['name']}: {note}" for note in found if note is not None]
     return [table, *notes]
 
 
 def faults(kinds: Mapping[str, int]) -> str | None:
-    """What has ended epochs since the log of a cluster began, in one line; None: nothing has."""
-    told = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in kinds.items())
-    return f"faults: {told}." if told else None
+    """The faults since the log of a cluster began, in one line; None: there were none."""
+    counts = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in kinds.items())
+    return f"faults: {counts}." if counts else None
 
 
 def work(statistics: Mapping[str, int], busy: Mapping[str, float]) -> str | None:
-    """What a cluster has done since its epoch began, in one line; None: nothing yet. `busy` are
-    shares of the time with a request, by stage."""
+    """The statistics of an epoch in one line; None: no step yet. `busy` has, by stage, the share of
+    the time with a request in which it computed."""
     if not statistics.get("steps"):
         return None
 
@@ -176,8 +196,8 @@ def work(statistics: Mapping[str, int], busy: Mapping[str, float]) -> str | None
     shares = ", ".join(f"{share:.0%}" for share in busy.values())
     return (
         f"{per_step('tokens')} tokens per step; rows per step: {per_step('root_rows')} roots, "
-        f"{per_step('prompt_rows')} of prompts, {per_step('guess_rows')} guesses, of "
-        f"which {per_step('guess_hits')} came true ({per_step('guess_hits_expected')} expected); "
+        f"{per_step('prompt_rows')} of prompts, {per_step('draft_rows')} draft tokens "
+        f"({per_step('draft_hits')} accepted, {per_step('draft_hits_expected')} expected); "
         f"{per_step('rounds')} draft rounds per step; {scored}stages busy {shares or '-'}; "
         f"KV {statistics['kv_slots_held']} of {statistics['kv_slots']} slots, "
         f"{statistics['kv_slots_retained']} more with text to share; "
@@ -187,18 +207,18 @@ def work(statistics: Mapping[str, int], busy: Mapping[str, float]) -> str | None
 
 
 def computing(ranks: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """How ranks compute, in one line, those that do alike together; None: all as usual."""
+    """Attention backends and other choices of ranks in one line; None: all are the default."""
     alike: dict[str, list[int]] = {}
     for rank, how in ranks.items():
         sizes = " and ".join(map(str, how["graph_rows"]))
         graphs = f", graphs of {sizes} rows" if sizes else ""
         together = f", {how['devices']} devices together" if how["devices"] > 1 else ""
-        words = f"{how['attention']}{graphs}{', compiled' * how['compiled']}{together}"
-        alike.setdefault(words, []).append(rank)
-    told = "; ".join(f"{words} ({_ranks(those)})" for words, those in alike.items())
+        text = f"{how['attention']}{graphs}{', compiled' * how['compiled']}{together}"
+        alike.setdefault(text, []).append(rank)
+    listed = "; ".join(f"{how} ({_ranks(those)})" for how, those in alike.items())
     refused = [f"rank {rank}: {why}" for rank, how in ranks.items() for why in how["refused"]]
     usual = set(alike) <= {USUAL} and not refused
-    return None if usual else " ".join([f"attention: {told}.", *refused])
+    return None if usual else " ".join([f"attention: {listed}.", *refused])
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipespec.client.served import ServedModel
+from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.deployment import Deployment
-from pipespec.controller.records import Accepted, Event, Finished
-from pipespec.core import Sampling, TokenLogprobs
+from pipespec.controller.log_records import Accepted, Event, Finished
+from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.stats import Report, summarise
 from pipespec.text import FinalText
 from pipespec.trace import write_chrome_trace
 
-# A seed nobody chose is short enough to be typed again, and exact wherever JSON is read.
+# A random seed is short enough to type again, and exact in every JSON parser.
 SEED_BITS = 32
 
 
@@ -27,7 +27,7 @@ def fresh_seed() -> int:
 
 @dataclass
 class Answer:
-    """What a request's events have told: its tokens, its text before a stop string, its end.
+    """The answer to a request: its tokens, its text before a stop string, its end.
 
     `prompt_logprobs`, if asked for, are those of the prompt's tokens from the second on.
     """
@@ -39,39 +39,51 @@ class Answer:
     finish_reason: str = ""
 
 
+class AnswerBuilder:
+    """Builds the answer of a request from its events; `answer` is whole after Finished."""
+
+    def __init__(self, text: FinalText):
+        self.answer = Answer()
+        self._text = text
+        self._pieces: list[str] = []
+
+    def receive(self, event: Event) -> str:
+        """The text that the event makes final."""
+        answer, piece = self.answer, ""
+        if isinstance(event, Accepted):
+            answer.token_ids += event.tokens
+            answer.logprobs += event.logprobs
+            piece = self._text.push(event.tokens)
+        elif isinstance(event, Finished):
+            answer.finish_reason = event.reason
+            piece = self._text.flush()
+        else:
+            answer.prompt_logprobs += event.logprobs
+        self._pieces.append(piece)
+        if answer.finish_reason:
+            answer.text = "".join(self._pieces)
+        return piece
+
+
 def gather(
     events: Iterable[Event],
     text: FinalText,
     on_text: Callable[[str], None] = lambda piece: None,
 ) -> Answer:
-    """The answer that the events make; `on_text` hears each piece of text once it is final."""
-    answer = Answer()
-    pieces: list[str] = []
-
-    def show(piece: str) -> None:
-        pieces.append(piece)
-        on_text(piece)
-
+    """The answer that all events of a request make; `on_text` is called with each piece of text
+    once it is final."""
+    builder = AnswerBuilder(text)
     for event in events:
-        if isinstance(event, Accepted):
-            answer.token_ids += event.tokens
-            answer.logprobs += event.logprobs
-            show(text.push(event.tokens))
-        elif isinstance(event, Finished):
-            answer.finish_reason = event.reason
-        else:
-            answer.prompt_logprobs += event.logprobs
-    show(text.flush())
-    answer.text = "".join(pieces)
-    return answer
+        on_text(builder.receive(event))
+    return builder.answer
 
 
 # Statistics that are milliseconds; `tokens_per_s` is the inverse of one.
 TIMES = ("ttft_ms", "tbt_ms", "step_ms", "control_ms_per_step")
 
 
-def statistics(served: ServedModel, enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
-    """`pipespec.stats.summarise`, in the time of the machine that is emulated, if one is."""
+def statistics(served: ModelInfo, enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
+    """`pipespec.stats.summarise`, in the reported time (`ModelInfo.time_scale`)."""
     stats = summarise(enqueued_ns, reports)
     scale = served.time_scale or 1.0
     if scale == 1:
@@ -86,7 +98,7 @@ def statistics(served: ServedModel, enqueued_ns: int, reports: list[Report]) -> 
     return stats | times | {"tokens_per_s": scaled(stats["tokens_per_s"], scale)}
 
 
-def labels(served: ServedModel, sampling: Sampling) -> dict[str, Any]:
+def labels(served: ModelInfo, sampling: SamplingParams) -> dict[str, Any]:
     """What every output must say of its figures and text, and the seed to repeat them."""
     return {
         "emulated": served.time_scale is not None,

@@ -1,4 +1,4 @@
-"""One prompt, one text: what `pipespec generate` runs."""
+"""One prompt, one text, on a cluster that runs: what `pipespec generate` returns."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipespec.client import answers
-from pipespec.client.client import Client
-from pipespec.client.own import asking
-from pipespec.client.served import ServedModel
-from pipespec.client.settings import RequestSettings
+from pipespec.client.request_settings import RequestSettings
+from pipespec.client.sync_client import Client
 from pipespec.clock import monotonic_ns
-from pipespec.cluster import session
-from pipespec.cluster.deployment import Deployment, fit_context
 from pipespec.core import TokenLogprobs
 from pipespec.stats import Report
 from pipespec.text import FinalText
@@ -38,36 +34,6 @@ class Result:
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
-def generate(
-    deployment: Deployment,
-    prompt: str,
-    on_text: Callable[[str], None] = lambda piece: None,
-    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
-) -> Result:
-    """Decode one prompt on a cluster that is started for it and ended after it.
-
-    Args:
-        on_text: called with each piece of text as soon as it is final.
-        on_loaded: called with how many ranks have loaded their models, and of how many.
-
-    Raises:
-        ConfigError, Unreachable: before any rank starts, if anything in the request is wrong.
-        RankFailed: a rank died; the others have been ended.
-    """
-    settings = RequestSettings.of(deployment.config)
-    with session.prepare(deployment) as agents:
-        served = ServedModel.of(deployment)
-        ids = served.encode(prompt, chat=settings.decode.chat)
-        deployment = fit_context(deployment, len(ids), requests=1)
-        with (
-            session.start(deployment, agents, on_loaded) as cluster,
-            asking(cluster, served) as client,
-        ):
-            result, reports = ask(client, settings, ids, on_text)
-    answers.write_trace(deployment, reports)
-    return result
-
-
 def ask(
     client: Client,
     settings: RequestSettings,
@@ -79,7 +45,7 @@ def ask(
     Raises Unreachable, RankFailed.
     """
     served = client.served
-    sampling = settings.sampling(fresh_seed=answers.fresh_seed())
+    sampling = settings.params(fresh_seed=answers.fresh_seed())
     enqueued = monotonic_ns()
     request = client.ask(settings, prompt, sampling)
     answer = answers.gather(

@@ -27,17 +27,19 @@ from typing import TypeVar
 
 import psutil
 
-from pipespec.client.served import ServedModel
+from pipespec.client.model_info import ModelInfo
 from pipespec.errors import ConfigError
-from pipespec.system.process import is_ours, running, started
-from pipespec.system.reading import Missing, Unreadable, build, parse_json, read_text
-from pipespec.system.resources import state_folder
-from pipespec.system.writing import write_whole
+from pipespec.system.atomic_write import write_atomically
+from pipespec.system.folders import state_folder
+from pipespec.system.process_identity import find_process, is_ours, own_start_time
+from pipespec.system.validation import Missing, Unreadable, from_fields, parse_json, read_text
 
 NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 # A file's name has 255 bytes at most, and the longest ending, ".log.4194304", must find room.
 LONGEST_NAME = 240
 ENTRY, LOCK, LOG = ".json", ".lock", ".log"
+# Whose cluster it is, where `pipespec serve` started it.
+SERVER = ".server"
 # The data of a private Redis, and what lets hosts that are started by hand take part.
 DATA, INVITATION = ".data", ".invitation"
 # The kernel's own id of this run of it: where it is the same, process ids and clocks are ours.
@@ -47,9 +49,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, told apart from later ones with its number.
+    """A process, identified by its id and start time.
 
-    `created` is when it began, in seconds since 1970; `machine` is where its number means it.
+    `created` is when it began, in seconds since the machine's start; `machine` is where its number
+    means it.
     """
 
     pid: int
@@ -59,7 +62,7 @@ class Owner:
     @classmethod
     def this(cls) -> Owner:
         """The process that asks."""
-        return cls(os.getpid(), started(), _machine())
+        return cls(os.getpid(), own_start_time(), _machine())
 
     @property
     def here(self) -> bool:
@@ -69,11 +72,11 @@ class Owner:
     @property
     def gone(self) -> bool:
         """Whether it is known to have ended; of a process elsewhere nothing is known."""
-        return self.here and running(self.pid, self.created) is None
+        return self.here and find_process(self.pid, self.created) is None
 
     def end(self) -> None:
         """Ask it to end, if it still runs here. Raises ConfigError if it is another user's."""
-        process = running(self.pid, self.created)
+        process = find_process(self.pid, self.created)
         if process is None or not self.here:
             return
         try:
@@ -92,7 +95,7 @@ class RunningCluster:
 
     `url` and `namespace` lead to its request log, `owner` is its `pipespec up`, on the machine
     `host`. `epoch` is the one it began with. `overrides` made the cluster, except those of
-    `controller`; those of `decode` and `verify` are a request's defaults. `started` is in seconds
+    `controller`; those of `decode` and `sampling` are a request's defaults. `started` is in seconds
     since 1970.
     """
 
@@ -103,7 +106,7 @@ class RunningCluster:
     owner: Owner
     host: str
     overrides: tuple[str, ...]
-    served: ServedModel
+    served: ModelInfo
     num_ranks: int
     started: float
 
@@ -138,23 +141,51 @@ def claim(name: str) -> Iterator[None]:
     """
     check_name(name)
     with kept_folder() as here:
-        lock, told = here / (name + LOCK), here / (name + ENTRY)
+        lock, stored = here / (name + LOCK), here / (name + ENTRY)
         descriptor = _lock(lock)
     if descriptor is None:
-        raise ConfigError(
-            f"A cluster named {name!r} is up already; end it with `pipespec down {name}`, or "
-            "choose another --name."
-        )
+        raise _taken(name)
     try:
         with kept_folder():
-            told.unlink(missing_ok=True)
+            stored.unlink(missing_ok=True)
             os.ftruncate(descriptor, 0)
             os.write(descriptor, json.dumps(asdict(Owner.this())).encode())
         yield
     finally:
-        told.unlink(missing_ok=True)
+        stored.unlink(missing_ok=True)
         lock.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+def _taken(name: str) -> ConfigError:
+    return ConfigError(
+        f"A cluster named {name!r} is up already; end it with `pipespec down {name}`, or choose "
+        "another --name."
+    )
+
+
+@contextmanager
+def serving(name: str) -> Iterator[None]:
+    """Say that this process serves the cluster of a name, and starts it again should it die.
+
+    Raises ConfigError, also if another does.
+    """
+    if server_of(name) is not None:
+        raise _taken(name)
+    with kept_folder() as here:
+        file = here / (name + SERVER)
+        write_atomically(file, json.dumps(asdict(Owner.this())).encode())
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def server_of(name: str) -> Owner | None:
+    """The process of this machine that serves the cluster of a name and starts it again, if there
+    is one. Raises ConfigError."""
+    owner = _read(folder() / (name + SERVER), Owner)
+    return owner if owner is not None and owner.here and not owner.gone else None
 
 
 def left(name: str) -> bool:
@@ -172,7 +203,8 @@ def clear(name: str) -> None:
     """Remove what a cluster has left, but for its log. Raises ConfigError if one lives."""
     with claim(name):  # which removes entry and lock
         remove_data(name)
-        (folder() / (name + INVITATION)).unlink(missing_ok=True)
+        for ending in (INVITATION, SERVER):
+            (folder() / (name + ending)).unlink(missing_ok=True)
 
 
 def remove_data(name: str) -> None:
@@ -188,12 +220,12 @@ def publish(cluster: RunningCluster) -> Path:
     """
     with kept_folder() as here:
         file = here / (cluster.name + ENTRY)
-        write_whole(file, json.dumps(asdict(cluster)).encode())
+        write_atomically(file, json.dumps(asdict(cluster)).encode())
     return file
 
 
 def held(name: str) -> Entry | None:
-    """Who has a name, None if nobody. Raises ConfigError if the entry cannot be read."""
+    """The holder of a name; None: there is none. Raises ConfigError if the entry cannot be read."""
     # The lock's holder is asked first: the other file may be a killed one's.
     owner = _read(folder() / (name + LOCK), Owner)
     # Once this machine was started anew, its own processes look as if they were another's.
@@ -281,11 +313,11 @@ def kept_folder() -> Iterator[Path]:
 
 
 def _read(file: Path, kind: type[T]) -> T | None:
-    """What a file tells; None if there is none yet, or no more. Raises ConfigError."""
+    """The entry in a file; None if there is no such file. Raises ConfigError."""
     try:
         text = read_text(file)
         # A lock that is just being taken says nothing yet.
-        return build(kind, parse_json(text)) if text else None
+        return from_fields(kind, parse_json(text)) if text else None
     except Missing:
         return None
     except Unreadable as error:
@@ -295,7 +327,7 @@ def _read(file: Path, kind: type[T]) -> T | None:
 
 
 def _free(name: str) -> bool:
-    """Whether nobody holds a name, on any machine with this folder. Raises ConfigError."""
+    """Whether no process holds a name, on any machine with this folder. Raises ConfigError."""
     with kept_folder() as here:
         descriptor = _lock(here / (name + LOCK))
     if descriptor is not None:

@@ -1,4 +1,4 @@
-"""One agent of a name on a host: a later one ends an earlier one, and clears up after it."""
+"""Lets one agent of a name run on a host: a later one ends an earlier one and removes its files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from typing import IO
 import psutil
 
 from pipespec.errors import ConfigError
-from pipespec.system.process import is_ours, running, started
-from pipespec.system.resources import state_folder
+from pipespec.system.folders import state_folder
+from pipespec.system.process_identity import find_process, is_ours, own_start_time
 
-# Seconds until an agent that does not end when asked to is killed, and between two looks at it.
+# Seconds until an agent that ignores SIGTERM is killed, and between two checks of it.
 PATIENCE_S = 5.0
 LOOK_S = 0.1
 
 
 def runtime_folder() -> Path:
-    """A folder for the locks of this user's processes, to which nobody else can write.
+    """A folder for the locks of this user's processes; no other user can write to it.
 
     `$XDG_RUNTIME_DIR/pipespec`; without one, `run` in the folder of `state_folder`. Raises
-    ConfigError if it cannot be used, or is another's.
+    ConfigError if it cannot be used, or belongs to another user.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     folder = Path(runtime, "pipespec") if os.path.isabs(runtime) else state_folder() / "run"
@@ -43,19 +43,19 @@ def runtime_folder() -> Path:
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ConfigError(
-            f"Others can write to {str(folder)!r}, where locks lie; set XDG_RUNTIME_DIR to a "
+            f"Others can write to {str(folder)!r}, where locks are kept; set XDG_RUNTIME_DIR to a "
             "folder of yours alone."
         )
     return folder
 
 
 @contextmanager
-def alone(name: str | None, directory: Path) -> Iterator[Path | None]:
+def sole_agent(name: str | None, directory: Path) -> Iterator[Path | None]:
     """End the process of that name, if there is one, and keep the name while this one runs.
 
-    Yields the lock's file, for the holder to remove at its end. The file says who holds it, and
-    the holder's `directory`, which a killed one leaves to the next. Without a name nothing is
-    done. Raises ConfigError.
+    Yields the lock's file, which the holder removes at its end. The file names the holder and its
+    `directory`, which the next holder removes if this one is killed. Without a name nothing is
+    locked. Raises ConfigError.
     """
     if name is None:
         yield None
@@ -67,12 +67,12 @@ def alone(name: str | None, directory: Path) -> Iterator[Path | None]:
             held, status = _locked(file), os.fstat(file.fileno())
             file.seek(0)
             holder = file.read().splitlines()
-            # Whoever held it before may have removed the file meanwhile.
+            # The process that held it before may have removed the file meanwhile.
             if held and status.st_nlink:
                 if len(holder) == 3:
                     _remove(Path(holder[2]))
                 file.truncate(0)
-                file.write(f"{os.getpid()}\n{started()}\n{directory}\n")
+                file.write(f"{os.getpid()}\n{own_start_time()}\n{directory}\n")
                 file.flush()
                 yield path
                 return
@@ -97,7 +97,7 @@ def _locked(file: IO[str]) -> bool:
 def _signal(pid: str, created: str, kind: signal.Signals) -> None:
     """Signal the process that wrote the lock, and no other that has its number by now."""
     with suppress(psutil.Error, OSError, ValueError):
-        process = running(int(pid), float(created))
+        process = find_process(int(pid), float(created))
         if process is not None and is_ours(process):
             process.send_signal(kind)
 

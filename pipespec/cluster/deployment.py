@@ -1,7 +1,7 @@
-"""What is decided before any rank starts: the checkpoints, who holds which layers, the prompt.
+"""Decides before any rank starts which checkpoints, devices and layers the ranks have.
 
-No model and no rank's loop is imported here, so a command is quick to say what is wrong, and a
-process that only asks or starts ranks does not pay for what they need.
+No model and no rank's loop is imported here, so that commands report errors quickly, and clients
+and launchers do not spend time on imports that only ranks need.
 """
 
 from __future__ import annotations
@@ -9,32 +9,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from pipespec.config.cluster import ClusterConfig
 from pipespec.config.hosts import Host, load_hosts, this_machine
-from pipespec.config.schema import NCCL, ClusterConfig, Config
-from pipespec.controller.graph import Layout
-from pipespec.engine.checkpoint import KEPT_DTYPE, CheckpointInfo, inspect
+from pipespec.config.schema import Config
+from pipespec.controller.task_graph import Layout
+from pipespec.engine.attention.select import missing_requirement
+from pipespec.engine.checkpoint import INT4_DTYPE, CheckpointInfo, inspect
 from pipespec.engine.precision import automatic
-from pipespec.engine.quantization import KEPT
+from pipespec.engine.quantization import PACKED_INT4
 from pipespec.errors import ConfigError
-from pipespec.head.source.draft_model import DraftModel
-from pipespec.head.source.parallel import Parallel
-from pipespec.head.source.protocol import SourceSpec
-from pipespec.planning.costs import Needs, Problem, Worker
-from pipespec.planning.partition import Placement, plan_slices, split_evenly
-from pipespec.planning.placement import unmeasured
-from pipespec.sampling.spec import check_vocabulary
+from pipespec.head.proposers.draft_model import DraftModelConfig
+from pipespec.head.proposers.parallel import ParallelDraft
+from pipespec.head.proposers.proposer import ProposerConfig
+from pipespec.placement.costs import Needs, Problem, Worker
+from pipespec.placement.measurements import unmeasured
+from pipespec.placement.slices import Placement, plan_slices, split_evenly
+from pipespec.sampling.params import check_vocabulary
 from pipespec.system.devices import num_cuda
+from pipespec.transport.transport_settings import NCCL
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """All that a rank must know, decided before any rank starts. It travels by pickle.
+    """The plan of a cluster, made before any rank starts, which is sent to the ranks as a pickle.
 
-    `draft` is None where the source needs none, and so is `mid`, the mid-size model of a cascade.
-    `placement` says which workers of the `hosts` begin at which rank. `layers` has one entry per
-    stage, `devices` and `sizes` (how many workers compute it) one per rank; in a later epoch they
-    may be others. `context` is the longest sequence in tokens that the KV pools are
-    made for.
+    `draft` is None where the proposer needs none, and so is `mid`, the mid-size model of a cascade.
+    `placement` maps the workers of the `hosts` to the ranks of the first epoch. `layers` has one
+    entry per stage, `devices` and `sizes` (how many workers compute it) one per rank; in a later
+    epoch they may be others. `context` is the longest sequence in tokens that the KV pools are made
+    for.
     """
 
     config: Config
@@ -61,12 +64,12 @@ class Deployment:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Who holds each rank at first, the head's first."""
+        """The worker of each rank in the first epoch, the head's first."""
         return self.placement.workers_by_rank
 
     @property
     def spares(self) -> tuple[str, ...]:
-        """Workers that hold none until one is needed."""
+        """Workers without a rank until one is needed."""
         return self.placement.spares
 
     def device_of(self, worker: str) -> str:
@@ -79,8 +82,7 @@ class Deployment:
         )
 
     def followers_of(self, worker: str) -> tuple[str, ...]:
-        """The workers that compute the layers of a stage together with this one, which can hold
-        the rank."""
+        """The tensor-parallel followers of this worker, which can hold a rank."""
         return next(host.members[worker] for host in self.hosts if worker in host.members)[1:]
 
     @property
@@ -93,24 +95,24 @@ class Deployment:
 
     @property
     def dtype(self) -> str:
-        """Of the target, as torch calls it. It decides the text, so in every epoch it stays."""
+        """The target's dtype, as torch names it: the same in all epochs, as it affects the text."""
         return self.dtype_of(self.target)
 
     def dtype_of(self, info: CheckpointInfo) -> str:
-        """What one of the models computes in."""
+        """The dtype in which one of the models computes."""
         name = self.config.model.dtype
         if name == "auto":
             name = automatic(map(self.device_of, self.placement.workers_by_rank[1:]))
-        return info.computes_in(name)
+        return info.compute_dtype(name)
 
-    def held(self, info: CheckpointInfo) -> str | None:
+    def weight_format(self, info: CheckpointInfo) -> str | None:
         """How the weights of one of the models are held, in every epoch; see CheckpointInfo."""
         model = self.config.model
         wanted = getattr(model, quantization_of(self.name_of(info)))
-        return info.held(wanted, model.keep_quantized, self.dtype_of(info))
+        return info.weight_format(wanted, model.keep_quantized, self.dtype_of(info))
 
     def made_plain(self) -> Deployment:
-        """The same with all weights of four bits made plain."""
+        """The same with all four-bit weights dequantised."""
         model = replace(self.config.model, keep_quantized="no")
         return replace(self, config=replace(self.config, model=model))
 
@@ -119,25 +121,28 @@ class Deployment:
         return replace(self, draft=info) if name == "draft" else replace(self, mid=info)
 
     def name_of(self, info: CheckpointInfo) -> str:
-        """What it is called in `model.`."""
+        """Its name in `model.`."""
         return next(name for name, each in self.models if each is info)
 
     @property
-    def parallel(self) -> Parallel | None:
-        """How the draft guesses several tokens per pass, if it does."""
+    def parallel(self) -> ParallelDraft | None:
+        """How the draft proposes several tokens per pass; None: it proposes one."""
         draft = self.draft
         if draft is None or draft.mask_token is None:
             return None
         tokens = draft.parallel_tokens
-        if isinstance(self.config.source, DraftModel) and self.config.source.parallel is not None:
-            tokens = self.config.source.parallel
+        if (
+            isinstance(self.config.proposer, DraftModelConfig)
+            and self.config.proposer.parallel is not None
+        ):
+            tokens = self.config.proposer.parallel
         if tokens == 1:
             return None
-        return Parallel(draft.mask_token, tokens, min(self.context, draft.context))
+        return ParallelDraft(draft.mask_token, tokens, min(self.context, draft.context))
 
     @property
     def max_rows(self) -> int:
-        """Rows of a batch at most."""
+        """The largest number of rows in a batch."""
         return self.config.max_rows
 
 
@@ -148,7 +153,7 @@ def quantization_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class ControllerAddress:
-    """Which controller, which life of the cluster, and what its ranks know one another by."""
+    """The controller of a cluster, an epoch, and the secret with which its ranks authenticate."""
 
     url: str = field(repr=False)  # it holds a password
     namespace: str
@@ -157,25 +162,25 @@ class ControllerAddress:
 
 
 def decide(config: Config, placement: Placement | None = None) -> Deployment:
-    """Look at the checkpoints and the machine.
+    """Plan a cluster from the checkpoints and the machine.
 
-    `placement` is what was planned from measured figures; without it devices count as equal.
+    `placement` is planned from measured figures; without it devices count as equal.
     Raises ConfigError, in one sentence.
     """
     target = inspect(config.model.target)
     target.check_quantization("model.quantization", config.model.quantization)
     draft = None
-    if config.source.needs_draft:
+    if config.proposer.needs_draft:
         assert config.model.draft is not None  # as Config checks
         draft = inspect(config.model.draft)
         draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
-        check_parallel(config.source, draft)
+        check_parallel(config.proposer, draft)
     mid = None
     if config.needs_mid:
         assert config.model.mid is not None  # as Config checks
         mid = inspect(config.model.mid)
         mid.check_quantization("model.mid_quantization", config.model.mid_quantization)
-    if config.model.dtype not in ("auto", target.computes_in(config.model.dtype)):
+    if config.model.dtype not in ("auto", target.compute_dtype(config.model.dtype)):
         raise ConfigError(
             f"model.dtype is {config.model.dtype}, but {target.path} is quantised for "
             f"{target.dtype}; leave model.dtype out."
@@ -188,14 +193,15 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
                 f"{target.context} tokens; lower model.context."
             )
         context = config.model.context
-    check_vocabulary(config.verify.sampling(fresh_seed=0), target.vocab_size)
+    check_vocabulary(config.sampling.params(fresh_seed=0), target.vocab_size)
     children = max(each.children for each in config.policies)
     if children > target.vocab_size:
         raise ConfigError(
-            f"feed.children is {children}, but the target's vocabulary has "
-            f"{target.vocab_size} tokens; lower feed.children."
+            f"policy.children is {children}, but the target's vocabulary has "
+            f"{target.vocab_size} tokens; lower policy.children."
         )
     if config.cluster.hosts is None:
+        _require_mid_device(config.cluster.mid_device)
         count = config.cluster.stages + config.cluster.spares
         groups = [config.cluster.draft_tensor_parallel, *[config.cluster.tensor_parallel] * count]
         devices = resolve_devices(config.cluster.devices, sum(groups))
@@ -218,11 +224,40 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
     _check_groups(found)
     if config.model.keep_quantized == "yes":
         _require_kept(found)
-    return replace(
+    found = replace(
         found,
         devices=tuple(map(found.device_of, found.workers)),
         sizes=tuple(1 + len(found.followers_of(worker)) for worker in found.workers),
     )
+    _require_attention(found)
+    return found
+
+
+def _require_mid_device(device: str | None) -> None:
+    """Raise ConfigError unless this machine has it."""
+    kind, _, index = (device or "").partition(":")
+    if kind == "cuda" and int(index or 0) >= (count := num_cuda()):
+        raise ConfigError(
+            f"cluster.mid_device is {device}, but this machine has {count} CUDA devices; see "
+            "`pipespec check`."
+        )
+
+
+def _require_attention(deployment: Deployment) -> None:
+    """Raise ConfigError if a stage cannot use the attention backend of the settings. Packages
+    of other hosts are not checked."""
+    name = deployment.config.model.attention
+    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    for rank, (worker, device) in enumerate(
+        zip(deployment.workers, deployment.devices, strict=True)
+    ):
+        kind = device.partition(":")[0]
+        wrong = missing_requirement(name, kind) if worker in local or kind == "cpu" else None
+        if rank and wrong:
+            raise ConfigError(
+                f"model.attention is {name}, but rank {rank} cannot use it: {wrong}; set "
+                "model.attention=auto."
+            )
 
 
 def _check_groups(deployment: Deployment) -> None:
@@ -231,39 +266,43 @@ def _check_groups(deployment: Deployment) -> None:
     head, *stages = deployment.workers
     for worker in (*stages, *deployment.spares):
         if followers := deployment.followers_of(worker):
-            deployment.target.check_shared(1 + len(followers), model.quantization)
+            deployment.target.check_tensor_parallel(1 + len(followers), model.quantization)
     if followers := deployment.followers_of(head):
         if deployment.draft is None:
             raise ConfigError(
-                f"The head is {1 + len(followers)} devices, but its source asks no draft model; "
+                f"The head is {1 + len(followers)} devices, but its proposer has no draft model; "
                 "give it one device."
             )
-        deployment.draft.check_shared(1 + len(followers), model.draft_quantization)
+        deployment.draft.check_tensor_parallel(1 + len(followers), model.draft_quantization)
 
 
 def _require_kept(deployment: Deployment) -> None:
     """Raise ConfigError unless weights stay in four bits."""
-    packed = [info for _, info in deployment.models if any(each.weights for each in info.kept)]
+    packed = [
+        info for _, info in deployment.models if any(each.weights for each in info.int4_layers)
+    ]
     if not packed:
         raise ConfigError(
             f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
             "stay in four bits; leave it out."
         )
-    if all(deployment.held(info) != KEPT for info in packed):
+    if all(deployment.weight_format(info) != PACKED_INT4 for info in packed):
         raise ConfigError(
-            f"model.keep_quantized is yes, but weights of four bits are multiplied in {KEPT_DTYPE} "
+            f"model.keep_quantized is yes, but weights of four bits are multiplied in {INT4_DTYPE} "
             f"alone and model.dtype is {deployment.dtype_of(packed[0])}; set "
-            f"model.dtype={KEPT_DTYPE}."
+            f"model.dtype={INT4_DTYPE}."
         )
 
 
-def check_parallel(source: SourceSpec, draft: CheckpointInfo) -> None:
-    """Raise ConfigError if the draft is to guess several tokens per pass and was not made to."""
-    wanted = source.parallel if isinstance(source, DraftModel) else None
+def check_parallel(proposer: ProposerConfig, draft: CheckpointInfo) -> None:
+    """Raise ConfigError if an ordinary draft must propose several tokens per pass."""
+    wanted = proposer.parallel if isinstance(proposer, DraftModelConfig) else None
     if wanted is not None and wanted > 1 and draft.mask_token is None:
         raise ConfigError(
-            f"source.parallel is {wanted}, but {draft.path} is no parallel draft (its config.json "
-            "names no pard_token); leave source.parallel out, or make one with tools/train_pard.py."
+            f"proposer.parallel is {wanted}, but {draft.path} is no parallel draft (its "
+            "config.json "
+            "names no pard_token); leave proposer.parallel out, or make one with "
+            "tools/train_pard.py."
         )
 
 
@@ -277,8 +316,8 @@ def require_quantizers(deployment: Deployment) -> None:
 
 
 def require_backend(deployment: Deployment) -> None:
-    """Raise ConfigError if NCCL is asked for and a stage has no CUDA device of its own, or they are
-    in several hosts."""
+    """Raise ConfigError if NCCL is asked for and a stage has no CUDA device of its own, or the
+    stages are on several hosts."""
     if deployment.config.transport.backend != NCCL:
         return
     stages = [
@@ -299,7 +338,7 @@ def require_backend(deployment: Deployment) -> None:
 
 
 def place_here(workers: Sequence[str], num_layers: int, cluster: ClusterConfig) -> Placement:
-    """The layout of a cluster on this machine, whose workers are equals. Raises ConfigError."""
+    """The placement of a cluster on this machine, whose workers are equal. Raises ConfigError."""
     stages = cluster.stages
     split = tuple(cluster.split or map(len, split_evenly(num_layers, stages)))
     return plan_slices(

@@ -1,41 +1,70 @@
-"""A worker's sign of life, and its ear for new epochs: one thread beside its work."""
+"""Renews the lease of a worker and watches for new epochs, in a thread beside its work."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Self
+from typing import Protocol, Self
 
 from pipespec.controller.membership import Epoch, Membership
 from pipespec.errors import ControllerError, StaleEpoch, Unreachable
+from pipespec.transport.gloo_waits import waiting_since
 
-# Seconds between two renewals of the lease, and between two tries to reach a lost Redis.
+# Seconds between two renewals of the lease, and between two attempts to reach a lost Redis.
 RENEW_S = 0.4
 RETRY_S = 0.1
+# Seconds within which a thread that waits in gloo must leave a link that was aborted.
+RELEASE_S = 3.0
+
+log = logging.getLogger(__name__)
+
+
+class Abortable(Protocol):
+    """Links of a rank."""
+
+    def abort(self) -> None:
+        """Make waiting calls fail. It is called from another thread."""
 
 
 class Heartbeat:
-    """Renews a worker's lease, and wakes the worker's work when its epoch is over.
+    """Renews a worker's lease, and aborts the links of an epoch that is over.
 
         with Heartbeat(url, namespace, worker, patience_s=30) as heartbeat:
             epoch = heartbeat.next(0)
-            with heartbeat.guard(epoch.number, link.abort):
-                ...     # ends soon after a newer epoch begins, or Redis is gone
+            with heartbeat.aborting(epoch.number, link):
+                ...     # `link` fails soon after a newer epoch begins, or Redis is gone
 
-    While Redis does not answer the heartbeat connects again, for `patience_s` seconds.
+    While Redis does not answer, the heartbeat tries to connect again for `patience_s` seconds.
+
+    gloo does not release every thread whose link is aborted. One that waits for RELEASE_S then
+    never will be, so the heartbeat ends this process by `kill`; its supervisor starts another.
     """
 
-    def __init__(self, url: str, namespace: str, worker: str, *, patience_s: float):
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        worker: str,
+        *,
+        patience_s: float,
+        kill: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL),
+    ):
         self._url, self._namespace, self._worker = url, namespace, worker
         self._patience_s = patience_s
+        self._kill = kill
         self._changed = threading.Condition()
         self._epoch = Epoch(0, "")
         self._gone: ControllerError | None = None
         self._closed = False
-        self._alarm: Callable[[], None] | None = None
+        self._links: tuple[Abortable, ...] = ()
+        # The thread whose links were aborted, and when; None: it has left them, or none were.
+        self._user = 0
+        self._aborted: tuple[int, float] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
@@ -46,7 +75,7 @@ class Heartbeat:
         self._closed = True
 
     def next(self, after: int) -> Epoch:
-        """The newest epoch later than `after`; waits for it. Raises Unreachable."""
+        """Wait for an epoch later than `after` and return the newest. Raises Unreachable."""
         with self._changed:
             self._changed.wait_for(lambda: self._epoch.number > after or self._gone)
             if self._epoch.number > after:
@@ -63,33 +92,36 @@ class Heartbeat:
                 raise self._gone
 
     @contextmanager
-    def guard(self, epoch: int, alarm: Callable[[], None]) -> Iterator[None]:
-        """Call `alarm`, once, from another thread, should the epoch end within the block.
+    def aborting(self, epoch: int, *links: Abortable) -> Iterator[None]:
+        """Abort the links, once, from another thread, if the epoch ends within the block.
 
-        Raises StaleEpoch if it has ended already.
+        Blocks may be nested; the links of the inner one come in place of the others. Raises
+        StaleEpoch if the epoch has ended already.
         """
         with self._changed:
-            self._alarm = alarm
+            outer, self._links = self._links, links
+            self._user = threading.get_ident()
         try:
             self.check(epoch)
             yield
         finally:
             with self._changed:
-                self._alarm = None
+                self._links = outer if self._aborted is None else ()
+                self._aborted = None
 
     def suspect(self, epoch: int, reason: str) -> None:
-        """Tell that something is wrong with an epoch, if Redis can be told."""
+        """Report that something is wrong with an epoch, if Redis can be reached."""
         with suppress(Unreachable), Membership(self._url, self._namespace) as shared:
             shared.suspect(epoch, self._worker, reason)
 
     def make_plain(self, epoch: int, reason: str) -> None:
-        """End an epoch, as weights must be made plain in all later ones. Raises Unreachable."""
+        """End an epoch and have all later ones dequantise the weights. Raises Unreachable."""
         with Membership(self._url, self._namespace) as shared:
             shared.make_plain(reason)
             shared.suspect(epoch, self._worker, reason)
 
     def plain(self) -> bool:
-        """Whether somebody said so. Raises Unreachable."""
+        """Whether weights must be dequantised (`make_plain`). Raises Unreachable."""
         with Membership(self._url, self._namespace) as shared:
             return shared.plain()
 
@@ -101,26 +133,42 @@ class Heartbeat:
                     while not self._closed:
                         shared.renew(self._worker, os.getpid())
                         reached = time.monotonic()
+                        self._check_released()
                         epoch = shared.epoch(self._epoch.number, RENEW_S)
                         if epoch is not None:
-                            self._sound(epoch)
+                            self._publish(epoch)
             except Unreachable as error:
                 over = time.monotonic() - reached > self._patience_s
-                self._sound(gone=error if over else None)
+                self._publish(gone=error if over else None)
+                self._check_released()
                 if over:
                     return
                 time.sleep(RETRY_S)
             except ControllerError as error:
-                # A full or read-only Redis: nothing can go on with it.
-                self._sound(gone=error)
+                # Redis is full or read-only; the worker cannot go on with it.
+                self._publish(gone=error)
                 return
 
-    def _sound(self, epoch: Epoch | None = None, gone: ControllerError | None = None) -> None:
+    def _publish(self, epoch: Epoch | None = None, gone: ControllerError | None = None) -> None:
         with self._changed:
             self._epoch = epoch or self._epoch
             self._gone = gone
-            alarm, self._alarm = self._alarm, None
+            links, self._links = self._links, ()
             self._changed.notify_all()
-            if alarm is not None:
+            for link in links:
                 # Under the lock: the block cannot end, and its link close, meanwhile.
-                alarm()
+                link.abort()
+            if links:
+                self._aborted = self._user, time.monotonic()
+
+    def _check_released(self) -> None:
+        """End this process if a thread cannot leave a link that was aborted."""
+        with self._changed:
+            if self._aborted is None:
+                return
+            thread, at = self._aborted
+            since = waiting_since(thread)
+            if since is not None and time.monotonic() - max(since, at) > RELEASE_S:
+                log.warning("gloo does not release this worker, which is replaced by another")
+                self._aborted = None
+                self._kill()

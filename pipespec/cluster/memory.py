@@ -1,10 +1,10 @@
-"""The memory and the open files that a deployment asks for, and what is free.
+"""The memory and the open files that a deployment needs, and what is free.
 
-Of memory only that is counted which is surely taken, so that nothing is refused that would run:
+Only memory that is certainly used is counted, so that no cluster is refused that could run:
 the KV of one sequence or what `model.kv_memory` names, one batch of the largest size on its way
 through a rank, the tree, and the weights. On a CPU weights of the checkpoint's own type are no
 more than its files, mapped into memory, of which the system keeps as much as it has room for;
-they count where loading makes others of them.
+they count where loading converts them.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from pathlib import Path
 import psutil
 
 from pipespec.cluster.deployment import Deployment
-from pipespec.config.model import KV_SHARE, kv_amount
 from pipespec.core import NUM_COLUMNS
 from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.engine.model_settings import KV_SHARE, kv_amount
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.errors import ConfigError
-from pipespec.planning.partition import GIB
-from pipespec.planning.placement import guess_slots, slots_by_setting
+from pipespec.placement.measurements import draft_slots, slots_by_setting
+from pipespec.placement.slices import GIB
 
 WEIGHTS = "the weights"
-# What a node of `pipespec.head.tree.Tree` takes: eight numbers of 8 bytes and three flags.
+# Bytes of a node of `pipespec.head.tree.Tree`: eight numbers of 8 bytes and three flags.
 NODE_BYTES = 8 * 8 + 3
 SLOT_BYTES = 8  # in the list of free slots
 
-# What was measured with 1, 4 and 8 stages: below this nothing starts. The process with most files
-# holds pipes to every worker; a private Redis keeps 32 for itself and has two to four connections
-# of every worker.
+# Measured with 1, 4 and 8 stages: with fewer files a cluster does not start. The process with most
+# files holds pipes to every worker; a private Redis needs 32 itself and has two to four connections
+# to every worker.
 FILES, REDIS_FILES, FILES_PER_WORKER = 30, 35, 4
 
 REMEDIES = {
     WEIGHTS: "use more hosts or devices, a smaller model, or model.quantization",
     "model.context": "lower model.context",
     "model.kv_memory": "lower model.kv_memory",
-    "feed.width": "lower feed.width",
-    "feed.capacity": "lower feed.capacity, or feed.width and feed.children",
-    "source.mid_rows": "lower source.mid_rows",
+    "policy.width": "lower policy.width",
+    "policy.capacity": "lower policy.capacity, or policy.width and policy.children",
+    "proposer.mid_rows": "lower proposer.mid_rows",
     "decode.prefill_chunk": "lower decode.prefill_chunk",
 }
 
 
 def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> CheckpointInfo | None:
-    """What a rank computes: of the head the draft, or (`mid`) the mid-size model beside it."""
+    """The model of a rank; of the head the draft model or, with `mid`, the mid-size model."""
     if mid:
         assert rank == 0, "a mid-size model is beside the head"
         return deployment.mid
@@ -55,14 +55,14 @@ def model_of(deployment: Deployment, rank: int, *, mid: bool = False) -> Checkpo
 
 
 def device_of(deployment: Deployment, rank: int, *, mid: bool = False) -> str:
-    """Where it computes that."""
+    """The device of that model."""
     return deployment.mid_device if mid else deployment.devices[rank]
 
 
-def needs(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[str]:
-    """Bytes that a rank surely takes on its device, by what asks for them: settings or WEIGHTS.
+def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[str]:
+    """Bytes that a rank certainly uses on its device, by setting or WEIGHTS.
 
-    `mid`: what the mid-size model beside the head takes on its own.
+    `mid`: those of the mid-size model alone.
     """
     info = model_of(deployment, rank, mid=mid)
     if info is None:
@@ -76,16 +76,16 @@ def needs(deployment: Deployment, rank: int, *, mid: bool = False) -> Counter[st
         found["model.kv_memory"] += (kv_slots(deployment, rank, 0, mid=mid) * slot) - found.total()
     logits = config.fed_rows * info.vocab_size * item
     if mid:
-        found["source.mid_rows"] += config.mid_rows * info.vocab_size * item
+        found["proposer.mid_rows"] += config.mid_rows * info.vocab_size * item
     elif rank == 0:
-        nodes = config.scheduler.max_num_seqs * config.capacity
-        found["feed.capacity"] += nodes * NODE_BYTES
-        found["feed.width"] += logits
+        nodes = config.scheduler.max_num_seqs * config.max_nodes
+        found["policy.capacity"] += nodes * NODE_BYTES
+        found["policy.width"] += logits
     else:
         row = NUM_COLUMNS * 8 + info.hidden_size * item
-        found["feed.width"] += config.fed_rows * row
+        found["policy.width"] += config.fed_rows * row
         if layers.stop == info.num_layers:
-            found["feed.width"] += logits
+            found["policy.width"] += logits
     device, members = device_of(deployment, rank, mid=mid), members_of(deployment, rank, mid=mid)
     found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
     return found
@@ -97,19 +97,19 @@ def layers_of(deployment: Deployment, info: CheckpointInfo, rank: int) -> range:
 
 
 def members_of(deployment: Deployment, rank: int, *, mid: bool = False) -> int:
-    """How many workers compute a rank's model; the mid-size one beside the head is whole."""
+    """The tensor-parallel size of a rank's model; that of the mid-size model is 1."""
     return 1 if mid else deployment.sizes[rank]
 
 
 def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
-    """What a token takes in the KV pool of a rank, or in that of each of its members."""
+    """Bytes of a token in the KV pool of a rank, or of each of its members."""
     item = ITEM_BYTES[deployment.dtype_of(info)]
-    kv_size = info.kv_of(members_of(deployment, rank, mid=info is deployment.mid))
+    kv_size = info.kv_size_per_member(members_of(deployment, rank, mid=info is deployment.mid))
     return len(layers_of(deployment, info, rank)) * kv_size * item + SLOT_BYTES
 
 
 def least_slots(deployment: Deployment, rank: int) -> Counter[str]:
-    """KV slots without which a rank cannot decode the longest sequence, by setting."""
+    """KV slots that a rank needs to decode the longest sequence, by setting."""
     return slots_by_setting(
         deployment.config,
         context=deployment.context,
@@ -119,11 +119,10 @@ def least_slots(deployment: Deployment, rank: int) -> Counter[str]:
 
 
 def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False) -> int:
-    """How many KV slots a rank makes, which has `free` bytes before its weights are loaded; `mid`:
-    the mid-size model beside the head.
+    """How many KV slots a rank allocates with `free` bytes before its weights are loaded.
 
-    As many as `max_num_seqs` of the longest sequences need, if `model.kv_memory` holds them; as
-    many as one needs, even if not.
+    As many as `max_num_seqs` of the longest sequences need, if they fit `model.kv_memory`; at least
+    as many as one such sequence needs. `mid`: those of the mid-size model.
     """
     info = model_of(deployment, rank, mid=mid)
     assert info is not None
@@ -153,24 +152,24 @@ def require_kv(deployment: Deployment, rank: int) -> None:
         raise ConfigError(
             f"model.kv_memory is {deployment.config.model.kv_memory}, but rank {rank} needs "
             f"{wanted / 2**20:.3g} MiB for one sequence of {deployment.context} tokens and its "
-            "guesses; raise it, or lower model.context."
+            "draft tokens; raise it, or lower model.context."
         )
 
 
 def kv_tokens(deployment: Deployment, rank: int, slots: int) -> int:
-    """Tokens of text that so many KV slots of a rank hold, beside guesses."""
-    return slots - guess_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
+    """Tokens of text that so many KV slots of a rank hold, besides draft tokens."""
+    return slots - draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
 
 
 def weight_bytes(
     deployment: Deployment, info: CheckpointInfo, device: str, layers: range, members: int = 1
 ) -> int:
-    """Bytes of weights that loading these layers, or one of `members` parts of them, surely takes
+    """Bytes of weights that loading these layers, or one of `members` parts of them, certainly uses
     on a device."""
-    held = deployment.held(info)
+    held = deployment.weight_format(info)
     sizes = info.loaded(deployment.dtype_of(info), held)
     whole = members == 1  # parts are copied
-    mapped = whole and held is None and info.unpacked is None and sizes == info.stored
+    mapped = whole and held is None and info.dequantized_from is None and sizes == info.stored
     if device == "cpu" and mapped:
         return 0
     first, last = layers.start == 0, layers.stop == info.num_layers
@@ -180,7 +179,7 @@ def weight_bytes(
 
 
 def free_bytes(device: str) -> int:
-    """What can still be had on a device of this machine, as far as can be known."""
+    """Free bytes on a device of this machine."""
     if device == "cpu":
         swap = psutil.swap_memory().free
         return min(psutil.virtual_memory().available, cgroup_free()) + swap
@@ -190,9 +189,9 @@ def free_bytes(device: str) -> int:
 
 
 def share_bytes(device: str, sharing: int) -> int:
-    """What one of so many ranks on a device of this machine may take of it.
+    """The share of one of so many ranks on a device of this machine, in bytes.
 
-    Those on a GPU load one after another, so what is free depends on who asks first; its whole
+    Ranks on a GPU load one after another, so the free memory depends on their order; its total
     memory does not.
     """
     if device == "cpu" or sharing == 1:
@@ -209,20 +208,20 @@ def require_memory(
     *,
     followers: bool = True,
 ) -> None:
-    """Raise ConfigError unless this machine has the memory that these ranks surely take, and
+    """Raise ConfigError unless this machine has the memory that these ranks certainly use, and
     `model.kv_memory`, if it is an amount, holds the longest sequence.
 
-    `free_on`: what is free on a device, in bytes. `followers`: workers that compute a rank with the
-    one that holds it at first are meant too.
+    `free_on`: what is free on a device, in bytes. `followers`: also count the ranks'
+    tensor-parallel followers.
     """
     by_device: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for rank in ranks:
         require_kv(deployment, rank)
         others = deployment.followers_of(deployment.workers[rank]) if followers else ()
         for device in (deployment.devices[rank], *map(deployment.device_of, others)):
-            by_device[device] += needs(deployment, rank)
+            by_device[device] += required_bytes(deployment, rank)
         if rank == 0 and deployment.mid is not None:
-            by_device[deployment.mid_device] += needs(deployment, 0, mid=True)
+            by_device[deployment.mid_device] += required_bytes(deployment, 0, mid=True)
     for device, wanted in by_device.items():
         free = free_on(device)
         if wanted.total() > free:
@@ -254,7 +253,7 @@ def require_files(deployment: Deployment, limit: int | None = None) -> None:
 
 
 def local_ranks(deployment: Deployment) -> list[int]:
-    """The ranks that workers of this machine hold at first."""
+    """The ranks of this machine's workers in the first epoch."""
     here = {worker for host in deployment.hosts if host.local for worker in host.workers}
     return [rank for rank, worker in enumerate(deployment.workers) if worker in here]
 
@@ -268,7 +267,7 @@ def cgroup_free(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
     """Bytes that the control groups of this process leave it; UNLIMITED without a limit.
 
     Files that the system keeps in memory count as free: they give way. Version 1 and 2 of the
-    interface; in a container the limits of the group may lie at the root.
+    interface; in a container the limits of the group may be at the root.
     """
     free = UNLIMITED
     try:

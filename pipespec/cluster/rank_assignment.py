@@ -1,51 +1,60 @@
-"""Who does what in one epoch of a cluster. Pure."""
+"""Maps workers to ranks and layers for one epoch. Pure."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
+
+from pipespec.engine.attention.select import AUTO
+from pipespec.transport.transport import LinkKind
+from pipespec.transport.transport_settings import YES
 
 
 @dataclass(frozen=True)
 class RankAssignment:
-    """Who holds which rank in an epoch; it travels as JSON.
+    """The workers and layers of the ranks in an epoch; it is sent as JSON.
 
     Attributes:
-        workers: who holds each rank, the head's first.
+        workers: the worker of each rank, the head's first.
         layers: of each stage, from rank 1 on.
-        address: of the head's host, where the ranks meet.
-        followers: of each rank, the workers that compute it with the one that holds it; none for
-            any: every rank is one worker.
+        followers: the tensor-parallel followers of each rank; empty: every rank has one worker.
     """
 
     workers: tuple[str, ...]
     layers: tuple[range, ...]
-    address: str
     followers: tuple[tuple[str, ...], ...] = ()
 
     @property
     def everyone(self) -> tuple[str, ...]:
-        """All workers that compute, those that hold ranks first."""
+        """All workers of the epoch, those that hold ranks first."""
         return (*self.workers, *(worker for each in self.followers for worker in each))
 
     def members(self, rank: int) -> tuple[str, ...]:
-        """The workers that compute a rank, the one that holds it first."""
+        """The workers of a rank, the one that holds it first."""
         return (self.workers[rank], *(self.followers[rank] if self.followers else ()))
 
     def place_of(self, worker: str) -> tuple[int, int] | None:
-        """The rank that a worker computes and which of its members it is, 0 for the one that holds
-        it; None: it is a spare."""
+        """The rank of a worker and its index among the members of the rank; None: it is a spare."""
         for rank in range(len(self.workers)):
             if worker in (members := self.members(rank)):
                 return rank, members.index(worker)
         return None
+
+    def links(self, seal: str) -> tuple[LinkKind, ...]:
+        """How each rank but the last is linked to the next one, where `transport.seal` is `seal`.
+
+        This is the only rule, so both ends of a link agree.
+        """
+        hosts = [worker.rpartition("/")[0] for worker in self.workers]
+        local = [sender == receiver for sender, receiver in pairwise(hosts)]
+        return tuple(LinkKind(each, seal == YES or (seal == AUTO and not each)) for each in local)
 
     def encode(self) -> str:
         return json.dumps(
             {
                 "workers": self.workers,
                 "layers": [[part.start, part.stop] for part in self.layers],
-                "address": self.address,
                 "followers": self.followers,
             }
         )
@@ -56,4 +65,4 @@ class RankAssignment:
         found = json.loads(text)
         layers = tuple(range(start, stop) for start, stop in found["layers"])
         followers = tuple(tuple(each) for each in found["followers"])
-        return cls(tuple(found["workers"]), layers, found["address"], followers)
+        return cls(tuple(found["workers"]), layers, followers)

@@ -1,12 +1,24 @@
-"""Watches a cluster's workers, and begins a new epoch when one of them is lost.
+"""Watches the workers of a cluster, and begins a new epoch when one of them is lost.
 
-Four things tell that something is wrong: a worker's lease that has run out (it hangs, or its
-host is cut off), a supervisor that replaced a worker ended by a signal, a suspicion (a neighbour
-whose link broke), and a request for which no step is completed. What follows is always the
-same: the next epoch begins, with the same assignment or, where a worker stays away, with a spare in
-its place or over fewer stages. The requests that were open return to the queue, the ranks that
-live join again with their weights in memory, and the head reads prompt and accepted tokens like
-a prompt and goes on.
+Four signs indicate a fault: the lease of a worker expires (it hangs, or its host is cut
+off), a supervisor replaces a worker that a signal ended, a worker reports a suspicion (the link to
+a neighbour broke), or no step of a running request is completed. What follows is always the same:
+the next epoch begins, with the same assignment or, where a worker stays away, with a spare in its
+place or with fewer stages. Running requests return to the queue, the remaining ranks join again
+with their weights in memory, and the head prefills prompt and accepted tokens and goes on. A worker
+that renews its lease, and has its weights, but does not join hangs too: it is killed, and the one
+that takes its place joins.
+
+Threads share state by these rules:
+
+- Every field of `Recovery` belongs to its thread as soon as `watch` has started it. Other threads
+  read `Recovery.state` alone, an immutable value that this thread replaces as a whole. Epoch and
+  assignment of one `ClusterState` thus always fit each other; read it once for one decision.
+- The session's thread sends `stop`, an event. The listeners of the agents send deaths, by the queue
+  `WorkerGroup.deaths`. `AgentHandle` says which of its fields its listener writes; what starts and
+  ends an agent holds a lock, as both the session and the recovery do it.
+- In a worker, the thread of `Heartbeat` hands over epochs under its condition, and ends the links
+  of an epoch that is over. Everything else belongs to the worker's main thread.
 """
 
 from __future__ import annotations
@@ -16,43 +28,53 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
-from pipespec.cluster.faults import Fault, FaultKind, FaultRecord
+from pipespec.cluster.agent_handle import WorkerDeath
+from pipespec.cluster.fault_stats import Fault, FaultKind, FaultStats
 from pipespec.cluster.rank_assignment import RankAssignment
-from pipespec.cluster.watched import Death, Server, Workers
-from pipespec.controller import epochs
-from pipespec.controller.connection import ANSWER_TIMEOUT_S
+from pipespec.cluster.worker_group import WorkerGroup
+from pipespec.cluster.worker_leases import WorkerLeases
+from pipespec.controller import epoch_control
+from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.membership import LEASE_S, Membership
+from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S
 from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
 
-# Seconds between two looks at the leases.
+# Seconds between two checks of the leases.
 LOOK_S = 0.1
-# Seconds in which a worker that was started in the place of another must say something.
-KILL_S = 15.0
-# Seconds in which one whose lease has run out may still renew it.
-GRACE_S = 0.5
+# A worker that has its weights joins within milliseconds, or after a few batches that it times:
+# within so many times the longest time of a step.
+JOIN_STEPS = 2
 # So many faults in a row end the cluster, unless a token was decided in between, or all ranks
-# were there for so many seconds.
-FRUITLESS = 16
-LONG_S = 10.0
+# had joined for so many seconds.
+MAX_FAULTS = 16
+STABLE_S = 10.0
 
 log = logging.getLogger(__name__)
 
 
-class Recovery:
-    """A thread that keeps one cluster going.
+@dataclass(frozen=True)
+class ClusterState:
+    """The state of a cluster that other threads than the recovery's may read."""
 
-        with Recovery(url, namespace, assignment, workers=..., replan=...) as recovery:
-            recovery.watch(cluster)
+    epoch: int  # the newest
+    assignment: RankAssignment  # of that epoch
+    faults: tuple[Fault, ...] = ()  # which ended earlier epochs, or will end this one
+    failure: str | None = None  # why the cluster was given up
+
+
+class Recovery:
+    """A thread that keeps one cluster going, from `watch` to the end of the `with` block.
 
     Args:
         assignment: of the first epoch, which begins at once.
-        workers: all that there are, spares included.
+        workers: all workers, spares included.
         replan: makes an assignment without workers that are lost, or raises ConfigError.
         server: the private Redis, if there is one; it is started again when it has ended or hangs.
-        patience_s: how long a lost worker is waited for before the assignment changes, and a Redis
-            that is not ours before all ends.
+        patience_s: how long the recovery waits for a lost worker before the assignment changes, and
+            for a Redis that it cannot start again before the cluster ends.
         stall_s: how long a step may take.
     """
 
@@ -64,49 +86,53 @@ class Recovery:
         *,
         workers: Sequence[str],
         replan: Callable[[set[str]], RankAssignment],
-        server: Server | None = None,
+        server: EmbeddedRedis | None = None,
         patience_s: float = 30.0,
         stall_s: float = 30.0,
     ):
         self._url, self._namespace = url, namespace
-        self._everyone = tuple(workers)
         self._replan = replan
         self._server = server
         self._patience_s = patience_s
         self._stall_s = stall_s
-        # Our own Redis is on this machine: silent for longer, it will not speak again.
+        # A private Redis is on this machine: one that is silent for longer will not answer again.
         self._answer_s = ANSWER_TIMEOUT_S if server is None else LEASE_S
-        self._workers: Workers | None = None
-        self._alive: set[str] = set()  # workers that hold a lease
-        self._lost: dict[str, float] = {}  # when a lease ran out
-        self._killed: dict[str, float] = {}  # when a lost worker was ended
-        self._prepared_at = 0.0  # when the host of one that is away was last seen to start
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._fruitless = 0  # faults since something was decided
-        self._events = 0  # faults since the last judgement
-        self._latest = ""
-        self._complete_at: float | None = None  # since when all ranks of this epoch are there
-        self._moved: tuple[object, ...] = ()  # what changes as long as the cluster works
-        self._moved_at = time.monotonic()
-        self._finished = 0  # requests so far
-        self._lengths: dict[int, int] = {}  # of the sequences of the requests seen
-        self._failure: RankFailed | None = None
-        # The workers of this epoch that were seen there, and of the one before; their processes.
-        self._holders: dict[str, int] = {}
-        self._held: dict[str, int] = {}
-        self.assignment = assignment
-        self.epoch = epochs.begin(url, namespace, assignment.encode())
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        # From here on all fields belong to the thread; others read `state`.
+        self._workers: WorkerGroup | None = None
+        self._leases = WorkerLeases(workers)
+        self._preparing_at = 0.0  # when the host of a lost worker was last seen to start
+        self._faults_in_a_row = 0  # since a token was decided
+        self._new_faults = 0  # since `_give_up_without_progress` looked
+        self._latest_reason = ""
+        self._complete_since: float | None = None  # when all ranks had joined this epoch
+        self._ever_complete = False
+        self._progress: tuple[object, ...] = ()  # changes as long as the cluster works
+        self._progress_at = time.monotonic()
+        self._num_finished = 0  # requests so far
+        self._lengths: dict[int, int] = {}  # in tokens, of every sequence that was admitted
+        # Process ids of the workers that joined this epoch, and of those that joined the last one.
+        self._pids: dict[str, int] = {}
+        self._previous_pids: dict[str, int] = {}
+        # Those of the workers that have joined an epoch of this assignment, with these weights.
+        self._loaded_pids: dict[str, int] = {}
+        self._begun_at = time.monotonic()  # when this epoch began
+        self._plain = False  # whether weights must be dequantised, as of this epoch
+        self._assignment = assignment  # of the next epoch, where it differs from `state`
+        self._state = ClusterState(
+            epoch_control.begin_epoch(url, namespace, assignment.encode()), assignment
+        )
         with Membership(url, namespace) as shared:
-            self._record = FaultRecord(shared.totals())
-        self._told = Counter(self._record.counts)
+            self._stats = FaultStats(shared.totals())
+        self._published_counts = Counter(self._stats.counts)
 
     @property
-    def faults(self) -> Sequence[Fault]:
-        """What has ended epochs so far."""
-        return self._record.faults
+    def state(self) -> ClusterState:
+        """The cluster now. Any thread may read it."""
+        return self._state
 
-    def watch(self, workers: Workers) -> None:
+    def watch(self, workers: WorkerGroup) -> None:
         """Begin to watch."""
         self._workers = workers
         self._thread.start()
@@ -125,208 +151,245 @@ class Recovery:
 
     def check(self) -> None:
         """Raise RankFailed if the cluster was given up."""
-        if self._failure is not None:
-            raise self._failure
+        if (failure := self._state.failure) is not None:
+            raise RankFailed(failure)
 
-    def _run(self) -> None:
+    def _watch(self) -> None:
         reached = time.monotonic()
         while not self._stop.is_set():
             try:
                 with Membership(self._url, self._namespace, answer_s=self._answer_s) as shared:
-                    if self.faults and self.faults[-1].epoch == self.epoch:
-                        self._next(shared)
+                    if self._epoch_has_fault():
+                        self._begin_next_epoch(shared)
                     while not self._stop.is_set():
                         reached = time.monotonic()
-                        self._look(shared)
+                        self._check_signs(shared)
             except Unreachable as error:
                 silent_s = time.monotonic() - reached
-                if not self._revive(silent_s):
-                    self._note(FaultKind.REDIS_GONE, "Redis went away")
+                if not self._restart_redis(silent_s):
+                    self._record_fault(FaultKind.REDIS_GONE, "Redis went away")
                     if silent_s > self._patience_s:
                         self._give_up(str(error))
-            except Exception as error:  # noqa: BLE001 - nobody else would see to the next fault
+            except Exception as error:  # noqa: BLE001 - without this thread no fault is seen
                 self._give_up(f"{type(error).__name__}: {error}")
             self._stop.wait(LOOK_S)
 
-    def _revive(self, silent_s: float) -> bool:
-        """Start our own Redis again if it has ended, or hangs as long as a lease lasts."""
+    def _restart_redis(self, silent_s: float) -> bool:
+        """Start a private Redis again if it has ended, or hangs as long as a lease lasts."""
         if self._server is None:
             return False
         hangs = self._server.alive()
         if hangs and silent_s < self._answer_s:
             return False
-        self._note(FaultKind.REDIS_GONE, "Redis hung" if hangs else "Redis went away")
+        self._record_fault(FaultKind.REDIS_GONE, "Redis hung" if hangs else "Redis went away")
         try:
             self._server.restart()
         except ControllerError as error:
             self._give_up(str(error))
         return True
 
-    def _look(self, shared: Membership) -> None:
-        """Take in what has happened; begin the next epoch if it must be."""
+    def _check_signs(self, shared: Membership) -> None:
+        """Collect signs of faults; begin the next epoch if there are any."""
         assert self._workers is not None
+        found = [each for each in shared.suspicions(LOOK_S) if each.epoch == self._state.epoch]
+        failed = next((each for each in found if each.start_failed), None)
+        if failed is not None and not self._ever_complete:
+            self._give_up(f"{failed.worker}: {failed.reason}")
+            return
         suspicions = [
-            (FaultKind.LINK_BROKE, f"{told.worker}: {told.reason}")
-            for told in shared.suspicions(LOOK_S)
-            if told.epoch == self.epoch
+            (FaultKind.LINK_BROKE, f"{each.worker}: {each.reason}")
+            for each in found
+            if not each.start_failed
         ]
         deaths = self._deaths()
-        here = shared.attached(self.epoch)
-        self._holders = {
-            worker: here[rank]
-            for rank, worker in enumerate(self.assignment.workers)
-            if rank in here
+        joined = shared.attached(self._state.epoch)
+        self._pids = {
+            worker: joined[rank]
+            for rank, worker in enumerate(self._assignment.workers)
+            if rank in joined
         } | {
             worker: pid
-            for worker, pid in shared.followers(self.epoch).items()
-            if worker in self.assignment.everyone
+            for worker, pid in shared.followers(self._state.epoch).items()
+            if worker in self._assignment.everyone
         }
         reasons: list[tuple[FaultKind, str]] = []
         for death in deaths:
-            self._events += 1
-            self._latest = f"{death.worker} ended ({death.how})"
-            # One that had not joined this epoch will join it when it is started again, or has
-            # done so already: word of a death can come later than the next life.
-            if _of(death, self._holders):
-                reasons.append((FaultKind.WORKER_ENDED, self._latest))
-            elif _of(death, self._held):
-                self._record.explain(FaultKind.WORKER_ENDED)
-        if len(here) < len(self.assignment.workers):
-            self._complete_at = None
-        elif self._complete_at is None:
-            self._complete_at = time.monotonic()
-            self._record.complete(self._complete_at)
+            self._new_faults += 1
+            self._latest_reason = f"{death.worker} ended ({death.how})"
+            # A worker that had not joined this epoch joins it when it is started again, or has
+            # done so already: the report of a death can arrive after its replacement has joined.
+            if _is_death_of(death, self._pids):
+                reasons.append((FaultKind.WORKER_ENDED, self._latest_reason))
+            elif _is_death_of(death, self._previous_pids):
+                self._stats.reclassify(FaultKind.WORKER_ENDED)
+                self._publish_faults()
+        if len(joined) < len(self._assignment.workers):
+            self._complete_since = None
+        elif self._complete_since is None:
+            self._complete_since = time.monotonic()
+            self._ever_complete = True
+            self._stats.all_ranks_joined(self._complete_since)
         reasons += [
-            (FaultKind.WORKER_SILENT, f"{worker} says nothing")
-            for worker in self._silent(shared)
-            if worker in self._holders
+            (FaultKind.WORKER_SILENT, f"{worker} has not renewed its lease")
+            for worker in self._newly_silent(shared)
+            if worker in self._pids
         ]
-        reasons += suspicions  # what is behind them says more
+        reasons += suspicions  # last: a cause found by this process is more precise
         if self._stalls(shared):
             stalled = f"no step was completed for {self._stall_s:g} seconds"
             reasons.append((FaultKind.STEP_STALLED, stalled))
-        self._workers.mend()
-        self._count(shared)
+        self._loaded_pids |= self._pids
+        self._kill_hung()
+        self._workers.restart_lost_hosts()
+        self._update_counts(shared)
         if reasons:
-            self._note(*reasons[0])
+            self._record_fault(*reasons[0])
         if reasons or self._must_replace():
-            self._next(shared)
-        elif self._events:
-            self._judge(shared)
+            self._begin_next_epoch(shared)
+        elif self._new_faults:
+            self._give_up_without_progress(shared)
 
-    def _count(self, shared: Membership) -> None:
-        """Look whether the text goes on after a fault, and keep what was counted."""
-        if self._record.lengths:
-            lengths = shared.lengths(self._record.lengths)
-            self._record.heard(lengths, time.monotonic())
+    def _update_counts(self, shared: Membership) -> None:
+        """Check whether sequences grow again after a fault, and store the counts."""
+        if self._stats.silent_lengths:
+            lengths = shared.lengths(self._stats.silent_lengths)
+            self._stats.update_lengths(lengths, time.monotonic())
             if shared.idle():
-                self._record.leave()
-        if self._record.counts != self._told:
-            shared.count(self._record.counts)
-            self._told = Counter(self._record.counts)
+                self._stats.stop_waiting()
+        if self._stats.counts != self._published_counts:
+            shared.count(self._stats.counts)
+            self._published_counts = Counter(self._stats.counts)
 
     def _stalls(self, shared: Membership) -> bool:
-        """Whether a request is open, all ranks are there, and yet nothing moves: two of them
-        may have lost one another, while both still reach Redis."""
-        now, complete = time.monotonic(), self._complete_at is not None
-        moved = (self.epoch, complete, shared.oldest_step(self.epoch), shared.progress())
-        if moved != self._moved or not complete or shared.idle():
-            self._moved, self._moved_at = moved, now
-        return now - self._moved_at > self._stall_s
+        """Whether a request is running and all ranks have joined, but no step is completed: two
+        ranks may have lost each other, while both still reach Redis."""
+        now, complete, epoch = time.monotonic(), self._complete_since is not None, self._state.epoch
+        progress = (epoch, complete, shared.oldest_step(epoch), shared.progress())
+        if progress != self._progress or not complete or shared.idle():
+            self._progress, self._progress_at = progress, now
+        return now - self._progress_at > self._stall_s
 
-    def _deaths(self) -> list[Death]:
+    def _deaths(self) -> list[WorkerDeath]:
         assert self._workers is not None
-        found: list[Death] = []
+        found: list[WorkerDeath] = []
         while not self._workers.deaths.empty():
             found.append(self._workers.deaths.get())
         return found
 
-    def _silent(self, shared: Membership) -> list[str]:
-        """Workers whose leases have run out since the last look; what hangs there is ended."""
-        assert self._workers is not None
-        alive, now = set(shared.alive(self._everyone)), time.monotonic()
-        silent = sorted(self._alive - alive)
-        self._alive = alive
-        for worker in alive:
-            self._lost.pop(worker, None)
-            self._killed.pop(worker, None)
-        for worker in silent:
-            self._lost[worker] = now
-        if any(map(self._workers.preparing, set(self._everyone) - alive)):
-            self._prepared_at = now
-        for worker, since in self._lost.items():
-            # A moment more: after a silence of Redis all leases have run out.
-            due = now - self._killed.get(worker, -KILL_S) > KILL_S and now - since > GRACE_S
-            if due and self._workers.kill(worker, since):
-                self._killed[worker] = now
-        return silent
-
-    def _must_replace(self) -> bool:
-        """Whether a worker of the assignment has been away so long that others must do, and can."""
+    def _newly_silent(self, shared: Membership) -> list[str]:
+        """Workers whose lease has expired since the last call; one that stays silent is killed."""
         assert self._workers is not None
         now = time.monotonic()
-        lost = [self._lost.get(worker, now) for worker in self.assignment.everyone]
-        if now - min(lost) < self._patience_s:
+        silent = self._leases.update(shared.beats(self._leases.workers), now)
+        if any(map(self._workers.preparing, set(self._leases.workers) - self._leases.alive)):
+            self._preparing_at = now
+        for worker, pid in self._leases.to_kill(now).items():
+            if self._workers.kill(worker, self._leases.lost_at[worker], pid):
+                self._leases.note_kill(worker, now)
+        return silent
+
+    def _kill_hung(self) -> None:
+        """Kill workers that hang while they join: the thread that renews the lease goes on, but the
+        main thread does not."""
+        assert self._workers is not None
+        if time.monotonic() - self._begun_at < JOIN_STEPS * self._stall_s:
+            return
+        for rank in range(len(self._assignment.workers)):
+            leader, *followers = self._assignment.members(rank)
+            late = [each for each in followers if each not in self._pids]
+            # The leader of a group joins after its followers.
+            for worker in late or {leader} - self._pids.keys():
+                pid = self._loaded_pids.get(worker, 0)
+                if pid == self._leases.pid(worker) and self._workers.kill(
+                    worker, self._begun_at, pid
+                ):
+                    log.info("%s renews its lease, but does not join: it is killed", worker)
+                    del self._loaded_pids[worker]  # a worker is killed once
+                    self._previous_pids.pop(worker, None)
+
+    def _must_replace(self) -> bool:
+        """Whether a worker of the assignment has been away for too long and others can replace it;
+        if so, the next epoch has another assignment."""
+        assert self._workers is not None
+        now = time.monotonic()
+        lost_s = max(self._leases.silent_s(each, now) for each in self._assignment.everyone)
+        if lost_s < self._patience_s:
             return False
-        # Those that never came cannot take anybody's place.
+        # Workers that never joined cannot replace any.
         away = {
             worker
-            for worker in self._everyone
-            if now - self._lost.get(worker, now) > self._patience_s
-            or (worker not in self._lost and worker not in self._alive)
+            for worker in self._leases.workers
+            if self._leases.silent_s(worker, now) > self._patience_s
+            or (worker not in self._leases.lost_at and worker not in self._leases.alive)
         }
         try:
-            self.assignment = self._replan(away)
+            self._assignment = self._replan(away)
         except ConfigError as error:
-            # Imports can take longer than patience lasts; who imports has not stayed away, and
-            # who has imported gets as long again to join.
-            if now - self._prepared_at > self._patience_s:
+            # Imports can take longer than `patience_s`. A worker that imports has not stayed away,
+            # and has `patience_s` to join once it has imported.
+            if now - self._preparing_at > self._patience_s:
                 self._give_up(f"{', '.join(sorted(away))} stayed away: {error}")
             return False
-        self._note(FaultKind.STAYED_AWAY, f"{', '.join(sorted(away))} stayed away")
+        self._record_fault(FaultKind.STAYED_AWAY, f"{', '.join(sorted(away))} stayed away")
         return True
 
-    def _note(self, kind: FaultKind, reason: str) -> None:
+    def _epoch_has_fault(self) -> bool:
+        faults = self._stats.faults
+        return bool(faults) and faults[-1].epoch == self._state.epoch
+
+    def _record_fault(self, kind: FaultKind, reason: str) -> None:
         """Keep the first reason why an epoch must end."""
-        if not self.faults or self.faults[-1].epoch != self.epoch:
-            self._record.note(Fault(self.epoch, kind, reason, time.monotonic()))
-            log.info("epoch %d: %s", self.epoch, reason)
+        if not self._epoch_has_fault():
+            epoch = self._state.epoch
+            self._stats.record_fault(Fault(epoch, kind, reason, time.monotonic()))
+            self._publish_faults()
+            log.info("epoch %d: %s", epoch, reason)
 
-    def _next(self, shared: Membership) -> None:
-        self._events += 1
-        self._latest = self.faults[-1].reason
-        shared.note_fault(self.epoch, self._latest)
-        self._judge(shared)
+    def _publish_faults(self) -> None:
+        self._state = replace(self._state, faults=tuple(self._stats.faults))
+
+    def _begin_next_epoch(self, shared: Membership) -> None:
+        self._new_faults += 1
+        self._latest_reason = self._stats.faults[-1].reason
+        shared.note_fault(self._state.epoch, self._latest_reason)
+        self._give_up_without_progress(shared)
         if not self._stop.is_set():
-            decoded = [number for number, _ in shared.progress()]
-            begun = epochs.begin(self._url, self._namespace, self.assignment.encode())
-            if begun <= self.epoch:
-                self._give_up("Redis came back without what it knew; start the cluster again.")
-            self.epoch, self._complete_at = begun, None
-            self._held, self._holders = self._holders, {}
-            log.info("epoch %d begins", self.epoch)
+            running = [number for number, _ in shared.progress()]
+            plain = shared.plain()
+            begun = epoch_control.begin_epoch(self._url, self._namespace, self._assignment.encode())
+            if begun <= self._state.epoch:
+                self._give_up("Redis came back without its data; start the cluster again.")
+            if self._assignment != self._state.assignment or plain != self._plain:
+                self._loaded_pids.clear()  # the workers load other weights
+            self._plain, self._begun_at = plain, time.monotonic()
+            self._state = replace(self._state, epoch=begun, assignment=self._assignment)
+            self._complete_since = None
+            self._previous_pids, self._pids = self._pids, {}
+            log.info("epoch %d begins", begun)
             # Not before: until then the last epoch may decide tokens.
-            self._record.begun(shared.lengths(decoded))
+            self._stats.begin_epoch(shared.lengths(running))
 
-    def _judge(self, shared: Membership) -> None:
-        """Give up if there was fault after fault and nothing was decided in between."""
+    def _give_up_without_progress(self, shared: Membership) -> None:
+        """Give up after too many faults in a row between which no token was decided."""
         finished, lengths = shared.finished(), dict(shared.progress())
-        # Admitted again is no progress; a token more is.
+        # A sequence that is admitted again is no progress; a new token is.
         grown = any(length > self._lengths.get(n, length) for n, length in lengths.items())
-        long = self._complete_at is not None and time.monotonic() - self._complete_at > LONG_S
-        if grown or long or finished > self._finished:
-            self._fruitless = 0
-        self._finished, self._lengths = finished, self._lengths | lengths
-        self._fruitless += self._events
-        self._events = 0
-        if self._fruitless > FRUITLESS:
-            self._give_up(f"{self._latest}; {FRUITLESS} faults, and nothing was decided.")
+        since = self._complete_since
+        stalled = self._epoch_has_fault() and self._stats.faults[-1].kind is FaultKind.STEP_STALLED
+        stable = since is not None and time.monotonic() - since > STABLE_S and not stalled
+        if grown or stable or finished > self._num_finished:
+            self._faults_in_a_row = 0
+        self._num_finished, self._lengths = finished, self._lengths | lengths
+        self._faults_in_a_row += self._new_faults
+        self._new_faults = 0
+        if self._faults_in_a_row > MAX_FAULTS:
+            self._give_up(f"{self._latest_reason}; {MAX_FAULTS} faults without a new token.")
 
     def _give_up(self, reason: str) -> None:
-        self._failure = RankFailed(reason)
+        self._state = replace(self._state, failure=reason)
         self._stop.set()
 
 
-def _of(death: Death, holders: Mapping[str, int]) -> bool:
-    """Whether it is the death of a process that held a rank."""
-    return death.worker in holders and death.pid in (None, holders[death.worker])
+def _is_death_of(death: WorkerDeath, pids: Mapping[str, int]) -> bool:
+    """Whether the process that died is one of these."""
+    return death.worker in pids and death.pid in (None, pids[death.worker])

@@ -1,8 +1,8 @@
 """torchrun's rendezvous for a single node, inside its own process.
 
 torchrun's own kinds open a TCPStore on every address of the machine, and the dynamic one
-unpickles what it finds there. What torchrun starts for us is one node, whose agent has nobody to
-meet, so this one keeps its store in memory: nothing listens and nothing is read from outside.
+unpickles what it finds there. What torchrun starts for us is one node, whose agent meets no
+other, so this one keeps its store in memory: nothing listens and nothing is read from outside.
 
     torchrun --rdzv-backend=pipespec --nproc-per-node=2 -m ...
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, cast
 
-from pipespec.system.interfaces import LOOPBACK
+from pipespec.system.network_interfaces import LOOPBACK
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import (
@@ -47,8 +47,10 @@ class OneNode:
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet nobody, at once. A script that calls `init_process_group` by itself finds an
-        address of this machine alone in its environment."""
+        """Return at once, as the only node.
+
+        A script that calls `init_process_group` by itself finds a loopback address.
+        """
         from torch._C._distributed_c10d import HashStore
         from torch.distributed.elastic.rendezvous import (
             RendezvousClosedError,

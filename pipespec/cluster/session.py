@@ -1,8 +1,9 @@
 """A cluster that is started once and decodes many requests.
 
-    with session.prepare(deployment) as agents:    # they import; decide the rest meanwhile
-        with session.start(deployment, agents) as cluster, asking(cluster, served) as client:
-            ...                                    # `pipespec.client.client`
+    with session.start_agents(deployment) as agents:  # they import modules meanwhile
+        with session.start_cluster(deployment, agents) as cluster:
+            with asking(cluster, served) as client:  # see `pipespec.client.sync_client`
+                ...
 
 The head takes requests in the order in which they were submitted, as many at once as
 `scheduler.max_num_seqs` says; the others wait in the request log.
@@ -11,9 +12,11 @@ The head takes requests in the order in which they were submitted, as many at on
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 
 from pipespec.cluster import memory
 from pipespec.cluster.deployment import (
@@ -22,15 +25,14 @@ from pipespec.cluster.deployment import (
     require_backend,
     require_quantizers,
 )
-from pipespec.cluster.faults import Fault
-from pipespec.cluster.launch import PRELOAD, Cluster, check_port
-from pipespec.cluster.rank_assignment import RankAssignment
-from pipespec.cluster.recovery import Recovery
-from pipespec.cluster.replanning import address_of, own_address, replanner
-from pipespec.cluster.store import require_same_model, store
-from pipespec.controller import epochs
+from pipespec.cluster.fault_stats import Fault
+from pipespec.cluster.recovery import ClusterState, Recovery
+from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
+from pipespec.cluster.replanning import assignment_without, first_assignment
+from pipespec.cluster.worker_group import PRELOAD, WorkerGroup
+from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
-from pipespec.controller.requests import RequestLog
+from pipespec.controller.request_log import RequestLog
 from pipespec.engine.architectures import modeling_module
 from pipespec.errors import (
     ConfigError,
@@ -42,84 +44,88 @@ from pipespec.errors import (
 )
 
 # Imported by the workers alone: a launcher needs no model.
-WORKERS_RUN = "pipespec.cluster.worker:run_worker"
-# How often a silent cluster is looked at.
+WORKER_ENTRYPOINT = "pipespec.cluster.worker:run_worker"
+# How often a cluster without events is checked.
 HEARTBEAT_S = 0.05
-# How long the ranks may take to end once there is nothing more to do.
+# How long the ranks may take to end once all requests have finished.
 ENDING_S = 5.0
 
 
 class ClusterSession:
-    """A running cluster, as the process that started it sees it. Not for several threads."""
+    """A running cluster, for the process that started it.
 
-    heartbeat_s = HEARTBEAT_S
-    same_clock = True
+    `poll`, `check` and `reporters` may be called from any thread; the rest is for one.
+    """
 
     def __init__(
         self,
         deployment: Deployment,
-        url: str,
-        elsewhere: str,
-        namespace: str,
-        log: RequestLog,
-        cluster: Cluster,
+        redis: ClusterRedis,
+        cluster: WorkerGroup,
         recovery: Recovery,
     ):
         self.deployment = deployment
         # Passwords included: not for messages or command lines.
-        self.url = url
-        self.elsewhere = elsewhere  # where other hosts reach it
-        self.namespace = namespace
-        self._log = log
+        self.redis = redis
+        self.url, self.namespace = redis.url, redis.namespace
+        self._polling = threading.Lock()  # a client polls from its own thread
         self._cluster = cluster
         self._recovery = recovery
 
     @property
+    def state(self) -> ClusterState:
+        """Epoch, assignment and faults, at one moment."""
+        return self._recovery.state
+
+    @property
     def epoch(self) -> int:
-        return self._recovery.epoch
+        return self.state.epoch
 
     @property
     def faults(self) -> Sequence[Fault]:
-        """What has ended epochs so far."""
-        return self._recovery.faults
+        """The faults that have ended epochs so far."""
+        return self.state.faults
 
     def poll(self) -> bool:
         """Whether the ranks still run. Raises RankFailed if the cluster has failed."""
         self._recovery.check()
-        return self._cluster.poll()
+        with self._polling:
+            return self._cluster.poll()
 
     def await_ranks(self, on_loaded: Callable[[int, int], None]) -> None:
         """Wait until every rank has loaded its model and joined."""
         joined = -1
 
-        def look(shared: Membership) -> bool:
+        def all_joined(shared: Membership) -> bool:
             nonlocal joined
             if not self.poll():
                 raise RankFailed("The ranks ended before they had any work.")
-            count = len(self._recovery.assignment.workers)
-            now = shared.await_attached(self.epoch, max(joined + 1, 0), HEARTBEAT_S)
-            if now != joined:
-                joined = now
-                on_loaded(joined, count)
+            state = self.state
+            count = len(state.assignment.workers)
+            joined = shared.await_attached(state.epoch, max(joined + 1, 0), HEARTBEAT_S)
+            on_loaded(joined, count)
             return joined >= count
 
-        self._until(look)
+        self._until(all_joined)
 
     def finish(self) -> None:
-        """Wait until all that was submitted is done and the ranks have ended."""
+        """Wait until all submitted requests have finished and the ranks have ended."""
         by_hand = [
             worker for host in self.deployment.hosts if host.by_hand for worker in host.workers
         ]
         closed = 0
         done_at: float | None = None
 
-        def look(shared: Membership) -> bool:
+        def all_ended(shared: Membership) -> bool:
             nonlocal closed, done_at
             self._recovery.check()
-            if closed != self.epoch:
-                closed = self.epoch
-                with suppress(StaleEpoch):
-                    self._log.close_queue(closed)
+            if closed != (epoch := self.epoch):
+                with (
+                    suppress(StaleEpoch),
+                    RequestLog(self.url, namespace=self.namespace, epoch=epoch) as log,
+                ):
+                    log.close_queue()
+                closed = epoch
             try:
                 self._cluster.wait(HEARTBEAT_S)
                 if not by_hand or not shared.alive(by_hand):
@@ -128,20 +134,20 @@ class ClusterSession:
             except TimeoutError:
                 pass
             done_at = (done_at or time.monotonic()) if shared.idle() else None
-            # Who was lost at the end is not worth another epoch.
+            # A worker that is lost at the end is not replaced.
             return done_at is not None and (
                 bool(self.faults or self.deployment.spares) or time.monotonic() - done_at > ENDING_S
             )
 
-        self._until(look)
+        self._until(all_ended)
 
-    def _until(self, look: Callable[[Membership], bool]) -> None:
-        """Look until it is done, also while Redis is started again. Raises Unreachable."""
+    def _until(self, is_done: Callable[[Membership], bool]) -> None:
+        """Call `is_done` until it returns true, also while Redis restarts. Raises Unreachable."""
         reached = time.monotonic()
         while True:
             try:
                 with Membership(self.url, self.namespace) as shared:
-                    while not look(shared):
+                    while not is_done(shared):
                         reached = time.monotonic()
                     return
             except Unreachable:
@@ -152,10 +158,6 @@ class ClusterSession:
 
     # --- for clients --------------------------------------------------------------------------
 
-    def open_log(self) -> RequestLog:
-        """A connection of one's own to the request log. Raises Unreachable."""
-        return RequestLog(self.url, namespace=self.namespace, epoch=self.epoch)
-
     def check(self) -> None:
         """Raise RankFailed if the cluster has ended."""
         if not self.poll():
@@ -163,116 +165,114 @@ class ClusterSession:
 
     def reporters(self) -> tuple[int, bool]:
         """How many ranks report on a request, and whether some reports may be lost."""
-        return len(self._recovery.assignment.workers), bool(self.faults)
+        state = self.state
+        return len(state.assignment.workers), bool(state.faults)
 
 
 @contextmanager
-def prepare(deployment: Deployment, *, stays: bool = False) -> Iterator[Cluster]:
+def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
     """Start the agents of a deployment's hosts, which import what the ranks need, for `start`.
 
     `stays`: the cluster does not end with a request, so workers may be started by hand.
 
-    Raises ConfigError (also of a missing package), before anything is started.
+    Raises ConfigError (also of a missing package), before anything is started, and HostFailed if an
+    agent of another host cannot begin.
     """
     by_hand = [host.name for host in deployment.hosts if host.by_hand]
     if by_hand and not stays:
         raise ConfigError(
             f"The workers of {', '.join(by_hand)} are started by hand (ssh: none); start the "
-            "cluster with `pipespec up`, and ask it with --on."
+            "cluster with `pipespec up`, and send requests to it with --on."
         )
     require_quantizers(deployment)
     require_backend(deployment)
     memory.require_files(deployment)
     require_same_model(deployment)
-    check_port(deployment.config.transport.port)
-    with Cluster(
+    with WorkerGroup(
         [host for host in deployment.hosts if not host.by_hand],
         (*PRELOAD, *modules_of(deployment)),
         name=f"{deployment.config.controller.namespace}-{secrets.token_hex(4)}",
     ) as agents:
+        # Before this process imports more: an error of an agent ends the command at once.
+        agents.await_agents()
         yield agents
 
 
 @contextmanager
-def start(
+def start_cluster(
     deployment: Deployment,
-    agents: Cluster,
+    agents: WorkerGroup,
     on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
     on_log: Callable[[str, str], None] | None = None,
     on_begun: Callable[[ControllerAddress], None] | None = None,
 ) -> Iterator[ClusterSession]:
     """Start the cluster of a deployment, wait until all ranks are ready, and end it afterwards.
 
-    Leaving the block waits for what was submitted; an exception ends the ranks at once.
+    Leaving the block waits for submitted requests; an exception ends the ranks at once.
 
     Args:
         agents: of `prepare`, for the same hosts.
-        on_loaded: called with how many ranks have loaded their models, and of how many.
+        on_loaded: called again and again until all ranks have loaded their models, with how many
+            have, and of how many. What it raises ends the start.
         on_log: called with a worker's name and rank, and a line that it wrote.
-        on_begun: called with what workers must know, when those started by hand may join.
+        on_begun: called with the controller's address, when workers started by hand may join.
 
     Raises:
         ConfigError (also of a missing package), Unreachable, HostFailed: before any rank starts.
         RankFailed: a rank failed, or was lost again and again; the others have been ended.
     """
     memory.require_memory(deployment, memory.local_ranks(deployment))
-    address = own_address(deployment.hosts)
-    with store(deployment, address) as (url, elsewhere, namespace, server):
-        assignment = RankAssignment(
-            deployment.workers,
-            deployment.layers,
-            address_of(deployment, deployment.workers[0], address),
-            tuple(map(deployment.followers_of, deployment.workers)),
-        )
-        with Recovery(
-            url,
-            namespace,
-            assignment,
+    with (
+        cluster_redis(deployment) as redis,
+        Recovery(
+            redis.url,
+            redis.namespace,
+            first_assignment(deployment),
             workers=[worker for host in deployment.hosts for worker in host.workers],
-            replan=replanner(deployment, address),
-            server=server,
+            replan=partial(assignment_without, deployment),
+            server=redis.server,
             patience_s=deployment.config.cluster.patience_s,
             stall_s=deployment.config.cluster.stall_s,
-        ) as recovery:
-            where = ControllerAddress(elsewhere, namespace, secret=secrets.token_urlsafe(24))
-            hosts = {worker: host for host in deployment.hosts for worker in host.workers}
+        ) as recovery,
+    ):
+        where = ControllerAddress(
+            redis.worker_url, redis.namespace, secret=secrets.token_urlsafe(24)
+        )
+        hosts = {worker: host for host in deployment.hosts for worker in host.workers}
 
-            def tell(worker: str, line: str) -> None:
-                assert on_log is not None
-                place = recovery.assignment.place_of(worker)
-                on_log(f"{worker} {'spare' if place is None else f'rank {place[0]}'}", line)
+        def send_log(worker: str, line: str) -> None:
+            assert on_log is not None
+            place = recovery.state.assignment.place_of(worker)
+            on_log(f"{worker} {'spare' if place is None else f'rank {place[0]}'}", line)
 
-            with RequestLog(url, namespace=namespace, epoch=recovery.epoch) as log:
-                session = ClusterSession(
-                    deployment, url, elsewhere, namespace, log, agents, recovery
-                )
-                agents.run(
-                    WORKERS_RUN,
-                    (deployment, where, hosts),
-                    restart=True,
-                    on_log=None if on_log is None else tell,
-                )
-                recovery.watch(agents)
-                if on_begun is not None:
-                    on_begun(where)
-                failed = False
-                try:
-                    session.await_ranks(on_loaded)
-                    yield session
-                    session.finish()
-                except PipespecError:
-                    failed = True
-                    raise
-                finally:
-                    # Spares, and workers that others started, learn that it is over.
-                    with suppress(ControllerError):
-                        recovery.stop()
-                        epochs.end(url, namespace, failed=failed)
-                    agents.stop()
+        session = ClusterSession(deployment, redis, agents, recovery)
+        agents.start_workers(
+            WORKER_ENTRYPOINT,
+            (deployment, where, hosts),
+            restart=True,
+            on_log=None if on_log is None else send_log,
+        )
+        recovery.watch(agents)
+        if on_begun is not None:
+            on_begun(where)
+        failed = False
+        try:
+            session.await_ranks(on_loaded)
+            yield session
+            session.finish()
+        except PipespecError:
+            failed = True
+            raise
+        finally:
+            # Spares, and workers that were started by hand, end with the epoch.
+            with suppress(ControllerError):
+                recovery.stop()
+                epoch_control.end_epoch(redis.url, redis.namespace, failed=failed)
+            agents.stop()
 
 
 def modules_of(deployment: Deployment) -> list[str]:
-    """What the workers of a deployment import besides what all do: the entrypoint, and the classes
-    of its models."""
+    """The modules that the workers of a deployment import besides PRELOAD: the entrypoint, and the
+    classes of its models."""
     types = dict.fromkeys(info.model_type for _, info in deployment.models)
-    return [WORKERS_RUN.partition(":")[0], *map(modeling_module, types)]
+    return [WORKER_ENTRYPOINT.partition(":")[0], *map(modeling_module, types)]

@@ -1,12 +1,12 @@
 """Starts our modules on the hosts of a hosts file, through the system's own ssh.
 
-`ssh` knows its users' keys, agents, jump hosts and `~/.ssh/config`; nothing of that is done
-again here. A command line is public on both machines, so no secret may be an argument or an
-environment variable of a host: secrets go through standard input.
+`ssh` handles keys, agents, jump hosts and `~/.ssh/config`. A command line is public on both
+machines, so no secret may be an argument or an environment variable of a host: secrets go through
+standard input.
 
-A program that is started so should end when its standard input ends: that is all it sees of
-a launcher that died. If the link is cut instead, the launcher's ssh ends within
-`NOTICED_AFTER` seconds, and the far side learns of it only by its own means.
+A program that is started here should end when its standard input ends, which is how it notices
+that the launcher has ended. If the link is cut instead, the launcher's ssh ends within
+`NOTICED_AFTER` seconds, and the program on the other host must notice that by itself.
 
 `PIPESPEC_SSH_CONFIG` names a file to be used in place of `~/.ssh/config`.
 """
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipespec.config.hosts import STANDARD, Host
+from pipespec.config.hosts import PYTHON, Host
 from pipespec.errors import HostFailed
 
 CONFIG_VARIABLE = "PIPESPEC_SSH_CONFIG"
@@ -28,7 +28,7 @@ ALIVE_COUNT = 3  # that many unanswered questions end it
 NOTICED_AFTER = ALIVE_INTERVAL * (ALIVE_COUNT + 1)  # seconds
 
 OPTIONS = (
-    "BatchMode=yes",  # ask nobody for a password
+    "BatchMode=yes",  # never ask for a password
     f"ConnectTimeout={CONNECT_TIMEOUT}",
     f"ServerAliveInterval={ALIVE_INTERVAL}",
     "ControlPath=none",  # a shared connection would have its master's idea of a dead link
@@ -40,7 +40,7 @@ SSH_FAILED = 255  # ssh's own exit code; any other is the remote program's
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
-# What ssh says, and what helps.
+# Parts of ssh's messages, and the remedies.
 REMEDIES = (
     ("permission denied", "let this user's key in with `ssh-copy-id {to}`, or set `identity`"),
     ("too many authentication failures", "set `identity` of the host"),
@@ -56,7 +56,7 @@ REMEDIES = (
 
 
 def destination(host: Host) -> str:
-    """What ssh is told to connect to: the host's `ssh` entry, or else its address."""
+    """What ssh connects to: the `ssh` entry of the host, or else its address."""
     return host.ssh or host.address
 
 
@@ -72,7 +72,7 @@ def command(host: Host, module: str, *args: str, alive_count: int = ALIVE_COUNT)
     `~/.ssh/config` stays in force.
     """
     if host.local:
-        given = host.python != STANDARD["python"]
+        given = host.python != PYTHON
         python = os.path.expanduser(host.python) if given else sys.executable
         program = [python, "-m", module, *args]
         if not host.env:
@@ -97,7 +97,7 @@ def command(host: Host, module: str, *args: str, alive_count: int = ALIVE_COUNT)
 
 
 def remote_line(host: Host, words: Sequence[str]) -> str:
-    """What the shell of the host is to run: `exec env K=V python -m` and the words, quoted."""
+    """The command for the shell of the host: `exec env K=V python -m` and the words, quoted."""
     variables = [f"{shlex.quote(key)}={_expanding(host.env[key])}" for key in host.env]
     env = ["env", *variables] if variables else []
     return " ".join(["exec", *env, _expanding(host.python), "-m", *map(shlex.quote, words)])
@@ -110,7 +110,7 @@ def _expanding(text: str) -> str:
     return shlex.quote(text)
 
 
-def popen(
+def start_module(
     host: Host, module: str, *args: str, alive_count: int = ALIVE_COUNT, **options: Any
 ) -> subprocess.Popen[bytes]:
     """Starts `python -m module args` on the host; the options are those of `subprocess.Popen`.
@@ -127,7 +127,7 @@ def popen(
         raise _cannot_run(host, line[0], error) from error
 
 
-def run(host: Host, module: str, *args: str, input: bytes = b"", timeout: float) -> bytes:  # noqa: A002
+def run_module(host: Host, module: str, *args: str, input: bytes = b"", timeout: float) -> bytes:  # noqa: A002
     """Runs `python -m module args` on the host to its end; returns its standard output.
 
     `input` becomes its standard input; `timeout` is in seconds.
@@ -150,23 +150,23 @@ def run(host: Host, module: str, *args: str, input: bytes = b"", timeout: float)
 
 
 def failure(host: Host, module: str, returncode: int, stderr: bytes) -> HostFailed:
-    """The error that says in one sentence why `module` ended with `returncode` on the host."""
-    said = _last_line(stderr)
+    """The error for `module`, which has ended with `returncode` on the host."""
+    line = _last_line(stderr)
     if returncode == SSH_FAILED and not host.local:
-        told = said or "ssh ended without a word"
-        return HostFailed(f"{host.name}: {told}; {_remedy(host, told)}")
+        message = line or "ssh ended without a message"
+        return HostFailed(f"{host.name}: {message}; {_remedy(host, message)}")
     if returncode in (NOT_EXECUTABLE, NOT_FOUND):
         return HostFailed(
-            f"{host.name}: {said or 'python not found'}; set `python` of the host, "
+            f"{host.name}: {line or 'python not found'}; set `python` of the host, "
             f"now {host.python}"
         )
-    if "No module named" in said:
+    if "No module named" in line:
         return HostFailed(
-            f"{host.name}: {said}; install pipespec there, or set `python` of the host to the "
+            f"{host.name}: {line}; install pipespec there, or set `python` of the host to the "
             "environment that has it"
         )
     ended = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
-    return HostFailed(f"{host.name}: {module} ended with {ended}: {said or 'it said nothing'}")
+    return HostFailed(f"{host.name}: {module} ended with {ended}: {line or 'without a message'}")
 
 
 def _last_line(stderr: bytes) -> str:
@@ -174,9 +174,9 @@ def _last_line(stderr: bytes) -> str:
     return next((line.rstrip(".") for line in reversed(lines) if line), "")
 
 
-def _remedy(host: Host, told: str) -> str:
+def _remedy(host: Host, message: str) -> str:
     to = destination(host) if host.user is None else f"{host.user}@{destination(host)}"
-    lowered = told.lower()
+    lowered = message.lower()
     for sign, remedy in REMEDIES:
         if sign in lowered:
             return remedy.format(to=to)

@@ -1,61 +1,75 @@
-"""A worker's life: it holds a rank in one epoch after another, and keeps its weights meanwhile."""
+"""The process of a worker: it computes a rank in one epoch after another, and keeps its weights.
+
+`run_worker` waits for an epoch, loads what its assignment needs and calls `run_rank`, which joins
+the controller and the neighbours and runs the loop of the head or of a stage.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 
-from pipespec.cluster import build
+from pipespec.batch_times import RowTimes
+from pipespec.cluster import memory, rank_components
 from pipespec.cluster.deployment import ControllerAddress, Deployment
 from pipespec.cluster.heartbeat import Heartbeat
-from pipespec.cluster.memory import device_of, model_of, require_memory
+from pipespec.cluster.held_rank import HeldRank
 from pipespec.cluster.rank_assignment import RankAssignment
-from pipespec.cluster.supervisor import WORKER
+from pipespec.cluster.rank_components import Weights
+from pipespec.cluster.torchrun import WORKER
 from pipespec.config.hosts import Host
-from pipespec.config.schema import GLOO, NCCL
+from pipespec.controller.link_addresses import LinkAddressTable
+from pipespec.controller.lua_scripts import ScriptsLost
 from pipespec.controller.membership import Membership
-from pipespec.engine.checkpoint import inspect
-from pipespec.engine.model import ModelSlice
-from pipespec.engine.stored.gguf import is_gguf
-from pipespec.engine.tensor_parallel import Seat
-from pipespec.errors import ConfigError, NotProven, RankFailed, StaleEpoch, Unreachable
-from pipespec.system.waiting import spins
-from pipespec.transport.distributed import (
-    MEET_S,
-    DistributedTransport,
-    Meeting,
-    host_meeting,
-    join_meeting,
-)
-from pipespec.transport.group import MemberGroup, nccl_serves
+from pipespec.controller.rank_controller import Controller
+from pipespec.engine import tokenizer
+from pipespec.engine.llguidance_backend import Grammars, require_installed
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.runner import SliceRunner
+from pipespec.errors import PackedMatmulError, RankFailed, StaleEpoch, Unreachable
+from pipespec.head.head_loop import HeadLoop, HeadSettings
+from pipespec.head.proposers.cascade import CascadeProposer
+from pipespec.head.scheduler import Scheduler
+from pipespec.stage.profile_run import profile_run
+from pipespec.stage.stage_loop import StageLoop, StageSettings
+from pipespec.system.spin_wait import should_spin
+from pipespec.trace import Timeline
+from pipespec.transport.distributed import FOREVER, DistributedTransport
+from pipespec.transport.rendezvous_store import RendezvousStore
+from pipespec.transport.tp_group import TPProcessGroup, can_use_nccl
+from pipespec.transport.transport import Transport
+from pipespec.transport.transport_settings import GLOO, NCCL
 
-# Seconds between two looks at whether all ranks are there.
+# Seconds between two checks whether all ranks have joined.
 LOOK_S = 0.5
-# How much longer a worker waits for Redis than for whoever watches it: a host that is cut off is
-# replaced before its workers end.
+# How much longer a worker waits for Redis than the recovery waits for the worker: a host that is
+# cut off is replaced before its workers end.
 LONGER_S = 15.0
 
 log = logging.getLogger(__name__)
 
 
 def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[str, Host]) -> None:
-    """The entrypoint of every worker; `hosts` are its own and the others', by worker.
+    """Run ranks until the head stops the cluster: the entrypoint of every worker.
 
-    Returns when the head says stop, or the cluster is over. Raises Unreachable when Redis is
-    gone for good, and whatever is wrong with this worker rather than with its neighbours.
+    Args:
+        hosts: the host of each worker, by the worker's name.
+
+    Raises:
+        Unreachable: Redis stayed away.
+        PipespecError: something is wrong with this worker rather than with its neighbours.
     """
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     worker = os.environ[WORKER]
-    here = on_this_host(deployment, hosts[worker])
-    weights, mids = Weights(), Weights()
+    here = rank_components.on_this_host(deployment, hosts[worker])
+    weights, mid_weights = Weights(), Weights()
     number = 0
     with Heartbeat(
         where.url,
@@ -78,243 +92,264 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
             devices[rank] = deployment.device_of(worker)
             sizes = tuple(len(assignment.members(each)) for each in range(len(devices)))
             mine = replace(here, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
-            model = mid = None
             try:
-                epoch_where = replace(where, epoch=number)
+                if mine.config.decode.form is not None and rank in (0, mine.layout.last):
+                    require_installed(f"{mine.config.decode.form} on this host")
                 plain = heartbeat.plain()
                 if plain:
                     mine = mine.made_plain()
-                # Whoever started local ones has asked, but for the form that was hoped for.
+                # The launcher has checked its own host, but for weights that were kept packed.
                 if not weights.loaded and (plain or not hosts[worker].local):
-                    require_memory(mine, [rank], followers=False)
-                places = [
-                    (hosts[each].name, deployment.device_of(each)) for each in assignment.everyone
-                ]
-                sharing = places.count((hosts[worker].name, devices[rank]))
-                members = assignment.members(rank)
-                if mine.mid is not None:
-                    places.append((hosts[assignment.workers[0]].name, mine.mid_device))
-                if rank:
-                    mids.drop()
-                model = weights.of(mine, rank, sharing, member=member, size=len(members))
-                if rank == 0 and member == 0 and mine.mid is not None:
-                    mid = mids.of(mine, rank, places.count(places[-1]), mid=True)
-                log.info("epoch %d: rank %d of %d", number, rank, mine.num_ranks)
-                if len(members) == 1:
-                    serve(mine, epoch_where, rank, model, mid, assignment, hosts, heartbeat)
-                    return
-                assert model is not None
-                with (
-                    gathered(mine, epoch_where, rank, members, member, heartbeat) as group,
-                    heartbeat.guard(number, group.abort),
-                ):
-                    if member:
-                        build.serve_beside(model, group)
-                        return
-                    with build.leading(model, group) as slots:
-                        serve(
-                            mine,
-                            epoch_where,
-                            rank,
-                            model,
-                            mid,
-                            assignment,
-                            hosts,
-                            heartbeat,
-                            slots,
-                            group.abort,
-                        )
+                    memory.require_memory(mine, [rank], followers=False)
+                held = HeldRank(
+                    mine, replace(where, epoch=number), rank, member, assignment, hosts, heartbeat
+                )
+                run_rank(held, weights, mid_weights)
                 return
-            except NotProven as error:
+            except PackedMatmulError as error:
                 if here.config.model.keep_quantized == "yes":
                     raise
                 log.info("epoch %d ended: %s", number, error.fault)
-                heartbeat.make_plain(number, f"{error.fault}; all weights are made plain")
-            except (RankFailed, StaleEpoch, Unreachable) as error:
+                heartbeat.make_plain(number, f"{error.fault}; all weights are dequantised")
+            except (RankFailed, StaleEpoch, Unreachable, ScriptsLost) as error:
                 log.info("epoch %d ended: %s", number, error)
                 heartbeat.suspect(number, str(error))
 
 
-def on_this_host(deployment: Deployment, host: Host) -> Deployment:
-    """The deployment with the checkpoints as they lie on this host. Raises ConfigError."""
+def run_rank(held: HeldRank, weights: Weights, mid_weights: Weights) -> None:
+    """Load the models of a rank and compute it for one epoch, until the head stops the cluster."""
+    deployment, rank, member = held.deployment, held.rank, held.member
+    shares = held.core_shares()
+    if deployment.devices[rank] == "cpu":
+        torch.set_num_threads(shares.stage if rank else shares.head)
+    if rank:
+        mid_weights.drop()
+    sharing = held.num_workers_on(deployment.devices[rank])
+    model = weights.of(deployment, rank, sharing, member=member, size=len(held.members))
+    mid = None
+    if rank == 0 and member == 0 and deployment.mid is not None:
+        sharing = held.num_workers_on(deployment.mid_device) + 1
+        mid = mid_weights.of(deployment, rank, sharing, mid=True)
+    log.info("epoch %d: rank %d of %d", held.where.epoch, rank, deployment.num_ranks)
+    if len(held.members) == 1:
+        join_and_run(held, model, mid, apart=shares.apart)
+        return
+    assert model is not None
+    with tp_group(held) as group, held.heartbeat.aborting(held.where.epoch, group):
+        if member:
+            rank_components.follow_tp_leader(model, group)
+            return
+        with rank_components.leading_tp_group(model, group) as num_slots:
+            join_and_run(held, model, mid, group, num_slots, apart=shares.apart)
 
-    def here(path: Path, given: str | None, kind: str) -> Path:
-        found = Path(given).expanduser() if given else path
-        if not (found.is_dir() or (is_gguf(found) and found.is_file())):
-            what = "file" if is_gguf(found) else "folder"
-            raise ConfigError(
-                f"Host {host.name} has no {what} {found}; put the {kind} model there, or name its "
-                f"{what} as {kind} of that host in the hosts file."
+
+def join_and_run(
+    held: HeldRank,
+    model: ModelSlice | None,
+    mid: ModelSlice | None,
+    group: TPProcessGroup | None = None,
+    num_slots: int | None = None,
+    *,
+    apart: bool,
+) -> None:
+    """Join the controller and the neighbours, and run the loop of a rank.
+
+    Args:
+        group: of the workers that compute the rank; it is aborted with the links.
+        num_slots: of the model's KV slots, which the rank may use; None: all.
+        apart: the head has cores that no stage uses.
+    """
+    deployment, where = held.deployment, held.where
+    links = held.assignment.links(deployment.config.transport.seal)
+    hosts = [held.hosts[worker].name for worker in held.assignment.everyone]
+    spinning = should_spin(deployment.config.transport.wait, hosts.count(hosts[held.rank]))
+    scheduling, wanted = deployment.config.scheduler, deployment.config.transport.backend
+    with (
+        meeting_store(held) as store,
+        join_rank(
+            deployment,
+            where,
+            held.rank,
+            model,
+            mid,
+            spins=spinning,
+            num_slots=num_slots,
+            apart=apart,
+        ) as joined,
+    ):
+        with Membership(where.url, where.namespace) as shared:
+            while len(shared.attached(where.epoch)) < deployment.num_ranks:
+                held.heartbeat.check(where.epoch)
+                shared.await_attached(where.epoch, deployment.num_ranks, LOOK_S)
+        transport = DistributedTransport.connect(
+            deployment.devices,
+            store=store,
+            rank=held.rank,
+            links=links,
+            # NCCL is for one host, and workers of others may have joined since the cluster started.
+            nccl=wanted == NCCL and all(link.local for link in links[1:]),
+            spins=spinning,
+            epoch=where.epoch,
+            secret=where.secret,
+            max_rows=deployment.max_rows,
+            max_finished=scheduling.max_num_seqs,
+            max_retained=scheduling.max_num_seqs + scheduling.max_retained,
+            hidden_size=deployment.target.hidden_size,
+            dtype=getattr(torch, deployment.dtype),
+        )
+        aborted = (transport,) if group is None else (transport, group)
+        with closing(transport), held.heartbeat.aborting(where.epoch, *aborted):
+            try:
+                joined.run_loop(transport)
+            except RankFailed as error:
+                # Before the links close, as the neighbours would report that first.
+                held.heartbeat.suspect(where.epoch, str(error))
+                raise
+
+
+@dataclass(frozen=True)
+class JoinedRank:
+    """A rank that has joined the controller, with the components of its loop except links."""
+
+    deployment: Deployment
+    rank: int
+    runner: SliceRunner | None
+    mid: ModelSlice | None
+    controller: Controller
+    grammars: Grammars | None
+    times: RowTimes
+    apart: bool
+    resources: ExitStack  # closed when the rank leaves the controller
+
+    def run_loop(self, transport: Transport) -> None:
+        """Run the loop of the head or of a stage until the head says stop."""
+        deployment, config = self.deployment, self.deployment.config
+        # A verdict travels from the last stage to the head's machine, and from there to the rank's.
+        hops = 2 if self.rank else 1
+        delay_ms = config.link_delay.latency_ms * config.clock.scale * hops
+        transport = config.link_delay.delayed(transport, config.clock.scale)
+        compile_grammar = None if self.grammars is None else self.grammars.begin
+        timeline = Timeline(record=config.trace is not None)
+        if self.rank:
+            assert self.runner is not None
+            stage_settings = StageSettings(
+                deployment.layout,
+                delay_ms,
+                config.clock,
+                self.runner.model.attention,
+                compile_grammar,
             )
-        return found
-
-    folder = here(Path(deployment.target.path), host.target, "target")
-    if str(folder) != str(deployment.target.path):
-        target = inspect(str(folder))
-        if target.kind != deployment.target.kind:
-            raise ConfigError(
-                f"Host {host.name} has another target in {folder} than the other hosts "
-                f"({target.kind}, not {deployment.target.kind}); put the same there."
-            )
-        deployment = replace(deployment, target=target)
-    for kind, info in deployment.models[1:]:
-        if (given := getattr(host, kind)) is not None:
-            own = inspect(str(here(Path(info.path), given, kind)))
-            deployment = deployment.with_model(kind, own)
-    return deployment
-
-
-class Weights:
-    """A model that this worker holds, or its part of one, kept from one epoch to the next."""
-
-    def __init__(self) -> None:
-        self._what: tuple[object, ...] | None = None
-        self._model: ModelSlice | None = None
-
-    @property
-    def loaded(self) -> bool:
-        """Whether anything was ever loaded: the device may then keep what is free."""
-        return self._what is not None
-
-    def of(
-        self,
-        deployment: Deployment,
-        rank: int,
-        sharing: int,
-        *,
-        mid: bool = False,
-        member: int = 0,
-        size: int = 1,
-    ) -> ModelSlice | None:
-        """What a rank needs (`mid`: for the mid-size model beside it), one of `sharing` on its
-        device; loaded unless it is here already. Of a rank with `size` members this one's part."""
-        layers = deployment.layers[rank - 1] if rank else None
-        device = device_of(deployment, rank, mid=mid)
-        info = model_of(deployment, rank, mid=mid)
-        held = None if info is None else deployment.held(info)
-        share = (member, size)
-        what = (rank > 0, layers, device, deployment.num_ranks, deployment.dtype, held, share)
-        if what != self._what:
-            self.drop()  # first: the device may not hold both
-            seat = Seat(member, size) if size > 1 else None
-            self._model = build.load_model(deployment, rank, sharing, mid=mid, seat=seat)
-            self._what = what
-        return self._model
-
-    def drop(self) -> None:
-        """Hold nothing."""
-        if self._model is not None:
-            self._model = self._what = None
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # for what is measured to be free
+            StageLoop(
+                self.runner, transport, self.controller, stage_settings, timeline, self.times
+            ).run_until_stop()
+            return
+        kv_tokens = self.controller.kv_tokens(deployment.num_ranks - 1)
+        proposer = rank_components.make_proposer(deployment, self.runner, self.mid)
+        scorer = None
+        if isinstance(proposer, CascadeProposer):
+            scorer = proposer
+            self.resources.callback(proposer.close)
+        settings = HeadSettings(
+            deployment.layout,
+            rank_components.stop_check(deployment),
+            delay_ms,
+            config.clock,
+            compile_grammar,
+        )
+        scheduling = rank_components.scheduler_config(deployment, kv_tokens, apart=self.apart)
+        scheduler = Scheduler(scheduling, scorer)
+        HeadLoop(
+            scheduler, proposer, transport, self.controller, settings, timeline
+        ).run_until_done()
 
 
-def serve(
+@contextmanager
+def join_rank(
     deployment: Deployment,
     where: ControllerAddress,
     rank: int,
     model: ModelSlice | None,
     mid: ModelSlice | None,
-    assignment: RankAssignment,
-    hosts: Mapping[str, Host],
-    heartbeat: Heartbeat,
+    *,
+    spins: bool = False,
     num_slots: int | None = None,
-    abort: Callable[[], None] = lambda: None,
-) -> None:
-    """Hold a rank for one epoch, with so many of the model's KV slots; `abort` ends what else it
-    may wait for then."""
+    apart: bool = True,
+) -> Iterator[JoinedRank]:
+    """Join the controller as a rank whose models are loaded; leave it with the block.
 
-    scheduling = deployment.config.scheduler
-
-    def connect() -> DistributedTransport:
-        with Membership(where.url, where.namespace) as shared:
-            while len(shared.attached(where.epoch)) < deployment.num_ranks:
-                heartbeat.check(where.epoch)
-                shared.await_attached(where.epoch, deployment.num_ranks, LOOK_S)
-            meeting = meet(shared)
-        try:
-            return DistributedTransport.connect(
-                deployment.devices,
-                meeting=meeting,
-                rank=rank,
-                nccl=transport.backend == NCCL,
-                spins=spinning,
-                epoch=where.epoch,
-                secret=where.secret,
-                max_rows=deployment.max_rows,
-                max_released=scheduling.max_num_seqs,
-                max_kept=scheduling.max_num_seqs + scheduling.max_retained,
-                hidden_size=deployment.target.hidden_size,
-                dtype=getattr(torch, deployment.dtype),
+    Args:
+        mid: the mid-size model beside the head of a cascade.
+        spins: see `pipespec.system.spin_wait`.
+        num_slots: of the model's KV slots, which the rank may use; None: all.
+        apart: the head has cores that no stage uses.
+    """
+    config = deployment.config
+    last = rank == deployment.layout.last
+    runner = tokens = None
+    if model is not None:
+        runner = SliceRunner(model, num_slots or model.num_slots)
+        tokens = memory.kv_tokens(deployment, rank, runner.slots.num_slots)
+    with ExitStack() as resources:
+        grammars = None
+        if rank == 0 or last:  # these propose and decide tokens
+            target = deployment.target
+            grammars = Grammars(lambda: tokenizer.load(target.path), target.vocab_size, target.eos)
+            resources.callback(grammars.close)
+            grammars.warm()
+        times = RowTimes()
+        if rank and (most := rank_components.num_profiled_rows(config)):
+            assert runner is not None
+            times = profile_run(
+                runner, most, lambda rows: config.clock.min_stage_ms(rank, 0, rows), last=last
             )
-        except BaseException:
-            meeting.close()
-            raise
-
-    def meet(shared: Membership) -> Meeting:
-        if rank == 0:
-            # Nothing listens for ranks that share a machine.
-            alone = len({hosts[worker].name for worker in assignment.workers}) == 1
-            address = None if alone else assignment.address
-            meeting = host_meeting(address, deployment.config.transport.port)
-            shared.invite(where.epoch, meeting.place)
-            return meeting
-        began = time.monotonic()
-        while (place := shared.meeting(where.epoch, LOOK_S)) is None:
-            heartbeat.check(where.epoch)
-            if time.monotonic() - began > MEET_S:
-                raise RankFailed(f"The head did not say within {MEET_S:g} s where to meet.")
-        return join_meeting(place)
-
-    def guard(alarm: Callable[[], None]) -> AbstractContextManager[None]:
-        def both() -> None:
-            alarm()
-            abort()
-
-        return heartbeat.guard(where.epoch, both)
-
-    transport = deployment.config.transport
-    names = [hosts[worker].name for worker in assignment.everyone]
-    spinning = spins(transport.wait, names.count(names[rank]))
-    build.serve(
-        deployment,
-        where,
-        rank,
-        model,
-        mid,
-        connect,
-        guard,
-        spins=spinning,
-        num_slots=num_slots,
-    )
+        # The launcher and the other ranks learn from this that the models are loaded.
+        controller = resources.enter_context(
+            Controller(
+                where.url,
+                namespace=where.namespace,
+                epoch=where.epoch,
+                rank=rank,
+                kv_tokens=tokens,
+                row_times=times.measured(),
+                spins=spins,
+                computing=None if model is None else model.describe(),
+            )
+        )
+        yield JoinedRank(
+            deployment, rank, runner, mid, controller, grammars, times, apart, resources
+        )
 
 
 @contextmanager
-def gathered(
-    deployment: Deployment,
-    where: ControllerAddress,
-    rank: int,
-    members: Sequence[str],
-    member: int,
-    heartbeat: Heartbeat,
-) -> Iterator[MemberGroup]:
-    """Those who compute a rank together, once all of them have loaded. They are of one host, so
-    nothing listens."""
-    with Membership(where.url, where.namespace) as shared:
-        if member:
-            shared.follow(where.epoch, members[member])
-            while (place := shared.gathering(where.epoch, rank, LOOK_S)) is None:
-                heartbeat.check(where.epoch)
-            meeting = join_meeting(place)
-        else:
-            while not shared.await_followers(where.epoch, members[1:], LOOK_S):
-                heartbeat.check(where.epoch)
-            meeting = host_meeting()
-            shared.invite_followers(where.epoch, rank, meeting.place)
-    try:
-        own = nccl_serves([*map(deployment.device_of, members)])
-        nccl = own and deployment.config.transport.backend != GLOO
-        device = deployment.device_of(members[member]) if nccl else None
-        yield MemberGroup(meeting.store, member, len(members), device)
-    finally:
-        meeting.close()
+def meeting_store(held: HeldRank) -> Iterator[RendezvousStore]:
+    """The store in Redis in which the workers of an epoch exchange addresses.
+
+    It stays open with the block, as NCCL reads it again for its first message.
+    """
+    where = held.where
+    with LinkAddressTable(where.url, where.namespace, where.epoch) as table:
+        yield RendezvousStore(table, lambda: held.heartbeat.check(where.epoch))
+
+
+@contextmanager
+def tp_group(held: HeldRank) -> Iterator[TPProcessGroup]:
+    """The workers that compute a rank together, once all of them have loaded their parts.
+
+    They are on one host, so their all-reduces use no network.
+    """
+    members, member, where = held.members, held.member, held.where
+    assert len({worker.rpartition("/")[0] for worker in members}) == 1, f"{members} on one host"
+    first = f"member/{held.rank}/first"
+    with meeting_store(held) as store:
+        with Membership(where.url, where.namespace) as shared:
+            if member:
+                shared.follow(where.epoch, members[member])
+                store.wait([first], FOREVER)
+            else:
+                while not shared.await_followers(where.epoch, members[1:], LOOK_S):
+                    held.heartbeat.check(where.epoch)
+                store.set(first, "")
+        devices = [*map(held.deployment.device_of, members)]
+        nccl = can_use_nccl(devices) and held.deployment.config.transport.backend != GLOO
+        group = PrefixStore(f"member/{held.rank}", store)
+        yield TPProcessGroup(group, member, len(members), devices[member] if nccl else None)

@@ -1,76 +1,105 @@
-"""From overrides to a configuration: Hydra ends here.
+"""From overrides to a configuration: Hydra is used here alone.
 
-`conf/` holds the settings and their defaults. `compose` puts them together with the user's
-overrides, checks every name and type, and builds the policies that `conf/` names. Whatever is
-wrong becomes one sentence in a ConfigError.
+Hydra composes the choices of `conf/` on top of the dataclasses that they name, and OmegaConf checks
+the types and makes the objects. Any mistake becomes one sentence in a ConfigError.
 """
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from pipespec.config.choices import groups
-from pipespec.config.overrides import check_key, check_option, parse, quoted, with_hosts
-from pipespec.config.schema import SECTIONS, Config
-from pipespec.errors import ConfigError
-from pipespec.system.reading import Unreadable, typed
-from pipespec.system.resources import resource_dir
+from pipespec.config.choices import Choice, default_choices, read_choice
+from pipespec.config.overrides import (
+    check_key,
+    check_option,
+    is_interpolation,
+    parse,
+    quoted,
+    resolved,
+    value_of,
+    with_hosts,
+)
+from pipespec.config.schema import Config, RunConfig, masked
+from pipespec.errors import ConfigError, interrupt_cause
+from pipespec.system.folders import resource_dir
 
-if TYPE_CHECKING:  # `pipespec generate --help` can do without
+if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """The configuration that `conf/` and `overrides` ("feed=level", "feed.width=8") give.
+    """The configuration that `conf/` and `overrides` ("policy=level", "policy.width=8") give.
 
     Reads no other file, writes none, and leaves no Hydra state behind. Raises ConfigError.
     """
-    node = _compose(overrides)
-    parts: dict[str, Any] = {}
-    for name, section in node.items():
-        assert isinstance(name, str)
-        parts[name] = _build(name, section) if hasattr(section, "keys") else section
-    parts["trace"] = _typed("trace", parts["trace"], str | None)
-    return Config(**parts)
+    names = [*default_choices(), *(entry.name for entry in fields(RunConfig))]
+    return Config(**dict(zip(names, compose_sections(names, overrides), strict=True)))
 
 
 def compose_sections(names: Sequence[str], overrides: Sequence[str] = ()) -> list[Any]:
-    """Some sections by themselves; the others are neither checked nor built.
+    """Some sections by themselves; the limits of the others are not checked.
 
     Raises ConfigError as `compose` does.
     """
-    node = _compose(overrides)
-    return [_build(name, node[name]) for name in names]
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        node = _compose(overrides)
+        return [_build(name, node) for name in names]
+    except (HydraException, OmegaConfBaseException) as error:
+        if (interrupt := interrupt_cause(error)) is not None:
+            raise interrupt from None
+        raise _config_error(error) from error
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
-    """The raw tree of settings, all names known."""
-    from hydra.errors import HydraException
+    """The raw tree of settings, all names and types checked."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+
+    texts = with_hosts(overrides)
+    options = default_choices()
+    chosen = [text for text in texts if text.partition("=")[0] in options]
+    for override in map(parse, chosen):
+        check_option(override.key_or_group, override.value())
+        options[override.key_or_group] = str(override.value())
+    choices = {group: read_choice(group, name) for group, name in options.items()}
+    for choice in choices.values():
+        choice.check_names()
+    classes = {"": RunConfig, **{group: choice.cls for group, choice in choices.items()}}
+    values = [parse(quoted(text, classes)) for text in texts if text not in chosen]
+    for override in values:
+        check_key(override.key_or_group, classes, chosen)
+    _register(choices)
+    node = _hydra(chosen)
+    for override in values:
+        value = value_of(override, classes)
+        OmegaConf.update(node, override.key_or_group, value, merge=True)
+    for override in values:
+        if is_interpolation(override):
+            key = override.key_or_group
+            found = OmegaConf.select(node, key)
+            if OmegaConf.is_config(found):
+                found = OmegaConf.to_container(found, resolve=True)
+            OmegaConf.update(node, key, resolved(key, found, classes), merge=True)
+    return node
+
+
+def _register(choices: Mapping[str, Choice]) -> None:
+    """Make the dataclasses of the choices known to Hydra, and the resolver of `conf/`."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
 
     OmegaConf.register_new_resolver("resource", lambda name: str(resource_dir(name)), replace=True)
-    chosen, values = [], []
-    for text in with_hosts(overrides):
-        literal = quoted(text)
-        override = parse(literal)
-        if override.key_or_group in groups():
-            check_option(override.key_or_group, override.value())
-            chosen.append(literal)
-        else:
-            values.append(override)
-    try:
-        node = _hydra(chosen)
-        for override in values:
-            check_key(override.key_or_group, node, chosen)
-        for override in values:  # as Hydra does it, who would compose everything once more
-            OmegaConf.update(node, override.key_or_group, override.value(), merge=True)
-        return node
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _config_error(error) from error
+    store = ConfigStore.instance()
+    without_group = {entry.name: entry.default for entry in fields(RunConfig)}
+    store.store(f"{RunConfig.__module__}.{RunConfig.__name__}", without_group)
+    for group, choice in choices.items():
+        node = OmegaConf.structured(choice.cls)
+        OmegaConf.set_readonly(node, None)  # the nodes of a frozen dataclass are
+        store.store(choice.base, node, group=group)
 
 
 def _hydra(overrides: list[str]) -> DictConfig:
@@ -86,47 +115,23 @@ def _hydra(overrides: list[str]) -> DictConfig:
         GlobalHydra.instance().clear()
 
 
-def _build(section: str, node: DictConfig) -> Any:
-    """The dataclass or policy of one section, types checked."""
-    from hydra.errors import HydraException
-    from hydra.utils import get_class
+def _build(name: str, node: DictConfig) -> Any:
+    """The checked object of one section, or a value that has none."""
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    for name in map(str, node):
-        if OmegaConf.is_missing(node, name):
-            raise ConfigError(f"{section}.{name} has no value; pass {section}.{name}=VALUE.")
-    try:
-        values = OmegaConf.to_container(node, resolve=True)
-        assert isinstance(values, dict)
-        target = values.pop("_target_", None)
-        cls = SECTIONS[section] if target is None else get_class(target)
-        return cls(**_typed_fields(section, cls, values))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise _config_error(error) from error
-
-
-def _typed_fields(section: str, cls: type, values: Mapping[Any, Any]) -> dict[str, Any]:
-    if not is_dataclass(cls):
-        return dict(values)
-    hints = typing.get_type_hints(cls)
-    assert {f.name for f in fields(cls)} >= set(values), f"conf/{section} knows more than {cls}"
-    return {name: _typed(f"{section}.{name}", value, hints[name]) for name, value in values.items()}
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    try:
-        return typed(name, value, hint)
-    except Unreadable as error:
-        raise ConfigError(f"{error}.") from None
+    section = node[name]
+    if not OmegaConf.is_dict(section):
+        return section
+    for key in map(str, section):
+        if OmegaConf.is_missing(section, key):
+            raise ConfigError(f"{name}.{key} has no value; pass {name}.{key}=VALUE.")
+    return OmegaConf.to_object(section)
 
 
 def _config_error(error: BaseException) -> ConfigError:
-    """The ConfigError inside a wrapper of Hydra's, or the wrapper's first line as one."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ConfigError):
-            return cause
-        cause = cause.__cause__
+    """An error of Hydra or OmegaConf as one sentence."""
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return ConfigError(f"The configuration is not valid: {first.rstrip('.')}.")
+    at = getattr(error, "full_key", None)
+    return ConfigError(
+        f"The configuration is not valid{f' at {at}' if at else ''}: {masked(first).rstrip('.')}."
+    )

@@ -1,19 +1,20 @@
-"""What may stand in a hosts file: kinds of values, each a function of `(name, value)`.
+"""The entries of a hosts file, each with its kind: a function of `(name, value)`.
 
-They return the value that is kept, and raise `Wrong` with a sentence that names it.
+It returns the value that is kept, and raises `Wrong` with a sentence that names it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields
 from typing import Any
 
 from pipespec.limits import A_DEVICE, DEVICE, LARGEST_PORT, MAX_COUNT, fault, suggest
-from pipespec.system.reading import shown
+from pipespec.system.validation import shown
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+KIND = "kind"  # the key in a field's metadata
 
 Kind = Callable[[str, Any], Any]
 
@@ -22,73 +23,93 @@ class Wrong(Exception):
     """What is wrong with the file, still without the file's name."""
 
 
-def text(name: str, value: Any) -> str:
-    """One line that is not empty."""
-    if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        raise Wrong(f"{name} is {shown(value)}, but must be a text.")
-    return value
+def entry(kind: Kind, default: Any = None) -> Any:
+    """A field of a dataclass that is an entry of this kind."""
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata={KIND: kind})
+    return field(default=default, metadata={KIND: kind})
 
 
-def argument(name: str, value: Any) -> str:
-    """A text that may stand on a command line: an option in disguise is refused."""
-    found = text(name, value)
-    if found.startswith("-") or any(character.isspace() for character in found):
-        raise Wrong(f"{name} is {shown(found)}, but must not begin with '-' or hold a space.")
-    return found
+def kinds(cls: type) -> dict[str, Kind]:
+    """The kinds of a dataclass's entries."""
+    return {each.name: each.metadata[KIND] for each in fields(cls) if KIND in each.metadata}
 
 
-def path(name: str, value: Any) -> str:
-    """A path, which may hold spaces, or the name of a program."""
-    found = text(name, value)
-    if found.startswith("-"):
-        raise Wrong(f"{name} is {shown(found)}, but must not begin with '-'.")
-    return found
-
-
-def host_name(name: str, value: Any) -> str:
-    """A name of a host or a cluster."""
-    if not isinstance(value, str) or not NAME.fullmatch(value):
+def read(where: str, values: Any, known: Mapping[str, Kind], prefix: str = "") -> dict[str, Any]:
+    """The known entries of a mapping; those that are null are left out."""
+    names = list(known)
+    if not isinstance(values, dict):
         raise Wrong(
-            f"{name} is {shown(value)}, but must be letters, digits, '_', '-', '.' and ':'; "
-            "give the host another name."
+            f"{where} is {shown(values)}, but must hold settings such as {names[0]}: VALUE."
         )
+    for key in values:
+        if key not in known:
+            raise Wrong(
+                f"{where} has an unknown setting {shown(key)}; {suggest(shown(key), names)}."
+            )
+    given = {key: value for key, value in values.items() if value is not None}
+    return {key: known[key](prefix + key, value) for key, value in given.items()}
+
+
+def matching(pattern: str, must: str) -> Kind:
+    """The kind of a text in one line that a regular expression matches."""
+
+    def text(name: str, value: Any) -> str:
+        if not isinstance(value, str) or not value.strip() or not value.isprintable():
+            raise Wrong(f"{name} is {shown(value)}, but must be a text.")
+        if not re.fullmatch(pattern, value):
+            raise Wrong(f"{name} is {shown(value)}, but must {must}.")
+        return value
+
+    return text
+
+
+def number(least: float, most: float, *, whole: bool = True, **how: Any) -> Kind:
+    """The kind of a number in a range (`fault`)."""
+
+    def in_range(name: str, value: Any) -> float:
+        wrong = fault(name, value, least, most, whole=whole, **how)
+        if wrong:
+            raise Wrong(wrong)
+        return int(value) if whole else float(value)
+
+    return in_range
+
+
+def list_of(kind: Kind) -> Kind:
+    """The kind of a list that is not empty, of values that are named as the list is."""
+
+    def filled(name: str, value: Any) -> list[Any]:
+        if not isinstance(value, list) or not value:
+            raise Wrong(f"{name} is {shown(value)}, but must be a list of at least one.")
+        return [kind(name, each) for each in value]
+
+    return filled
+
+
+def anything(_: str, value: Any) -> Any:
+    """What is checked elsewhere."""
     return value
 
 
-def whole(name: str, value: Any, least: int, most: int) -> int:
-    """A whole number in a range."""
-    wrong = fault(name, value, least, most)
-    if wrong:
-        raise Wrong(wrong)
-    return int(value)
-
-
-def port(name: str, value: Any) -> int:
-    """A TCP port."""
-    return whole(name, value, 1, LARGEST_PORT)
-
-
-def gib(name: str, value: Any) -> float:
-    """An amount of memory."""
-    wrong = fault(name, value, 0, MAX_COUNT, whole=False, above=True, hint=" (GiB)")
-    if wrong:
-        raise Wrong(wrong)
-    return float(value)
-
-
-def filled_list(name: str, value: Any) -> list[Any]:
-    """A list that is not empty."""
-    if not isinstance(value, list) or not value:
-        raise Wrong(f"{name} is {shown(value)}, but must be a list of at least one.")
-    return value
+# A text on a command line, which is never an option, and a path, which may hold spaces.
+argument = matching(r"[^- ][^ ]*", "not begin with '-' or hold a space")
+path = matching(r"[^-].*", "not begin with '-'")
+host_name = matching(
+    r"[A-Za-z0-9_][A-Za-z0-9_.:-]*",
+    "be letters, digits, '_', '-', '.' and ':'; give the host another name",
+)
+port = number(1, LARGEST_PORT)
+gib = number(0, MAX_COUNT, whole=False, above=True, hint=" (GiB)")
 
 
 def devices(name: str, value: Any) -> tuple[tuple[str, ...], ...]:
     """Devices of a host, one per worker, those that compute a stage together in a list of their
-    own; a single one may stand without a list."""
-    listed = filled_list(name, [value] if isinstance(value, str) else value)
+    own; a single one needs no list."""
+    listed = list_of(anything)(name, [value] if isinstance(value, str) else value)
+    together = list_of(anything)
     groups = tuple(
-        tuple(filled_list(f"a group in {name}", each)) if isinstance(each, list) else (each,)
+        tuple(together(f"a group in {name}", each)) if isinstance(each, list) else (each,)
         for each in listed
     )
     found = [device for group in groups for device in group]
@@ -121,15 +142,3 @@ def env(name: str, value: Any) -> dict[str, str]:
             # The value itself may be a secret.
             raise Wrong(f"{name}.{key} must be a text in one line; put it in quotes.")
     return {key: str(item) for key, item in value.items()}
-
-
-def known(where: str, values: Any, keys: Sequence[str]) -> dict[str, Any]:
-    """`values` as a mapping of known keys; those that are null are left out."""
-    if not isinstance(values, dict):
-        raise Wrong(f"{where} is {shown(values)}, but must hold settings such as {keys[0]}: VALUE.")
-    for key in values:
-        if key not in keys:
-            raise Wrong(
-                f"{where} has an unknown setting {shown(key)}; {suggest(shown(key), keys)}."
-            )
-    return {key: value for key, value in values.items() if value is not None}

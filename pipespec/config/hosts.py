@@ -28,29 +28,34 @@ needed.
     split: [12, 10, 10]            # layers per stage: the planner chooses
     spares: 0                      # so many workers, the last ones, hold no layers at first
 
-Only `hosts` with `address` and `devices` of each are needed (`doctor` does without devices);
-after # stands what a missing one means.
+Only `hosts` with `address` and `devices` of each are needed (`doctor` does without devices); the
+text after # is what a missing one means.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, replace
 from io import StringIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from pipespec.config import entries
-from pipespec.config.entries import Wrong
+from pipespec.config.entries import Wrong, entry
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, MAX_STAGES, suggest
-from pipespec.system.interfaces import LOOPBACK
-from pipespec.system.reading import Unreadable, read_text, shown
+from pipespec.system.network_interfaces import LOOPBACK
+from pipespec.system.validation import Unreadable, read_text, shown
 
 LOCAL = "local"
+PYTHON = "python3"  # on a host
 BY_HAND = "none"
+# Of a hosts file: bytes, and values once its aliases are replaced by what they stand for. A host
+# takes some twenty.
+MOST_BYTES = 2**20
+MOST_VALUES = 100_000
 
 
 @dataclass(frozen=True)
@@ -61,20 +66,20 @@ class Host:
     of its groups of devices, in order, 1 for a device by itself; nothing: all are.
     """
 
-    name: str
-    address: str
-    ssh: str | None
-    user: str | None
-    port: int
-    identity: str | None
-    interface: str | None
-    devices: tuple[str, ...]
-    python: str
-    env: Mapping[str, str]
-    target: str | None
-    draft: str | None
-    memory_gib: float | None
-    mid: str | None = None
+    name: str = entry(entries.host_name, MISSING)
+    address: str = entry(entries.argument, MISSING)
+    ssh: str | None = entry(entries.argument)
+    user: str | None = entry(entries.argument)
+    port: int = entry(entries.port, 22)
+    identity: str | None = entry(entries.path)
+    interface: str | None = entry(entries.argument)
+    devices: tuple[str, ...] = entry(entries.devices, ("auto",))
+    python: str = entry(entries.path, PYTHON)
+    env: Mapping[str, str] = entry(entries.env, {})
+    target: str | None = entry(entries.path)
+    draft: str | None = entry(entries.path)
+    mid: str | None = entry(entries.path)
+    memory_gib: float | None = entry(entries.gib)
     groups: tuple[int, ...] = ()
 
     @property
@@ -106,7 +111,7 @@ class HostsFile:
     """All hosts, as the file lists them, and what it says about their parts.
 
     None where the planner is to choose. Without planner: the first worker is the head, and the
-    hosts stand in the file's order.
+    hosts have the file's order.
     """
 
     name: str
@@ -141,6 +146,22 @@ class HostsFile:
         """How many workers hold layers: all but the head and the spares."""
         return len(self.workers) - 1 - self.spares
 
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """The worker of each rank if nothing was measured: the head, then the stages in order."""
+        head = self.heads[0]
+        spares = replace(self, draft=head).spare_workers
+        return (head, *(each for each in self.workers if each != head and each not in spares))
+
+    @property
+    def by_hand(self) -> tuple[str, ...]:
+        """The hosts that are started by hand."""
+        return tuple(host.name for host in self.hosts if host.by_hand)
+
+    def devices_of(self, worker: str) -> tuple[str, ...]:
+        """The devices that compute the rank of a worker that can hold one, its own first."""
+        return tuple(map(self.device_of, self.members_of(worker)))
+
     def host(self, name: str) -> Host:
         """The host of that name."""
         return next(host for host in self.hosts if host.name == name)
@@ -169,22 +190,7 @@ class HostsFile:
 
 def this_machine(devices: Sequence[str], groups: Sequence[int] = ()) -> Host:
     """The only host of a cluster that needs no hosts file."""
-    return Host(
-        name=LOCAL,
-        address=LOOPBACK,
-        ssh=LOCAL,
-        user=None,
-        port=22,
-        identity=None,
-        interface=None,
-        devices=tuple(devices),
-        python="python3",
-        env={},
-        target=None,
-        draft=None,
-        memory_gib=None,
-        groups=tuple(groups),
-    )
+    return Host(LOCAL, LOOPBACK, LOCAL, devices=tuple(devices), groups=tuple(groups))
 
 
 def load_hosts(path: str | Path) -> HostsFile:
@@ -199,11 +205,13 @@ def load_hosts(path: str | Path) -> HostsFile:
 def _read(path: Path) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]
+    from yaml import SafeLoader, YAMLError, compose  # type: ignore[import-untyped]
 
     try:
-        # Refuses a key that stands twice, which plain YAML readers let pass.
-        return OmegaConf.to_container(OmegaConf.load(StringIO(read_text(path))), resolve=False)
+        text = read_text(path, most=MOST_BYTES)
+        _refuse_too_many(compose(text, SafeLoader))
+        # Refuses a key that occurs twice, which plain YAML readers let pass.
+        return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
     except Unreadable as error:
         raise Wrong(f"it cannot be read: {error}.") from error
     except RecursionError as error:
@@ -216,54 +224,62 @@ def _read(path: Path) -> Any:
     except OmegaConfBaseException as error:
         first = str(error).splitlines()[0].rstrip(".")
         raise Wrong(f"it cannot be read: {first}.") from error
-    except (OSError, ValueError) as error:  # OmegaConf's word for a text, and YAML's for numbers
+    except (OSError, ValueError) as error:  # OmegaConf's of a text, and YAML's of numbers
         raise Wrong("it must be a list of settings.") from error
+
+
+def _refuse_too_many(root: Any) -> None:
+    """Raise Wrong if a tree of YAML nodes holds too many values once each alias is replaced by what
+    it stands for; a few lines of aliases of aliases can stand for billions."""
+    counts: dict[int, int] = {}
+
+    def count(node: Any) -> int:
+        if id(node) not in counts:
+            counts[id(node)] = MOST_VALUES  # should it hold itself
+            inner = node.value if isinstance(node.value, list) else []
+            pairs = [each if isinstance(each, tuple) else (each,) for each in inner]
+            counts[id(node)] = 1 + sum(count(part) for pair in pairs for part in pair)
+        return counts[id(node)]
+
+    if root is not None and count(root) > MOST_VALUES:
+        raise Wrong(
+            f"its aliases stand for more than {MOST_VALUES} values; write them out, or use fewer."
+        )
 
 
 # --- the file ---------------------------------------------------------------------------------
 
-HOST: dict[str, entries.Kind] = {
-    "name": entries.host_name,
-    "address": entries.argument,
-    "ssh": entries.argument,
-    "user": entries.argument,
-    "port": entries.port,
-    "identity": entries.path,
-    "interface": entries.argument,
-    "devices": entries.devices,
-    "python": entries.path,
-    "env": entries.env,
-    "target": entries.path,
-    "draft": entries.path,
-    "mid": entries.path,
-    "memory_gib": entries.gib,
-}
+HOST = entries.kinds(Host)
 DEFAULTS = {key: kind for key, kind in HOST.items() if key not in ("name", "address")}
-STANDARD = {"port": 22, "devices": (("auto",),), "python": "python3"}
-FILE = ("name", "defaults", "hosts", "draft", "order", "split", "spares")
+FILE: dict[str, entries.Kind] = {
+    "name": entries.host_name,
+    "defaults": entries.anything,
+    "hosts": entries.anything,
+    "draft": entries.anything,
+    "order": entries.list_of(entries.anything),
+    "split": entries.list_of(entries.number(1, MAX_COUNT)),
+    "spares": entries.number(0, MAX_STAGES),
+}
 
 
 def _hosts(values: Any, stem: str) -> HostsFile:
-    given = entries.known("the file", values, FILE)
-    defaults = _checked("defaults", given.get("defaults", {}), DEFAULTS)
+    given = entries.read("the file", values, FILE)
+    defaults = entries.read("defaults", given.pop("defaults", {}), DEFAULTS, "defaults.")
     if not given.get("hosts"):
         raise Wrong("it has no hosts; list at least one under `hosts:`, with its address.")
-    listed = entries.filled_list("hosts", given["hosts"])
-    hosts = tuple(_host(f"hosts[{index}]", entry, defaults) for index, entry in enumerate(listed))
+    listed = entries.list_of(entries.anything)("hosts", given.pop("hosts"))
+    hosts = tuple(_host(f"hosts[{index}]", each, defaults) for index, each in enumerate(listed))
     names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise Wrong(f"two hosts are called {twice!r}; give each another name.")
     _refuse_one_machine_twice(hosts)
-    name = entries.host_name("name", given.get("name", re.sub(r"[^A-Za-z0-9_.:-]", "_", stem)))
-    hosts_file = HostsFile(
-        name=name,
-        hosts=hosts,
-        draft=_draft(given.get("draft"), hosts),
-        order=_order(given.get("order"), names),
-        split=_split(given.get("split")),
-        spares=entries.whole("spares", given.get("spares", 0), 0, MAX_STAGES),
-    )
+    if "name" not in given:
+        given["name"] = entries.host_name("name", re.sub(r"[^A-Za-z0-9_.:-]", "_", stem))
+    _check_draft(given.get("draft"), hosts)
+    _check_order(given.get("order"), names)
+    given.update({key: tuple(given[key]) for key in ("order", "split") if key in given})
+    hosts_file = HostsFile(hosts=hosts, **given)
     num_workers = len(hosts_file.workers)
     if not hosts_file.heads:
         raise Wrong(
@@ -273,7 +289,7 @@ def _hosts(values: Any, stem: str) -> HostsFile:
     if num_workers < 2:
         raise Wrong(
             f"its devices make {num_workers} worker, but a cluster needs 2 or more, the head and "
-            "a stage; name another device (cpu may stand several times)."
+            "a stage; name another device (cpu may be named several times)."
         )
     if hosts_file.num_stages < 1:
         raise Wrong(
@@ -301,26 +317,20 @@ def _refuse_one_machine_twice(hosts: Sequence[Host]) -> None:
             )
 
 
-def _checked(where: str, values: Any, kinds: Mapping[str, entries.Kind]) -> dict[str, Any]:
-    given = entries.known(where, values, tuple(kinds))
-    return {key: kinds[key](f"{where}.{key}", value) for key, value in given.items()}
-
-
 def _host(where: str, values: Any, defaults: Mapping[str, Any]) -> Host:
-    own = _checked(where, values, HOST)
+    own = entries.read(where, values, HOST, f"{where}.")
     if "address" not in own:
         raise Wrong(f"{where} has no address; say where the other hosts reach it.")
-    env = {**defaults.get("env", {}), **own.get("env", {})}
-    merged = {**dict.fromkeys(HOST), **STANDARD, **defaults, **own, "env": env}
-    if merged["name"] is None:
-        merged["name"] = entries.host_name(f"{where}.address", merged["address"])
-    groups = merged.pop("devices")
-    merged["devices"] = tuple(device for group in groups for device in group)
+    if "name" not in own:
+        own["name"] = entries.host_name(f"{where}.address", own["address"])
+    merged = {**defaults, **own, "env": {**defaults.get("env", {}), **own.get("env", {})}}
+    groups = merged.pop("devices", (("auto",),))
     sizes = tuple(map(len, groups))
-    return Host(**merged, groups=sizes if max(sizes) > 1 else ())
+    devices = tuple(device for group in groups for device in group)
+    return Host(**merged, devices=devices, groups=sizes if max(sizes) > 1 else ())
 
 
-def _draft(value: Any, hosts: Sequence[Host]) -> str | None:
+def _check_draft(value: Any, hosts: Sequence[Host]) -> None:
     groups = [group for host in hosts for group in host.members.values()]
     workers = [worker for group in groups for worker in group]
     if value is not None and value not in workers:
@@ -333,13 +343,11 @@ def _draft(value: Any, hosts: Sequence[Host]) -> str | None:
                 f"draft is {shown(value)}, which computes with others; name the first of them, "
                 f"{group[0]}."
             )
-    return value
 
 
-def _order(value: Any, names: Sequence[str]) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    order = entries.filled_list("order", value)
+def _check_order(order: Any, names: Sequence[str]) -> None:
+    if order is None:
+        return
     for name in order:
         if name not in names:
             raise Wrong(
@@ -347,13 +355,3 @@ def _order(value: Any, names: Sequence[str]) -> tuple[str, ...] | None:
             )
     if len(order) != len(names) or set(order) != set(names):
         raise Wrong(f"order is {shown(order)}, but must name each of {', '.join(names)} once.")
-    return tuple(order)
-
-
-def _split(value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    return tuple(
-        entries.whole("split", layers, 1, MAX_COUNT)
-        for layers in entries.filled_list("split", value)
-    )

@@ -1,22 +1,22 @@
-"""What a user sets, one text after another: read, and refused in words where it cannot be meant."""
+"""What a user sets: overrides are read one by one, and a mistake is refused in one sentence."""
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipespec.config.choices import groups, options
 from pipespec.config.hosts import load_hosts
-from pipespec.config.schema import SECTIONS, masked
+from pipespec.config.schema import RunConfig, masked
 from pipespec.errors import ConfigError
 from pipespec.limits import suggest
-from pipespec.system.reading import alternatives
+from pipespec.settings import kinds
+from pipespec.system.validation import Unreadable, alternatives, typed
 
-if TYPE_CHECKING:  # `pipespec generate --help` can do without
+if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
-    from omegaconf import DictConfig
 
 
 def with_hosts(overrides: Sequence[str]) -> list[str]:
@@ -57,25 +57,60 @@ def parse(text: str) -> Override:
     return override
 
 
-def quoted(text: str) -> str:
-    """The override with a text value in quotes, so that paths and URLs need none from the user."""
+def quoted(text: str, classes: Mapping[str, type]) -> str:
+    """The override with a text value in quotes, so that paths and URLs need none from the user.
+
+    `classes` are those of the groups; "" has the settings without a group.
+    """
     from hydra.core.override_parser.types import Quote, QuotedString
 
     name, separator, value = text.partition("=")
-    if name not in _text_settings() or not separator or value in ("", "null"):
+    of_type = set(alternatives(_kind(name, classes)))
+    if str not in of_type or {int, float} & of_type or not separator or value in ("", "null"):
         return text
     if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
         return text
     return f"{name}={QuotedString(text=value, quote=Quote.single).with_quotes()}"
 
 
-def _text_settings() -> set[str]:
-    names = {"trace", "source.truth"}
-    for section, cls in SECTIONS.items():
-        for name, hint in typing.get_type_hints(cls).items():
-            if str in alternatives(hint):
-                names.add(f"{section}.{name}")
-    return names
+def value_of(override: Override, classes: Mapping[str, type]) -> Any:
+    """The value of an override, of the setting's type; a single value may be given for a list.
+
+    That of an interpolation is its text, until all others are known. Raises ConfigError.
+    """
+    key, value = override.key_or_group, override.value()
+    return value if is_interpolation(override) else checked(key, value, classes)
+
+
+def is_interpolation(override: Override) -> bool:
+    """Whether the value of an override is made from those of other settings."""
+    return "${" in str(override.value())
+
+
+def resolved(key: str, value: Any, classes: Mapping[str, type]) -> Any:
+    """What an interpolation gives, of the setting's type. Raises ConfigError."""
+    of_type = set(alternatives(_kind(key, classes)))
+    if {int, str} <= of_type and isinstance(value, str) and value.isdecimal():
+        value = int(value)  # a variable of the environment is a text
+    return checked(key, value, classes)
+
+
+def checked(key: str, value: Any, classes: Mapping[str, type]) -> Any:
+    """A value of a setting, of the setting's type.
+
+    OmegaConf checks the types too, but turns numbers into texts and has no sentences for users.
+    Raises ConfigError.
+    """
+    try:
+        return typed(key, value, _kind(key, classes))
+    except Unreadable as error:
+        raise ConfigError(f"{masked(str(error))}.") from None
+
+
+def _kind(key: str, classes: Mapping[str, type]) -> Any:
+    """The type of a setting; None: it is not known."""
+    group, _, name = key.rpartition(".")
+    return kinds(classes[group]).get(name) if group in classes else None
 
 
 def check_option(group: str, value: object) -> None:
@@ -86,29 +121,29 @@ def check_option(group: str, value: object) -> None:
         )
 
 
-def check_key(key: str, base: DictConfig, chosen: list[str]) -> None:
-    """Raise ConfigError, with what may be meant, unless `base` has that value.
+def check_key(key: str, classes: Mapping[str, type], chosen: Sequence[str]) -> None:
+    """Raise ConfigError, with what may be meant, unless one of the groups' classes has that value.
 
-    `chosen` are the groups' choices that made `base`, as overrides.
+    `chosen` are the user's choices for the groups, as overrides.
     """
-    known = []
-    for name, section in base.items():
-        leaves = section.keys() if hasattr(section, "keys") else [""]
-        known += [".".join(filter(None, (str(name), str(leaf)))) for leaf in leaves]
-    known = [name for name in known if not name.endswith("._target_")]
+    known = [
+        f"{group}.{entry.name}".lstrip(".")
+        for group, cls in classes.items()
+        for entry in fields(cls)
+    ]
     if key in known:
         return
     group, _, leaf = key.partition(".")
     choice = next((text for text in chosen if text.startswith(f"{group}=")), None)
     where = f" with {choice}" if choice else ""
     siblings = [name for name in known if name.startswith(f"{group}.")]
-    if leaf and group in base and not siblings:
+    if leaf and group in classes and not siblings:
         raise ConfigError(f"The setting {key!r} does not exist{where}, which has no settings.")
-    if not siblings:  # a bare "width" means "feed.width"; a bare "pace" or "fed" is a group
+    if not siblings:  # a bare "width" means "policy.width"; a bare "polcy" means the group
         by_leaf = {name.rpartition(".")[2]: name for name in known}
         near = get_close_matches(key, [*known, *by_leaf, *groups()], n=1)
         if near:
             name = by_leaf.get(near[0], near[0])
             raise ConfigError(f"The setting {key!r} does not exist; did you mean {name!r}?")
-        siblings = [*groups(), "trace"]
+        siblings = [*groups(), *kinds(RunConfig)]
     raise ConfigError(f"The setting {key!r} does not exist{where}; {suggest(key, siblings)}.")

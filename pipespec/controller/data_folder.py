@@ -1,6 +1,6 @@
 """The folder in which a private Redis keeps its data from one start to the next.
 
-Beside its file lie what clients know the server by, and what the requests were asked of.
+Besides the append-only file it holds the identity of the server and the model of the requests.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from pipespec.controller.certificate import Certificate
 from pipespec.errors import ConfigError
-from pipespec.system.reading import Missing, Unreadable, build, read_json
-from pipespec.system.writing import write_whole
+from pipespec.system.atomic_write import write_atomically
+from pipespec.system.validation import Missing, Unreadable, from_fields, read_json
 
 IDENTITY, MODEL = "server.json", "model.json"
 LOCK = "server.lock"
-# What a Redis that was killed leaves of a file that it had begun to write anew.
+# Files that a killed Redis leaves of a rewrite that it had begun.
 PARTIAL = "temp-*.aof"
 # A server whose starter was killed needs this long to end.
 LOCK_TIMEOUT_S = 5.0
@@ -29,36 +30,38 @@ LOCK_POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Identity:
-    """What clients know a server by: its password, and its TCP port if it has one."""
+    """What clients know of a server: its password, its TCP port if it has one, and the certificate
+    that was made for it, if any."""
 
-    password: str
+    password: str = field(repr=False)
     port: int | None
+    certificate: Certificate | None = None
 
 
 def read_identity(data: Path) -> Identity | None:
     """The identity of the server that used the folder before. Raises ConfigError."""
     file = data / IDENTITY
     try:
-        return build(Identity, read_json(file))
+        return from_fields(Identity, read_json(file))
     except Missing:
         return None
     except Unreadable:  # no message repeats what the file holds
         raise ConfigError(
-            f"{file} cannot be read as the password and port of a server: remove it to have new "
-            "ones."
+            f"{file} cannot be read as the password, port and certificate of a server: remove it "
+            "to have new ones."
         ) from None
 
 
 def write_identity(data: Path, identity: Identity) -> None:
     """Keeps the identity where only this user can read it."""
-    write_whole(data / IDENTITY, json.dumps(asdict(identity)).encode(), durable=True)
+    write_atomically(data / IDENTITY, json.dumps(asdict(identity)).encode(), durable=True)
 
 
 @dataclass(frozen=True)
 class KeptModel:
-    """What the requests of a folder were asked of: only it can finish them.
+    """The model of the requests in a folder, which only a cluster of the same model can finish.
 
-    `target` are words for its checkpoint and what it computes in, `context` tokens.
+    `target` describes its checkpoint and dtype; `context` counts tokens.
     """
 
     target: str
@@ -66,16 +69,16 @@ class KeptModel:
 
 
 def check_model(data: Path, model: KeptModel, remedy: str) -> None:
-    """Raise ConfigError, whose sentence ends with `remedy`, if the requests that a folder keeps
-    were asked of another model, or of one with a longer context."""
+    """Raise ConfigError, whose sentence ends with `remedy`, if the requests in a folder are for
+    another model, or for a longer context."""
     file = data / MODEL
     try:
-        kept = build(KeptModel, read_json(file))
+        kept = from_fields(KeptModel, read_json(file))
     except Missing:
         return
     except Unreadable as error:
         raise ConfigError(
-            f"{str(file)!r}, which says what the requests there were asked of, cannot be read "
+            f"{str(file)!r}, which names the model of the requests there, cannot be read "
             f"({error}); {remedy}."
         ) from None
     if kept.target != model.target:
@@ -91,12 +94,12 @@ def check_model(data: Path, model: KeptModel, remedy: str) -> None:
 
 
 def write_model(data: Path, model: KeptModel) -> None:
-    """Keeps what requests are asked of from now on."""
-    write_whole(data / MODEL, json.dumps(asdict(model)).encode(), durable=True)
+    """Stores the model of the requests from now on."""
+    write_atomically(data / MODEL, json.dumps(asdict(model)).encode(), durable=True)
 
 
 def remove_partial(data: Path) -> None:
-    """Removes what a killed server has begun to write. Only for who holds the folder."""
+    """Removes the partial files of a killed server. The caller must hold the folder's lock."""
     for file in data.glob(PARTIAL):
         file.unlink()
 
@@ -105,9 +108,9 @@ def remove_partial(data: Path) -> None:
 def locked(data: Path) -> Iterator[int]:
     """Makes the folder if it is missing and holds it for one server; yields the lock's descriptor.
 
-    A server that inherits the descriptor holds the folder for as long as it lives, so nobody
-    else writes to its file after its starter was killed. Raises ConfigError if another server
-    has the folder.
+    A server that inherits the descriptor holds the folder for as long as it lives, so no
+    other server writes to its file after its starter was killed. Raises ConfigError if another
+    server has the folder.
     """
     try:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
 """Who is alive and which epoch it is: what holds a cluster together between its epochs.
 
-Every worker of a cluster (a process that can hold a rank) keeps a *lease*, a key that runs out
-unless it is renewed. What goes wrong is told in a stream of *suspicions*. Whoever started the
-cluster (`pipespec.cluster.recovery`) watches both and begins the next epoch, whose *assignment*
-says who holds which rank; the stream of assignments wakes those who wait for it.
+Every worker of a cluster (a process that can hold a rank) holds a *lease*, a key that expires
+unless it is renewed. Workers report faults in a stream of *suspicions*. The launcher
+(`pipespec.cluster.recovery`) watches both and begins the next epoch, whose *assignment* maps
+workers to ranks; the stream of assignments wakes the workers that wait for it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from pipespec.controller.connection import ANSWER_TIMEOUT_S, Pipe
-from pipespec.controller.keys import Keys
-from pipespec.controller.overview import numbers
-from pipespec.controller.scripts import evalsha, load
+from pipespec.controller.cluster_status import numbers
+from pipespec.controller.lua_scripts import evalsha, load
+from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection
+from pipespec.controller.redis_keys import RedisKeys
 
-# How long a worker that says nothing counts as alive.
+# How long a worker counts as alive after it has renewed its lease.
 LEASE_S = 2.0
 # Suspicions that are kept.
 KEEP_SUSPICIONS = 1000
-# How often the place where the ranks meet is asked for.
+# How often to check which workers have joined.
 POLL_S = 0.02
 
 
@@ -37,24 +37,25 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """What a worker has to complain of in an epoch."""
+    """A fault that a worker reports in an epoch; `start_failed`: the worker cannot start at all."""
 
     epoch: int
     worker: str
     reason: str
+    start_failed: bool = False
 
 
 class Membership:
-    """A connection to what the workers of a namespace share. Not for several threads.
+    """A client of the leases, suspicions and epochs of a namespace. Not for several threads.
 
     Raises Unreachable whenever Redis is gone.
     """
 
     def __init__(self, url: str, namespace: str, *, answer_s: float = ANSWER_TIMEOUT_S):
         """A Redis that takes longer than `answer_s` seconds to answer counts as gone."""
-        self._keys = Keys(namespace)
-        self._pipe = Pipe(url, answer_s)
-        self._heard = "0"
+        self._keys = RedisKeys(namespace)
+        self._pipe = RedisConnection(url, answer_s)
+        self._last_suspicion = "0"
 
     def __enter__(self) -> Self:
         return self
@@ -66,13 +67,18 @@ class Membership:
         self._pipe.close()
 
     def renew(self, worker: str, pid: int) -> None:
-        """Say that a worker is alive, for LEASE_S seconds from now."""
-        self._pipe.call("SET", self._keys.lease(worker), pid, "PX", round(LEASE_S * 1000))
+        """Renew the lease of a worker, for LEASE_S seconds from now."""
+        beat = f"{pid} {time.monotonic_ns()}"
+        self._pipe.call("SET", self._keys.lease(worker), beat, "PX", round(LEASE_S * 1000))
 
     def alive(self, workers: Sequence[str]) -> dict[str, int]:
         """Those of the workers whose leases have not run out, and their process ids."""
+        return {worker: int(beat.split()[0]) for worker, beat in self.beats(workers).items()}
+
+    def beats(self, workers: Sequence[str]) -> dict[str, bytes]:
+        """The leases of those workers: each renewal changes a worker's."""
         held = self._pipe.call("MGET", *map(self._keys.lease, workers))
-        return {worker: int(pid) for worker, pid in zip(workers, held, strict=True) if pid}
+        return {worker: beat for worker, beat in zip(workers, held, strict=True) if beat}
 
     def epoch(self, after: int, timeout: float) -> Epoch | None:
         """The newest epoch later than `after`; None if none begins within `timeout` seconds."""
@@ -83,38 +89,45 @@ class Membership:
         return Epoch(int(number.split(b"-")[0]), fields[1].decode())
 
     def suspect(self, epoch: int, worker: str, reason: str) -> None:
-        """Say that something is wrong with an epoch."""
+        """Report a fault in an epoch."""
         fields = ("epoch", epoch, "member", worker, "reason", reason)
         keep = ("MAXLEN", "~", KEEP_SUSPICIONS)
         self._pipe.call("XADD", self._keys.suspicions, *keep, "*", *fields)
 
+    def report_failed_start(self, worker: str, reason: str) -> None:
+        """Report that a worker which was started by hand cannot join."""
+        epoch = int(self._pipe.call("GET", self._keys.epoch) or 0)
+        fields = ("epoch", epoch, "member", worker, "reason", reason, "start_failed", 1)
+        self._pipe.call("XADD", self._keys.suspicions, "MAXLEN", "~", KEEP_SUSPICIONS, "*", *fields)
+
     def suspicions(self, timeout: float) -> list[Suspicion]:
-        """Those told since the last call, waiting up to `timeout` seconds for the first."""
-        found = self._read(self._keys.suspicions, self._heard, timeout)
+        """The suspicions since the last call, waiting up to `timeout` seconds for the first."""
+        found = self._read(self._keys.suspicions, self._last_suspicion, timeout)
         if found:
-            self._heard = found[-1][0].decode()
+            self._last_suspicion = found[-1][0].decode()
         return [
-            Suspicion(int(fields[1]), fields[3].decode(), fields[5].decode()) for _, fields in found
+            Suspicion(int(fields[1]), fields[3].decode(), fields[5].decode(), len(fields) > 6)
+            for _, fields in found
         ]
 
     def make_plain(self, reason: str) -> None:
-        """Say that in all later epochs weights of four bits are made plain."""
+        """Have all later epochs dequantise four-bit weights."""
         self._pipe.call("SET", self._keys.plain, reason)
 
     def plain(self) -> bool:
-        """Whether somebody said so."""
+        """Whether `make_plain` was called in this namespace."""
         return bool(self._pipe.call("EXISTS", self._keys.plain))
 
     def note_fault(self, epoch: int, reason: str) -> None:
-        """Keep why an epoch ended, for whoever asks how the cluster is."""
+        """Store why an epoch ended, for `pipespec status`."""
         self._pipe.call("SET", self._keys.fault, f"epoch {epoch}: {reason}")
 
     def totals(self) -> dict[str, int]:
-        """What was counted since the log began, but for this epoch."""
+        """The counts of all epochs that have ended."""
         return numbers(self._pipe.call("HGETALL", self._keys.totals))
 
     def count(self, counts: Mapping[str, int]) -> None:
-        """Set some of those: whoever sets one is the only one to count it."""
+        """Set some of those. Each has one writer only."""
         pairs = [item for pair in counts.items() for item in pair]
         self._pipe.call("HSET", self._keys.totals, *pairs)
 
@@ -124,7 +137,7 @@ class Membership:
         return {int(r): int(pid) for r, pid in zip(found[::2], found[1::2], strict=True)}
 
     def follow(self, epoch: int, worker: str) -> None:
-        """Take part in an epoch as a worker that computes beside a rank. Raises StaleEpoch."""
+        """Join an epoch as a tensor-parallel follower. Raises StaleEpoch."""
         load(self._pipe)
         keys = (
             self._keys.epoch,
@@ -133,11 +146,10 @@ class Membership:
             self._keys.row_times(epoch),
             self._keys.computing(epoch),
         )
-        nothing = ("", "", "")
-        self._pipe.call(*evalsha("attach", keys, epoch, worker, os.getpid(), *nothing))
+        self._pipe.call(*evalsha("join_epoch", keys, epoch, worker, os.getpid(), "", "", ""))
 
     def followers(self, epoch: int) -> dict[str, int]:
-        """The workers that have joined an epoch beside ranks, and their process ids."""
+        """The tensor-parallel followers that have joined an epoch, and their process ids."""
         found = self._pipe.call("HGETALL", self._keys.followers(epoch))
         return {
             worker.decode(): int(pid) for worker, pid in zip(found[::2], found[1::2], strict=True)
@@ -189,35 +201,9 @@ class Membership:
         return int(self._pipe.call("HGET", self._keys.graph(epoch), "floor") or 0)
 
     def idle(self) -> bool:
-        """Whether no request is open or waits."""
+        """Whether no request is running or waiting."""
         admitted = self._pipe.call("ZCARD", self._keys.admitted)
         return not admitted and not self._pipe.call("ZCARD", self._keys.queue)
-
-    def invite(self, epoch: int, place: str) -> None:
-        """Say where the ranks of an epoch meet."""
-        self._pipe.call("SET", self._keys.meeting(epoch), place)
-
-    def meeting(self, epoch: int, timeout: float) -> str | None:
-        """Where the ranks of an epoch meet; None if nobody says so within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while (place := self._pipe.call("GET", self._keys.meeting(epoch))) is None:
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(POLL_S)
-        return str(place.decode())
-
-    def invite_followers(self, epoch: int, rank: int, place: str) -> None:
-        """Say where those meet who compute a rank together."""
-        self._pipe.call("HSET", self._keys.gatherings(epoch), rank, place)
-
-    def gathering(self, epoch: int, rank: int, timeout: float) -> str | None:
-        """Where they do; None if nobody says so within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while (place := self._pipe.call("HGET", self._keys.gatherings(epoch), rank)) is None:
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(POLL_S)
-        return str(place.decode())
 
     def _read(self, key: str, after: str, timeout: float) -> list[tuple[bytes, list[bytes]]]:
         block = max(1, round(timeout * 1000))

@@ -1,1 +1,1 @@
-"""Rows through a slice of layers: used by the stages and by the draft."""
+"""Runs batches through a slice of a model's layers; used by the stages and by the draft."""

@@ -1,4 +1,4 @@
-"""Which architectures can be decoded."""
+"""The supported model architectures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from pipespec.errors import ModelError
 
 # Each of these decodes token for token like Hugging Face `generate` in
-# tests/integration/test_model.py; a model_type enters the table together with its test.
+# tests/integration/test_model.py; add a model_type together with its test.
 ARCHITECTURES = (
     "apertus",
     "arcee",
@@ -68,6 +68,6 @@ def require_supported(model_type: str, path: str | Path) -> None:
 
 
 def modeling_module(model_type: str) -> str:
-    """Where Transformers has the classes of an architecture, to be imported beforehand."""
+    """The module of Transformers with the classes of an architecture."""
     name = model_type.removesuffix("_text")
     return f"transformers.models.{name}.modeling_{name}"

@@ -1,6 +1,6 @@
-"""What a checkpoint is, read from its config and the headers of its safetensors files.
+"""Inspects a checkpoint by its config and the headers of its files.
 
-No weight is loaded here, so that a folder that cannot work is refused before any rank starts.
+No weight is loaded, so that a checkpoint that cannot be used is refused before any rank starts.
 """
 
 from __future__ import annotations
@@ -13,15 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.engine.architectures import require_supported
-from pipespec.engine.folder import resolve
-from pipespec.engine.headers import Tensor, read_json, read_tensors
-from pipespec.engine.heads import parallel, require_model, require_own_embedding
-from pipespec.engine.model_config import FOREIGN, check_sizes, read_config, read_eos
+from pipespec.engine.consistency import check_count, check_eos, require_consistent
+from pipespec.engine.draft_kind import parallel_draft, refuse_draft_head, refuse_eagle_head
+from pipespec.engine.formats import gguf, packed_checkpoint
+from pipespec.engine.formats.lazy import DTYPES
+from pipespec.engine.formats.packed_checkpoint import LAYER, Int4Layer
+from pipespec.engine.model_config import (
+    FOREIGN,
+    check_numbers,
+    check_sizes,
+    read_config,
+    read_eos,
+    require_fit,
+)
+from pipespec.engine.model_path import resolve
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.quantization import (
     COMPRESSED_PACKAGE,
-    KEPT,
     MXFP4,
+    PACKED_INT4,
     PACKED_METHODS,
     QUANTIZATIONS,
     dequantised,
@@ -29,37 +39,43 @@ from pipespec.engine.quantization import (
     stored_method,
     stored_packing,
 )
-from pipespec.engine.shares import own_heads, require_shareable
-from pipespec.engine.stored import folder, gguf
-from pipespec.engine.stored.folder import LAYER, KeptLayer
-from pipespec.engine.stored.lazy import DTYPES
+from pipespec.engine.safetensors_headers import Tensor, read_json, read_tensors
+from pipespec.engine.tp_divisibility import local_kv_heads, require_tp_divisible
 from pipespec.errors import ModelError
-from pipespec.system.reading import shown
+from pipespec.system.validation import shown
 
-# In what the products of four bits compute.
-KEPT_DTYPE = "bfloat16"
-_EMBEDDING = re.compile(r"\.(embed_tokens|embed_in)\.weight$")
+# The type in which the kernels for packed 4-bit weights compute.
+INT4_DTYPE = "bfloat16"
+_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|embed_in)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What the rest of pipespec needs to know of a checkpoint before it is loaded.
+    """The properties of a checkpoint that are needed before it is loaded.
 
-    `path` is the local folder, or GGUF file. `vocab_size` counts the rows of the embedding, which
-    may be padded beyond the tokenizer's tokens. `context` is the longest sequence in tokens. `eos`
-    are the token ids that end a text. `stored` are the sizes in the files. `tied`: the embedding is
-    the output head too. `kv_size`: how many numbers K and V of one token in one layer are.
-    `matrix_bytes`: what of each layer's bytes are matrices. `quantization`: by what
-    method the files are quantised already, and `dtype` the type that such a model computes in;
-    both None for plain weights. `experts`: some layers are mixtures. `height` and `width`: the
-    largest numbers that divide both sides of every matrix `[out, in]` of the layers. `unpacked`:
-    the method of quantised files whose weights become plain ones while they load; `stored` is then
-    what they would take as plain ones, and `kept` what of each layer can stay in four bits.
-    `package`: what reads such files, if not pipespec itself. `mask_token`: of a parallel
-    draft (PARD), what stands for tokens to come, of which it guesses `parallel_tokens` per pass.
-    `heads` attend, to `kv_heads`. `shareable`: Transformers has a tensor-parallel plan for it, and
-    `cuts_kv` says whether that divides KV.
-    """
+    Attributes:
+        path: the local folder, or GGUF file.
+        vocab_size: rows of the embedding, which may be padded beyond the tokenizer's tokens.
+        context: tokens of the longest sequence.
+        eos: token ids that end a text.
+        stored: sizes in the files; if `dequantized_from` is set, sizes as plain weights.
+        tied: the embedding is the output head too.
+        kv_size: numbers that K and V of one token have in one layer.
+        matrix_bytes: bytes of matrices in each layer.
+        quantization: the method by which the loaded weights are quantised; None: plain weights.
+        dtype: the type in which such a model computes; None: plain weights.
+        experts: some layers are mixtures of experts.
+        height, width: the largest numbers that divide the rows and columns of every matrix
+            `[out, in]` of the layers.
+        dequantized_from: the method of quantised files whose weights are dequantised while they
+            load; None: the files are not dequantised.
+        int4_layers: what can stay packed in 4 bits, for each layer.
+        package: the package that reads such files, if pipespec does not.
+        mask_token: the token that a parallel draft (PARD) has at future positions.
+        parallel_tokens: tokens that a parallel draft proposes per pass.
+        heads, kv_heads: query heads and KV heads of a layer.
+        has_tp_plan: Transformers has a tensor-parallel plan for the architecture.
+        tp_plan_splits_kv: that plan divides the KV heads."""
 
     path: Path
     model_type: str
@@ -77,39 +93,39 @@ class CheckpointInfo:
     experts: bool = False
     height: int = 1
     width: int = 1
-    unpacked: str | None = None
-    kept: tuple[KeptLayer, ...] = ()
+    dequantized_from: str | None = None
+    int4_layers: tuple[Int4Layer, ...] = ()
     package: str | None = None
     mask_token: int | None = None
     parallel_tokens: int = 1
     heads: int = 1
     kv_heads: int = 1
-    shareable: bool = False
-    cuts_kv: bool = False
+    has_tp_plan: bool = False
+    tp_plan_splits_kv: bool = False
 
     @property
     def kind(self) -> str:
-        """What all hosts must have in common, in words."""
-        weights = self.unpacked or "plain"
+        """Architecture, size and type in words; they must be equal on all hosts."""
+        weights = self.dequantized_from or "plain"
         if self.quantization is not None:
             weights = f"{self.quantization} in {self.dtype}"
         return f"{self.model_type}, {self.num_layers} layers of {self.hidden_size}, {weights}"
 
-    def computes_in(self, dtype: str) -> str:
-        """The type of hidden states and KV, where a plain checkpoint would have `dtype`."""
+    def compute_dtype(self, dtype: str) -> str:
+        """The type of hidden states and KV, if plain weights are loaded as `dtype`."""
         return self.dtype or dtype
 
     def loaded(self, dtype: str, quantization: str | None) -> Sizes:
-        """The sizes in memory of weights of that type, quantised so."""
-        stored, item = self.stored, ITEM_BYTES[self.computes_in(dtype)]
-        # Numbers of the embedding are stored in as many bytes as all that is not quantised.
+        """The sizes in memory of weights of this type and quantization."""
+        stored, item = self.stored, ITEM_BYTES[self.compute_dtype(dtype)]
+        # All weights that are not quantised are stored in the type of the embedding.
         growth = item / (stored.embedding / (self.vocab_size * self.hidden_size))
         layers = stored.layers
-        if quantization == KEPT:
+        if quantization == PACKED_INT4:
             one = stored.embedding / (self.vocab_size * self.hidden_size)
             layers = tuple(
                 int((size - kept.weights * one) * growth) + kept.num_bytes
-                for size, kept in zip(layers, self.kept, strict=True)
+                for size, kept in zip(layers, self.int4_layers, strict=True)
             )
         elif self.quantization is None:
             shrink = 1.0 if quantization is None else QUANTIZATIONS[quantization].bits / 8 / item
@@ -120,43 +136,45 @@ class CheckpointInfo:
         return Sizes(layers, int(stored.embedding * growth), int(stored.head * growth))
 
     def layer_bytes(self, sizes: Sizes, members: int) -> tuple[int, ...]:
-        """What each layer takes at least on each of so many devices that share it, where the whole
-        takes `sizes`: matrices are divided, norms are not."""
+        """The least bytes of each layer on each of `members` tensor-parallel devices, given the
+        `sizes` of the whole: matrices are divided, norms are not."""
         parts = zip(sizes.layers, self.stored.layers, self.matrix_bytes, strict=True)
         return tuple(
             int(size * (1 - matrices / stored * (1 - 1 / members)))
             for size, stored, matrices in parts
         )
 
-    def kv_of(self, members: int) -> int:
-        """How many numbers K and V of a token in a layer are on each of so many devices that share
-        it, at most."""
-        if not self.cuts_kv:
+    def kv_size_per_member(self, members: int) -> int:
+        """`kv_size` on each of `members` tensor-parallel devices, at most."""
+        if not self.tp_plan_splits_kv:
             return self.kv_size
         one = self.kv_size // self.kv_heads
         return one * max(
-            len(own_heads(self.heads, self.kv_heads, member, members)) for member in range(members)
+            len(local_kv_heads(self.heads, self.kv_heads, member, members))
+            for member in range(members)
         )
 
-    def check_shared(self, members: int, quantization: str | None) -> None:
-        """Raise ModelError unless so many devices can share its layers."""
-        quantized = bool(self.quantization or self.unpacked or quantization)
-        require_shareable(
-            self.path, self.model_type, self.shareable, self.heads, members, quantized=quantized
+    def check_tensor_parallel(self, members: int, quantization: str | None) -> None:
+        """Raise ModelError unless the layers can be divided among `members` devices."""
+        quantized = bool(self.quantization or self.dequantized_from or quantization)
+        require_tp_divisible(
+            self.path, self.model_type, self.has_tp_plan, self.heads, members, quantized=quantized
         )
 
-    def held(self, quantization: str | None, keep: str, dtype: str) -> str | None:
-        """How its weights are held in memory: one of QUANTIZATIONS, or KEPT, or None, as they are.
+    def weight_format(self, quantization: str | None, keep: str, dtype: str) -> str | None:
+        """The format of the weights in memory: one of QUANTIZATIONS, PACKED_INT4, or None (as
+        stored).
 
-        `quantization` is the setting, `keep` that of `model.keep_quantized`.
+        `quantization` is the value of that setting, `keep` that of `model.keep_quantized`.
         """
-        if keep != "no" and dtype == KEPT_DTYPE and any(each.weights for each in self.kept):
-            return KEPT
+        if keep != "no" and dtype == INT4_DTYPE and any(each.weights for each in self.int4_layers):
+            return PACKED_INT4
         return quantization
 
     def check_quantization(self, name: str, quantization: str | None) -> None:
-        """Raise ModelError unless it can be loaded so; `name` is that of the setting."""
-        already = self.quantization or self.unpacked
+        """Raise ModelError if the checkpoint cannot be quantised so; `name` is that of the
+        setting."""
+        already = self.quantization or self.dequantized_from
         if already is not None:
             if quantization is not None:
                 raise ModelError(
@@ -176,9 +194,9 @@ class CheckpointInfo:
                 )
 
     def require_quantizer(self, name: str, quantization: str | None) -> None:
-        """Raise ModelError unless this machine has the package that loads it so."""
+        """Raise ModelError unless this machine has the package that this takes."""
         if self.package is not None:
-            require_package(self.package, f"{self.path} ({self.unpacked})")
+            require_package(self.package, f"{self.path} ({self.dequantized_from})")
         elif self.quantization is not None:
             require_package(self.quantization, f"{self.path} ({self.quantization})")
         elif quantization is not None:
@@ -187,7 +205,8 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of weights: of each layer, of the input embedding, of final norm and output head."""
+    """Bytes of weights: of each layer, of the input embedding, and of final norm and output
+    head."""
 
     layers: tuple[int, ...]
     embedding: int
@@ -199,23 +218,26 @@ class Sizes:
 
 
 def inspect(model: str | Path) -> CheckpointInfo:
-    """Read a checkpoint's config and headers: of a folder, a GGUF file, or the id of a Hugging Face
-    Hub model.
+    """Read config and headers of a checkpoint: a folder, a GGUF file, or the id of a model on the
+    Hugging Face Hub, which is downloaded into the hub's cache unless it is there.
 
-    A hub model is downloaded into the hub's own cache unless it is there. Raises `ModelError`,
-    in one sentence, for whatever would keep the checkpoint from being loaded.
+    Raises ModelError, in one sentence, for anything that would prevent loading.
     """
     path = resolve(model)
-    files = _of_file(path) if gguf.is_gguf(path) else _of_folder(path)
+    files = _read_gguf(path) if gguf.is_gguf(path) else _read_folder(path)
     raw, tensors = files.config, files.tensors
     model_type = str(raw.get("model_type"))
     require_supported(model_type, path)
     check_sizes(path, raw)
+    check_numbers(path, raw)
+    refuse_eagle_head(path, tensors)
+    require_consistent(path, raw, tensors, plain=files.plain)
+    if type(rows := raw.get("vocab_size")) is int:
+        check_eos(path, model_type, read_eos(path, raw.get("eos_token_id")), rows)
     try:
         config = read_config(path, raw)
     except RecursionError as error:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
-    require_own_embedding(path, tensors)
     if config.num_layers > len(tensors):
         raise ModelError(
             f"{path} holds {len(tensors)} tensors, but config.json counts "
@@ -233,7 +255,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
                 matrices[int(layer[1])] += tensor.num_bytes
                 height = math.gcd(height, tensor.shape[-2])
                 width = math.gcd(width, tensor.shape[-1])
-                # Granite's mixtures stack theirs in one tensor.
+                # Granite's mixtures stack their experts in one tensor.
                 experts = experts or len(tensor.shape) > 2 or ".experts." in name
         elif _EMBEDDING.search(name):
             embedding = tensor
@@ -244,7 +266,8 @@ def inspect(model: str | Path) -> CheckpointInfo:
             f"{path} holds no tensor of layer {layers.index(0)}, though config.json counts "
             f"{len(layers)} layers; fetch the checkpoint again"
         )
-    mask_token, parallel_tokens = parallel(path, raw)
+    check_count(path, raw, tensors, len(layers))
+    mask_token, parallel_tokens = parallel_draft(path, raw)
     sizes = () if embedding is None else (*embedding.shape, embedding.num_bytes)
     if embedding is None or len(embedding.shape) != 2 or 0 in sizes:
         raise ModelError(
@@ -255,6 +278,11 @@ def inspect(model: str | Path) -> CheckpointInfo:
             f"the embedding of {path} has {embedding.shape[1]} columns, but hidden_size in "
             f"config.json is {shown(config.hidden_size)}; fetch the checkpoint again"
         )
+    eos = read_eos(path, config.eos)
+    check_eos(path, model_type, eos, embedding.shape[0])
+    if files.plain:
+        # Some quantisers store a bias of zeros where a model has none.
+        require_fit(path, raw, tensors, strict=files.dequantized_from is None)
     return CheckpointInfo(
         path=path,
         model_type=model_type,
@@ -262,7 +290,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
         hidden_size=config.hidden_size,
         vocab_size=embedding.shape[0],
         context=config.context,
-        eos=read_eos(path, config),
+        eos=tuple(token for token in eos if token < embedding.shape[0]),
         stored=Sizes(tuple(layers), embedding.num_bytes, head),
         tied=config.tied,
         kv_size=config.kv_size,
@@ -272,41 +300,51 @@ def inspect(model: str | Path) -> CheckpointInfo:
         experts=experts,
         height=height,
         width=width,
-        unpacked=files.unpacked,
-        kept=(*files.kept, *[KeptLayer()] * len(layers))[: len(layers)] if files.kept else (),
+        dequantized_from=files.dequantized_from,
+        int4_layers=(*files.int4_layers, *[Int4Layer()] * len(layers))[: len(layers)]
+        if files.int4_layers
+        else (),
         package=files.package,
         mask_token=mask_token,
         parallel_tokens=parallel_tokens,
         heads=config.heads,
         kv_heads=config.kv_heads,
-        shareable=config.shareable,
-        cuts_kv=config.cuts_kv,
+        has_tp_plan=config.has_tp_plan,
+        tp_plan_splits_kv=config.tp_plan_splits_kv,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
-    """What the files of a checkpoint say; see `CheckpointInfo`. `tensors` are those of plain
-    weights, unless `quantization` says otherwise."""
+class _CheckpointFiles:
+    """Config and headers of a checkpoint; see `CheckpointInfo`. `tensors` are those of plain
+    weights unless `quantization` is set; `blocks`: the experts are stored in MXFP4."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     quantization: str | None = None
-    unpacked: str | None = None
-    kept: tuple[KeptLayer, ...] = ()
+    dequantized_from: str | None = None
+    int4_layers: tuple[Int4Layer, ...] = ()
     package: str | None = None
+    blocks: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether a model of plain weights is loaded from `tensors`, by name and shape."""
+        return self.quantization is None and not self.blocks
 
 
-def _of_file(path: Path) -> _Files:
+def _read_gguf(path: Path) -> _CheckpointFiles:
     header = gguf.header(path)
-    return _Files(header.settings, header.plain, unpacked=gguf.GGUF, package=gguf.PACKAGE)
+    return _CheckpointFiles(
+        header.settings, header.plain, dequantized_from=gguf.GGUF, package=gguf.PACKAGE
+    )
 
 
-def _of_folder(path: Path) -> _Files:
+def _read_folder(path: Path) -> _CheckpointFiles:
     raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
-    require_model(path, raw)
+    refuse_draft_head(path, raw)
     stored = raw.get("quantization_config")
-    # An architecture that is not supported is a better answer than how it is quantised.
+    # First, as an unsupported architecture is the more useful error message.
     require_supported(str(raw.get("model_type")), path)
     try:
         method = stored_method(path, stored)
@@ -314,11 +352,16 @@ def _of_folder(path: Path) -> _Files:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
     tensors = read_tensors(path)
     if method == MXFP4:
-        return _Files(raw, dequantised(tensors))
+        return _CheckpointFiles(raw, dequantised(tensors), blocks=True)
     if method not in PACKED_METHODS:
-        return _Files(raw, tensors, quantization=method)
+        return _CheckpointFiles(raw, tensors, quantization=method)
     packing = stored_packing(path, stored)
-    plain = folder.as_plain(path, tensors, packing)
+    plain = packed_checkpoint.as_plain(path, tensors, packing)
     if packing is None:
-        return _Files(raw, plain, unpacked=method, package=COMPRESSED_PACKAGE)
-    return _Files(raw, plain, unpacked=method, kept=folder.kept_layers(tensors, packing))
+        return _CheckpointFiles(raw, plain, dequantized_from=method, package=COMPRESSED_PACKAGE)
+    return _CheckpointFiles(
+        raw,
+        plain,
+        dequantized_from=method,
+        int4_layers=packed_checkpoint.int4_layers(tensors, packing),
+    )

@@ -1,10 +1,9 @@
-"""Matrices that stay in four bits, multiplied by PyTorch's own kernels.
+"""Linear layers whose weights stay packed in 4 bits, by PyTorch's own kernels.
 
-A weight is `(code - 8) * scale + zero` in bfloat16, one scale and zero for a group of inputs. On a
-CPU and on a GPU (tinygemm, compute capability 8.0 and later) a row of the product does not depend
-on what else is in its batch, which `proven` looks at; its numbers are others than those of the
-plain weights, so all stages of a cluster compute in one way.
-"""
+A weight is `(code - 8) * scale + zero` in bfloat16, with one scale and zero for a group of inputs.
+On a CPU and on a GPU (tinygemm, compute capability 8.0 and later) a row of the product does not
+depend on the other rows of its batch, which `self_test_error` checks. The results differ from those
+of dequantised weights, so all stages of a cluster must use the same format."""
 
 from __future__ import annotations
 
@@ -13,22 +12,22 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from pipespec.engine.stored.groups import GroupedWeights
-from pipespec.errors import ModelError, NotProven
+from pipespec.engine.formats.groups import GroupedWeights
+from pipespec.errors import ModelError, PackedMatmulError
 
-# Of a product with the plain weights, in bfloat16: a share of its largest number.
+# The allowed error of a product, relative to its largest number.
 TOLERANCE = 0.02
-# Batches in which a row must be the same.
-BATCHES = (1, 2, 3, 8, 17, 64)
-# Tiles of 16 inputs that a thread of the GPU's kernel takes together.
+# A row must be the same in batches of these sizes.
+TEST_BATCH_SIZES = (1, 2, 3, 8, 17, 64)
+# Possible numbers of tiles of 16 inputs per thread of the GPU kernel.
 INNER_TILES = (8, 4, 2)
 PLAIN = "set model.keep_quantized=no"
 
 
 class Int4Linear(nn.Module):
-    """A linear layer whose weights `[out, in]` are integers of four bits.
+    """A linear layer whose weights `[out, in]` are 4-bit integers.
 
-    Without them until `fill`; `bias` is loaded like that of any layer.
+    It has no weights until `fill`; `bias` is loaded like that of any layer.
     """
 
     packed: Tensor | None
@@ -44,7 +43,7 @@ class Int4Linear(nn.Module):
         self.register_buffer("scale_and_zero", None)
 
     def fill(self, weights: GroupedWeights, device: torch.device) -> None:
-        """Take the weights. Raises ModelError if they do not fit."""
+        """Set the weights. Raises ModelError if they do not fit."""
         shape = (self.out_features, self.in_features)
         if tuple(weights.codes.shape) != shape:
             raise ModelError(f"it is {list(weights.codes.shape)}, but must be {list(shape)}")
@@ -72,34 +71,34 @@ class Int4Linear(nn.Module):
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
-    def proven(self, weights: GroupedWeights) -> str | None:
-        """What is wrong with its products on this device, if anything is."""
+    def self_test_error(self, weights: GroupedWeights) -> str | None:
+        """Why its products on this device are wrong, as a clause; None: they are right."""
         assert self.packed is not None
         generator = torch.Generator().manual_seed(0)
         device = self.packed.device
-        rows = torch.randn(max(BATCHES), self.in_features, generator=generator)
+        rows = torch.randn(max(TEST_BATCH_SIZES), self.in_features, generator=generator)
         rows = rows.to(device, torch.bfloat16)
         with torch.inference_mode():
             whole = self(rows)
             if self.bias is not None:
                 whole = whole - self.bias
-            for size in BATCHES:
+            for size in TEST_BATCH_SIZES:
                 part = self(rows[:size])
                 part = part if self.bias is None else part - self.bias
                 if not torch.equal(part, whole[:size]):
-                    return f"a row is another in a batch of {size}"
+                    return f"a row differs in a batch of {size}"
             expected = rows.float() @ weights.dense().float().T.to(device)
         off = float((whole.float() - expected).abs().max() / expected.abs().max())
-        return None if off <= TOLERANCE else f"it is off by {off:.3f} of the largest number"
+        return None if off <= TOLERANCE else f"its error is {off:.3f} of the largest number"
 
 
 def replace(model: nn.Module, names: Iterable[str]) -> None:
-    """Put an `Int4Linear` in the place of each linear layer of those names that the model has."""
+    """Replace the linear layers with these names, if the model has them, by `Int4Linear`."""
     for name in names:
         parent, _, child = name.rpartition(".")
         try:
             plain = model.get_submodule(name)
-        except AttributeError:  # of another slice
+        except AttributeError:  # belongs to another slice
             continue
         if isinstance(plain, nn.Linear):
             setattr(model.get_submodule(parent), child, Int4Linear(plain))
@@ -108,11 +107,11 @@ def replace(model: nn.Module, names: Iterable[str]) -> None:
 def fill(
     model: nn.Module, weights: Mapping[str, Callable[[], GroupedWeights]], device: torch.device
 ) -> None:
-    """Read the weights of every `Int4Linear` of the model, and prove the first of each shape.
+    """Read the weights of every `Int4Linear` of the model, and test the first of each shape.
 
-    Raises ModelError, NotProven.
+    Raises ModelError, PackedMatmulError.
     """
-    proven = set()
+    tested = set()
     for name, module in model.named_modules():
         if not isinstance(module, Int4Linear):
             continue
@@ -120,11 +119,13 @@ def fill(
         try:
             module.fill(read, device)
         except ModelError as error:
-            raise ModelError(f"{name} cannot stay in four bits: {error}; {PLAIN}") from error
+            raise ModelError(f"{name} cannot stay packed in 4 bits: {error}; {PLAIN}") from error
         shape = (module.out_features, module.in_features, module.group)
-        if shape not in proven:
-            wrong = module.proven(read)
+        if shape not in tested:
+            wrong = module.self_test_error(read)
             if wrong is not None:
-                fault = f"products of four bits are not right on {device}: of {name}, {wrong}"
-                raise NotProven(fault)
-            proven.add(shape)
+                raise PackedMatmulError(
+                    f"the kernel for packed 4-bit weights failed its self-test on {device}: "
+                    f"in {name}, {wrong}"
+                )
+            tested.add(shape)

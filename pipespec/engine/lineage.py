@@ -1,18 +1,19 @@
-"""The parent rule: which rows live, at one stage, for each request.
+"""The parent rule, which decides at one stage which rows of a sequence are valid.
 
-A stage learns of rows and of verdicts in any relative order. Of a request it keeps the *tip* (the
-last committed row) and the live nodes, and
+Rows and verdicts reach a stage in any relative order. For each sequence the stage keeps the *tip*
+(the last committed row) and the live nodes, and
 
     a row is valid exactly if its parent is live here or is the tip.
 
-Everything else was pruned while it was in flight. A verdict names the tokens that follow the
-tip. If the tip's child with that token is here, it becomes the tip; if not, everything under
-the tip is dead, and the first row that arrives with that parent and that token is the tip.
-Nothing else is needed to keep the ranks consistent: no hit index, no version, no flush.
+All other rows were pruned while they were in flight. A verdict contains the tokens that follow the
+tip. If the tip has a child here with the next token, that child becomes the tip and its siblings
+are dead. Otherwise all nodes below the tip are dead, and the first row that arrives with that
+parent and that token becomes the tip. Nothing else is needed to keep the ranks consistent: no hit
+index, no tree version, no flush.
 
-Each request has a `Lineage`, which applies the rule; the nodes of all of them stand in the columns
-of one `LiveNodes`, so that what a batch brings is written for all requests at once. This module
-is pure book-keeping; `pipespec.engine.runner` gives every node its KV slot.
+Each sequence has a `Lineage`, which applies the rule. The nodes of all sequences are in the columns
+of one `LiveNodes`, so that the rows of a batch are written at once. This module only keeps books;
+`pipespec.engine.runner` allocates the KV slots.
 """
 
 from __future__ import annotations
@@ -23,21 +24,32 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipespec.core import GUESS, KIND, NO_NODE, NODE, PARENT, POSITION, SEQUENCE, TOKEN, Verdict
+from pipespec.core import (
+    DRAFT,
+    KIND,
+    NO_PARENT_NODE,
+    NODE,
+    PARENT,
+    POSITION,
+    SEQUENCE,
+    TOKEN,
+    Verdict,
+)
 
-# Local index of the tip, in every sequence: a node's children find their parent there once it is
-# committed.
+# The local index of the tip of every sequence. When a node is committed, its children get this
+# index as their parent.
 TIP = 0
+# The result of `LiveNodes.admit` for a row that is not valid.
 DROPPED = -1
 
-# The sequence of a free local index: no sequence has that number.
+# The sequence number of unused local indices; no sequence has it.
 FREE = -(2**62)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a verdict did: local indices that joined the sequence, in order, and that died, in
-    parts."""
+class AppliedVerdict:
+    """The effect of a verdict: local indices of nodes that were committed, in order, and of nodes
+    that died, in parts."""
 
     committed: list[int]
     dead: list[np.ndarray]
@@ -46,10 +58,10 @@ class Outcome:
 class LiveNodes:
     """The live nodes of all sequences of a stage, addressed by small reusable local indices.
 
-    Columns, `[capacity]`: `sequence` (FREE: of none), `node` (its id), `parent` (the
-    local index), `token`, `position`, `slot` (set by whoever holds KV). `mask[i, j]` says whether
-    live node i may attend to live node j (an ancestor or itself); committed rows are visible to
-    all and stand in no column. Columns of free indices are False in every live row.
+    Columns, `[capacity]`: `sequence` (FREE: unused), `node` (its id), `parent` (its local index),
+    `token`, `position`, `slot` (set by `SliceRunner`). `mask[i, j]` is whether live node i may
+    attend to live node j, which is an ancestor or the node itself. Committed rows are visible to
+    all nodes and have no column. Columns of unused indices are False in the rows of live nodes.
     """
 
     _COLUMNS = ("sequence", "node", "parent", "token", "position", "slot")
@@ -64,13 +76,13 @@ class LiveNodes:
 
     def of(self, sequence: int) -> np.ndarray:
         """Local indices of a sequence's live nodes, rising."""
-        return (self.sequence == sequence).nonzero()[0]  # which flatnonzero wraps, at a cost
+        return (self.sequence == sequence).nonzero()[0]  # faster than flatnonzero
 
     def admit(self, rows: np.ndarray, lineages: Mapping[int, Lineage]) -> np.ndarray:
-        """Take in the rows `[rows, 6]` of a batch, in order, by the parent rule.
+        """Apply the parent rule to the rows `[rows, 6]` of a batch, in order.
 
-        Returns for each row a live node's local index, TIP if it was committed on arrival, or
-        DROPPED. Of a sequence, committed rows precede live ones.
+        Returns for each row the local index of a live node, TIP if it was committed on arrival, or
+        DROPPED. Committed rows of a sequence precede its live ones.
         """
         local = np.array([lineages[row[SEQUENCE]].admit(row) for row in rows.tolist()], np.int64)
         arrived = np.flatnonzero(local > TIP)
@@ -84,9 +96,9 @@ class LiveNodes:
             strict=True,
         ):
             getattr(self, name)[local] = rows[:, column]
-        waits = np.zeros(len(self.node), bool)  # for the mask of its parent
+        waits = np.zeros(len(self.node), bool)  # for their parents' masks
         waits[local] = True
-        while len(local):  # one generation after another
+        while len(local):  # one level after another
             parent = self.parent[local]
             ready = ~waits[parent]
             here = local[ready]
@@ -95,14 +107,14 @@ class LiveNodes:
             waits[here] = False
             local = local[~ready]
 
-    def take(self) -> int:
+    def allocate_index(self) -> int:
         """A free local index."""
         if not self._free:
             self._grow()
         return self._free.pop()
 
     def commit(self, child: int, live: np.ndarray) -> None:
-        """A child of the tip is the tip now; `live` are the nodes below it."""
+        """Make a child of the tip the tip; `live` are the nodes below it."""
         if len(live):
             self.mask[live, child] = False
             self.parent[live[self.parent.take(live) == child]] = TIP
@@ -132,21 +144,26 @@ class LiveNodes:
 
 
 class Lineage:
-    """Committed tip of one request, and which of the live nodes are its own."""
+    """The tip and the live nodes of one sequence.
+
+    Attributes:
+        tip: node id of the last committed row.
+        length: committed tokens, computed at this stage.
+        expected: decided tokens whose rows have not arrived."""
 
     def __init__(self, sequence: int, nodes: LiveNodes, length: int = 0):
-        """`length`: committed tokens that it begins with, which another sequence has computed."""
+        """`length`: committed tokens that are shared with another sequence."""
         self.sequence = sequence
         self.nodes = nodes
-        # What was decided before a sequence was opened has its positions for node ids.
-        self.tip = length - 1 if length else NO_NODE
+        # The node id of a token that was decided before the sequence started is its position.
+        self.tip = length - 1 if length else NO_PARENT_NODE
         self.length = length
         self.expected: deque[int] = deque()
         self._index = {self.tip: TIP}
 
     @property
     def decided(self) -> int:
-        """Length of the sequence as far as verdicts have told it, arrived here or not."""
+        """The number of decided tokens, whether or not their rows have arrived here."""
         return self.length + len(self.expected)
 
     @property
@@ -155,15 +172,15 @@ class Lineage:
         return self.nodes.of(self.sequence)
 
     def holds(self, node: int) -> bool:
-        """Whether a node is live here, or the tip."""
+        """Whether a node is live here or is the tip."""
         return node in self._index
 
     def admit(self, row: Sequence[int]) -> int:
-        """What becomes of a row of this request: see `LiveNodes.admit`, which calls this and
-        writes the columns of what comes to live."""
+        """Apply the parent rule to one row; see `LiveNodes.admit`, which calls this and writes the
+        columns of the nodes that are live."""
         node, parent = row[NODE], row[PARENT]
-        if row[KIND] != GUESS or self.expected:
-            if parent != self.tip or (row[KIND] == GUESS and row[TOKEN] != self.expected[0]):
+        if row[KIND] != DRAFT or self.expected:
+            if parent != self.tip or (row[KIND] == DRAFT and row[TOKEN] != self.expected[0]):
                 return DROPPED
             if self.expected:
                 expected = self.expected.popleft()
@@ -174,15 +191,16 @@ class Lineage:
         if above is None:
             return DROPPED
         assert node not in self._index, f"node {node} arrived twice"
-        here = self._index[node] = self.nodes.take()
+        here = self._index[node] = self.nodes.allocate_index()
         self.nodes.parent[here] = above
         return here
 
-    def apply(self, verdict: Verdict, ids: Sequence[int] | None = None) -> Outcome:
-        """Walk the verdict's tokens down from the tip; tokens told before are skipped.
+    def apply(self, verdict: Verdict, ids: Sequence[int] | None = None) -> AppliedVerdict:
+        """Apply a verdict: follow its tokens down from the tip. Tokens that are known already are
+        skipped.
 
-        `ids` are the node ids of the tokens, if they are known: a row with another id is a guess
-        that was dropped and made again, and dies.
+        `ids` are the node ids of the tokens, if known: a node with the right token but another id
+        was dropped from the tree and proposed again since, and dies.
         """
         assert verdict.base <= self.decided, "a verdict is missing"
         committed: list[int] = []
@@ -190,30 +208,30 @@ class Lineage:
         first = self.decided - verdict.base
         tokens = verdict.tokens[first:]
         live = self.live
-        for told, token in enumerate(tokens):
-            node = None if ids is None else ids[first + told]
+        for count, token in enumerate(tokens):
+            node = None if ids is None else ids[first + count]
             child = None if self.expected else self._child_of_tip(live, token, node)
-            doomed, live = self._parted(live, child)
-            if len(doomed):
-                self._forget(doomed, survivors=len(live))
-                dead.append(doomed)
+            dying, live = self._split_by_survival(live, child)
+            if len(dying):
+                self._forget(dying, survivors=len(live))
+                dead.append(dying)
             if child is None:
-                self.expected.extend(tokens[told:])
+                self.expected.extend(tokens[count:])
                 break
             committed.append(child)
             live = live[live != child]
             self.nodes.commit(child, live)
             self._become_tip(int(self.nodes.node[child]))
-        return Outcome(committed, dead)
+        return AppliedVerdict(committed, dead)
 
     def discard(self, nodes: Sequence[int]) -> np.ndarray:
-        """Give up live nodes, and with each all below it; the local indices that they had."""
+        """Remove live nodes, given with all nodes below them; returns their local indices."""
         local = np.array([self._index.pop(node) for node in nodes], np.int64)
         self.nodes.free(local)
         return local
 
     def release(self) -> np.ndarray:
-        """Give its live nodes up; the local indices that they had."""
+        """Remove all live nodes; returns their local indices."""
         live = self.live
         self.nodes.free(live)
         return live
@@ -224,9 +242,11 @@ class Lineage:
         found = live[is_it & (nodes.parent.take(live) == TIP)]
         return int(found[0]) if len(found) else None
 
-    def _parted(self, live: np.ndarray, child: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Those of the nodes that die when `child` (None: what is not here) becomes the tip, and
-        those that stay, itself among them."""
+    def _split_by_survival(
+        self, live: np.ndarray, child: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The nodes that die when `child` becomes the tip, and those that survive, `child`
+        included. None: the new tip is not here, so all die."""
         if child is None:
             return live, live[:0]
         stays = self.nodes.mask[:, child].take(live)
@@ -238,12 +258,12 @@ class Lineage:
         self.tip = node
         self.length += 1
 
-    def _forget(self, doomed: np.ndarray, survivors: int) -> None:
-        self.nodes.free(doomed)
-        if not survivors:  # a miss: one by one would take longer than a verdict may
+    def _forget(self, dying: np.ndarray, survivors: int) -> None:
+        self.nodes.free(dying)
+        if not survivors:  # after a miss, removing them one by one would take too long
             self._index = {self.tip: TIP}
             return
-        for node in self.nodes.node[doomed].tolist():
+        for node in self.nodes.node[dying].tolist():
             del self._index[node]
 
     def check(self) -> None:
@@ -261,4 +281,6 @@ class Lineage:
                 expected.add(at)
                 at = int(nodes.parent[at])
             assert set(np.flatnonzero(nodes.mask[i]).tolist()) == expected
-        assert not self.expected or not len(live), "nothing lives under an absent tip"
+        assert not self.expected or not len(live), (
+            "no node is live below a tip that has not arrived"
+        )

@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to the layers of a slice, through Transformers' own loading."""
+"""Loads the layers of a slice from a checkpoint, by Transformers' own loading code."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ import torch
 from pipespec.engine import int4
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook
+from pipespec.engine.formats import gguf, packed_checkpoint
+from pipespec.engine.formats.lazy import LazyTensor
+from pipespec.engine.model_config import FOREIGN, LONGEST_REASON
 from pipespec.engine.precision import name_of
-from pipespec.engine.quantization import KEPT, loading_options, stored_packing
+from pipespec.engine.quantization import PACKED_INT4, loading_options, stored_packing
+from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slicing import sliced_class
-from pipespec.engine.stored import folder, gguf
-from pipespec.engine.tensor_parallel import Group, cut, require_divisible, settle
+from pipespec.engine.tensor_parallel import TPGroup, finalize_shards, require_divisible, shard_model
 from pipespec.errors import ModelError
-from pipespec.system.quiet import quiet
+from pipespec.system.silence_warnings import silence_warnings
 
-with quiet():
+with silence_warnings():
     from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging as transformers_logging
+
+# Part of Transformers' message on tensors that it cannot stack or concatenate.
+_CONVERSION = "automatic conversion of the weights"
 
 # `from_pretrained` sets process-wide state while it runs (default dtype, initialisers, log
 # level), and the ranks of a test cluster are threads of one process.
@@ -39,11 +46,11 @@ def load(
     quantization: str | None,
     device: torch.device,
     progress: bool,
-    group: Group | None = None,
+    group: TPGroup | None = None,
 ) -> PreTrainedModel:
-    """The model's own class with the weights of `layers`, or with a member's part of them; see
-    `ModelSlice.load`."""
-    with lock, quiet(), _log_level(progress):
+    """The model's own class with the weights of `layers`, or with a tensor-parallel shard of them;
+    see `ModelSlice.load`."""
+    with lock, silence_warnings(), _log_level(progress):
         config = _config(path)
         require_supported(config.model_type, path)
         assert layers.step == 1
@@ -63,14 +70,14 @@ def load(
         if group is not None:
             quantized = gguf.is_gguf(path) or stored is not None or quantization is not None
             require_divisible(config, path, group.size, quantized=quantized)
-            prepare = partial(cut, group=group)
+            prepare = partial(shard_model, group=group)
         if gguf.is_gguf(path):
             with gguf.opened(path) as state:
                 model, loaded = _plain(config, sliced_class(config, layers), state, dtype, options)
         elif packing is not None:
-            del config.quantization_config  # to Transformers it is a model of plain weights
-            with folder.opened(path, packing) as (state, kept):
-                prepare = partial(int4.replace, names=kept if quantization == KEPT else ())
+            del config.quantization_config  # for Transformers it has plain weights
+            with packed_checkpoint.opened(path, packing) as (state, kept):
+                prepare = partial(int4.replace, names=kept if quantization == PACKED_INT4 else ())
                 model_class = sliced_class(config, layers, prepare)
                 model, loaded = _plain(config, model_class, state, dtype, options)
                 int4.fill(model, kept, device)
@@ -82,6 +89,74 @@ def load(
                 **options,
                 **loading_options(config, quantization, dtype),
             )
+    _require_all(path, loaded)
+    if group is not None:
+        finalize_shards(model, group)
+    if dtype is not None and model.dtype != dtype:
+        raise ModelError(
+            f"{path} is quantised for {name_of(model.dtype)}, not {name_of(dtype)}; leave "
+            "model.dtype out"
+        )
+    return model
+
+
+def check_fit(path: Path, tensors: Mapping[str, Tensor], *, strict: bool) -> int:
+    """Load a model from the headers of plain weights, on PyTorch's meta device, and return how many
+    tensors it leaves out.
+
+    Transformers renames and stacks tensors as for real weights. Raises ModelError if tensors are
+    missing or have another shape, or if the config is not valid; with `strict` also if weights of
+    layers would be left out.
+    """
+
+    def empty(tensor: Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, device="meta")
+
+    with lock, silence_warnings(), _log_level(progress=False):
+        config = _config(path)
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config  # the headers are those of plain weights
+        state = {
+            name: LazyTensor(tensor.shape, "F32", partial(empty, tensor))
+            for name, tensor in tensors.items()
+        }
+        options = {
+            "device_map": {"": torch.device("meta")},
+            "ignore_mismatched_sizes": True,
+            "output_loading_info": True,
+        }
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        try:
+            _, loaded = _plain(config, model_class, state, torch.float32, options)
+        except Exception as error:  # model code may raise anything for invalid values
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+            if _CONVERSION in reason:  # the rest refers to a report that is not shown
+                reason = "tensors that the model concatenates do not fit together"
+            raise ModelError(
+                f"no model can be made of {path} and its config.json ({reason}); {FOREIGN}"
+            ) from error
+    _require_all(path, loaded)
+    left_out = [_name(key) for key in loaded["unexpected_keys"]]
+    extra = getattr(config, "num_nextn_predict_layers", None) or 0
+    mtp = range(config.num_hidden_layers, config.num_hidden_layers + extra)
+    weights = [
+        name
+        for name in left_out
+        if (layer := packed_checkpoint.LAYER.search(name)) is not None
+        and int(layer[1]) not in mtp
+        and name.endswith((".weight", ".bias"))
+    ]
+    if weights and strict:
+        raise ModelError(
+            f"{path} does not fit its config.json: {len(weights)} tensors of its layers would be "
+            f"left out, for example {min(weights)}; correct config.json, or fetch the checkpoint "
+            "again"
+        )
+    return len(left_out)
+
+
+def _require_all(path: Path, loaded: Mapping[str, Any]) -> None:
+    """Raise ModelError unless loading found every tensor, in its shape."""
     for what in ("missing_keys", "mismatched_keys"):
         if loaded[what]:
             raise ModelError(
@@ -89,14 +164,6 @@ def load(
                 f"{what.replace('_keys', ' tensors')}, for example "
                 f"{_name(min(loaded[what]))}; fetch the checkpoint again"
             )
-    if group is not None:
-        settle(model, group)
-    if dtype is not None and model.dtype != dtype:
-        raise ModelError(
-            f"{path} is quantised for {name_of(model.dtype)}, not {name_of(dtype)}; leave "
-            "model.dtype out"
-        )
-    return model
 
 
 def _config(path: Path) -> PretrainedConfig:
@@ -112,7 +179,7 @@ def _plain(
     dtype: torch.dtype | None,
     options: Mapping[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model of plain weights that are read one by one, by default in the config's type."""
+    """A model of plain weights that are read lazily, by default in the config's type."""
     return model_class.from_pretrained(
         None,
         config=config,
@@ -124,7 +191,7 @@ def _plain(
 
 @contextmanager
 def _log_level(progress: bool) -> Iterator[None]:
-    """Keep Transformers from printing: what matters of its reports is raised instead."""
+    """Keep Transformers from printing; faults in its reports are raised as errors instead."""
     level, bar = (
         transformers_logging.get_verbosity(),
         transformers_logging.is_progress_bar_enabled(),

@@ -1,21 +1,22 @@
-"""What a model's config says of it, with the defaults of its class in Transformers."""
+"""Reads a model's config, with the defaults of its class in Transformers."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.headers import read_json
-from pipespec.engine.stored import gguf
+from pipespec.engine.formats import gguf
+from pipespec.engine.safetensors_headers import Tensor, read_json
 from pipespec.errors import ModelError
 from pipespec.limits import MAX_COUNT, fault
-from pipespec.system.cache import remembered
-from pipespec.system.reading import Unreadable, typed
+from pipespec.system.cache import cached_call
+from pipespec.system.validation import Unreadable, shown, typed
 
-# Of what another library says of a file a message shows so many characters.
+# Characters of another library's message in an error message.
 LONGEST_REASON = 400
 FOREIGN = "correct it, or fetch the checkpoint again"
 _SIZES = (
@@ -29,7 +30,18 @@ _SIZES = (
     "max_position_embeddings",
 )
 _MAX_LAYERS = 10_000
-# The matrices of which a tensor-parallel plan cuts KV heads, if it does.
+# Suffixes of names of numbers that cannot be negative, and names of numbers that must be positive.
+_NOT_NEGATIVE = (
+    *("_size", "_dim", "_heads", "_layers", "_rank", "_eps", "_epsilon", "_experts"),
+    *("_per_tok", "_softcapping", "sliding_window"),
+)
+_POSITIVE = ("rope_theta", "rope_local_base_freq", "rotary_emb_base", "partial_rotary_factor")
+# Fields that describe a rotary embedding, and suffixes of positive numbers in them.
+_ROPE = ("rope_parameters", "rope_scaling")
+_ROPE_POSITIVE = ("factor", "_max_position_embeddings", "attention_factor")
+_DEEPEST = 8
+_HUGE = 1e300  # products of larger numbers are infinite
+# The matrices in which a tensor-parallel plan may divide KV heads.
 _KV = (".k_proj", ".v_proj", ".kv_b_proj")
 # Rotary embeddings whose frequencies change once a sequence outgrows this many positions: K
 # computed before and after would disagree, so that is where the usable context ends.
@@ -38,15 +50,15 @@ _GROWING_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class StoredConfig:
-    """What we need of a model's config, with the defaults of its class in Transformers.
+    """The fields of a model's config that we need, with the defaults of its class in Transformers.
 
-    `eos` is as it stands there; see `CheckpointInfo` for the rest.
+    `eos` is `eos_token_id` as it is; see `CheckpointInfo` for the rest.
     """
 
     heads: int
     kv_heads: int
-    shareable: bool
-    cuts_kv: bool
+    has_tp_plan: bool
+    tp_plan_splits_kv: bool
 
     num_layers: int
     hidden_size: int
@@ -57,9 +69,9 @@ class StoredConfig:
 
 
 def read_config(path: Path, raw: Mapping[str, Any]) -> StoredConfig:
-    """Transformers' reading of config.json, which is kept: importing it takes seconds."""
+    """The config as Transformers reads it; cached, as importing Transformers takes seconds."""
     depends = {"config": raw, "transformers": importlib.metadata.version("transformers")}
-    return remembered("configs", StoredConfig, depends, lambda: _by_transformers(path))
+    return cached_call("configs", StoredConfig, depends, _by_transformers, path)
 
 
 def _by_transformers(path: Path) -> StoredConfig:
@@ -79,6 +91,34 @@ def _by_transformers(path: Path) -> StoredConfig:
     )
 
 
+@dataclass(frozen=True)
+class Fit:
+    """The cached result of `loading.check_fit`: how many tensors the model leaves out."""
+
+    left_out: int
+
+
+def require_fit(
+    path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], *, strict: bool
+) -> None:
+    """Raise ModelError unless the model's own class accepts plain weights with these headers
+    (`loading.check_fit`). Success is cached, like the config."""
+    described = sorted((name, each.shape, each.dtype) for name, each in tensors.items())
+    depends = {
+        "config": raw,
+        "headers": hashlib.sha256(repr(described).encode()).hexdigest(),
+        "strict": strict,
+        "transformers": importlib.metadata.version("transformers"),
+    }
+
+    def make() -> Fit:
+        from pipespec.engine import loading  # torch and Transformers
+
+        return Fit(loading.check_fit(path, tensors, strict=strict))
+
+    cached_call("fits", Fit, depends, make)
+
+
 def _load_config(path: Path) -> Any:
     if gguf.is_gguf(path):
         return gguf.load_config(path)
@@ -86,18 +126,52 @@ def _load_config(path: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # any class's code meets any values
+    except Exception as error:  # model code may raise anything for invalid values
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
         raise ModelError(f"{path / 'config.json'} is not valid: {reason}; {FOREIGN}") from error
 
 
 def check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
-    """Raise ModelError if a size in config.json is out of range; Transformers checks types."""
+    """Raise ModelError if a size in config.json is out of range; Transformers checks the types."""
     for name in _SIZES:
         most = _MAX_LAYERS if name == "num_hidden_layers" else MAX_COUNT
         wrong = fault(name, raw.get(name), 1, most)
         if wrong and type(raw.get(name)) in (int, float):
             raise ModelError(f"{path / 'config.json'}: {wrong[:-1]}; fetch the checkpoint again")
+
+
+def check_numbers(path: Path, raw: Mapping[str, Any]) -> None:
+    """Raise ModelError if a number in config.json is not finite, or has an impossible sign.
+    `quantization_config` is not checked."""
+    rest = {name: value for name, value in raw.items() if name != "quantization_config"}
+    for name, value in _numbers("", rest, _DEEPEST):
+        last = name.rpartition(".")[2]
+        in_rope = name.startswith(_ROPE)
+        wanted = None
+        if not -_HUGE < value < _HUGE:
+            wanted = "a finite number"
+        elif last in _POSITIVE or (in_rope and last.endswith(_ROPE_POSITIVE)):
+            wanted = "above 0" if value <= 0 else None
+        elif last.endswith(_NOT_NEGATIVE):
+            wanted = "0 or more" if value < 0 else None
+        if last == "partial_rotary_factor" and value > 1:
+            wanted = "at most 1"
+        if wanted is not None:
+            raise ModelError(
+                f"{path / 'config.json'}: {name} is {shown(value)}, but must be {wanted}; {FOREIGN}"
+            )
+
+
+def _numbers(prefix: str, value: Any, depth: int) -> Iterator[tuple[str, float]]:
+    """Names and values of the numbers in a JSON value, to that depth."""
+    if type(value) in (int, float):
+        yield prefix, value
+    elif depth:
+        pairs = value.items() if isinstance(value, dict) else ()
+        for name, inner in pairs:
+            yield from _numbers(f"{prefix}.{name}" if prefix else str(name), inner, depth - 1)
+        for inner in value if isinstance(value, list) else ():
+            yield from _numbers(prefix, inner, depth - 1)
 
 
 def _kv_size(config: Any) -> int:
@@ -109,12 +183,12 @@ def _kv_size(config: Any) -> int:
 
 
 def _is_latent(config: Any) -> bool:
-    """Whether K and V are made of fewer numbers for every query head."""
+    """Whether K and V are computed from a latent vector (MLA)."""
     return getattr(config, "qk_rope_head_dim", None) is not None
 
 
 def _kv_heads(config: Any) -> int:
-    # A config.json may name what its architecture ignores; the class knows.
+    # config.json may contain a field that its architecture ignores; the class knows.
     grouped = hasattr(type(config), "num_key_value_heads") and config.num_key_value_heads
     return int(grouped or config.num_attention_heads)
 
@@ -129,14 +203,14 @@ def _context(config: Any) -> int:
     return context
 
 
-def read_eos(path: Path, config: StoredConfig) -> tuple[int, ...]:
-    """The token ids that end a text. Raises ModelError."""
+def read_eos(path: Path, stored: Any) -> tuple[int, ...]:
+    """The token ids that end a text, given the `eos_token_id` of the config. Raises ModelError."""
     if gguf.is_gguf(path):
         return tuple(gguf.header(path).eos)
     generation = path / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
     if eos is None:
-        eos = config.eos
+        eos = stored
     if eos is None:
         return ()
     try:

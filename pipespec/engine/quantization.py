@@ -1,9 +1,8 @@
-"""Weights in fewer bits than the model computes in.
+"""Weight-only quantisation.
 
-Quantisation here is weight-only: a layer's matrices are kept in few bits, and multiplied in the
-model's type (nf4, on a CPU with AVX-512 BF16, in bfloat16 whatever that is). Whatever a batch
-holds, a row then computes the same, so decoding stays lossless: the text is that of the
-quantised model.
+A layer's matrices have few bits, and are multiplied in the model's type (nf4 on a CPU with AVX-512
+BF16: always in bfloat16). The result of a row does not depend on its batch, so decoding stays
+lossless: the text is that of the quantised model.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.headers import Tensor
-from pipespec.engine.stored.gguf import GGUF
-from pipespec.engine.stored.gguf import PACKAGE as GGUF_PACKAGE
-from pipespec.engine.stored.packed import AWQ, COMPRESSED, GPTQ, Packing, is_whole, packing
+from pipespec.engine.formats.gguf import GGUF
+from pipespec.engine.formats.gguf import PACKAGE as GGUF_PACKAGE
+from pipespec.engine.formats.packing import AWQ, COMPRESSED, GPTQ, Packing, is_whole, packing
+from pipespec.engine.safetensors_headers import Tensor
 from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # a wrong setting is refused without them
@@ -27,10 +26,10 @@ if TYPE_CHECKING:  # a wrong setting is refused without them
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """`package` does it while the model loads.
+    """A method of quantising weights while they load.
 
-    `bits` of a weight, with its share of scales. A matrix `[out, in]` must have `in` a multiple of
-    `block` and `out` one of `pack`.
+    `package` implements it; `bits` per weight, scales included. A matrix `[out, in]` must have `in`
+    a multiple of `block` and `out` a multiple of `pack`.
     """
 
     package: str
@@ -46,30 +45,29 @@ QUANTIZATIONS = {
     "nf4": Quantization("bitsandbytes", 4.5, block=64, pack=32),
 }
 
-# How a checkpoint may have been quantised before (`quant_method` of its config.json); the package
-# that reads it has the same name. A method enters with its test in
-# tests/integration/test_quantization.py.
+# Methods of quantised checkpoints (`quant_method` in config.json); the package that reads them has
+# the same name. Add a method together with its test in tests/integration/test_quantization.py.
 METHODS = ("bitsandbytes", "torchao")
 
-# Packed integers of four bits stay so (`model.keep_quantized`), instead of becoming plain weights.
-KEPT = "int4"
+# Weights that are stored as packed 4-bit integers stay so (`model.keep_quantized`).
+PACKED_INT4 = "int4"
 
-# Methods whose weights become plain ones while they load; compressed-tensors' package reads what
-# is not packed into words.
+# Methods whose weights are dequantised while they load. The package compressed-tensors reads its
+# own unpacked formats.
 PACKED_METHODS = (AWQ, GPTQ, COMPRESSED)
 COMPRESSED_PACKAGE = "compressed_tensors"
 
 # The package that reads files of each kind; packed integers need none.
 READERS = {**{name: name for name in METHODS}, COMPRESSED: COMPRESSED_PACKAGE, GGUF: GGUF_PACKAGE}
 
-# The method of published gpt-oss: experts in blocks of 32 4-bit floats with one scale. They are
-# dequantised while they load, on every device, so that all ranks compute the same; such a
-# checkpoint then counts as one of plain weights.
+# The method of gpt-oss: experts in blocks of 32 4-bit floats with one scale. They are dequantised
+# while they load, on every device, so that all ranks compute the same; such a checkpoint counts as
+# one of plain weights.
 MXFP4 = "mxfp4"
 
 
 def require_package(package: str, why: str) -> None:
-    """Raise ModelError unless the package is installed; `why`: what wants it, for the message."""
+    """Raise ModelError unless the package is installed; `why`: what needs it, for the message."""
     if find_spec(package) is None:
         raise ModelError(
             f"{why} needs {package.replace('_', '-')}, which is not installed; pip install "
@@ -98,7 +96,7 @@ def stored_method(path: Path, config: Any) -> str | None:
     if kind is not None:
         raise ModelError(
             f"{path} is quantised by {kind}, which may round a row by what else is in its batch, "
-            "so the text would depend on the guesses; take a 4-bit or a weight-only checkpoint"
+            "so the text would depend on the draft tokens; take a 4-bit or a weight-only checkpoint"
         )
     return method
 
@@ -126,7 +124,8 @@ def _activations(config: Any) -> str | None:
 
 
 def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What MXFP4 tensors are in bfloat16: a byte of blocks holds two weights."""
+    """The headers of MXFP4 tensors once dequantised to bfloat16; a byte of a block holds two
+    weights."""
     blocks, scales = "_blocks", "_scales"
     return {
         name: replace(tensor, num_bytes=4 * tensor.num_bytes) if name.endswith(blocks) else tensor
@@ -138,7 +137,7 @@ def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def loading_options(
     config: PretrainedConfig, name: str | None, dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """What `from_pretrained` is told in order to quantise; packages are imported when needed."""
+    """The arguments of `from_pretrained` that quantise; packages are imported when needed."""
     stored = getattr(config, "quantization_config", None)
     if stored is not None and stored.get("quant_method") == MXFP4:
         from transformers import Mxfp4Config

@@ -1,4 +1,5 @@
-"""Batches through a slice of layers: the KV of every sequence, and the parent rule over both."""
+"""Runs batches through a slice of layers, with the KV cache and the parent rule of every
+sequence."""
 
 from __future__ import annotations
 
@@ -10,80 +11,70 @@ import numpy as np
 import torch
 
 from pipespec.core import (
-    DECIDED,
-    GUESS,
+    COMMITTED,
+    DRAFT,
     KIND,
-    NOBODY,
+    NO_PARENT_SEQUENCE,
     NODE,
     PARENT,
     POSITION,
     SEQUENCE,
     TOKEN,
     Batch,
-    Scored,
+    PromptLogprobs,
     Verdict,
 )
-from pipespec.engine.attention.plan import AttentionPlan
-from pipespec.engine.kv import PageTable, SlotPool
+from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.kv_allocator import KVSlotAllocator, PageTable
 from pipespec.engine.lineage import DROPPED, TIP, Lineage, LiveNodes
-from pipespec.engine.model import ModelSlice
-from pipespec.sampling.decide import Walk, decide
-from pipespec.sampling.verifier import Verifier
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.sampling.sampling_state import SamplingState
+from pipespec.sampling.verifier import AcceptedPath, verify_batch
 
-# Rows whose logits are looked at together when a prompt is told of: a long one has gigabytes.
+# Prompt rows whose logits are computed together, as those of a long prompt take gigabytes.
 SCORED_ROWS = 64
 
 
 class SliceRunner:
-    """Computes batches, applies verdicts, drops what died. Knows no rank and no transport."""
+    """Computes batches, applies verdicts, and frees the KV slots of rows that they ruled out.
+
+    It knows neither ranks nor transports: stages and drafts use it alike.
+
+    Attributes:
+        slots_read: KV slots that the newest batch attended to, those of each sequence once.
+        cached: retained sequences, and how many of their tokens are retained.
+    """
 
     def __init__(self, model: ModelSlice, num_slots: int):
         self.model = model
-        self.slots = SlotPool(num_slots)
+        self.slots = KVSlotAllocator(num_slots)
         self.nodes = LiveNodes()
         self.pages = PageTable()
         self.lineages: dict[int, Lineage] = {}
-        self.slots_read = 0  # KV slots that the newest batch attended to, each request's once
-        # How long the text is that stays of sequences which are open no more.
-        self.retained: dict[int, int] = {}
+        self.slots_read = 0
+        self.cached: dict[int, int] = {}
         self._page_of: dict[int, int] = {}  # the row of each sequence in the page table
 
-    def open(self, sequence: int, parent: int = NOBODY, shared: int = 0) -> None:
-        """Know a sequence before its first row comes, so that verdicts about it are kept.
+    def start_sequence(
+        self, sequence: int, parent: int = NO_PARENT_SEQUENCE, shared: int = 0
+    ) -> None:
+        """Add a sequence, so that verdicts on it are applied even before its first row arrives.
 
-        It begins with the first `shared` tokens of another, which is open or was retained: they
-        are computed here, and their slots have one more owner.
+        It shares the first `shared` tokens of `parent`, a running or retained sequence, and their
+        KV slots.
         """
-        assert self.length(parent) >= shared, "what is to be shared is not here"
+        assert self.length(parent) >= shared, "the prefix to share is not here"
         self.lineages[sequence] = Lineage(sequence, self.nodes, shared)
-        self._page_of[sequence] = page = self.pages.open()
+        self._page_of[sequence] = page = self.pages.allocate_row()
         if shared:
-            self.slots.share(self.pages.begin_as(page, self._page_of[parent], shared))
-
-    def length(self, sequence: int) -> int:
-        """How many decided tokens of the sequence are here; of one that nobody knows, none."""
-        lineage = self.lineages.get(sequence)
-        return self.retained.get(sequence, 0) if lineage is None else lineage.length
-
-    def holds(self, sequence: int, node: int) -> bool:
-        """Whether a node of the sequence is computed here and may still come true."""
-        return self.lineages[sequence].holds(node)
-
-    def text(self, sequence: int) -> list[int]:
-        """The decided tokens of the sequence that are computed here."""
-        row = self.pages.tokens[self._page_of[sequence]]
-        text: list[int] = row[: self.length(sequence)].tolist()
-        return text
-
-    def has_room(self, batch: Batch) -> bool:
-        """Whether every row of the batch could have a slot."""
-        return len(batch) <= self.slots.num_free
+            self.slots.share(self.pages.share_prefix(page, self._page_of[parent], shared))
 
     def compute(self, batch: Batch) -> Batch:
-        """Run the batch's valid rows through the slice.
+        """Run the batch's valid rows through the slice and return them with `hidden`
+        `[rows, hidden]`.
 
-        Returns them with `hidden` `[rows, hidden]`; rows that are not valid (their parent died
-        here while they were in flight) are dropped. Raises OutOfSlots.
+        Rows that are not valid, as their parent was ruled out while they were in flight, are
+        dropped. Raises OutOfSlots.
         """
         batch, plan = self._admit(batch)
         if plan is None:
@@ -92,17 +83,17 @@ class SliceRunner:
         self.slots_read = int(plan.prefix_length.sum()) + len(plan.tree)
         inputs = batch.hidden
         if inputs is None:
-            # An id that only the padding of the target's embedding has is any other to the draft.
+            # Ids beyond the draft's embedding are padding of the target's, so any id will do.
             tokens = np.minimum(batch.rows[:, TOKEN], self.model.vocab_size - 1)
             inputs = torch.from_numpy(tokens)
         positions = torch.from_numpy(plan.positions)
         return replace(batch, hidden=self.model.forward(inputs, positions, plan))
 
     def _admit(self, batch: Batch) -> tuple[Batch, AttentionPlan | None]:
-        """Give every valid row a slot and say what it may attend to; None: there is none."""
+        """Allocate a slot for every valid row, and plan the attention; None: no row is valid."""
         for sequence in dict.fromkeys(batch.rows[:, SEQUENCE].tolist()):
             if sequence not in self.lineages:
-                self.open(sequence)
+                self.start_sequence(sequence)
         local = self.nodes.admit(batch.rows, self.lineages)
         kept = local != DROPPED
         if not kept.any():
@@ -117,11 +108,11 @@ class SliceRunner:
         return batch, self._plan(batch.rows, local, slots)
 
     def _plan(self, rows: np.ndarray, local: np.ndarray, slots: np.ndarray) -> AttentionPlan:
-        """What rows may attend to that were admitted as `local`.
+        """The attention plan of rows with these local indices.
 
-        All rows of a sequence see what is committed of it up to the first row of this batch. The
-        keys beside that are the rows committed after it (a prompt chunk, causal) and then every
-        live node.
+        All rows of a sequence see its committed tokens up to the first row of this batch. The tree
+        keys are the rows that are committed after that (a prompt chunk, causal) and every live
+        node.
         """
         nodes, positions = self.nodes, rows[:, POSITION].copy()
         spans = list(_spans(rows))
@@ -155,9 +146,10 @@ class SliceRunner:
         )
 
     def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None:
-        """Commit what the verdicts accepted and free the slots of what they ruled out.
+        """Commit the nodes that the verdicts accepted and free the slots of those that they ruled
+        out.
 
-        `nodes`: see `Lineage.apply`, of a single verdict.
+        `nodes`: the `ids` of `Lineage.apply`, if there is a single verdict.
         """
         committed: list[int] = []
         pages: list[int] = []
@@ -175,95 +167,118 @@ class SliceRunner:
         if dead:
             self.slots.release(self.nodes.slot[np.concatenate(dead)])
 
-    def discard(self, rows: np.ndarray) -> None:
-        """Free the slots of guesses that were computed, rows `[k, 6]`, with each of all below it:
-        nothing will follow them."""
-        for sequence, span in _spans(rows):
-            local = self.lineages[sequence].discard(rows[span, NODE].tolist())
-            self.slots.release(self.nodes.slot[local])
-
     def prune(self, batch: Batch) -> Batch:
-        """The rows of a computed batch that the verdicts have left alive."""
+        """The rows of a computed batch without those that verdicts have ruled out since."""
         keep = [
-            kind != GUESS or self.holds(sequence, node)
+            kind != DRAFT or self.holds(sequence, node)
             for sequence, node, kind in batch.rows[:, [SEQUENCE, NODE, KIND]].tolist()
         ]
         return batch.select(np.array(keep, bool))
 
-    def verdicts(self, batch: Batch, verifier_of: Callable[[int], Verifier]) -> list[Verdict]:
-        """What follows each request's tip, as far as this batch tells (last stage only).
+    def verify(self, batch: Batch, state_of: Callable[[int], SamplingState]) -> list[Verdict]:
+        """Decide the tokens after the tip of each sequence whose tip is in this batch (last stage
+        only).
 
-        `verifier_of` gives the verifier of a sequence.
+        `state_of` returns the sampling state of a sequence.
         """
-        walks: dict[int, Walk] = {}
-        asked: list[np.ndarray] = []  # which rows each of them is through
+        paths: dict[int, AcceptedPath] = {}
+        path_rows: list[np.ndarray] = []  # the rows of each path
         for sequence, span in _spans(batch.rows):
-            mine = span.start + np.flatnonzero(batch.rows[span, KIND] != DECIDED)
-            nodes, parents, guesses = batch.rows[mine][:, [NODE, PARENT, TOKEN]].T.tolist()
+            mine = span.start + np.flatnonzero(batch.rows[span, KIND] != COMMITTED)
+            nodes, parents, tokens = batch.rows[mine][:, [NODE, PARENT, TOKEN]].T.tolist()
             tip = self.lineages[sequence].tip
             if tip in nodes:
-                walks[sequence] = Walk(tip, nodes, parents, guesses)
-                asked.append(mine)
-        if not asked:
+                paths[sequence] = AcceptedPath(tip, nodes, parents, tokens)
+                path_rows.append(mine)
+        if not path_rows:
             return []
-        verifiers = [verifier_of(sequence) for sequence in walks]
-        for sequence, verifier in zip(walks, verifiers, strict=True):
-            if verifier.reads:
-                verifier.read(self.text(sequence))
-        decided = [self.lineages[sequence].decided for sequence in walks]
-        assert decided == [v.length for v in verifiers], "a verifier has missed a token"
-        decide(
-            [*zip(verifiers, walks.values(), strict=True)],
-            self._logits(batch, np.concatenate(asked)),
+        states = [state_of(sequence) for sequence in paths]
+        for sequence, state in zip(paths, states, strict=True):
+            if state.needs_text:
+                state.set_text(self.tokens(sequence))
+        decided = [self.lineages[sequence].decided for sequence in paths]
+        assert decided == [each.length for each in states], "a sampling state has missed a token"
+        verify_batch(
+            [*zip(states, paths.values(), strict=True)],
+            self._logits(batch, np.concatenate(path_rows)),
         )
         return [
-            Verdict(sequence, base, tuple(walk.tokens), tuple(walk.reports), walk.failed)
-            for (sequence, walk), base in zip(walks.items(), decided, strict=True)
+            Verdict(sequence, base, tuple(path.tokens), tuple(path.logprobs), path.failure)
+            for (sequence, path), base in zip(paths.items(), decided, strict=True)
         ]
 
-    def scores(
-        self, batch: Batch, verifier_of: Callable[[int], Verifier]
-    ) -> list[tuple[int, Scored]]:
-        """What the target thinks of the prompts in this batch, of the sequences that ask for it
-        (last stage only)."""
+    def score_prompts(
+        self, batch: Batch, state_of: Callable[[int], SamplingState]
+    ) -> list[tuple[int, PromptLogprobs]]:
+        """The log-probabilities of the prompt rows in this batch, for the sequences that request
+        them (last stage only)."""
         found = []
         for sequence, span in _spans(batch.rows):
-            verifier = verifier_of(sequence)
-            if not verifier.unscored:
+            state = state_of(sequence)
+            if not state.num_unscored:
                 continue
-            decided = span.start + np.flatnonzero(batch.rows[span, KIND] != GUESS)
-            decided = decided[: verifier.unscored]
+            decided = span.start + np.flatnonzero(batch.rows[span, KIND] != DRAFT)
+            decided = decided[: state.num_unscored]
             for start in range(0, len(decided), SCORED_ROWS):
                 mine = decided[start : start + SCORED_ROWS]
-                told = verifier.score(batch.rows[mine, TOKEN].tolist(), self._logits(batch, mine))
-                found.append((sequence, told))
+                logprobs = state.score_prompt(
+                    batch.rows[mine, TOKEN].tolist(), self._logits(batch, mine)
+                )
+                if not state.prompt_failed:
+                    found.append((sequence, logprobs))
         return found
 
     def _logits(self, batch: Batch, rows: np.ndarray) -> torch.Tensor:
-        """Of some rows of a computed batch."""
+        """The logits of some rows of a computed batch, `[k, vocab]`."""
         assert batch.hidden is not None
         wanted = torch.from_numpy(rows).to(batch.hidden.device)
         return self.model.logits(batch.hidden.index_select(0, wanted))
 
+    def discard(self, rows: np.ndarray) -> None:
+        """Remove computed nodes, rows `[k, 6]`, given with all nodes below them, and free their
+        slots."""
+        for sequence, span in _spans(rows):
+            local = self.lineages[sequence].discard(rows[span, NODE].tolist())
+            self.slots.release(self.nodes.slot[local])
+
     def release(self, sequence: int, keep: int = 0) -> None:
-        """A sequence is open no more: free what it held beside the first `keep` tokens of its text,
-        which stay for others to share. Of one whose text had stayed, so many still do."""
+        """Remove a running sequence and retain the first `keep` tokens of it for others to share,
+        or shorten a retained one to `keep` tokens; free all other slots."""
         lineage = self.lineages.pop(sequence, None)
-        if lineage is None and sequence not in self.retained:
+        if lineage is None and sequence not in self.cached:
             return
-        length = self.retained.pop(sequence, 0) if lineage is None else lineage.length
-        assert keep <= length, "what is to be kept is not here"
+        length = self.cached.pop(sequence, 0) if lineage is None else lineage.length
+        assert keep <= length, "the prefix to retain is not here"
         if lineage is not None:
             self.slots.release(self.nodes.slot[lineage.release()])
         page = self._page_of[sequence]
         self.slots.release(self.pages.slots[page, keep:length])
         if keep:
-            self.retained[sequence] = keep
+            self.cached[sequence] = keep
         else:
-            self.pages.close(self._page_of.pop(sequence))
+            self.pages.free_row(self._page_of.pop(sequence))
+
+    def length(self, sequence: int) -> int:
+        """The number of the sequence's committed tokens here; 0 if it is unknown."""
+        lineage = self.lineages.get(sequence)
+        return self.cached.get(sequence, 0) if lineage is None else lineage.length
+
+    def holds(self, sequence: int, node: int) -> bool:
+        """Whether a node of the sequence is computed here and not ruled out."""
+        return self.lineages[sequence].holds(node)
+
+    def tokens(self, sequence: int) -> list[int]:
+        """The committed tokens of the sequence here."""
+        row = self.pages.tokens[self._page_of[sequence]]
+        text: list[int] = row[: self.length(sequence)].tolist()
+        return text
+
+    def has_room(self, batch: Batch) -> bool:
+        """Whether there is a free slot for every row of the batch."""
+        return len(batch) <= self.slots.num_free
 
     def check_integrity(self) -> None:
-        """Assert that every slot has as many owners as are counted (see pipespec.engine.kv)."""
+        """Assert that every slot has as many owners as `KVSlotAllocator` counts."""
         owned = [
             self.pages.slots[page, : self.length(sequence)]
             for sequence, page in self._page_of.items()
@@ -277,11 +292,11 @@ class SliceRunner:
         assert (owners == self.slots.counts).all(), "a slot has other owners than are counted"
         free = np.sort(self.slots.free())
         assert np.array_equal(free, np.flatnonzero(owners == 0)), "a slot is lost or free twice"
-        assert self._page_of.keys() == self.lineages.keys() | self.retained.keys()
+        assert self._page_of.keys() == self.lineages.keys() | self.cached.keys()
 
 
 def _spans(rows: np.ndarray) -> Iterator[tuple[int, slice]]:
-    """Each sequence of a batch, whose rows stand together, and where they stand."""
+    """The sequences of a batch, whose rows are contiguous, with the range of their rows."""
     if not len(rows):
         return
     sequence = rows[:, SEQUENCE]

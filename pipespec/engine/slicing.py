@@ -1,4 +1,5 @@
-"""A model's own class with the layers of other slices left out before its weights are loaded."""
+"""Makes a subclass of a model's class that leaves out the layers of other slices, so that their
+weights are not loaded."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ from collections.abc import Callable
 
 from torch import nn
 
-from pipespec.system.quiet import quiet
+from pipespec.system.silence_warnings import silence_warnings
 
-with quiet():
+with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-# What the base models of the supported architectures call the norm after the last layer.
+# Names of the norm after the last layer in the supported architectures.
 _FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
-# Quantisers leave a model's last parameter alone, which in a slice without a head could be a
-# matrix. Until the weights are loaded such a slice has a module of this name for them to spare.
+# Quantisers skip a model's last parameter, which could be a matrix in a slice without output head.
+# Such a slice has an extra module of this name at the end until the weights are loaded.
 _SPARED = "spared"
 
 
@@ -24,10 +25,10 @@ def sliced_class(
     layers: range,
     prepare: Callable[[PreTrainedModel], None] | None = None,
 ) -> type[PreTrainedModel]:
-    """The model's own class, which leaves out what is not of `layers` before weights load.
+    """A subclass of the model's own class without the modules outside `layers`.
 
-    Other slices' layers are empty placeholders, so that those that remain keep their names.
-    `prepare` is done to the model then.
+    Layers of other slices are empty placeholders, so that the others keep their names. `prepare`
+    is called with the model before its weights are loaded.
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
@@ -44,7 +45,7 @@ def sliced_class(
             _leave_out(self, self.get_output_embeddings())
             setattr(self, _SPARED, nn.LayerNorm(1))
             self.all_tied_weights_keys = {}
-        # A tied head is stored as the embedding, and loads as that.
+        # A tied head is stored and loaded as the embedding.
         if not is_first and not (is_last and config.tie_word_embeddings):
             _leave_out(base, base.get_input_embeddings())
         if prepare is not None:
@@ -64,15 +65,15 @@ def sliced_class(
 
 
 def drop_placeholders(model: PreTrainedModel, layers: range) -> None:
-    """Take out of a model of that class, once it is loaded, what was there only to load it.
+    """Remove the placeholders from a loaded model of that class.
 
-    Its config then counts the layers of the slice alone.
+    Its config then counts only the layers of the slice.
     """
     config, base = model.config, model.base_model
     if layers.start > 0:
         _leave_out(base, base.get_input_embeddings())
-        # Granite scales its embeddings in the base model's forward, which here gets the
-        # hidden states of the slice before.
+        # Granite scales embeddings in the base model's forward pass, which here gets hidden
+        # states.
         if hasattr(base, "embedding_multiplier"):
             base.embedding_multiplier = 1.0
     if layers.stop < config.num_hidden_layers:
@@ -84,6 +85,6 @@ def drop_placeholders(model: PreTrainedModel, layers: range) -> None:
 
 
 def _leave_out(parent: nn.Module, module: nn.Module) -> None:
-    """Put a module without parameters in the place of `parent`'s child `module`."""
+    """Replace `parent`'s child `module` by a module without parameters."""
     name = next(name for name, child in parent.named_children() if child is module)
     setattr(parent, name, nn.Identity())

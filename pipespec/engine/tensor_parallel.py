@@ -1,10 +1,10 @@
-"""One member's shard of a slice: several devices of a host compute every layer together.
+"""Tensor parallelism: several devices of a host compute every layer of a slice together.
 
-The rules are Transformers' own: the tensor-parallel plan of an architecture says along which side
-each matrix is cut, and its loader reads of each tensor no more than the member's part. What runs
-is ours, as a group's sum must not depend on the batch (`total`) and the group may be any: where
-the plan says so, a module's output is added up over the members, or their parts are put together.
-Embedding, norms and head are whole on every member, so each has the same hidden states.
+Transformers' tensor-parallel plan of an architecture says along which side each matrix is divided,
+and its loader reads only the member's shard of each tensor. The collectives are ours, as a sum must
+not depend on the batch (`sum_parts`) and must work with any `TPGroup`: by the plan, the output of a
+module is summed over the members, or their parts are concatenated. Embedding, norms and output head
+are whole on every member, so all members have the same hidden states.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from pipespec.engine.shares import own_heads, require_shareable
+from pipespec.engine.tp_divisibility import local_kv_heads, require_tp_divisible
 from pipespec.errors import ModelError
-from pipespec.system.quiet import quiet
+from pipespec.system.silence_warnings import silence_warnings
 
-with quiet():
+with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-# What the rules of the supported architectures' plans ask of a module's forward; a rule that is
-# not here leaves it as it is, since its input is whole and its output is the member's part.
+# Rules of the supported architectures' plans: modules whose outputs are summed, whose input is
+# split too, whose outputs are concatenated, and those without a collective.
 _SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts")
 _SPLIT = "rowwise_split_input"
 _GATHERED = "colwise_gather_output"
@@ -39,49 +39,49 @@ _ALIGNMENT = 16
 _KV = (".k_proj", ".v_proj")
 
 
-class Group(Protocol):
-    """The members of one slice, of which this is number `rank` of `size`.
+class TPGroup(Protocol):
+    """The members that compute a slice together; this one is number `rank` of `size`.
 
-    `records`: a recorded graph can contain what `gather` does.
+    `supports_graphs`: a CUDA graph can contain `gather`.
     """
 
     rank: int
     size: int
 
     @property
-    def records(self) -> bool: ...
+    def supports_graphs(self) -> bool: ...
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
         """Every member's tensor, by rank; all have the same shape. Raises `RankFailed`."""
         ...
 
 
-class Seat:
-    """A member's place, which it keeps as long as its weights, while the group is another in each
-    epoch: a `Group` for `ModelSlice.load`.
+class TPRank:
+    """The `TPGroup` of a loaded slice: a fixed rank, and a process group that differs in each
+    epoch.
 
-    Until it first meets the others each sum is of its own part, so many times. That has the shape
-    of the whole, which is all that loading asks for, and nobody waits for a member that loads.
+    Until the first epoch, `gather` repeats the member's own tensor. This has the right shape, which
+    is all that loading needs, and members do not wait for one another while they load.
     """
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
-        self._group: Group | None = _Alone(rank, size)
+        self._group: TPGroup | None = _LoadingGroup(rank, size)
 
     @property
-    def records(self) -> bool:
-        """See `Group`."""
+    def supports_graphs(self) -> bool:
+        """See `TPGroup`."""
         assert self._group is not None, "the members do not meet"
-        return self._group.records
+        return self._group.supports_graphs
 
     def gather(self, mine: Tensor) -> Sequence[Tensor]:
-        """See `Group`."""
+        """See `TPGroup`."""
         assert self._group is not None, "the members do not meet"
         return self._group.gather(mine)
 
     @contextmanager
-    def meet(self, group: Group) -> Iterator[None]:
-        """Compute with the members of `group` within the block."""
+    def joined(self, group: TPGroup) -> Iterator[None]:
+        """Use this group within the block."""
         assert (group.rank, group.size) == (self.rank, self.size)
         self._group = group
         try:
@@ -90,8 +90,8 @@ class Seat:
             self._group = None
 
 
-class _Alone:
-    records = True
+class _LoadingGroup:
+    supports_graphs = True
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = rank, size
@@ -100,11 +100,11 @@ class _Alone:
         return [mine] * self.size
 
 
-def total(parts: Sequence[Tensor]) -> Tensor:
-    """The sum, added up by rank: the bits of a row do not depend on the batch around it.
+def sum_parts(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in the order of ranks, so that the bits of a row do not depend on its batch.
 
-    The all-reduce of a library cuts the whole batch into pieces that are added in different
-    orders, so that with three members a row's place would matter.
+    The all-reduce of a library divides the batch into pieces that are added in different orders;
+    with three members or more, the position of a row would matter.
     """
     result = parts[0]
     for part in parts[1:]:
@@ -113,8 +113,8 @@ def total(parts: Sequence[Tensor]) -> Tensor:
 
 
 def require_divisible(config: PretrainedConfig, path: Path, size: int, *, quantized: bool) -> None:
-    """Raise `ModelError` unless `size` members can share the layers of a model."""
-    require_shareable(
+    """Raise ModelError unless the layers of a model can be divided among `size` members."""
+    require_tp_divisible(
         path,
         config.model_type,
         bool(config.base_model_tp_plan),
@@ -124,19 +124,19 @@ def require_divisible(config: PretrainedConfig, path: Path, size: int, *, quanti
     )
 
 
-def cut(model: PreTrainedModel, group: Group) -> None:
-    """Before the weights load: mark of each tensor what this member reads, and add to the forward
-    of the layers what the members do together.
+def shard_model(model: PreTrainedModel, group: TPGroup) -> None:
+    """Before the weights load: shard the parameters for this member, and add the collectives to the
+    modules of the layers.
 
-    Raises `ModelError` if a member's part of the experts of a mixture cannot be multiplied, or if
-    every head has a norm of its own, which no plan cuts.
+    Raises ModelError if a member's part of the experts of a mixture cannot be multiplied, or if
+    every head has a norm of its own, which no plan divides.
     """
     mesh = _Mesh(group)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     if any(name.endswith(_QUERY_NORM) and each.ndim > 1 for name, each in parameters.items()):
         raise ModelError(
             f"{model.config.name_or_path} has a norm for every attention head, which "
-            f"{group.size} devices cannot share; make each device a stage of its own"
+            f"{group.size} devices cannot divide; make each device a stage of its own"
         )
     for name, rule in _plan(model, group.size).items():
         if name in parameters:
@@ -146,12 +146,12 @@ def cut(model: PreTrainedModel, group: Group) -> None:
             if isinstance(part, DTensor) and part.ndim == 3:
                 _require_aligned(part.to_local(), group.size)
         else:
-            _join(modules[name], rule, group)
+            _add_collectives(modules[name], rule, group)
 
 
-def settle(model: PreTrainedModel, group: Group) -> None:
-    """Once the weights are loaded: plain tensors, of which one member alone has each bias that
-    is added to a sum."""
+def finalize_shards(model: PreTrainedModel, group: TPGroup) -> None:
+    """After the weights are loaded: turn shards into plain tensors, and leave each bias that is
+    added to a sum on member 0 only."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(parameter, DTensor):
@@ -164,15 +164,15 @@ def settle(model: PreTrainedModel, group: Group) -> None:
                 module.register_parameter("bias", None)
 
 
-def own_kv_heads(config: PretrainedConfig, group: Group) -> tuple[int, ...] | None:
-    """Which KV heads this member's query heads attend to, one for each equal run of them.
+def select_kv_heads(config: PretrainedConfig, group: TPGroup) -> tuple[int, ...] | None:
+    """The KV heads that this member's query heads attend to, one for each equal run of them.
 
-    None where those that the member has are the ones: they were cut as the query heads were.
+    None: exactly those that the member has, as they were divided like the query heads.
     """
     heads, kv_heads = config.num_attention_heads, _num_kv_heads(config)
     if not (_splits_kv(config.base_model_tp_plan) and kv_heads % group.size):
         return None
-    return own_heads(heads, kv_heads, group.rank, group.size)
+    return local_kv_heads(heads, kv_heads, group.rank, group.size)
 
 
 def _num_kv_heads(config: PretrainedConfig) -> int:
@@ -185,7 +185,7 @@ def _splits_kv(plan: Mapping[str, str]) -> bool:
 
 
 def _plan(model: PreTrainedModel, size: int) -> dict[str, str]:
-    """The rule of each module and parameter of the layers that has one."""
+    """The rules of the modules and parameters of the layers."""
     whole_kv = _num_kv_heads(model.config) % size != 0
     rules = {
         name: rule
@@ -193,13 +193,14 @@ def _plan(model: PreTrainedModel, size: int) -> dict[str, str]:
         if ".layers." in name and not (whole_kv and rule == "colwise" and name.endswith(_KV))
     }
     unknown = set(rules.values()) - {*_SUMMED, _GATHERED, *_LOCAL}
-    assert not unknown, f"rules that are not known: {unknown}"
+    assert not unknown, f"unknown rules: {unknown}"
     expanded: dict[str, str] = model._expand_parallel_plan(rules)
     return expanded
 
 
 def _require_aligned(experts: Tensor, size: int) -> None:
-    """Torch's grouped product wants rows that begin at multiples of so many bytes."""
+    """Raise ModelError unless rows are multiples of 16 bytes, as torch's grouped product
+    requires."""
     sides = experts.shape[1:]
     if any(side == 0 or side * experts.itemsize % _ALIGNMENT for side in sides):
         raise ModelError(
@@ -208,8 +209,8 @@ def _require_aligned(experts: Tensor, size: int) -> None:
         )
 
 
-def _join(module: nn.Module, rule: str, group: Group) -> None:
-    """Add to a module's forward what its rule asks of the members together."""
+def _add_collectives(module: nn.Module, rule: str, group: TPGroup) -> None:
+    """Add the collective of its rule to a module's forward pass."""
     rank, size = group.rank, group.size
     if rule == _SPLIT:
 
@@ -220,12 +221,12 @@ def _join(module: nn.Module, rule: str, group: Group) -> None:
 
         module.register_forward_pre_hook(part)
     if rule in _SUMMED:
-        module.register_forward_hook(lambda _, __, output: total(group.gather(output)))
+        module.register_forward_hook(lambda _, __, output: sum_parts(group.gather(output)))
     elif rule == _GATHERED:
         width: int = module.out_features  # type: ignore[assignment]
 
         def whole(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-            # The last members' parts are shorter where it does not divide.
+            # The last members' parts are shorter if the width is not divisible.
             output = functional.pad(output, (0, -(-width // size) - output.shape[-1]))
             return torch.cat(list(group.gather(output)), -1)[..., :width]
 
@@ -233,10 +234,10 @@ def _join(module: nn.Module, rule: str, group: Group) -> None:
 
 
 class _Mesh(DeviceMesh):
-    """What Transformers cuts tensors by: a member's place, and no connection to the others."""
+    """The device mesh by which Transformers shards tensors: a rank without connections."""
 
-    def __init__(self, group: Group):
-        with torch.device("cpu"):  # a model is made on the device "meta"
+    def __init__(self, group: TPGroup):
+        with torch.device("cpu"):  # the model is created on the device "meta"
             members = torch.arange(group.size)
             super().__init__("cpu", members, _init_backend=False, _rank=group.rank)
         self._member = group.rank
@@ -244,7 +245,7 @@ class _Mesh(DeviceMesh):
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         return self._member
 
-    # Torch's own equality leaves the rank out, and its caches would give one member's shard to
-    # another of the same process.
+    # Torch's equality ignores the rank, so that its caches would return the shard of another member
+    # of the same process.
     __eq__ = object.__eq__
     __hash__ = object.__hash__

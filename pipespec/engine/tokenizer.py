@@ -1,10 +1,8 @@
 """A model's tokenizer, as Transformers builds it, without importing Transformers each time.
 
-Transformers reads a model's files and builds a tokenizer of the package `tokenizers` from them,
-which does all the work afterwards. What it built is kept in the user's cache folder, and in the
-file of a running cluster, so that whoever asks for text is spared some seconds of imports. A
-model whose tokenizer has no such backend is read by Transformers every time.
-"""
+Transformers builds a tokenizer of the package `tokenizers` from a model's files. It is cached in
+the user's cache folder and in the registry entry of a running cluster, which saves clients some
+seconds of imports. A tokenizer without such a backend is loaded by Transformers every time."""
 
 from __future__ import annotations
 
@@ -17,14 +15,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from pipespec.engine.stored import gguf
+from pipespec.engine.formats import gguf
 from pipespec.errors import ModelError
-from pipespec.system.cache import digest, remembered
-from pipespec.system.reading import Unreadable
+from pipespec.system.cache import cached_call, digest
+from pipespec.system.validation import Unreadable
+from pipespec.text import Tokenizer
 
-# What a tokenizer is read from: the first, or one of the others.
+# Files with a tokenizer: the first one, or one of the others.
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json", "*.tiktoken")
-# Whatever else decides what Transformers makes of them.
+# Other files that the resulting tokenizer depends on.
 SETTINGS_FILES = (
     "config.json",
     "tokenizer_config.json",
@@ -33,27 +32,15 @@ SETTINGS_FILES = (
     "merges.txt",
     "chat_template*.jinja",
 )
-# Of what a library says a sentence holds so many characters.
+# Characters of a library's message in an error message.
 LONGEST_REASON = 200
 
 
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that we use, with its names."""
+class ChatTokenizer(Tokenizer, Protocol):
+    """The methods of a Hugging Face tokenizer that we use, those for chats included."""
 
     @property
     def chat_template(self) -> str | None: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool = False,
-    ) -> str: ...
-
-    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
 
     def get_vocab(self) -> Mapping[str, int]: ...
 
@@ -69,12 +56,12 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class BackendTokenizer:
-    """A tokenizer of the package `tokenizers`, and what a chat template needs.
+    """A tokenizer of the package `tokenizers`, with a chat template.
 
     Attributes:
-        backend: its JSON text.
+        backend: the tokenizer as JSON.
         chat_template: the model's template, if it has one.
-        special_tokens: texts that a template may name, such as `bos_token`.
+        special_tokens: texts of special tokens by name, such as `bos_token`, for the template.
     """
 
     backend: str = field(repr=False)
@@ -89,13 +76,15 @@ class BackendTokenizer:
             return Backend.from_str(self.backend)
         except Exception as error:
             raise ModelError(
-                f"what is kept of the model's tokenizer cannot be used ({_reason(error)}); start "
-                "the cluster again"
+                f"the cached tokenizer of the model cannot be used ({_reason(error)}); start the "
+                "cluster again"
             ) from error
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; that of a special token becomes the token."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """The ids of a text; the text of a special token becomes that token."""
+        # Unlike `encode`, this releases the GIL while a long text is encoded.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(
@@ -105,13 +94,13 @@ class BackendTokenizer:
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool = False,
     ) -> str:
-        """The text of ids. Nothing is cleaned up, which would rewrite what was shown."""
+        """The text of ids. It is not cleaned up, which could change text that was sent already."""
         assert not clean_up_tokenization_spaces
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def convert_ids_to_tokens(self, ids: int) -> str | None:
-        """The token of an id; None: it has none."""
+        """The token of an id; None: there is none."""
         token: str | None = self._tokenizer.id_to_token(ids)
         return token
 
@@ -140,7 +129,7 @@ class BackendTokenizer:
         )
 
 
-def load(path: Path) -> Tokenizer:
+def load(path: Path) -> ChatTokenizer:
     """The tokenizer in a model's folder, or GGUF file. Raises ModelError."""
     names = (*TOKENIZER_FILES, *SETTINGS_FILES)
     try:
@@ -152,22 +141,25 @@ def load(path: Path) -> Tokenizer:
         }
     except Unreadable as error:
         _refuse(path, str(error))
-    found = remembered("tokenizers", _Found, depends, lambda: _Found(_backend(path))).tokenizer
+    found = cached_call(
+        "tokenizers", _CachedTokenizer, depends, lambda: _CachedTokenizer(_backend(path))
+    ).tokenizer
     if found is not None:
         return found
-    tokenizer: Tokenizer = _by_transformers(path)
+    tokenizer: ChatTokenizer = _by_transformers(path)
     return tokenizer
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What was found out about a model's tokenizer; None: it has no backend."""
+class _CachedTokenizer:
+    """The cache entry of a model's tokenizer; None: it has no backend."""
 
     tokenizer: BackendTokenizer | None
 
 
 def _backend(path: Path) -> BackendTokenizer | None:
-    """What Transformers builds of a model's files. Raises ModelError."""
+    """The backend that Transformers builds from a model's files; None: it has none. Raises
+    ModelError."""
     tokenizer = _by_transformers(path)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -215,7 +207,7 @@ def _refuse(path: Path, reason: str) -> NoReturn:
 
 
 def render(template: str, **names: Any) -> str:
-    """A chat template, in the environment that Transformers gives it.
+    """Render a chat template in the same environment as Transformers.
 
     Raises whatever the template raises.
     """
@@ -226,9 +218,9 @@ def render(template: str, **names: Any) -> str:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks what a model is trained on; it changes no text."""
+        """`{% generation %}` marks text that a model is trained on; it does not change the text."""
 
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 asks for it
+        tags = {"generation"}  # noqa: RUF012 - jinja2's interface
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
             next(parser.stream)

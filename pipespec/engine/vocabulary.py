@@ -1,4 +1,4 @@
-"""Whether target and draft speak of the same tokens."""
+"""Checks that target and draft have the same vocabulary."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Protocol
 
 from pipespec.errors import ModelError
 
-# How many of the tokens in which two vocabularies differ a message shows.
+# How many differing tokens an error message shows.
 NUM_SHOWN = 3
 
 
 class Vocabulary(Protocol):
-    """The one method of a tokenizer that matters here."""
+    """The method of a tokenizer that is needed here."""
 
     def get_vocab(self) -> Mapping[str, int]: ...
 
@@ -20,8 +20,8 @@ class Vocabulary(Protocol):
 def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
     """Check that both tokenizers give every token the same id.
 
-    Raises `ModelError` that counts the tokens that differ and shows some. The embeddings may
-    have different numbers of rows (padding); that is no matter of the tokenizer's.
+    Raises ModelError, with the number of tokens that differ and some of them. The embeddings may
+    have different numbers of rows (padding).
     """
     ours, theirs = target.get_vocab(), draft.get_vocab()
     if ours == theirs:

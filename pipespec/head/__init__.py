@@ -1,1 +1,1 @@
-"""Rank 0: the tree of guesses, the policies that feed it, the draft that grows it."""
+"""Rank 0: the scheduler, the trees of draft tokens, the policies and the proposers."""

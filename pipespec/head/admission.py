@@ -1,19 +1,21 @@
 """Which requests are in the pipeline, and the KV slots that they hold.
 
-Requests wait until there are slots for their text. Slots are counted here as the stages will hold
-them (`Sequence.held`), so nobody is asked. What only texts hold that were retained
-(`pipespec.head.prefix_cache`) can be had: it is freed in the batch that needs it. When a root has
-no slot, the last request is put back: it leaves the pipeline, is opened again later and reads what
-it had said. That is recovery, of one request. (Guesses are not fed before it comes to that:
-`pipespec.head.scheduler`.)
+A request waits until there are slots for its text. The slots are counted here as the stages will
+hold them (`Sequence.num_slots_held`), without a message to them. Slots of retained prefixes
+(`pipespec.head.prefix_cache`) count as free: the batch that needs them frees them. When a root has
+no slot, the last request is preempted: it leaves the pipeline, is started again later, and reads
+its prompt and its answer so far. (The scheduler feeds fewer draft tokens before that:
+`pipespec.head.row_plan`.)
 
-A request shares the text that it begins with and that is in KV. While one that runs is reading
-more of the same, it waits for that: so many with one long prompt read it once.
+A request shares the beginning of its text with one whose text is in the KV cache. While a running
+request reads more of the same text, it waits for that: many requests with one long prompt read it
+once.
 
-Who is opened first and put back last has the least priority, and of equal ones came first
-(`Request.place`). Nobody is put back because somebody of less priority waits.
+The request with the lowest priority value is started first and preempted last; of equal ones, the
+first to arrive (`Request.queue_key`). A waiting request never preempts a running one.
 
-All that are open name the same policy (`Request.feed`): who names another waits until nobody is.
+All running requests name the same policy (`Request.policy`): a request that names another waits
+until none is running.
 """
 
 from __future__ import annotations
@@ -22,24 +24,33 @@ from bisect import insort
 from collections.abc import Iterator
 from itertools import takewhile
 
-from pipespec.core import MAX_OPENED_BYTES, NOBODY, Batch, Request
-from pipespec.head.guide import Guide
-from pipespec.head.prefix_cache import WORTH, PrefixCache, as_key, first_tokens, num_tokens
+from pipespec.core import MAX_STARTED_BYTES, NO_PARENT_SEQUENCE, Batch, Request
+from pipespec.head.prefix_cache import (
+    MIN_SHARED_TOKENS,
+    NO_TEXT,
+    PrefixCache,
+    TextKey,
+    first_tokens,
+    num_tokens,
+    text_key,
+)
 from pipespec.head.sequence import Sequence, StopCheck
+from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree import ROOT
 
 
 class Admission:
-    """The requests of a scheduler.
+    """The running and the waiting requests.
 
     Args:
-        max_num_seqs: requests that are open or wait here at most.
-        num_slots: tokens and guesses of all requests that every stage can hold.
+        max_num_seqs: requests that run or wait at most.
+        num_slots: KV slots of every stage, for the tokens and draft tokens of all requests.
         context_limit: tokens of the longest sequence.
-        batch_rows: slots that are left free when a request is opened beside others, so that it
-            is not put back at once.
+        batch_rows: slots that stay free when a request is started beside others, so that it is
+            not preempted at once.
         root_rows: slots that a root needs.
-        max_retained: requests that have left whose text may stay in KV; 0: nothing is shared.
+        max_retained: sequences that have left whose prefixes may stay in the KV cache; 0: requests
+            share nothing.
     """
 
     def __init__(
@@ -52,24 +63,25 @@ class Admission:
         root_rows: int,
         max_retained: int = 0,
     ):
-        self.sequences: dict[int, Sequence] = {}  # that are open, by number, in their order
-        self.waiting: list[Sequence] = []  # to be opened, by their places
+        self.sequences: dict[int, Sequence] = {}  # that are running, by number, oldest first
+        self.waiting: list[Sequence] = []  # by `Request.queue_key`
         self.preemptions = 0
         self.cache = PrefixCache(max_retained)
-        self.feed = ""  # what those that are open name, or those before them
+        self.policy_name = ""  # of the running requests, or of the last ones
         self.num_slots = num_slots
         self._max_num_seqs = max_num_seqs
         self._context_limit = context_limit
         self._batch_rows = batch_rows
         self._root_rows = root_rows
         self._next_number = 0
-        self._opened: list[Sequence] = []  # that the stages have not been told of
-        self._released: list[int] = []  # sequences that the stages have not been told to free
-        self._preempted: list[int] = []  # the same of those that were put back
+        # Changes that the next batch carries to the stages; sequences by number.
+        self._unsent_started: list[Sequence] = []
+        self._unsent_finished: list[int] = []
+        self._unsent_preempted: list[int] = []
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request."""
+        """Whether no request is running or waiting."""
         return not self.sequences and not self.waiting
 
     @property
@@ -79,23 +91,29 @@ class Admission:
 
     @property
     def requests(self) -> list[Sequence]:
-        """Of every request that is open or waits."""
+        """Those of the running requests, then those of the waiting ones."""
         return [*self.sequences.values(), *self.waiting]
 
     @property
     def free_slots(self) -> int:
-        """KV slots that every stage can have when the next batch comes there: nobody who is open
-        holds them."""
+        """KV slots of every stage that no running sequence holds when the next batch arrives."""
         return self.num_slots - self.cache.pinned - self._filled
 
     @property
     def _filled(self) -> int:
-        """Slots that open sequences have filled themselves: the others they share."""
-        return sum([each.held - each.opening.shared for each in self.sequences.values()])
+        """Slots that running sequences hold beside those that they share."""
+        return sum(
+            [each.num_slots_held - each.start.shared_len for each in self.sequences.values()]
+        )
 
     @property
-    def promised_slots(self) -> int:
-        """Slots that open sequences need for the text that they have not read, and for a root."""
+    def slots_needed(self) -> int:
+        """Slots that started sequences and retained prefixes fill together."""
+        return self._filled + self.cache.held
+
+    @property
+    def reserved_slots(self) -> int:
+        """Slots that running sequences need for the text that is left to read, and for a root."""
         return sum(each.prompt_left + 1 for each in self.sequences.values())
 
     def add(
@@ -104,136 +122,136 @@ class Admission:
         stops: StopCheck,
         now: int,
         answer: tuple[int, ...] = (),
-        guide: Guide | None = None,
+        guide: GrammarGuide | None = None,
     ) -> Sequence:
-        """Take in a request, of which `answer` was decided before, at a moment of the caller's
-        clock. It waits until it is opened. `guide` stands at the end of that answer.
+        """Add a request to the waiting ones, at the moment `now` of the caller's clock.
 
-        If that answer is the whole of it (`Sequence.ended`), it is over.
+        `answer` holds the tokens that an earlier epoch decided; if it is complete
+        (`Sequence.ended`), the request does not wait. `guide` is at the end of that answer.
         """
-        assert self.room > 0, "more requests than were asked for"
-        sequence = Sequence.open(request, stops, self._context_limit, now, answer, guide)
+        assert self.room > 0, "more requests than there is room for"
+        sequence = Sequence.create(request, stops, self._context_limit, now, answer, guide)
         if not sequence.ended:
-            self._wait(sequence)
+            self._enqueue(sequence)
         return sequence
 
     def admit(self) -> Iterator[Sequence]:
-        """Open those that wait, by their places, as long as there are slots for their text, and
-        room in a batch for what the stages must know of them.
+        """Start waiting requests in their order, as long as there are slots for their text, and
+        room in a batch for their sequence starts.
 
-        Who waits for a text that another is reading does not hold up those behind. The source is
-        to be told of each before the next draft round.
+        A request that waits for a prefix which another is reading does not block those behind it.
         """
-        openings = MAX_OPENED_BYTES - sum(each.opening.num_bytes for each in self._opened)
+        bytes_left = MAX_STARTED_BYTES - sum(each.start.num_bytes for each in self._unsent_started)
         for sequence in self.waiting.copy():
-            if self._awaits(sequence):
+            if self._waits_for_prefix(sequence):
                 continue
-            parent, shared, awaited = self._shareable(sequence)
+            parent, shared, awaited = self._find_prefix(sequence)
             if awaited:
-                sequence.awaits = awaited
+                sequence.awaited_prefix = awaited
                 continue
-            openings -= sequence.opening.num_bytes
-            if openings < 0 or not self._fits(sequence, parent, shared):
+            bytes_left -= sequence.start.num_bytes
+            if bytes_left < 0 or not self._fits(sequence, parent, shared):
                 break
             self.waiting.remove(sequence)
-            self._open(sequence, parent, shared)
+            self._start(sequence, parent, shared)
             yield sequence
 
-    def _open(self, sequence: Sequence, parent: int, shared: int) -> None:
-        if sequence.cached is None and sequence.reads_cache and self.cache.most:
+    def _start(self, sequence: Sequence, parent: int, shared: int) -> None:
+        if sequence.cached is None and sequence.reads_cache and self.cache.max_retained:
             self.cache.queries += len(sequence.context.tokens)
             self.cache.hits += shared
-        if sequence.request.feed != self.feed:
-            self.turn_to(sequence.request.feed)
+        self.policy_name = sequence.request.policy
         number = self._next_number
         self._next_number += 1
-        self.cache.open(number, sequence.key, parent, shared)
-        sequence.begin(number, parent, shared)
+        self.cache.start(number, sequence.key, parent, shared)
+        sequence.enter_pipeline(number, parent, shared)
         self.sequences[number] = sequence
-        self._opened.append(sequence)
+        self._unsent_started.append(sequence)
 
-    def turn_to(self, feed: str) -> None:
-        """Nobody is open, and who comes next is decoded by the policy of this name."""
-        self.feed = feed
-
-    def _wait(self, sequence: Sequence) -> None:
-        if self.cache.most:
+    def _enqueue(self, sequence: Sequence) -> None:
+        if self.cache.max_retained:
             sequence.key = self._key(sequence, len(sequence.context.tokens))
-        insort(self.waiting, sequence, key=lambda each: each.request.place)
+        insort(self.waiting, sequence, key=lambda each: each.request.queue_key)
 
-    def _key(self, sequence: Sequence, tokens: int) -> bytes:
-        """Of its first tokens; what is known of them is not made anew."""
+    def _key(self, sequence: Sequence, tokens: int) -> TextKey:
+        """The key of its first `tokens` tokens; extends the one that is known."""
         known = first_tokens(sequence.key, tokens)
-        return known + as_key(sequence.context.tokens[num_tokens(known) : tokens])
+        further = sequence.context.tokens[num_tokens(known) : tokens]
+        return TextKey(sequence.request.cache_salt, known.tokens + text_key(further).tokens)
 
-    def _awaits(self, sequence: Sequence) -> bool:
-        """Whether another is still reading the text that this one waits for."""
-        reader = self.sequences.get(sequence.awaits[0])
-        return reader is not None and reader.prefilled < sequence.awaits[1]
+    def _waits_for_prefix(self, sequence: Sequence) -> bool:
+        """Whether another sequence is still reading the prefix that this one waits for."""
+        reader = self.sequences.get(sequence.awaited_prefix[0])
+        return reader is not None and reader.prefilled < sequence.awaited_prefix[1]
 
-    def _shareable(self, sequence: Sequence) -> tuple[int, int, tuple[int, int] | None]:
-        """Whose text it can begin with, and how many tokens of it: at most all but its last token,
-        whose logits are needed. And who is reading so much more of the same, up to where, that it
-        should wait for that."""
-        parent, shared = NOBODY, 0
-        if not self.cache.most or not sequence.reads_cache:
+    def _find_prefix(self, sequence: Sequence) -> tuple[int, int, tuple[int, int] | None]:
+        """The prefix to share: parent sequence, number of tokens, and the prefix to wait for.
+
+        At most all tokens but the last are shared, as the logits of that one are needed. The
+        prefix to wait for, if it is worth that, is a running sequence and how many of its tokens
+        must have been read.
+        """
+        parent, shared = NO_PARENT_SEQUENCE, 0
+        if not self.cache.max_retained or not sequence.reads_cache:
             return parent, shared, None
         most = len(sequence.context.tokens) - 1
-        for number, common, _ in self.cache.texts.alike(sequence.key):
+        for number, common, _ in self.cache.retained_texts.match_prefix(sequence.key):
             parent, shared = number, min(common, most)
             break
         awaited = None
-        for number, common, text in self.cache.open_texts.alike(sequence.key):
+        for number, common, text in self.cache.running_texts.match_prefix(sequence.key):
             other = self.sequences[number]
             if common == num_tokens(text):
-                common += _common(sequence.context.tokens[common:], other.context.tokens[common:])
+                common += _common_len(
+                    sequence.context.tokens[common:], other.context.tokens[common:]
+                )
             common = min(common, most)
             if common <= shared:
                 break
-            ready = min(common, other.fed_text) if other.told else 0
+            ready = min(common, other.fed_text) if other.start_sent else 0
             if ready > shared:
                 parent, shared = number, ready
             if other.prompt_left and awaited is None:
-                awaited = number, common - WORTH + 1  # for less it does not wait
+                awaited = number, common - MIN_SHARED_TOKENS + 1  # less is not worth the wait
         if awaited is not None and awaited[1] <= shared:
             awaited = None
-        return (parent, shared, awaited) if shared >= WORTH else (NOBODY, 0, awaited)
+        if shared < MIN_SHARED_TOKENS:
+            parent, shared = NO_PARENT_SEQUENCE, 0
+        return parent, shared, awaited
 
     def _fits(self, sequence: Sequence, parent: int, shared: int) -> bool:
-        """Whether there are slots for its text, and its policy is that of the others. The only one
-        always fits."""
+        """Whether there are slots for its text, and the others name the same policy. Where no other
+        is running, it fits."""
         if not self.sequences:
             return True
-        if sequence.request.feed != self.feed:
+        if sequence.request.policy != self.policy_name:
             return False
         read = len(sequence.context.tokens) - shared
         wanted = self.cache.newly_pinned(parent, shared) + read + self._batch_rows
-        return wanted <= self.free_slots - self.promised_slots
+        return wanted <= self.free_slots - self.reserved_slots
 
     def cancel(self, request: int) -> Sequence | None:
-        """Drop a request for which nobody waits any more; None: there is none of that number."""
+        """Remove the request with this id; returns its sequence, None if there is none."""
         for sequence in self.requests:
             if sequence.request.id == request:
                 if sequence in self.waiting:
                     self.waiting.remove(sequence)
                 else:
-                    self.close(sequence)
+                    self.finish(sequence)
                 return sequence
         return None
 
-    def make_room(self) -> list[Sequence]:
-        """Put the last back, by their places, until the root that has waited longest has slots.
-
-        The source is to be told of who is put back.
-        """
-        put_back = []
+    def preempt(self) -> list[Sequence]:
+        """Preempt the last requests until the root that has waited longest has slots; returns
+        their sequences, which wait again."""
+        preempted = []
         while len(self.sequences) > 1 and self._root_waits and self.free_slots < self._root_rows:
-            last = max(self.sequences.values(), key=lambda each: each.request.place)
-            put_back.append(last)
-            self._remove(last, self._preempted)
-            self._wait(last)
+            last = max(self.sequences.values(), key=lambda each: each.request.queue_key)
+            preempted.append(last)
+            self._leave(last, self._unsent_preempted)
+            self._enqueue(last)
             self.preemptions += 1
-        return put_back
+        return preempted
 
     @property
     def _root_waits(self) -> bool:
@@ -241,42 +259,43 @@ class Admission:
             not each.prompt_left and not each.tree.fed[ROOT] for each in self.sequences.values()
         )
 
-    def close(self, sequence: Sequence) -> None:
-        """A request is over."""
-        self._remove(sequence, self._released)
+    def finish(self, sequence: Sequence) -> None:
+        """Remove the sequence of a request that is over."""
+        self._leave(sequence, self._unsent_finished)
 
-    def _remove(self, sequence: Sequence, told: list[int]) -> None:
-        """The next batch tells the stages what stays of the sequence, if they know it."""
-        text = b""
-        if sequence.told:
-            told.append(sequence.number)
-            text = self._key(sequence, sequence.fed_text) if self.cache.most else text
+    def _leave(self, sequence: Sequence, unsent: list[int]) -> None:
+        """Remove a running sequence; if the stages know it, its number goes to `unsent`."""
+        text = NO_TEXT
+        if sequence.start_sent:
+            unsent.append(sequence.number)
+            text = self._key(sequence, sequence.fed_text) if self.cache.max_retained else text
         else:
-            self._opened.remove(sequence)
-        self.cache.leave(sequence.number, sequence.key, text)
+            self._unsent_started.remove(sequence)
+        self.cache.finish(sequence.number, sequence.key, text)
         del self.sequences[sequence.number]
 
     @property
-    def untold(self) -> bool:
-        """Whether the stages are to be told that somebody has left."""
-        return bool(self._released or self._preempted)
+    def has_unsent_departures(self) -> bool:
+        """Whether the next batch carries sequences that have left the pipeline."""
+        return bool(self._unsent_finished or self._unsent_preempted)
 
-    def tell(self, batch: Batch) -> None:
-        """Say in a batch what the stages are to know and to free with it; they are told.
+    def attach_changes(self, batch: Batch) -> None:
+        """Put the sequences that have started and left since the last batch into this one.
 
-        Retained text goes where its slots are needed, those of the batch's own rows among them.
+        Retained prefixes are freed as far as slots are needed, also by the rows of this batch.
         """
-        self.cache.free(self._filled + self.cache.held - self.num_slots)
-        batch.opened = tuple(each.opening for each in self._opened)
-        batch.released, batch.preempted = tuple(self._released), tuple(self._preempted)
-        batch.kept = self.cache.tell()
-        for sequence in self._opened:
-            sequence.told = True
-        for told in (self._opened, self._released, self._preempted):
-            told.clear()
+        self.cache.free(self.slots_needed - self.num_slots)
+        batch.started = tuple(each.start for each in self._unsent_started)
+        batch.finished = tuple(self._unsent_finished)
+        batch.preempted = tuple(self._unsent_preempted)
+        batch.retained_prefixes = self.cache.take_changes()
+        for sequence in self._unsent_started:
+            sequence.start_sent = True
+        for unsent in (self._unsent_started, self._unsent_finished, self._unsent_preempted):
+            unsent.clear()
 
 
-def _common(some: list[int], others: list[int]) -> int:
-    """How many tokens two lists begin with alike."""
+def _common_len(some: list[int], others: list[int]) -> int:
+    """The length of the common prefix of two lists."""
     pairs = zip(some, others, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

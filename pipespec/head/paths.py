@@ -1,4 +1,4 @@
-"""Guesses of several levels that come from one draft round."""
+"""Draft tokens of several levels from one draft round."""
 
 from __future__ import annotations
 
@@ -8,60 +8,59 @@ from dataclasses import dataclass
 import numpy as np
 
 # The index of a node that is not in a tree.
-NOWHERE = -1
+NOT_IN_TREE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Guesses below the candidates `[k, children]` of a draft round.
+    """Draft tokens below the candidates `[k, children]` of a draft round.
 
-    `tokens` and `logps` `[m]`, each log-probability given the guess above. `above` `[m]` says what
-    a guess hangs from: i < k * children is a candidate, counted row by row, and k * children + j
-    the guess j of these, which stands before it. The tokens below one guess differ. A guess whose
-    log-probability is -inf is none, nor is one below it or below a candidate that is none.
+    `tokens` and `logps` are `[m]`, each log-probability given the token's parent. `parents` `[m]`
+    are numbers: i < k * children is a candidate, counted row by row, and k * children + j is the
+    draft token j of these paths, which must come before its children. Siblings have different
+    tokens. An entry with log-probability -inf is padding, and so are those below it.
     """
 
-    above: np.ndarray
+    parents: np.ndarray
     tokens: np.ndarray
     logps: np.ndarray
 
     def levels(self, candidates: int) -> Iterator[np.ndarray]:
-        """Indices of the guesses, rising, of one level after another, below so many candidates."""
+        """The levels below so many candidates, one after another, each as rising indices."""
         depth = [0] * candidates
-        for guess, above in enumerate(self.above.tolist(), candidates):
-            assert above < guess, "a guess stands before those below it"
-            depth.append(depth[above] + 1)
-        of_guess = np.array(depth[candidates:])
-        for level in range(1, int(of_guess.max(initial=0)) + 1):
-            yield np.flatnonzero(of_guess == level)
+        for draft_token, parent in enumerate(self.parents.tolist(), candidates):
+            assert parent < draft_token, "a parent comes before its children"
+            depth.append(depth[parent] + 1)
+        depths = np.array(depth[candidates:])
+        for level in range(1, int(depths.max(initial=0)) + 1):
+            yield np.flatnonzero(depths == level)
 
 
-class Known:
-    """Where nodes stand in a tree that more are being hung into, behind them, by parent and
-    token."""
+class ChildIndex:
+    """Finds the nodes of a tree by parent and token."""
 
     def __init__(self, parent: np.ndarray, token: np.ndarray):
-        """The tree's columns, `[nodes]`, in the order that they have before."""
+        """The tree's columns, `[nodes]`; nodes that are appended later are not found."""
         self._parent, self._token = parent, token
 
-    def below(self, parents: np.ndarray) -> np.ndarray:
+    def children_of(self, parents: np.ndarray) -> np.ndarray:
         """Rising indices of the children of `parents`."""
         wanted = np.zeros(len(self._parent), bool)
         wanted[parents[parents < len(wanted)]] = True
         return 1 + wanted.take(self._parent[1:]).nonzero()[0]
 
     def find(self, parent: np.ndarray, token: np.ndarray) -> np.ndarray:
-        """Indices of the children with these tokens below `parent`, `[k]`; NOWHERE: there is
-        none."""
-        near = self.below(parent)
+        """Indices of the children with these tokens below `parent`, `[k]`; NOT_IN_TREE: there
+        is none."""
+        near = self.children_of(parent)
         if not len(near):
-            return np.full(len(parent), NOWHERE)
+            return np.full(len(parent), NOT_IN_TREE)
         keys = _keys(self._parent[near], self._token[near])
         order = np.argsort(keys)
         wanted = _keys(parent, token)
         found = near[order[np.searchsorted(keys, wanted, sorter=order) % len(near)]]
         same = (self._parent[found] == parent) & (self._token[found] == token)
-        return np.where(same, found, NOWHERE)
+        return np.where(same, found, NOT_IN_TREE)
 
 
 def _keys(parent: np.ndarray, token: np.ndarray) -> np.ndarray:
@@ -69,12 +68,12 @@ def _keys(parent: np.ndarray, token: np.ndarray) -> np.ndarray:
     return (parent << 32) + token
 
 
-def distinct(parent: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of guesses `[k]` the first of each token below each parent, rising; and for each guess which
-    of these it is."""
+def unique_children(parent: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The first of each group of draft tokens `[k]` with the same parent and token, as rising
+    indices; and for each draft token the number of its group, `[k]`."""
     first: dict[tuple[int, int], int] = {}
     keys = list(zip(parent.tolist(), token.tolist(), strict=True))
-    for guess, key in enumerate(keys):
-        first.setdefault(key, guess)
+    for index, key in enumerate(keys):
+        first.setdefault(key, index)
     number = {key: i for i, key in enumerate(first)}
     return np.array([*first.values()], np.int64), np.array([number[key] for key in keys], np.int64)

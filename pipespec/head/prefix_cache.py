@@ -1,9 +1,12 @@
-"""Which text is in the KV of every stage, and whose it is: requests that begin alike share it.
+"""The prefix cache: which texts are in the KV cache of every stage, and which sequences hold them.
 
-The text of a request that has ended or was put back stays at the stages, who are told how much of
-it (`Batch.kept`), until its slots are needed or too many such texts are kept: then who was used
-least recently is cut from its end on. Slots are counted here as the stages will hold them, each
-once however many share it, so nobody is asked.
+Requests with a common prefix share its KV slots. The text of a request that has ended or was
+preempted is retained by the stages, which learn from the head how much of it
+(`Batch.retained_prefixes`), until its slots are needed or too many texts are retained: then the
+least recently used one is shortened, from its end. Slots are counted here as the stages will hold
+them, each once however many sequences share it, without a message to the stages.
+
+Texts of different salts (`Request.cache_salt`) have nothing in common, whatever their tokens.
 """
 
 from __future__ import annotations
@@ -11,58 +14,73 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-# Shorter text is not shared, waited for or kept: vLLM's blocks have so many tokens.
-WORTH = 16
-# One of so many tokens of a text is cut off at least, so that this is not done in every step.
-CUT = 8
+# Shorter prefixes are not shared, waited for or retained; the size of a block of vLLM.
+MIN_SHARED_TOKENS = 16
+# At least 1/MIN_CUT of a text is freed at once, so that this does not happen in every step.
+MIN_CUT = 8
 
 _TOKEN = np.dtype(">u4")  # texts are ordered as their bytes are
 
 
-def as_key(tokens: Sequence[int]) -> bytes:
-    """Tokens as bytes that are in order as the tokens are."""
-    return np.array(tokens, _TOKEN).tobytes()
+class TextKey(NamedTuple):
+    """A text as it is compared: its salt, and its tokens as bytes of the same order."""
+
+    salt: str = ""
+    tokens: bytes = b""
 
 
-def num_tokens(key: bytes) -> int:
-    """Of how many tokens it was made."""
-    return len(key) // _TOKEN.itemsize
+NO_TEXT = TextKey()
 
 
-def first_tokens(key: bytes, tokens: int) -> bytes:
+def text_key(tokens: Sequence[int], salt: str = "") -> TextKey:
+    """The key of a text."""
+    return TextKey(salt, np.array(tokens, _TOKEN).tobytes())
+
+
+def num_tokens(key: TextKey) -> int:
+    """The number of its tokens."""
+    return len(key.tokens) // _TOKEN.itemsize
+
+
+def first_tokens(key: TextKey, tokens: int) -> TextKey:
     """The key of the first tokens alone."""
-    return key[: tokens * _TOKEN.itemsize]
+    return TextKey(key.salt, key.tokens[: tokens * _TOKEN.itemsize])
 
 
-def num_common(one: bytes, other: bytes) -> int:
-    """How many tokens two texts begin with alike."""
+def num_common(one: TextKey, other: TextKey) -> int:
+    """The length of the common prefix of two texts; 0 if their salts differ."""
+    if one.salt != other.salt:
+        return 0
     length = min(num_tokens(one), num_tokens(other))
-    differ = np.frombuffer(one, _TOKEN, length) != np.frombuffer(other, _TOKEN, length)
+    differ = np.frombuffer(one.tokens, _TOKEN, length) != np.frombuffer(
+        other.tokens, _TOKEN, length
+    )
     first = int(differ.argmax()) if length else 0
     return first if length and differ[first] else length
 
 
-class Texts:
-    """Texts in order, by the numbers of their sequences, to find those that begin alike."""
+class PrefixIndex:
+    """Sorted texts with the numbers of their sequences, to find common prefixes."""
 
     def __init__(self) -> None:
-        self._ordered: list[tuple[bytes, int]] = []
+        self._ordered: list[tuple[TextKey, int]] = []
 
     def __len__(self) -> int:
         return len(self._ordered)
 
-    def add(self, key: bytes, number: int) -> None:
+    def add(self, key: TextKey, number: int) -> None:
         insort(self._ordered, (key, number))
 
-    def remove(self, key: bytes, number: int) -> None:
+    def remove(self, key: TextKey, number: int) -> None:
         del self._ordered[bisect_left(self._ordered, (key, number))]
 
-    def alike(self, key: bytes) -> Iterator[tuple[int, int, bytes]]:
-        """Who begins with the first token of a text: number, common tokens, text; who has most in
-        common comes first. In order, that falls from the text's own place on, to both sides."""
+    def match_prefix(self, key: TextKey) -> Iterator[tuple[int, int, TextKey]]:
+        """The sequences that share a prefix with a text: number, common tokens, text; the longest
+        prefix first. In sorted order these are the neighbours of the text on both sides."""
         right = bisect_left(self._ordered, (key,))
         left = right - 1
         before, after = self._common(left, key), self._common(right, key)
@@ -78,158 +96,167 @@ class Texts:
                 right += 1
                 after = self._common(right, key)
 
-    def _common(self, at: int, key: bytes) -> int:
+    def _common(self, at: int, key: TextKey) -> int:
         return num_common(self._ordered[at][0], key) if 0 <= at < len(self._ordered) else 0
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class SlotRun:
     """KV slots of consecutive positions from `start` on, which one sequence has filled.
 
-    Whoever else holds any of them holds a beginning of the run: up to which position, is in
-    `open` and `retained`, by number. While the sequence that fills it is open, the slots are
-    counted with it (`Opening.shared`).
+    Other sequences may hold the beginning of the run: `running` and `retained` are the positions up
+    to which they do, by number. While the sequence that fills it is running, the slots count as its
+    own (`SequenceStart.shared_len`).
     """
 
     start: int
     filling: bool = True
-    open: dict[int, int] = field(default_factory=dict)
+    running: dict[int, int] = field(default_factory=dict)
     retained: dict[int, int] = field(default_factory=dict)
 
     @property
     def pinned(self) -> int:
-        """Slots that open sequences hold."""
-        return max(self.open.values(), default=self.start) - self.start
+        """Slots that running sequences hold."""
+        return max(self.running.values(), default=self.start) - self.start
 
     @property
     def held(self) -> int:
-        """Slots that anybody holds."""
+        """Slots that any sequence holds."""
         return max(self.pinned, max(self.retained.values(), default=self.start) - self.start)
 
 
 class PrefixCache:
-    """The texts of open and of retained sequences, and the slots that they share.
+    """The texts of running and of retained sequences, and the slots that they share.
 
     Args:
-        most: sequences whose text may be retained; 0: nothing is shared at all.
+        max_retained: sequences whose text may be retained; 0: nothing is shared.
 
-    `pinned` and `held` count the slots in runs that nobody fills any more: those that open
-    sequences hold, and those that anybody does. `queries` and `hits` are the tokens that were
-    looked up for requests, and those of them that were found.
+    `pinned` and `held` count the slots of runs that are no longer filled: those that running
+    sequences hold, and those that any sequence holds. `queries` and `hits` count the tokens that
+    were looked up for requests, and those of them that were found.
     """
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, max_retained: int):
+        self.max_retained = max_retained
         self.pinned = 0
         self.held = 0
         self.queries = 0
         self.hits = 0
-        self.open_texts = Texts()  # as known when they were opened
-        self.texts = Texts()  # retained; none begins with another whole one
-        self._keys: dict[int, bytes] = {}  # the same by number, who was used last stands last
-        self._runs: dict[int, list[Run]] = {}  # of each sequence, in the order of the positions
-        self._untold: dict[int, int] = {}  # what the stages do not know of what stays
+        self.running_texts = PrefixIndex()  # as known when they started
+        self.retained_texts = PrefixIndex()  # none is a prefix of another
+        self._keys: dict[
+            int, TextKey
+        ] = {}  # of retained texts by number, least recently used first
+        self._runs: dict[int, list[SlotRun]] = {}  # of each sequence, in the order of the positions
+        self._unsent: dict[int, int] = {}  # retained tokens that the stages do not know of
 
-    def open(self, number: int, key: bytes, parent: int, shared: int) -> None:
-        """A sequence is opened and holds the first `shared` tokens of another."""
-        if not self.most:
+    @property
+    def retained_tokens(self) -> dict[int, int]:
+        """The length of each retained text, by the number of its sequence."""
+        return {number: num_tokens(key) for number, key in self._keys.items()}
+
+    def start(self, number: int, key: TextKey, parent: int, shared: int) -> None:
+        """A sequence starts and holds the first `shared` tokens of another."""
+        if not self.max_retained:
             return
-        self.open_texts.add(key, number)
+        self.running_texts.add(key, number)
         runs = self._hold(number, self._runs[parent] if shared else [], shared, retained=False)
-        self._runs[number] = [*runs, Run(shared)]
+        self._runs[number] = [*runs, SlotRun(shared)]
         if parent in self._keys:
-            self._use(parent)
+            self._mark_used(parent)
 
-    def leave(self, number: int, known: bytes, key: bytes) -> None:
-        """An open sequence leaves, of which `known` was known when it was opened; the text `key`
-        of it is in the KV of every stage, and stays if it is worth it."""
-        if not self.most:
+    def finish(self, number: int, known: TextKey, key: TextKey) -> None:
+        """A running sequence leaves. `known` was its text when it started; its text `key` is in the
+        KV cache of every stage, and is retained if it is long enough."""
+        if not self.max_retained:
             return
-        self.open_texts.remove(known, number)
+        self.running_texts.remove(known, number)
         runs = self._runs.pop(number)
         self._count(runs, -1)
         runs[-1].filling = False
         self._count(runs, +1)
         self._retain(number, runs, key)
-        while len(self._keys) > self.most:
-            self._cut(next(iter(self._keys)), 0)
+        while len(self._keys) > self.max_retained:
+            self._shorten(next(iter(self._keys)), 0)
 
     def free(self, slots: int) -> None:
-        """Free so many slots of retained text that no open sequence holds, or all of them."""
+        """Free so many slots of retained texts that no running sequence holds, or all of them."""
         least = self.held - slots
         while self.held > least and self._keys:
             number, key = next(iter(self._keys.items()))
             tokens = num_tokens(key)
-            self._cut(number, tokens - max(self.held - least, tokens // CUT))
+            self._shorten(number, tokens - max(self.held - least, tokens // MIN_CUT))
 
     def newly_pinned(self, parent: int, shared: int) -> int:
-        """Slots which nobody who is open holds, but would if one began with these tokens."""
+        """Slots that no running sequence holds, and one that shared these tokens would."""
         found = 0
-        for run, end in _ends(self._runs[parent] if shared else [], shared):
+        for run, end in _run_ends(self._runs[parent] if shared else [], shared):
             if not run.filling:
                 found += max(end - run.start - run.pinned, 0)
         return found
 
-    def tell(self) -> tuple[tuple[int, int], ...]:
-        """How much text stays of whom, as far as the stages do not know; they are told."""
-        told = tuple(self._untold.items())
-        self._untold.clear()
-        return told
+    def take_changes(self) -> tuple[tuple[int, int], ...]:
+        """Sequences and their retained tokens, as far as they have changed since the last call."""
+        changes = tuple(self._unsent.items())
+        self._unsent.clear()
+        return changes
 
-    def _retain(self, number: int, runs: list[Run], key: bytes) -> None:
-        """Keep a text unless another begins with it; it replaces one that it begins with."""
+    def _retain(self, number: int, runs: list[SlotRun], key: TextKey) -> None:
+        """Retain a text unless it is a prefix of another; it replaces one that is its prefix."""
         tokens = num_tokens(key)
-        other, common, text = next(self.texts.alike(key), (number, 0, b""))
+        other, common, text = next(self.retained_texts.match_prefix(key), (number, 0, NO_TEXT))
         if common == tokens:
             if common:
-                self._use(other)
+                self._mark_used(other)
             tokens = 0
         elif common == num_tokens(text) and common:
-            self._cut(other, 0)
-        if tokens < WORTH:
+            self._shorten(other, 0)
+        if tokens < MIN_SHARED_TOKENS:
             tokens = 0
         if runs := self._hold(number, runs, tokens, retained=True):
             self._runs[number] = runs
             self._keys[number] = key
-            self.texts.add(key, number)
-            self._untold[number] = tokens
+            self.retained_texts.add(key, number)
+            self._unsent[number] = tokens
 
-    def _cut(self, number: int, tokens: int) -> None:
-        """Of a retained text so many tokens stay."""
+    def _shorten(self, number: int, tokens: int) -> None:
+        """Shorten a retained text to so many tokens."""
         key = self._keys[number]
-        self.texts.remove(key, number)
+        self.retained_texts.remove(key, number)
         runs = self._runs.pop(number)
-        self._untold[number] = 0
+        self._unsent[number] = 0
         self._retain(number, runs, first_tokens(key, max(tokens, 0)))
-        if not self._untold[number]:
+        if not self._unsent[number]:
             del self._keys[number]
 
-    def _use(self, number: int) -> None:
+    def _mark_used(self, number: int) -> None:
         self._keys[number] = self._keys.pop(number)
 
-    def _hold(self, number: int, runs: list[Run], tokens: int, *, retained: bool) -> list[Run]:
-        """A sequence holds so many tokens of the text in these runs, and no more; the runs that
-        it holds any slot of."""
+    def _hold(
+        self, number: int, runs: list[SlotRun], tokens: int, *, retained: bool
+    ) -> list[SlotRun]:
+        """Let a sequence hold the first `tokens` of the text in these runs, and no more; returns
+        the runs of which it holds a slot."""
         self._count(runs, -1)
         for run in runs:
-            run.open.pop(number, None)
+            run.running.pop(number, None)
             run.retained.pop(number, None)
         held = []
-        for run, end in _ends(runs, tokens):
-            (run.retained if retained else run.open)[number] = end
+        for run, end in _run_ends(runs, tokens):
+            (run.retained if retained else run.running)[number] = end
             held.append(run)
         self._count(runs, +1)
         return held
 
-    def _count(self, runs: list[Run], sign: int) -> None:
+    def _count(self, runs: list[SlotRun], sign: int) -> None:
         for run in runs:
             if not run.filling:
                 self.pinned += sign * run.pinned
                 self.held += sign * run.held
 
 
-def _ends(runs: list[Run], tokens: int) -> Iterator[tuple[Run, int]]:
-    """Which runs the first tokens of a text are in, and up to which position."""
+def _run_ends(runs: list[SlotRun], tokens: int) -> Iterator[tuple[SlotRun, int]]:
+    """The runs that hold the first tokens of a text, and up to which position."""
     ends = [*(run.start for run in runs[1:]), tokens]
     for run, end in zip(runs, ends, strict=False):
         if run.start < min(end, tokens):

@@ -1,4 +1,4 @@
-"""A request at the head: its text, its tree, what has been counted."""
+"""A request at the head: its text, its tree and its counts."""
 
 from __future__ import annotations
 
@@ -9,86 +9,95 @@ from typing import Any
 import numpy as np
 
 from pipespec.core import (
-    GUESS,
+    DRAFT,
     KIND,
-    NOBODY,
+    NO_PARENT_SEQUENCE,
     NODE,
     PARENT,
     SEQUENCE,
     TOKEN,
     Batch,
-    Guesses,
-    Opening,
+    DraftTokens,
     Request,
+    SequenceStart,
 )
-from pipespec.head.feed.policy import PipelineState
-from pipespec.head.guide import Guide
-from pipespec.head.source.protocol import Context
+from pipespec.head.policies.policy import PipelineState
+from pipespec.head.prefix_cache import NO_TEXT, TextKey
+from pipespec.head.proposers.proposer import Context
+from pipespec.head.structured_output import GrammarGuide
 from pipespec.head.tree import ROOT, Tree
-from pipespec.sampling.terms import pack
+from pipespec.sampling.wire_format import pack
 
-# Says whether the text so far ends the request: given one more token, True if a stop string
-# is complete.
+# Called with each token of the answer; returns whether a stop string is complete.
 StopCheck = Callable[[int], bool]
 
 
 # The number of a sequence that is not in the pipeline.
-NOT_OPEN = -1
+NOT_IN_PIPELINE = -1
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request that is being decoded, or waits for it: its text, its tree, its counts.
+    """A running or waiting request: its text, its tree, its counts.
 
-    `opening` is what the stages are told of it with the next batch, and `told` whether they were.
-    `key` is the text that was known when it began to wait, as the prefix cache compares it; until
-    it is opened it `awaits` that a sequence has read so many tokens. `cached` tokens of the prompt
-    were in KV when it was opened first. `replayed` tokens of the answer were decided in an earlier
-    epoch. `opened_ns` is when it was opened first, which whoever holds a clock says.
+    Attributes:
+        last_position: the position of the last token that it may have.
+        start: goes to the stages with the next batch, unless it was sent (`start_sent`).
+        replayed: tokens of the answer that an earlier epoch decided.
+        key: the text that was known when it began to wait, as the prefix cache compares it.
+        awaited_prefix: a sequence, and how many tokens it must have read before this one starts.
+        cached: tokens of the prompt that were in the KV cache when it first started.
+        prefilled: tokens that were fed before decoding, shared ones included.
+        root_waits_since: the step since which there has been an unfed root.
+        hits: decided tokens that had been fed as draft tokens.
+        started_ns, admitted_ns: when it was added, and when it first entered the pipeline
+            (`HeadLoop` sets it).
+        ended: why it was over before it started.
+        guide: of a request with a grammar.
     """
 
     request: Request
     context: Context
     tree: Tree
-    stops: StopCheck
+    stop_check: StopCheck
     last_position: int
-    opening: Opening
+    start: SequenceStart
     replayed: int
-    key: bytes = b""
-    awaits: tuple[int, int] = (NOBODY, 0)
-    told: bool = False
+    key: TextKey = NO_TEXT
+    awaited_prefix: tuple[int, int] = (NO_PARENT_SEQUENCE, 0)
+    start_sent: bool = False
     cached: int | None = None
     prefilled: int = 0
-    waits_since: int = 0  # the step in which the root became one that was not fed
+    root_waits_since: int = 0
     generated: int = 0
     hits: int = 0
     counts: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("steps", "rows", "rounds", "overruns"), 0)
     )
     started_ns: int = 0
-    opened_ns: int | None = None
+    admitted_ns: int | None = None
     token_ns: list[int] = field(default_factory=list)
     first_token: dict[str, int] = field(default_factory=dict)
-    ended: str | None = None  # why the request was over before this sequence was opened
-    guide: Guide | None = None  # if its text must have a form
+    ended: str | None = None
+    guide: GrammarGuide | None = None
 
     @classmethod
-    def open(
+    def create(
         cls,
         request: Request,
         stops: StopCheck,
         context_limit: int,
         now: int,
         answer: tuple[int, ...] = (),
-        guide: Guide | None = None,
+        guide: GrammarGuide | None = None,
     ) -> Sequence:
-        """What waits until it is opened (`begin`).
+        """A sequence that waits to enter the pipeline.
 
-        `answer` is what an earlier epoch decided: it is read like the prompt, and counts as
-        decided now.
+        `answer` holds the tokens that an earlier epoch decided: they are read like the prompt, and
+        count as decided now.
         """
         tokens = [*request.prompt, *answer]
-        context, tree = _planted(NOT_OPEN, tokens, request)
+        context, tree = _new_context_and_tree(NOT_IN_PIPELINE, tokens, request)
         last = min(len(request.prompt) + request.max_new_tokens, context_limit) - 1
         terms = pack(request.sampling, request.eos)
         sequence = cls(
@@ -97,7 +106,9 @@ class Sequence:
             tree,
             stops,
             last_position=last,
-            opening=Opening(NOT_OPEN, request.id, len(request.prompt), len(tokens), terms),
+            start=SequenceStart(
+                NOT_IN_PIPELINE, request.id, len(request.prompt), len(tokens), terms
+            ),
             replayed=len(answer),
             generated=len(answer),
             started_ns=now,
@@ -105,106 +116,108 @@ class Sequence:
             guide=guide,
         )
         for token in answer:
-            sequence.ended = sequence.ending(token)
+            sequence.ended = sequence.finish_reason(token)
         return sequence
 
-    def begin(self, number: int, parent: int = NOBODY, shared: int = 0) -> None:
-        """Enter the pipeline; what was decided is to be read there, from what it shares on."""
+    def enter_pipeline(
+        self, number: int, parent: int = NO_PARENT_SEQUENCE, shared: int = 0
+    ) -> None:
+        """Enter the pipeline, to read the tokens that follow the `shared` ones of `parent`."""
         tokens = self.context.tokens
-        self.opening = replace(
-            self.opening, sequence=number, known=len(tokens), parent=parent, shared=shared
+        self.start = replace(
+            self.start, sequence=number, committed_len=len(tokens), parent=parent, shared_len=shared
         )
-        self.told = False
+        self.start_sent = False
         self.prefilled = shared
         if self.cached is None:
             self.cached = min(shared, len(self.request.prompt))
-        self.context, self.tree = _planted(number, tokens, self.request)
-        self.context.parent, self.context.shared = parent, shared
+        self.context, self.tree = _new_context_and_tree(number, tokens, self.request)
+        self.context.parent, self.context.shared_len = parent, shared
 
-    def leave(self) -> None:
-        """Be in the pipeline no more: the number is nobody's now."""
-        self.opening = replace(self.opening, sequence=NOT_OPEN)
+    def leave_pipeline(self) -> None:
+        """Leave the pipeline: the sequence has no number now."""
+        self.start = replace(self.start, sequence=NOT_IN_PIPELINE)
 
     @property
     def number(self) -> int:
-        """Of the sequence in the pipeline, or NOT_OPEN."""
-        return self.opening.sequence
+        """Its number in the pipeline, or NOT_IN_PIPELINE."""
+        return self.start.sequence
 
     @property
     def reads_cache(self) -> bool:
-        """Whether it may share text: not if its prompt is to be told of, which takes every row."""
+        """Whether it may share a prefix: not with prompt_logprobs, which need every row."""
         return self.request.sampling.prompt_logprobs is None
 
     @property
-    def known(self) -> int:
-        """How many tokens were decided before it was opened, prompt included; they are read as a
-        prompt is."""
-        return self.opening.known
+    def committed_len(self) -> int:
+        """Tokens that were decided before it entered the pipeline, prompt included; they are read
+        like a prompt."""
+        return self.start.committed_len
 
     @property
     def prompt_left(self) -> int:
-        """Tokens that were decided before and have not entered the pipeline."""
-        return self.opening.known - self.prefilled
+        """Those of them that have not been fed."""
+        return self.start.committed_len - self.prefilled
 
     @property
     def decoding(self) -> bool:
-        """Whether a token was decided since this sequence was opened."""
-        return len(self.context.tokens) > self.known
+        """Whether a token was decided since it entered the pipeline."""
+        return len(self.context.tokens) > self.committed_len
 
     @property
-    def held(self) -> int:
-        """KV slots that a stage holds for it at most: of the text that was fed, and of guesses.
+    def num_slots_held(self) -> int:
+        """KV slots that a stage holds for it at most, for fed text and for draft tokens.
 
-        A batch comes to a stage after the verdicts that the head knew when it fed it.
+        A batch arrives at a stage after the verdicts that the head knew when it sent it.
         """
-        if self.opening.known > self.prefilled:
+        if self.start.committed_len > self.prefilled:
             return self.prefilled
         return len(self.context.tokens) - 1 + self.tree.num_fed
 
     @property
     def fed_text(self) -> int:
-        """Tokens that are decided and were fed: they are in the KV of every stage when the next
-        batch comes there."""
+        """Decided tokens that were fed: they are in the KV cache of every stage when the next batch
+        arrives there."""
         if self.prompt_left:
             return self.prefilled
         return len(self.context.tokens) - 1 + bool(self.tree.fed[ROOT])
 
     def accept(self, token: int, now: int) -> str | None:
-        """One decided token moves the root; the reason if it is the last one."""
+        """Move the root to a decided token; returns why the request ends with it, or None."""
         if not self.first_token:
             self.first_token = dict(self.counts)
         self.tree.advance(token)
         if self.guide is not None:
             self.guide.accept(token)
-        # A hit had entered the pipeline before it was decided; a miss must be fed now.
+        # A hit was fed before it was decided; a miss must be fed now.
         self.hits += bool(self.tree.fed[ROOT])
         self.context.tokens.append(token)
         self.context.nodes.append(int(self.tree.id[ROOT]))
         self.generated += 1
         self.token_ns.append(now)
-        return self.ending(token)
+        return self.finish_reason(token)
 
-    def ending(self, token: int) -> str | None:
-        """Why the newest token of the answer is the last one; None: it is not."""
-        if token in self.request.eos or self.stops(token):
+    def finish_reason(self, token: int) -> str | None:
+        """Why the request ends with this token of the answer; None: it does not."""
+        if token in self.request.eos or self.stop_check(token):
             return "stop"
         return "length" if self.context_full else None
 
     @property
     def prefill_ns(self) -> int | None:
-        """From when it was opened to its first token; None if that was in an earlier epoch, or
-        has not come."""
-        if self.opened_ns is None or self.replayed or not self.token_ns:
+        """From entering the pipeline to the first token; None if that was in an earlier epoch, or
+        has not been decided."""
+        if self.admitted_ns is None or self.replayed or not self.token_ns:
             return None
-        return self.token_ns[0] - self.opened_ns
+        return self.token_ns[0] - self.admitted_ns
 
     @property
     def misses_per_step(self) -> float:
-        """Tokens that had to be fed after they were decided."""
+        """Tokens per step that had to be fed after they were decided."""
         return (self.generated - self.replayed - self.hits) / max(self.counts["steps"], 1)
 
     @property
-    def guesses_in_flight(self) -> bool:
+    def has_drafts_in_flight(self) -> bool:
         return bool(self.tree.fed[1:].any())
 
     @property
@@ -213,30 +226,29 @@ class Sequence:
 
     @property
     def _near_end(self) -> bool:
-        """Whether the tree reaches the last token; its deepest node stands last."""
+        """Whether the tree reaches the last position; its deepest node is the last one."""
         return bool(self.tree.position[-1] >= self.last_position)
 
-    def own(self, state: PipelineState) -> PipelineState:
-        """What a policy may know, with the end of this text, if its tree comes so far."""
+    def policy_state(self, state: PipelineState) -> PipelineState:
+        """The state with the end of this text, if its tree reaches that."""
         return replace(state, end=self.last_position) if self._near_end else state
 
-    def useful(self, nodes: np.ndarray) -> np.ndarray:
-        """Those of the nodes whose logits can still matter: not the last token, nor beyond."""
+    def drop_past_end(self, nodes: np.ndarray) -> np.ndarray:
+        """The nodes whose logits can matter: those before the last position."""
         if not self._near_end:
             return nodes
         return nodes[self.tree.position[nodes] < self.last_position]
 
-    def guesses(self, batch: Batch) -> Guesses:
-        """Which rows of a batch are guesses of this sequence, and how likely its source found
-        them."""
-        mine = (batch.rows[:, KIND] == GUESS) & (batch.rows[:, SEQUENCE] == self.number)
+    def draft_tokens(self, batch: Batch) -> DraftTokens:
+        """The draft tokens of this sequence in a batch, with their log-probabilities."""
+        mine = (batch.rows[:, KIND] == DRAFT) & (batch.rows[:, SEQUENCE] == self.number)
         rows = batch.rows[mine]
         by_id = np.argsort(self.tree.id)
         nodes = by_id[np.searchsorted(self.tree.id, rows[:, NODE], sorter=by_id)]
-        return Guesses(batch.step, rows[:, PARENT], rows[:, TOKEN], self.tree.logp[nodes])
+        return DraftTokens(batch.step, rows[:, PARENT], rows[:, TOKEN], self.tree.logp[nodes])
 
     def statistics(self) -> dict[str, Any]:
-        """Counts of the whole request, and those when its first token came."""
+        """Counts of the whole request, and those at its first token."""
         return {
             "prompt_tokens": len(self.request.prompt),
             "completion_tokens": self.generated,
@@ -250,8 +262,9 @@ class Sequence:
         }
 
 
-def _planted(number: int, tokens: list[int], request: Request) -> tuple[Context, Tree]:
-    """Positions are numbered from 0; a decided row's node id is its position."""
+def _new_context_and_tree(number: int, tokens: list[int], request: Request) -> tuple[Context, Tree]:
+    """Positions begin at 0; the node id of a committed row is its position."""
     root, prompt = len(tokens) - 1, len(request.prompt)
     context = Context(number, list(tokens), list(range(len(tokens))), request.sampling, prompt)
+    context.salted = bool(request.cache_salt)
     return context, Tree(root, root - 1, tokens[-1], root, fed=True)

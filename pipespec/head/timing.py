@@ -2,48 +2,48 @@
 
 from __future__ import annotations
 
-from pipespec.row_times import Ema
+from pipespec.batch_times import Ema
 
 # Running free: a batch is sent when so much of the first stage's work on the one before is left.
 EARLY = 0.15
 # Steps that the estimate of that work's length remembers.
 MEMORY = 8
-# A moment that is further off was told by another machine's clock.
+# A moment that is further off is by the clock of another machine.
 OTHER_CLOCK_NS = 10**9
 
 
 class SendTiming:
-    """Learns how long the first stage computes, and how long after it a verdict comes.
+    """Estimates how long the first stage computes, and how long after that a verdict arrives.
 
-    Holds no clock: moments are told to it, in nanoseconds.
+    Holds no clock: moments are arguments, in nanoseconds.
     """
 
     def __init__(self) -> None:
         self._fed = (0, 0)  # rows of the batch before the last, and of the last
         self._taken = 0  # when the first stage took the last batch
-        self._takes: dict[int, int] = {}  # the same of the steps whose verdicts are to come
+        self._takes: dict[int, int] = {}  # the same of the steps without a verdict yet
         self._stage_ns = Ema(MEMORY)  # how long the first stage computes
         self._verdict_ns = Ema(MEMORY)  # from when it took a batch to the verdict of the step
 
-    def sent(self, rows: int) -> None:
+    def add_batch(self, rows: int) -> None:
         """A batch of so many rows was sent."""
         self._fed = (self._fed[1], rows)
 
-    def heard(self, step: int, now: int) -> None:
-        """The verdict of a step has come."""
+    def add_verdict(self, step: int, now: int) -> None:
+        """The verdict of a step has arrived."""
         taken = self._takes.pop(step, None)
         if taken is not None:
             self._verdict_ns.add(now - taken)
 
-    def due(self, step: int, taken: int, now: int, misses_per_step: float) -> int | None:
+    def deadline(self, step: int, taken: int, now: int, misses_per_step: float) -> int | None:
         """When the batch of `step` should be sent, with or without the verdict of the step;
         None: with it, as nothing is known yet.
 
-        The first stage took the batch before at the moment `taken`, and if that had rows it is
-        at work for about as long as it was the last times. A batch that is chosen without the
-        verdict costs one step more whenever that verdict misses the tree. So the verdict is
-        worth waiting for, beyond the end of that work, for the share of the work that is the
-        rate of misses; where it comes later still, the batch is sent shortly before the end.
+        The first stage took the batch before at the moment `taken`, and if that had rows it works
+        for about as long as on average. A batch that is chosen without the verdict costs one step
+        more whenever that verdict misses the tree. So it is worth waiting for the verdict beyond
+        the end of that work, for the share of the work that equals the rate of misses; if it
+        arrives later still, the batch is sent shortly before the end.
         """
         if not 0 <= now - taken < OTHER_CLOCK_NS:
             taken = now

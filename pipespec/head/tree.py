@@ -1,6 +1,6 @@
-"""The tree of guesses that hangs from the last accepted token (PipeDec 3.3, SpecPipe 3.2).
+"""The tree of draft tokens below the last accepted token (PipeDec 3.3, SpecPipe 3.2).
 
-Nodes stand in breadth-first order, so a parent always has a smaller index than its
+Nodes are in breadth-first order, so a parent always has a smaller index than its
 children, a level is a contiguous range, and every walk over the tree is a numpy operation
 over whole levels. Indices change when the tree does; a node's `id` never does.
 """
@@ -13,40 +13,40 @@ from copy import copy
 import numpy as np
 
 from pipespec.core import NODE, NUM_COLUMNS, PARENT, POSITION, SEQUENCE, TOKEN
-from pipespec.head.paths import NOWHERE, Known, Paths, distinct
+from pipespec.head.paths import NOT_IN_TREE, ChildIndex, Paths, unique_children
 
 ROOT = 0
-# No guess that hangs in a tree is less likely.
-SMALLEST = 1e-12
+# The least probability of a draft token in a tree.
+MIN_PROBABILITY = 1e-12
 
 
 class Tree:
-    """Guesses below a root, as parallel arrays of `len(tree)` nodes.
+    """Draft tokens below a root, as parallel arrays of `len(tree)` nodes.
 
     Attributes (all `[nodes]`, in breadth-first order):
         id: unique within the sequence.
         parent: index of the parent; the root is its own parent.
         parent_id: id of the parent; the root's is the id of the token before it.
-        token, position: what the node says and where in the text.
-        logp: log-probability given its parent, as the source stated it.
+        token, position: the token of the node, and its position in the text.
+        logp: log-probability given its parent, by the proposer.
         cum: log-probability given the root, i.e. the sum of `logp` along the path.
-        fed: the node has entered the pipeline; written by `feed` alone.
-        fed_under: the position of the root when it did; of no meaning before.
-        expanded: a source has proposed its children; others may have some from `Paths`.
-        scored: the mid-size model of a cascade was asked what follows, or has said it.
+        fed: the node has entered the pipeline; set by `mark_fed`.
+        fed_root_position: the position of the root when it did; undefined before.
+        expanded: the proposer has proposed its children; other nodes may have some from `Paths`.
+        scored: the mid-size model of a cascade has scored its children, or is about to.
     """
 
     _COLUMNS = (
         *("id", "parent", "parent_id", "token", "position", "logp", "cum"),
-        *("fed", "fed_under", "expanded", "scored"),
+        *("fed", "fed_root_position", "expanded", "scored"),
     )
     __slots__ = (*_COLUMNS, "_next_id", "_num_fed", "__weakref__")
 
     def __init__(self, root_id: int, parent_id: int, token: int, position: int, *, fed: bool):
         self._next_id = root_id + 1
-        self._plant(root_id, parent_id, token, position, fed)
+        self._reset(root_id, parent_id, token, position, fed)
 
-    def _plant(self, root_id: int, parent_id: int, token: int, position: int, fed: bool) -> None:
+    def _reset(self, root_id: int, parent_id: int, token: int, position: int, fed: bool) -> None:
         self.id = np.array([root_id])
         self.parent = np.array([ROOT])
         self.parent_id = np.array([parent_id])
@@ -56,7 +56,7 @@ class Tree:
         self.cum = np.zeros(1)
         self.fed = np.array([fed])
         self._num_fed: int | None = None
-        self.fed_under = np.array([position])
+        self.fed_root_position = np.array([position])
         self.expanded = np.array([False])
         self.scored = np.array([False])
 
@@ -69,25 +69,24 @@ class Tree:
         return self.position - self.position[ROOT]
 
     @property
-    def root_fed_at(self) -> int:
-        """How far below the root of then the root of now stood when it was fed; 0: it was not fed
-        as a guess."""
-        return int(self.position[ROOT] - self.fed_under[ROOT]) if self.fed[ROOT] else 0
+    def root_fed_depth(self) -> int:
+        """The depth of this root when it was fed as a draft token; 0: it was not."""
+        return int(self.position[ROOT] - self.fed_root_position[ROOT]) if self.fed[ROOT] else 0
 
     @property
     def num_fed(self) -> int:
-        """How many nodes are fed; asked more often than it changes."""
+        """How many nodes are fed; cached, as it is read more often than it changes."""
         if self._num_fed is None:
             self._num_fed = int(np.count_nonzero(self.fed))
         return self._num_fed
 
-    def feed(self, nodes: np.ndarray) -> None:
+    def mark_fed(self, nodes: np.ndarray) -> None:
         """The nodes enter the pipeline."""
         self.fed[nodes] = True
         self._num_fed = None
-        self.fed_under[nodes] = self.position[ROOT]
+        self.fed_root_position[nodes] = self.position[ROOT]
 
-    def append(
+    def add_children(
         self,
         parents: np.ndarray,
         tokens: np.ndarray,
@@ -95,19 +94,19 @@ class Tree:
         limit: int | None = None,
         paths: Paths | None = None,
     ) -> int:
-        """Hang candidates below their parents and mark the parents expanded.
+        """Add candidates below their parents and mark the parents expanded.
 
-        What hangs there already is stated anew: a candidate takes the new log-probability, and
-        another child is no likelier than the least of them, nor than what they leave. What was fed
-        stays so, and whatever is below follows. Below nodes that are expanded a path adds nothing:
-        the source has said what follows them.
+        Where parents have children already, these are updated: a candidate takes the new
+        log-probability, and any other child gets at most that of the least candidate and what the
+        candidates leave. Fed nodes stay fed, and cumulative log-probabilities follow. Paths add no
+        nodes below expanded ones, whose children the proposer has proposed.
 
         Args:
             parents: indices `[k]` of nodes, which differ.
             tokens, logps: the candidates `[k, children]`, distinct within a row; a candidate
-                with log-probability -inf is none.
+                with log-probability -inf is padding.
             limit: keep only so many of all of them, those of highest cumulative probability.
-            paths: guesses further below the candidates.
+            paths: draft tokens below the candidates.
 
         Returns the number of nodes added.
         """
@@ -119,45 +118,47 @@ class Tree:
         chosen = np.flatnonzero(np.isfinite(cum))
         if limit is not None and len(chosen) > limit:
             chosen = chosen[_largest(cum[chosen], limit)]
-        known = Known(self.parent, self.token)
-        if len(again := known.below(parents)):
-            self._lower(again, parents, logps)
+        known = ChildIndex(self.parent, self.token)
+        if len(again := known.children_of(parents)):
+            self._cap_siblings(again, parents, logps)
         parent, token, logp = parent[chosen], token[chosen], logp[chosen]
-        stood = known.find(parent, token)
-        place = np.full(tokens.size, NOWHERE)  # where in the tree each candidate stands
-        place[chosen] = self._put(stood, parent, token, logp)
-        restated = len(again) > 0
-        if paths is not None and len(paths.above):
-            place = np.concatenate((place, np.full(len(paths.above), NOWHERE)))
+        existing = known.find(parent, token)
+        place = np.full(tokens.size, NOT_IN_TREE)  # the index of each candidate
+        place[chosen] = self._place_nodes(existing, parent, token, logp)
+        updated = len(again) > 0
+        if paths is not None and len(paths.parents):
+            place = np.concatenate((place, np.full(len(paths.parents), NOT_IN_TREE)))
             for level in paths.levels(tokens.size):
-                there = place[paths.above[level]] != NOWHERE
+                there = place[paths.parents[level]] != NOT_IN_TREE
                 level = level[there & (paths.logps[level] > -np.inf)]
                 above, token, logp = (
-                    place[paths.above[level]],
+                    place[paths.parents[level]],
                     paths.tokens[level],
                     paths.logps[level],
                 )
-                first, same = distinct(above, token)  # below nodes above one another paths meet
+                first, same = unique_children(above, token)  # different paths may meet in a node
                 above, token, logp = above[first], token[first], logp[first]
-                stood = Known(self.parent, self.token).find(above, token)
+                existing = ChildIndex(self.parent, self.token).find(above, token)
                 free = ~self.expanded[above]
-                restated |= bool((stood[free] != NOWHERE).any())
-                stood[free] = self._put(stood[free], above[free], token[free], logp[free])
-                place[tokens.size + level] = stood[same]
+                updated |= bool((existing[free] != NOT_IN_TREE).any())
+                existing[free] = self._place_nodes(
+                    existing[free], above[free], token[free], logp[free]
+                )
+                place[tokens.size + level] = existing[same]
         added, new = len(self) - count, self.position[count:]
         if added and (new[0] < last_level or (new[1:] < new[:-1]).any()):
             self._select(np.argsort(self.position, kind="stable"))
-        if restated:
+        if updated:
             self._accumulate()
         return added
 
-    def _put(
-        self, stood: np.ndarray, parent: np.ndarray, token: np.ndarray, logp: np.ndarray
+    def _place_nodes(
+        self, existing: np.ndarray, parent: np.ndarray, token: np.ndarray, logp: np.ndarray
     ) -> np.ndarray:
-        """Indices of guesses `[k]` below `parent`. They `stood` there or, NOWHERE, come last, so
-        that the order is to be mended."""
-        there, place = stood != NOWHERE, stood.copy()
-        self.logp[stood[there]] = logp[there]
+        """Indices of draft tokens `[k]` below `parent`: those of `existing` nodes, or, where these
+        are NOT_IN_TREE, of new ones at the end, after which the order must be restored."""
+        there, place = existing != NOT_IN_TREE, existing.copy()
+        self.logp[existing[there]] = logp[there]
         parent, token, logp = parent[~there], token[~there], logp[~there]
         count = len(parent)
         position = self.position[parent] + 1
@@ -171,53 +172,40 @@ class Tree:
             logp=logp,
             cum=self.cum[parent] + logp,
             fed=np.zeros(count, bool),
-            fed_under=position,
+            fed_root_position=position,
             expanded=np.zeros(count, bool),
             scored=np.zeros(count, bool),
         )
         self._next_id += count
         return place
 
-    def _lower(self, children: np.ndarray, parents: np.ndarray, logps: np.ndarray) -> None:
-        """Let `children` of `parents` be no likelier than the candidates with `logps` allow."""
+    def _cap_siblings(self, children: np.ndarray, parents: np.ndarray, logps: np.ndarray) -> None:
+        """Cap the log-probabilities of `children` by those of the new candidates, `logps`."""
         least = np.where(np.isfinite(logps), logps, 0.0).min(1, initial=0.0)
-        left = np.log(np.maximum(1 - np.exp(logps).sum(1), SMALLEST))
+        left = np.log(np.maximum(1 - np.exp(logps).sum(1), MIN_PROBABILITY))
         order = np.argsort(parents)
         row = order[np.searchsorted(parents, self.parent[children], sorter=order)]
         self.logp[children] = np.minimum(self.logp[children], np.minimum(least, left)[row])
 
     def _accumulate(self) -> None:
-        """Cumulative log-probabilities from those of the nodes."""
+        """Recompute the cumulative log-probabilities."""
         ends = np.flatnonzero(np.diff(self.position)) + 1
         for level in np.split(np.arange(len(self)), ends)[1:]:
             self.cum[level] = self.cum[self.parent[level]] + self.logp[level]
 
-    def hang(self, node: int, tokens: Sequence[int]) -> int:
-        """Hang tokens that follow for certain, one after the other, below a node that has no
-        children yet; the id of the last one."""
-        count, position = len(tokens), int(self.position[node])
-        ids = np.arange(self._next_id, self._next_id + count)
-        above = np.array([node, *range(len(self), len(self) + count - 1)])
-        self.expanded[node] = True
-        self._extend(
-            id=ids,
-            parent=above,
-            parent_id=np.array([self.id[node], *ids[:-1]]),
-            token=np.array(tokens),
-            position=position + 1 + np.arange(count),
-            logp=np.zeros(count),
-            cum=np.full(count, self.cum[node]),
-            fed=np.zeros(count, bool),
-            fed_under=position + 1 + np.arange(count),
-            expanded=np.arange(count) < count - 1,
-            scored=np.zeros(count, bool),
-        )
-        self._next_id += count
+    def append_path(self, node: int, tokens: Sequence[int]) -> int:
+        """Add a path of tokens that are certain below a node without children; returns the id of
+        the last one."""
+        new, logp = np.array([NOT_IN_TREE]), np.zeros(1)
+        for token in tokens:
+            self.expanded[node] = True
+            (node,) = self._place_nodes(new, np.array([node]), np.array([token]), logp).tolist()
+        node_id = int(self.id[node])
         self._select(np.argsort(self.position, kind="stable"))
-        return int(ids[-1])
+        return node_id
 
-    def leave(self, node_id: int) -> None:
-        """Nothing follows a node that has no children yet."""
+    def mark_terminal(self, node_id: int) -> None:
+        """Mark a node without children as one that no token follows."""
         self.expanded[self.index(node_id)] = True
 
     def index(self, node_id: int) -> int:
@@ -225,13 +213,13 @@ class Tree:
         return int(np.flatnonzero(self.id == node_id)[0])
 
     def indices(self, ids: np.ndarray) -> np.ndarray:
-        """The indices of the nodes with these ids, `[k]`; NOWHERE: it is gone."""
+        """The indices of the nodes with these ids, `[k]`; NOT_IN_TREE: it was pruned."""
         order = np.argsort(self.id)
         place = order[np.searchsorted(self.id, ids, sorter=order) % len(order)]
-        return np.where(self.id[place] == ids, place, NOWHERE)
+        return np.where(self.id[place] == ids, place, NOT_IN_TREE)
 
     def copy(self) -> Tree:
-        """The tree as it is now, which does not change with this one."""
+        """A copy that does not change with this tree."""
         other = copy(self)
         for name in self._COLUMNS:
             setattr(other, name, getattr(self, name).copy())
@@ -244,7 +232,7 @@ class Tree:
         """
         child = self.child(ROOT, token)
         if child is None:
-            self._plant(
+            self._reset(
                 self._next_id, int(self.id[ROOT]), token, int(self.position[ROOT]) + 1, fed=False
             )
             self._next_id += 1
@@ -258,7 +246,7 @@ class Tree:
         return next((int(child) for child in found if child != ROOT), None)
 
     def children(self, parents: np.ndarray) -> list[np.ndarray]:
-        """The indices of what hangs below each of `parents`."""
+        """The indices of the children of each of `parents`."""
         below = 1 + np.argsort(self.parent[1:], kind="stable")
         above = self.parent[below]
         starts = np.searchsorted(above, parents, "left")
@@ -266,27 +254,28 @@ class Tree:
         return [below[i:j] for i, j in zip(starts.tolist(), ends.tolist(), strict=True)]
 
     def prune(self, root: int) -> None:
-        """Keep the subtree of `root` alone; cumulative log-probabilities start there anew."""
+        """Keep only the subtree of `root`; cumulative log-probabilities restart there."""
         self._select(self.descends_from(root).nonzero()[0])
         self.parent[ROOT] = ROOT
         self.cum -= self.cum[ROOT]
 
     def trim(self, capacity: int) -> None:
-        """Drop the least probable nodes that nobody has seen until `capacity` nodes are left.
+        """Drop the least probable nodes that were neither fed nor expanded until `capacity` nodes
+        are left.
 
-        A node that was fed or expanded stays: a stage or the draft holds its row. So must those
-        above it have been.
+        The others stay, as a stage or the draft holds their rows; so do their ancestors, which were
+        fed or expanded before.
         """
         if (excess := len(self) - capacity) <= 0:
             return
         unseen = np.flatnonzero(~(self.fed | self.expanded))
-        unseen = unseen[unseen != ROOT][::-1]  # of equal ones, those below others go first
+        unseen = unseen[unseen != ROOT][::-1]  # of equal ones, descendants are dropped first
         keep = np.ones(len(self), bool)
         keep[unseen[_largest(-self.cum[unseen], excess)]] = False
         self._select(np.flatnonzero(keep))
 
     def drop_unfed(self) -> None:
-        """Drop what never entered the pipeline; the root stays."""
+        """Drop the nodes that have not been fed; the root stays."""
         keep = self.fed.copy()
         keep[ROOT] = True
         if not keep.all():
@@ -309,13 +298,13 @@ class Tree:
             nodes.append(int(self.parent[nodes[-1]]))
         return nodes[::-1]
 
-    def before(self, end: int, chosen: np.ndarray) -> np.ndarray:
+    def nodes_before(self, end: int, chosen: np.ndarray) -> np.ndarray:
         """Rising indices of the nodes with `chosen` (bool `[nodes]`) at positions below `end`."""
         if self.position[-1] >= end:
             chosen = chosen & (self.position < end)
         return chosen.nonzero()[0]
 
-    def best(self, candidates: np.ndarray, count: int) -> np.ndarray:
+    def most_probable(self, candidates: np.ndarray, count: int) -> np.ndarray:
         """The `count` most probable of `candidates` (rising indices), in breadth-first order.
 
         Ties go to the lower index. As no child is more probable than its parent, the choice
@@ -324,6 +313,15 @@ class Tree:
         if len(candidates) > count:
             candidates = candidates[_largest(self.cum[candidates], count)]
         return candidates
+
+    def least_of(self, chosen: np.ndarray, count: int) -> float:
+        """The cumulative log-probability of the last of the `count` most probable nodes with
+        `chosen` (bool `[nodes]`); -inf: there are no more than that."""
+        if np.count_nonzero(chosen) <= count:
+            return -np.inf
+        cum = self.cum[chosen]
+        cum.partition(-count)
+        return float(cum[-count])
 
     def rows(self, sequence: int, nodes: np.ndarray) -> np.ndarray:
         """The nodes as rows of a batch, `[k, 6]`."""
@@ -340,7 +338,7 @@ class Tree:
         index = np.arange(len(self))
         assert self.parent[ROOT] == ROOT and self.cum[ROOT] == 0
         assert self.num_fed == np.count_nonzero(self.fed)
-        assert (self.parent[1:] < index[1:]).all(), "a parent stands before its children"
+        assert (self.parent[1:] < index[1:]).all(), "a parent comes before its children"
         assert (np.diff(self.position) >= 0).all(), "breadth-first order"
         assert (self.position[1:] == self.position[self.parent[1:]] + 1).all()
         assert (self.parent_id[1:] == self.id[self.parent[1:]]).all()

@@ -1,1 +1,2 @@
-"""From logits to tokens."""
+"""From logits to a verdict: the last stage calls `verifier.verify_batch`; docs/sampling.md derives
+the rules."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipespec.core import Sampling, TokenLogprobs
+from pipespec.core import SamplingParams, TokenLogprobs
 
 
-class Tally:
-    """Which tokens stand in a text, as the penalties want to know it.
+class TokenCounts:
+    """The token counts of a text, for the penalties.
 
     `seen` is bool `[vocab]`: in the prompt or the answer; `counts` is int64 `[vocab]`: how
     often in the answer.
@@ -36,15 +36,15 @@ class Tally:
         self.seen[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
 
     def append(self, token: int) -> None:
-        """The answer goes on with `token`."""
+        """Append a token to the answer."""
         self.counts[token] += 1
         self.seen[token] = True
 
 
-def adjust(logits: Tensor, sampling: Sampling, tally: Tally | None) -> Tensor:
+def adjust(logits: Tensor, sampling: SamplingParams, counts: TokenCounts | None) -> Tensor:
     """The logits `[vocab]` after bias and penalties, float64.
 
-    `tally` is the text before; it may be None if `sampling.penalises` is False.
+    `counts` are of the text before; they may be None if `sampling.has_penalties` is False.
     """
     scores = logits.to(torch.float64, copy=True)
     if sampling.logit_bias:
@@ -54,25 +54,25 @@ def adjust(logits: Tensor, sampling: Sampling, tally: Tally | None) -> Tensor:
             torch.tensor(ids, device=scores.device),
             torch.tensor(biases, dtype=torch.float64, device=scores.device),
         )
-    if sampling.penalises:
-        assert tally is not None
+    if sampling.has_penalties:
+        assert counts is not None
         penalty = sampling.repetition_penalty
         penalised = torch.where(scores > 0, scores / penalty, scores * penalty)
-        scores = torch.where(tally.seen, penalised, scores)
-        scores -= sampling.frequency_penalty * tally.counts
-        scores -= sampling.presence_penalty * (tally.counts > 0)
+        scores = torch.where(counts.seen, penalised, scores)
+        scores -= sampling.frequency_penalty * counts.counts
+        scores -= sampling.presence_penalty * (counts.counts > 0)
     return scores
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Tokens that may follow at some rows.
+    """The tokens that may follow at each of some rows.
 
     Attributes:
         ids: int64 `[rows, n]`.
-        weights: their log-probabilities but for a constant of each row, float64 `[rows, n]`;
+        weights: their log-probabilities up to a constant of each row, float64 `[rows, n]`;
             -inf: never drawn.
-        complete: bool `[rows]`: whether no other token may follow.
+        complete: bool `[rows]`, whether no other token may follow.
     """
 
     ids: Tensor
@@ -80,18 +80,18 @@ class Candidates:
     complete: Tensor
 
 
-def cut_by_rank(sampling: Sampling) -> bool:
+def needs_sorting(sampling: SamplingParams) -> bool:
     """Whether tokens must be sorted to know which may follow."""
     return sampling.top_k > 0 or sampling.top_p < 1
 
 
-def candidates(scores: Tensor, asked: Sequence[Sampling], most: int) -> Candidates:
-    """What the cut-offs leave, of adjusted logits `[rows, vocab]`, float64.
+def candidates(scores: Tensor, samplings: Sequence[SamplingParams], limit: int) -> Candidates:
+    """The tokens that the cut-offs leave, of adjusted logits `[rows, vocab]`, float64.
 
     Args:
-        asked: how each row's token is to be drawn. At temperature 0 these are the candidates at
-            temperature 1, of which none is drawn.
-        most: so many tokens are looked at where a row is cut by rank, the most probable ones.
+        samplings: the parameters of each row. At temperature 0 the candidates are those at
+            temperature 1; none of them is drawn.
+        limit: how many of the most probable tokens are considered, if rows need sorting.
     """
     size = scores.shape[1]
 
@@ -99,23 +99,23 @@ def candidates(scores: Tensor, asked: Sequence[Sampling], most: int) -> Candidat
         return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]
 
     behind = scores - scores.amax(1, keepdim=True)
-    behind = behind / column([one.temperature or 1.0 for one in asked])
+    behind = behind / column([one.temperature or 1.0 for one in samplings])
     ids = torch.arange(size, device=scores.device).expand_as(behind)
     values = behind
-    if any(map(cut_by_rank, asked)):
-        if most < size:
-            ids = behind.topk(most).indices.sort().values
+    if any(map(needs_sorting, samplings)):
+        if limit < size:
+            ids = behind.topk(limit).indices.sort().values
             values = behind.gather(1, ids)
         values, order = values.sort(descending=True, stable=True)  # of equals the lower id first
         ids = ids.gather(1, order)
-    floor = column([math.log(one.min_p) if one.min_p > 0 else -math.inf for one in asked])
+    floor = column([math.log(one.min_p) if one.min_p > 0 else -math.inf for one in samplings])
     kept = (values >= floor) & (values > -torch.inf)
     num = values.shape[1]
-    ranks = [one.top_k if 0 < one.top_k < size else size for one in asked]
+    ranks = [one.top_k if 0 < one.top_k < size else size for one in samplings]
     if min(ranks) < size:
         last = torch.tensor([min(rank, num) - 1 for rank in ranks], device=scores.device)
         kept &= values >= values.gather(1, last[:, None])  # equals of the last one stay
-    if any(one.top_p < 1 for one in asked):
+    if any(one.top_p < 1 for one in samplings):
         shares = values.exp().masked_fill(~kept, 0.0)
         whole = shares.sum(1, keepdim=True)
         if num < size:
@@ -123,16 +123,16 @@ def candidates(scores: Tensor, asked: Sequence[Sampling], most: int) -> Candidat
             whole = torch.where(column(ranks) <= num, whole, beyond)
         before = (shares / whole).cumsum(1).roll(1, 1)
         before[:, 0] = 0.0
-        kept &= before < column([one.top_p if one.top_p < 1 else math.inf for one in asked])
-    complete = torch.ones(len(asked), dtype=torch.bool, device=scores.device)
+        kept &= before < column([one.top_p if one.top_p < 1 else math.inf for one in samplings])
+    complete = torch.ones(len(samplings), dtype=torch.bool, device=scores.device)
     if num < size:
-        # An equal of the last one that was looked at may be among those that were not.
+        # A token as probable as the last one considered may not have been considered.
         complete = ~(kept & (values == values[:, -1:])).any(1)
     return Candidates(ids, values.masked_fill(~kept, -torch.inf), complete)
 
 
-def distribution(scores: Tensor, sampling: Sampling) -> Tensor:
-    """The log-probabilities `[vocab]` that a token is drawn with; -inf: never.
+def distribution(scores: Tensor, sampling: SamplingParams) -> Tensor:
+    """The log-probabilities `[vocab]` with which a token is drawn; -inf: never.
 
     `scores` are adjusted logits. At temperature 0 it is the distribution at temperature 1,
     from which nothing is drawn.

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipespec.core import Sampling
-from pipespec.sampling.distribution import candidates, cut_by_rank
+from pipespec.core import SamplingParams
+from pipespec.sampling.distribution import candidates, needs_sorting
 
-# Most probable tokens among which top-k and top-p look before they sort them all, which takes
-# longer than all else in a large vocabulary.
+# How many of the most probable tokens are sorted first for top-k and top-p. To sort a large
+# vocabulary takes longer than all else.
 SORTED_FIRST = 1024
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -41,7 +41,7 @@ def _mix(value: int) -> int:
 
 
 def _start(seed: int, position: int) -> int:
-    """Where the stream of a position begins."""
+    """The state at which the stream of a position starts."""
     return _mix((_mix((seed + _GOLDEN) & _MASK) + (position + 1) * _GOLDEN) & _MASK)
 
 
@@ -51,7 +51,7 @@ def _signed(value: int) -> int:
 
 
 def _shift(values: Tensor, by: int) -> Tensor:
-    """Shift right without sign, int64."""
+    """Logical shift to the right, int64."""
     return (values >> by) & (2 ** (64 - by) - 1)
 
 
@@ -66,7 +66,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Ten
     """
     starts = [_start(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     first = torch.tensor([_signed((start + _GOLDEN) & _MASK) for start in starts])
-    # Integers wrap, as they should.
+    # Integers overflow on purpose.
     values = ids * _signed(_GOLDEN) + first.to(ids.device)[:, None]
     for shift, factor in _MIX:
         values = (values ^ _shift(values, shift)) * _signed(factor)
@@ -75,12 +75,12 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Ten
 
 
 def noise(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Tensor:
-    """The Gumbel noise of tokens `ids` at positions: float64 `[rows, n]`; arguments as above."""
+    """The Gumbel noise of tokens `ids`, float64 `[rows, n]`; arguments as of `uniforms`."""
     return -torch.log(-torch.log(uniforms(seeds, positions, ids)))
 
 
-def few_noises(seed: int, position: int, ids: Sequence[int]) -> list[float]:
-    """The noise of a few tokens at one position, as `noise` has it, without tensors."""
+def noise_values(seed: int, position: int, ids: Sequence[int]) -> list[float]:
+    """The noise of a few tokens at one position, equal to that of `noise`, without tensors."""
     first = _start(seed, position) + _GOLDEN
     uniform = (
         ((_mix((token * _GOLDEN + first) & _MASK) >> (64 - _UNIFORM_BITS)) + 0.5)
@@ -90,30 +90,35 @@ def few_noises(seed: int, position: int, ids: Sequence[int]) -> list[float]:
     return [-math.log(-math.log(number)) for number in uniform]
 
 
-def draw(scores: Tensor, asked: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """The token that follows at each row, drawn with that row's settings.
+def draw(
+    scores: Tensor, samplings: Sequence[SamplingParams], positions: Sequence[int]
+) -> list[int | None]:
+    """The next token of each row, drawn with that row's parameters; None: a score is NaN or +inf,
+    or all are -inf, so there is no distribution.
 
     Args:
         scores: adjusted logits, float64 `[rows, vocab]`.
-        positions: where the tokens will stand, `[rows]`.
+        positions: of the tokens, `[rows]`.
 
-    Rows that are cut by rank are drawn from their most probable tokens, and again from all in the
-    rare case that those do not do; either way the device is waited for once.
+    Rows that need sorting are drawn from their most probable tokens, and again from all tokens in
+    the rare case that these do not suffice. The host waits for the device once either way.
     """
-    tokens = [0] * len(asked)
-    ranked = [cut_by_rank(one) for one in asked]
+    tokens: list[int | None] = [None] * len(samplings)
+    ranked = [needs_sorting(one) for one in samplings]
     for rows, most in (
         ([i for i, one in enumerate(ranked) if not one], scores.shape[1]),
         ([i for i, one in enumerate(ranked) if one], SORTED_FIRST),
     ):
         while rows:
-            mine = [asked[i] for i in rows]
-            found = candidates(scores if len(rows) == len(asked) else scores[rows], mine, most)
+            mine = [samplings[i] for i in rows]
+            found = candidates(scores if len(rows) == len(samplings) else scores[rows], mine, most)
             drawn = noise([one.seed for one in mine], [positions[i] for i in rows], found.ids)
-            best = (found.weights + drawn).argmax(1, keepdim=True)
-            told = torch.stack((found.ids.gather(1, best)[:, 0], found.complete.long()), 1).tolist()
-            for i, (token, _) in zip(rows, told, strict=True):
-                tokens[i] = token
-            rows = [i for i, (_, complete) in zip(rows, told, strict=True) if not complete]
+            best, place = (found.weights + drawn).max(1, keepdim=True)
+            # Relative to a maximum that is not finite no weight is above -inf.
+            columns = found.ids.gather(1, place), best.isfinite(), found.complete[:, None]
+            results = torch.cat([each.long() for each in columns], 1).tolist()
+            for i, (token, finite, _) in zip(rows, results, strict=True):
+                tokens[i] = token if finite else None
+            rows = [i for i, (*_, complete) in zip(rows, results, strict=True) if not complete]
             most = scores.shape[1]
     return tokens

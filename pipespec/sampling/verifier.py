@@ -1,171 +1,185 @@
-"""What the last stage knows of a sequence whose tokens it decides, and the lossy rules."""
+"""Verification: which tokens follow, and so which draft tokens are accepted (design: losslessness).
+
+The target alone decides every token: its arg-max, or a draw from its own distribution with
+randomness keyed by (seed, position). Only then the verifier looks whether the tree contains that
+token, so that the logits after it are in the batch too. So the tree changes when a token is
+decided, never which; the lossy rules (`pipespec.sampling.lossy_acceptance`) are the exceptions.
+
+A draw depends on the text before it, so the tokens of a sequence are drawn one after the other. All
+sequences are drawn together, so the host waits for the device as often as the longest accepted path
+has tokens.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from pipespec.core import RELAXED, STRICT, Guesses, Opening, Scored
-from pipespec.sampling.distribution import Tally, adjust, distribution, logprobs
-from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher, as_bools
-from pipespec.sampling.terms import unpack
+from pipespec.core import GRAMMAR, NOT_FINITE, TokenLogprobs
+from pipespec.sampling.distribution import logprobs
+from pipespec.sampling.draw import draw
+from pipespec.sampling.sampling_state import SamplingState
 
 
-class Verifier:
-    """What was asked for of one sequence, and what its text says of the next token.
+class AcceptedPath:
+    """The accepted path of one sequence through the rows of a batch.
 
-    It keeps the length of the text and, if there are penalties, its tally; if there is a grammar,
-    where the text stands in it. All tokens that are decided join the text, so these only ever move
-    forward.
+    Attributes:
+        row: the row whose logits decide the next token; None: the path has ended.
+        tokens: those decided, one more than the accepted draft tokens; none if the tip is not in
+            the batch.
+        logprobs: of these tokens, if requested.
+        failure: why the next token cannot be decided: GRAMMAR or NOT_FINITE, as in `Verdict`.
     """
 
-    def __init__(self, opening: Opening, compile_grammar: Compile | None = None):
-        """`compile_grammar` begins to compile a grammar; None: no request names one."""
-        self.sampling, self.eos = unpack(opening.terms)
-        self.failure: str | None = None  # why the grammar cannot be followed any further
-        self._compiling = None
-        if self.sampling.grammar:
-            assert compile_grammar is not None
-            self._compiling = compile_grammar(self.sampling.grammar)
-        self._matcher: Matcher | None = None
-        self._allowed: np.ndarray | None = None  # what may follow now, if there is a grammar
-        self.length = opening.known
-        self._prompt = opening.prompt
-        self._text: Sequence[int] | None = None  # before the first decision, if it matters
-        self._tally: Tally | None = None
-        self._scored = 0  # tokens of the prompt whose logits were seen, if they are to be told of
-        self._before: torch.Tensor | None = None  # what the last of them says of the next
-        # What was guessed below each node and how likely the draft found it, and in which step.
-        self._guessed: dict[int, dict[int, float]] = {}
-        self._steps: deque[Guesses] = deque()
-
-    @property
-    def reads(self) -> bool:
-        """Whether it must be told the text before it decides; else how many tokens there are is
-        enough."""
-        asked = self.sampling
-        return bool(asked.penalises or asked.grammar) and self._text is None
-
-    def read(self, text: Sequence[int]) -> None:
-        """Know the text before the first token that is to be decided."""
-        self._text = text
-
-    @property
-    def unscored(self) -> int:
-        """How many rows of the prompt's are to come whose logits it must see."""
-        return 0 if self.sampling.prompt_logprobs is None else self._prompt - self._scored
-
-    def score(self, tokens: Sequence[int], logits: torch.Tensor) -> Scored:
-        """What the target thinks of the prompt's next tokens, of whose rows these are the logits
-        `[rows, vocab]`; of the text's first it thinks nothing."""
-        assert self.sampling.prompt_logprobs is not None
-        before = logits[:-1]
-        if self._before is None:
-            tokens = tokens[1:]
-        else:
-            before = torch.cat((self._before, before))
-        told = logprobs(before, tokens, self.sampling.prompt_logprobs)
-        self._scored += len(logits)
-        self._before = logits[-1:].clone() if self.unscored else None
-        return Scored(self._scored - len(told), tuple(told))
-
-    def guess(self, guesses: Guesses, since: int) -> None:
-        """Know what the head has fed in a step; what it fed before the step `since` is decided
-        and forgotten. For lossy requests."""
-        self._steps.append(guesses)
-        for parent, token, logp in zip(
-            guesses.parents.tolist(), guesses.tokens.tolist(), guesses.logps.tolist(), strict=True
-        ):
-            self._guessed.setdefault(parent, {})[token] = logp
-        while self._steps and self._steps[0].step < since:
-            for parent in self._steps.popleft().parents.tolist():
-                self._guessed.pop(parent, None)
-
-    def look(self) -> bool:
-        """Look up what may follow now; False: the grammar does not tell (`failure`)."""
-        if not self.sampling.grammar:
-            return True
-        try:
-            if self._matcher is None:
-                assert self._compiling is not None and self._text is not None
-                self._matcher = self._compiling.result()
-                self._matcher.consume(self._text[self._prompt :])
-            self._allowed = self._matcher.allowed()
-            if not self._allowed.any():
-                raise GrammarFailed("nothing may follow")
-        except GrammarFailed as error:
-            self.failure = str(error)
-        return self.failure is None
-
-    def adjusted(self, scores: torch.Tensor) -> torch.Tensor:
-        """The next token's logits after what was asked for, float64 `[vocab]`; those given, if
-        nothing was. What may follow was looked up."""
-        sampling = self.sampling
-        if sampling.penalises and self._tally is None:
-            assert self._text is not None, "the text before was not read"
-            prompt, answer = self._text[: self._prompt], self._text[self._prompt :]
-            self._tally = Tally(prompt, answer, len(scores), scores.device)
-        if sampling.logit_bias or sampling.penalises:
-            scores = adjust(scores, sampling, self._tally)
-        ends = [token for token in self.eos if token < len(scores)]
-        if self.length - self._prompt >= sampling.min_tokens:
-            ends = []
-        if self._allowed is not None:
-            allowed = as_bools(self._allowed, len(scores))
-            if allowed.sum() > allowed[ends].sum():  # a text that must end here ends
-                allowed[ends] = False
-            barred = torch.from_numpy(~allowed).to(scores.device)
-            return scores.masked_fill(barred, -torch.inf)
-        if ends:
-            scores = scores.clone()
-            scores[ends] = -torch.inf
-        return scores
-
-    def preferred(self, node: int, scores: torch.Tensor) -> int | None:
-        """The token after a node that a lossy rule takes, given the adjusted logits `[vocab]`;
-        None: the target's own."""
-        sampling, guesses = self.sampling, self._guessed.get(node, {})
-        if sampling.acceptance == RELAXED:
-            return relaxed(scores, guesses, self.eos)
-        if sampling.acceptance == STRICT:
-            return strict(distribution(scores, sampling), guesses, self.eos)
-        return None
+    def __init__(
+        self, tip: int, nodes: Sequence[int], parents: Sequence[int], row_tokens: Sequence[int]
+    ):
+        """
+        Args:
+            tip: node id of the last committed row.
+            nodes, parents, row_tokens: the sequence's rows of the batch, `[rows]`.
+        """
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.failure: str | None = None
+        self.nodes = nodes
+        self.row: int | None = nodes.index(tip) if tip in nodes else None
+        self._row_of = {key: row for row, key in enumerate(zip(parents, row_tokens, strict=True))}
 
     def append(self, token: int) -> None:
-        """The text goes on with a token."""
-        if self._tally is not None:
-            self._tally.append(token)
-        if self._matcher is not None and token not in self.eos:
-            self._matcher.consume([token])
-        self.length += 1
+        """Add the decided token, and continue at its row if the batch has one."""
+        assert self.row is not None
+        self.tokens.append(token)
+        self.row = self._row_of.get((self.nodes[self.row], token))
+
+    def fail(self, why: str) -> None:
+        """End the path, as its next token cannot be decided."""
+        self.row, self.failure = None, why
 
 
-def relaxed(scores: torch.Tensor, guesses: Collection[int], eos: Sequence[int]) -> int | None:
-    """SpecPipe 3.4: "from the candidate tokens, select the one with the highest probability under
-    the large model", the end of the text being one of them; None: nothing was guessed.
+# A sequence of the batch.
+Part = tuple[SamplingState, AcceptedPath]
 
-    `scores` are the target's, `[vocab]`; of equals the lowest id is taken. -inf: not now.
+
+def verify_batch(parts: Sequence[Part], logits: Tensor) -> None:
+    """Extend every path as far as the batch allows, and move the sampling states with them.
+
+    `logits` `[rows, vocab]` are of the rows of all paths, path by path. Rows off the accepted paths
+    cost an arg-max at most. A path fails if the logits that choose its next token are not finite;
+    tokens that a grammar or a bias bars do not count.
     """
-    if not any(scores[token] > -torch.inf for token in guesses):
-        return None
-    candidates = {*guesses, *(token for token in eos if token < len(scores))}
-    return max(candidates, key=lambda token: (float(scores[token]), -token))
+    first_row, row = {}, 0
+    for state, path in parts:
+        first_row[path], row = row, row + len(path.nodes)
+        if state.prompt_failed:
+            path.fail(NOT_FINITE)
+    _verify_plain_greedy(
+        [each for each in parts if each[0].sampling.is_plain_greedy], logits, first_row
+    )
+    others = [each for each in parts if not each[0].sampling.is_plain_greedy]
+    while others := [(state, path) for state, path in others if _continues(state, path)]:
+        rows = [first_row[path] + path.row for _, path in others if path.row is not None]
+        _decide_next(others, _select(logits, rows))
 
 
-def strict(logprobs: torch.Tensor, guesses: Mapping[int, float], eos: Sequence[int]) -> int | None:
-    """SpecPipe 3.4: "accept a draft token if it lies within the top-p cumulative probability set
-    of the large model, and within that set choose the token with the highest draft-model
-    probability"; None: no guess lies there.
+def _verify_plain_greedy(
+    parts: Sequence[Part], logits: Tensor, first_row: dict[AcceptedPath, int]
+) -> None:
+    """Extend paths that are decided by the arg-max of unadjusted logits, for all rows at once."""
+    rows = [first_row[path] + i for _, path in parts for i in range(len(path.nodes))]
+    best = iter(_argmax(_select(logits, rows)) if rows else ())
+    for state, path in parts:
+        by_row = [next(best) for _ in path.nodes]
+        while path.row is not None:
+            token = by_row[path.row]
+            if token is None:
+                path.fail(NOT_FINITE)
+            else:
+                path.append(token)
+        state.length += len(path.tokens)
 
-    `logprobs` `[vocab]` is the distribution that is drawn from, whose finite part is that set.
-    The end of the text is a candidate beside the guesses; of a draft that did not propose it, it
-    has the target's probability.
-    """
-    inside = {token: logp for token, logp in guesses.items() if logprobs[token] > -torch.inf}
-    if not inside:
-        return None
-    ends = {token: float(logprobs[token]) for token in eos if token < len(logprobs)}
-    return max((ends | inside).items(), key=lambda pair: (pair[1], -pair[0]))[0]
+
+def _continues(state: SamplingState, path: AcceptedPath) -> bool:
+    """Whether the next token of a path is to be decided."""
+    if path.row is not None and not state.update_allowed():
+        path.fail(GRAMMAR)
+    return path.row is not None
+
+
+def _decide_next(parts: Sequence[Part], logits: Tensor) -> None:
+    """Decide the next token of every path, given its logits `[paths, vocab]`."""
+    tokens = _choose(parts, logits)
+    _add_logprobs(parts, logits, tokens)
+    for (state, path), token in zip(parts, tokens, strict=True):
+        if token is None:
+            path.fail(NOT_FINITE)
+            continue
+        state.append(token)
+        path.append(token)
+        if token in state.eos:
+            path.row = None
+
+
+def _choose(parts: Sequence[Part], logits: Tensor) -> list[int | None]:
+    """The next token of every path, by its lossy rule, arg-max or draw; None: the logits are not
+    finite."""
+    scores = logits.to(torch.float64, copy=True)
+    tokens: list[int | None] = [None] * len(parts)
+    undecided = []
+    for i, (state, path) in enumerate(parts):
+        original = scores[i]
+        adjusted = state.adjust(original)
+        if adjusted is not original:
+            scores[i] = adjusted
+        assert path.row is not None
+        chosen = state.lossy_choice(path.nodes[path.row], adjusted)
+        if chosen is None:
+            undecided.append(i)
+        elif bool(adjusted.amax().isfinite()):
+            tokens[i] = chosen
+    samplings = [state.sampling for state, _ in parts]
+    if greedy := [i for i in undecided if samplings[i].temperature == 0]:
+        for i, token in zip(greedy, _argmax(_select(scores, greedy)), strict=True):
+            tokens[i] = token
+    if drawn := [i for i in undecided if samplings[i].temperature > 0]:
+        positions = [parts[i][0].length for i in drawn]
+        found = draw(_select(scores, drawn), [samplings[i] for i in drawn], positions)
+        for i, token in zip(drawn, found, strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _add_logprobs(parts: Sequence[Part], logits: Tensor, tokens: list[int | None]) -> None:
+    """Add the log-probabilities of the tokens to the paths that want them. A token becomes None
+    where its log-probability is not finite."""
+    wanted = [
+        (i, token, count)
+        for i, ((state, _), token) in enumerate(zip(parts, tokens, strict=True))
+        if (count := state.sampling.logprobs) is not None and token is not None
+    ]
+    if not wanted:
+        return
+    rows, chosen, counts = zip(*wanted, strict=True)
+    found = logprobs(_select(logits, rows), chosen, max(counts))
+    for i, count, of_token in zip(rows, counts, found, strict=True):
+        if math.isfinite(of_token.logprob):
+            parts[i][1].logprobs.append(replace(of_token, top=of_token.top[:count]))
+        else:  # only what was barred has no finite logit
+            tokens[i] = None
+
+
+def _argmax(logits: Tensor) -> list[int | None]:
+    """The arg-max of each row `[rows, vocab]`; None: it is not finite, as where a row has a NaN."""
+    best = logits.max(-1)
+    found = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    return [token if math.isfinite(value) else None for value, token in found]
+
+
+def _select(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some of the rows; not a copy if these are all."""
+    return values if len(rows) == len(values) else values[list(rows)]

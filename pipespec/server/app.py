@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes, and what surrounds them: middleware, error replies and /openapi.json."""
 
 from __future__ import annotations
 
@@ -10,151 +10,136 @@ from fastapi import FastAPI, Path, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 
-from pipespec.server.dashboard import LARGEST
-from pipespec.server.errors import ApiError, ErrorReply, invalid, loading
-from pipespec.server.fields import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from pipespec.server.guards import BodyLimit, Keys, check_origin
+from pipespec.server.api_errors import ApiError, ErrorReply, cluster_loading, validation_failed
+from pipespec.server.dashboard import MAX_REQUEST
+from pipespec.server.host_names import ANY, normal_origin
 from pipespec.server.metrics import Metrics
+from pipespec.server.middleware import (
+    REQUEST_ID,
+    ApiKeyCheck,
+    BodyLimit,
+    HostCheck,
+    OriginCheck,
+)
+from pipespec.server.openai_serving import JSON, OpenAIServing
 from pipespec.server.options import ServerOptions
 from pipespec.server.page_files import page_routes
-from pipespec.server.replies import (
+from pipespec.server.preparation import BODIES
+from pipespec.server.response_schema import (
     CancelReply,
     ChatReply,
     CompletionReply,
     DetokenizeReply,
-    ModelCard,
-    ModelList,
     TokenizeReply,
-    TokenizerInfo,
 )
-from pipespec.server.service import Service
+from pipespec.server.response_stream import CLIENT_CLOSED_REQUEST
 
 STREAM: dict[str, Any] = {"text/event-stream": {}}  # its events are no JSON document
 FAILURES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong or not supported"},
     401: {"description": "The API key is missing or wrong"},
+    403: {"description": "The request is from a web page of another origin, or for another host"},
     404: {"description": "The model is not served here"},
     413: {"description": "The body is too long"},
     429: {"description": "The queue is full"},
     500: {"description": "The cluster failed"},
     503: {"description": "The cluster is not ready"},
 }
-# FastAPI's word for what is 400 here.
+# The status that FastAPI documents for invalid requests, which get 400 here.
 UNPROCESSABLE = "422"
 
 
-def make_app(service: Service) -> FastAPI:
-    """The interface of OpenAI, and what operators want."""
+def make_app(serving: OpenAIServing) -> FastAPI:
+    """The routes of a server whose cluster is ready: OpenAI's, and those for operators."""
     app = FastAPI(
         title="pipespec",
         version=version(),
-        middleware=_guards(service.options),
-        responses={code: {"model": ErrorReply, **told} for code, told in FAILURES.items()},
+        middleware=_middleware(serving.options, serving.max_body_bytes),
+        responses={code: {"model": ErrorReply} | entry for code, entry in FAILURES.items()},
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    _refusals(app)
-    _texts(app, service)
-    _models(app, service)
-    _figures(app, service)
-    _dashboard(app, service)
+    _add_error_handlers(app)
+    _add_openai_routes(app, serving)
+    _add_tokenizer_routes(app, serving)
+    _add_monitoring_routes(app, serving)
+    _add_dashboard_routes(app, serving)
     return app
 
 
 def make_loading_app(options: ServerOptions) -> Starlette:
-    """What answers until there is a cluster: 503 on every route but `/metrics`."""
+    """The app until the cluster is ready: 503 on every route but `/metrics` and the page."""
     metrics = Metrics(options.names[0])
 
-    async def figures(_: Request) -> Response:
-        return Response(metrics.show(None), media_type=CONTENT_TYPE_LATEST)
+    async def metrics_text(_: Request) -> Response:
+        return Response(metrics.prometheus_text(None), media_type=CONTENT_TYPE_LATEST)
 
-    error = loading()
-    refusal = JSONResponse(error.reply, error.status, error.headers)
-    routes = [*page_routes(), Route("/metrics", figures), Mount("/", refusal)]
-    return Starlette(routes=routes, middleware=_guards(options))
+    error = cluster_loading()
+    refusal = JSONResponse(error.body, error.status, error.headers)
+    routes = [*page_routes(), Route("/metrics", metrics_text), Mount("/", refusal)]
+    return Starlette(routes=routes, middleware=_middleware(options))
 
 
-def _guards(options: ServerOptions) -> list[Middleware]:
-    guards = [Middleware(Keys, options.api_keys), Middleware(BodyLimit, options.max_body_bytes)]
+def _middleware(options: ServerOptions, max_body_bytes: int | None = None) -> list[Middleware]:
+    """The checks of a request, in the order in which it passes them. None of them reads its body,
+    which is limited to `max_body_bytes` (None: no route reads a body)."""
+    checks = [Middleware(OriginCheck, options.allowed_origins)]
+    if options.allowed_hosts or not options.api_keys:
+        checks.insert(0, Middleware(HostCheck, options.host, options.allowed_hosts))
     if options.allowed_origins:
         cors = Middleware(
             CORSMiddleware,
-            allow_origins=list(options.allowed_origins),
+            allow_origins=[normal_origin(origin) or ANY for origin in options.allowed_origins],
             allow_methods=["*"],
             allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "Retry-After"],
         )
-        guards.insert(0, cors)
-    return guards
+        checks.append(cors)
+    checks.append(Middleware(ApiKeyCheck, options.api_keys))
+    if max_body_bytes is not None:
+        checks.append(Middleware(BodyLimit, max_body_bytes))
+    return checks
 
 
 def version() -> str:
-    """Of the package."""
+    """The version of the package."""
     return importlib.metadata.version("pipespec")
 
 
-def _texts(app: FastAPI, service: Service) -> None:
-    @app.post(
-        "/v1/chat/completions",
-        response_model=None,
-        responses={200: {"model": ChatReply, "content": STREAM}},
-    )
-    @app.post("/chat/completions", include_in_schema=False)
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await service.chat(body, request)
-
-    @app.post(
-        "/v1/completions",
-        response_model=None,
-        responses={200: {"model": CompletionReply, "content": STREAM}},
-    )
-    @app.post("/completions", include_in_schema=False)
-    async def complete(body: CompletionRequest, request: Request) -> Response:
-        return await service.complete(body, request)
+def _add_openai_routes(app: FastAPI, serving: OpenAIServing) -> None:
+    for path, endpoint, reply in (
+        ("/chat/completions", serving.chat, ChatReply),
+        ("/completions", serving.complete, CompletionReply),
+    ):
+        replies: dict[int | str, dict[str, Any]] = {200: {"model": reply, "content": STREAM}}
+        app.post(f"/v1{path}", response_model=None, responses=replies)(endpoint)
+        app.post(path, response_model=None, include_in_schema=False)(endpoint)
+    for prefix in ("/v1", ""):
+        app.get(f"{prefix}/models", include_in_schema=bool(prefix))(serving.models)
+        app.get(f"{prefix}/models/{{name:path}}", include_in_schema=bool(prefix))(serving.model)
 
 
-def _models(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models")
-    @app.get("/models", include_in_schema=False)
-    async def models() -> ModelList:
-        return service.models()
-
-    @app.get("/v1/models/{name:path}")
-    @app.get("/models/{name:path}", include_in_schema=False)
-    async def model(name: str) -> ModelCard:
-        return service.model(name)
-
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> TokenizeReply:
-        return await service.tokenize(body)
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> DetokenizeReply:
-        return service.detokenize(body)
-
-    @app.get("/tokenizer_info")
-    async def tokenizer_info() -> TokenizerInfo:
-        return service.tokenizer_info()
+def _add_tokenizer_routes(app: FastAPI, serving: OpenAIServing) -> None:
+    for path, endpoint, reply in (
+        ("/tokenize", serving.tokenize, TokenizeReply),
+        ("/detokenize", serving.detokenize, DetokenizeReply),
+    ):
+        app.post(path, response_model=None, responses={200: {"model": reply}})(endpoint)
+    app.get("/tokenizer_info")(serving.tokenizer_info)
 
 
-def _figures(app: FastAPI, service: Service) -> None:
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        await service.health()
-        return {"status": "ok"}
+def _add_monitoring_routes(app: FastAPI, serving: OpenAIServing) -> None:
+    app.get("/health")(serving.health)
 
     @app.get("/version")
     async def of_package() -> dict[str, str]:
@@ -162,46 +147,50 @@ def _figures(app: FastAPI, service: Service) -> None:
 
     @app.get("/load")
     async def load() -> dict[str, int]:
-        return {"server_load": service.metrics.unfinished}
+        return {"server_load": serving.metrics.unfinished}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        return Response(await service.figures(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await serving.prometheus_text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def _dashboard(app: FastAPI, service: Service) -> None:
+def _add_dashboard_routes(app: FastAPI, serving: OpenAIServing) -> None:
     app.router.routes.extend(page_routes())
 
     @app.get("/events", include_in_schema=False, response_model=None)
-    async def events(request: Annotated[int | None, Query(ge=1, le=LARGEST)] = None) -> Response:
-        return service.dashboard.watch(request)
+    async def events(
+        request: Annotated[int | None, Query(ge=1, le=MAX_REQUEST)] = None,
+    ) -> Response:
+        return serving.dashboard.watch(request)
 
-    @app.post("/requests/{request}/cancel", responses={403: {"model": ErrorReply}})
-    async def cancel(
-        request: Annotated[int, Path(ge=1, le=LARGEST)], asked: Request
-    ) -> CancelReply:
-        check_origin(asked.headers, service.options.allowed_origins)
-        await service.dashboard.cancel(request)
+    @app.post("/requests/{request}/cancel")
+    async def cancel(request: Annotated[int, Path(ge=1, le=MAX_REQUEST)]) -> CancelReply:
+        await serving.dashboard.cancel(request)
         return CancelReply(cancelled=request)
 
 
-def _refusals(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(_: Request, error: ApiError) -> Response:
-        return JSONResponse(error.reply, error.status, error.headers)
+        return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def wrong(request: Request, error: RequestValidationError) -> Response:
-        return await refused(request, invalid(error.errors()))
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await refused(request, validation_failed(error.errors()))
+
+    @app.exception_handler(ClientDisconnect)
+    async def disconnected(_request: Request, _: ClientDisconnect) -> Response:
+        # The client has left in the middle of its body, and does not read the reply.
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(HTTPException)
-    async def standard(request: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         reply = await refused(request, ApiError(error.status_code, _sentence(error)))
         reply.headers.update(error.headers or {})
         return reply
 
     @app.exception_handler(Exception)
-    async def bug(request: Request, _: Exception) -> Response:
+    async def internal_error(request: Request, _: Exception) -> Response:
         # uvicorn writes the traceback to the log.
         failed = ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, "The server failed; see its log.")
         return await refused(request, failed)
@@ -217,9 +206,10 @@ def _sentence(error: HTTPException) -> str:
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """What FastAPI tells of the routes, but that bad input is 400."""
+    """FastAPI's document of the routes, with their bodies, and 400 for invalid requests."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _add_bodies(schema)
         for path in schema["paths"].values():
             for operation in path.values():
                 operation["responses"].pop(UNPROCESSABLE, None)
@@ -227,3 +217,15 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             schema["components"]["schemas"].pop(name, None)
         app.openapi_schema = schema
     return app.openapi_schema
+
+
+def _add_bodies(schema: dict[str, Any]) -> None:
+    """Add the bodies of POST requests, which the routes leave to `preparation`, to a document."""
+    keys, definitions = models_json_schema(
+        [(model, "validation") for model in BODIES.values()],
+        ref_template="#/components/schemas/{model}",
+    )
+    schema["components"]["schemas"] |= definitions["$defs"]
+    for path, model in BODIES.items():
+        content = {JSON: {"schema": keys[model, "validation"]}}
+        schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}

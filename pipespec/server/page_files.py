@@ -1,4 +1,4 @@
-"""The dashboard's page: files that are the same for everybody, and hold nothing of a cluster."""
+"""The dashboard's page: static files, which hold no data of a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 FOLDER = Path(__file__).parent / "page"
-# The page runs and asks what comes from here alone, and nobody shows it inside his own.
+# The page loads everything from this server, and no other page may embed it.
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -27,7 +27,7 @@ HEADERS = {
 
 
 def page_routes() -> list[BaseRoute]:
-    """`/` and what it loads."""
+    """The routes of `/` and of the files that it loads."""
 
     async def page(_: Request) -> Response:
         return FileResponse(FOLDER / "index.html", headers=HEADERS)

@@ -1,1 +1,1 @@
-"""What this machine has: files, folders, interfaces, and how a process ends."""
+"""This machine: files, folders, network interfaces, devices, processes and their exit codes."""

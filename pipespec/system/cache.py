@@ -1,4 +1,4 @@
-"""What is slow to find out and depends on known things alone, kept in the user's cache folder."""
+"""Results of slow computations with known inputs, cached in files of the user's cache folder."""
 
 from __future__ import annotations
 
@@ -12,17 +12,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipespec.errors import ConfigError
-from pipespec.system.reading import Unreadable, build, parse_json, read_bytes, read_text
-from pipespec.system.resources import cache_folder
-from pipespec.system.writing import write_whole
+from pipespec.system.atomic_write import write_atomically
+from pipespec.system.folders import cache_folder
+from pipespec.system.validation import Unreadable, from_fields, parse_json, read_bytes, read_text
 
-# So many answers of a name are kept, those used last.
-KEPT = 64
+# How many of the most recently used results of each kind are kept.
+MAX_RESULTS = 64
 T = TypeVar("T")
 
 
-def recall(name: str, depends: object) -> Any:
-    """What `keep` was told before, None if nothing can be read."""
+def cache_compiled_code() -> None:
+    """Have torch store compiled code in the user's cache folder, if that can be written. By default
+    it makes a folder in the temporary one wherever its compiler is imported."""
+    with suppress(OSError, ConfigError):
+        folder = cache_folder() / "compiled"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def load_cached(name: str, depends: object) -> Any:
+    """The value that `store_cached` has stored; None: there is none that can be read."""
     try:
         file = _file(name, depends)
         found = parse_json(read_text(file))
@@ -33,35 +42,37 @@ def recall(name: str, depends: object) -> Any:
     return found
 
 
-def keep(name: str, depends: object, value: Any) -> None:
-    """Keep a value, whole or not at all; a folder that cannot be written costs time alone.
+def store_cached(name: str, depends: object, value: Any) -> None:
+    """Store a value. If the folder cannot be written, nothing is stored.
 
     Args:
         name: the folder, of values of one kind.
-        depends: all that the value depends on, as JSON can hold it.
+        depends: everything that the value depends on, in types that JSON can represent.
     """
     with suppress(OSError, ConfigError):
         file = _file(name, depends)
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_whole(file, json.dumps(value).encode())
+        write_atomically(file, json.dumps(value).encode())
         by_use = sorted(file.parent.glob("*.json"), key=lambda other: other.stat().st_mtime)
-        for old in by_use[:-KEPT]:
+        for old in by_use[:-MAX_RESULTS]:
             old.unlink(missing_ok=True)
 
 
-def remembered(name: str, kind: type[T], depends: object, make: Callable[[], T]) -> T:
-    """What `make` returns, or returned before for the same `depends`: a dataclass `kind`, whose
-    fields JSON can hold. What it raises is not kept."""
+def cached_call(
+    name: str, kind: type[T], depends: object, function: Callable[..., T], *args: Any
+) -> T:
+    """`function(*args)`, or its cached result for the same `depends`. The result is a dataclass
+    `kind`, whose fields JSON can represent. Exceptions are not cached."""
     try:
-        return build(kind, recall(name, depends))
+        return from_fields(kind, load_cached(name, depends))
     except Unreadable:
-        found = make()
-        keep(name, depends, asdict(found))  # type: ignore[call-overload]
+        found = function(*args)
+        store_cached(name, depends, asdict(found))  # type: ignore[call-overload]
         return found
 
 
 def digest(files: Iterable[Path]) -> dict[str, str]:
-    """The names of these files and what is in them, for `depends`. Raises Unreadable."""
+    """The names and SHA-256 hashes of these files, for `depends`. Raises Unreadable."""
     return {file.name: hashlib.sha256(read_bytes(file)).hexdigest() for file in sorted(files)}
 
 

@@ -1,4 +1,4 @@
-"""Devices of this machine that compute."""
+"""The CUDA devices of this machine."""
 
 from __future__ import annotations
 

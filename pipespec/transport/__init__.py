@@ -1,1 +1,1 @@
-"""How batches get from one rank to the next."""
+"""Transports: how batches travel from one rank to the next."""

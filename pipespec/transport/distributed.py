@@ -1,121 +1,77 @@
-"""Ranks as processes, joined by torch.distributed.
+"""The transport of a cluster: every rank is a process, linked to its neighbours by
+torch.distributed.
 
-One message per batch over gloo (`pipespec.transport.wire`). Two facts about gloo decide its shape:
+Each batch is one gloo message (`pipespec.transport.wire`), which is encrypted if it leaves the host
+(`pipespec.transport.encryption`). Two properties of gloo determine the design:
 
 - A send delivers its payload only once the receiver has posted a buffer. So the receiver always
   has one posted: the next batch arrives while the rank computes the current one, and a hop costs
   one trip over the network instead of three.
-- What arrives may be shorter than the posted buffer. So the buffer has room for the largest
-  batch, and one row still sends one row.
+- A message may be shorter than the posted buffer. So the buffer has room for the largest batch,
+  while a small batch is a small message.
 
-The hidden states are part of the message, by way of CPU memory, which is pinned where there is a
-GPU: torch keeps what was pinned once and hands it out again. With the backend `nccl`, which is for
-the GPUs of one host, NCCL carries them behind the message. NCCL's own answer to an error is to end
-the process, and the weights with it, which torchrun's agent asks for; that is turned off, and a
-rank that waits in one of its kernels is freed by `abort`.
+Each link is a gloo group of two ranks. A link within a host is bound to the loopback interface, so
+that it cannot be reached from the network.
 
-Who spins while a step is under way looks at the memory that the message is written to, as gloo
-cannot be asked. `benchmarks/transport.py` measures a hop beside a bare gloo ping-pong.
+The hidden states are part of the message and pass through CPU memory, which is pinned if the rank
+has a GPU (torch caches pinned memory). With the backend `nccl`, for the GPUs of one host, NCCL
+sends them after the message. By default NCCL ends the process on an error, and the weights would be
+lost with it; that is turned off, and `abort` releases a rank that waits in an NCCL kernel.
+
+A rank that spins while it waits polls the memory that the message is written to, as gloo has no
+non-blocking test. `benchmarks/budgets/transport_hop.py` measures a hop beside a bare gloo
+ping-pong.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import socket
-import tempfile
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipespec.core import Batch
 from pipespec.errors import RankFailed
-from pipespec.system.waiting import spin
+from pipespec.system.network_interfaces import LOOPBACK
+from pipespec.system.spin_wait import spin_until
+from pipespec.transport.encryption import SEAL_BYTES, Seal, link_key
+from pipespec.transport.gloo_waits import GlooWait
+from pipespec.transport.rendezvous_store import RENDEZVOUS_TIMEOUT_S
+from pipespec.transport.transport import LinkKind
 from pipespec.transport.wire import Wire, token
 
-# How long the ranks wait for one another when they meet, all of them being ready.
-MEET_S = 10.0
 # A stage may idle for days between two requests; a neighbour that dies closes its connection.
 FOREVER = timedelta(days=3650)
 _TAG = 1
-# Of messages that nobody sends.
-NOBODY = 2
+# No message has this tag: a receive with it always times out.
+UNUSED_TAG = 2
 AT_ONCE = timedelta(milliseconds=1)
 _SOURCE = re.compile(r"\[[^\[\]\s]+\.\w+:\d+\]\s*")
-_IN_FILE = "file:"
-_FOLDER = "pipespec-meeting-"
+_DRAWN_BYTES = 16
 
 
-class Meeting:
-    """Where ranks find one another's addresses: `place` says where, for `join_meeting`.
+@dataclass(frozen=True)
+class _GlooLink:
+    """One rank's end of a link.
 
-    What they keep in the `store` are addresses and counts; nothing of it is unpickled.
+    Attributes:
+        group: the gloo group of the two ranks.
+        peer: the rank of the neighbour within the group; 0 sends, 1 receives.
+        seal: encrypts or decrypts the messages; None: they are sent in the clear.
     """
 
-    def __init__(self, store: Store, place: str, folder: Path | None = None):
-        self.store = store
-        self.place = place
-        self._folder = folder
+    group: Any  # torch's stubs are incomplete
+    peer: int
 
-    def close(self) -> None:
-        """Remove what was made for it, once no rank looks there any more."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def host_meeting(address: str | None = None, port: int = 0) -> Meeting:
-    """A place at which ranks can meet: in a file that only this user can open, or, given an
-    address of this machine, at that address only.
-
-    `port` 0 is any free one. Raises RankFailed if it is taken.
-    """
-    if address is None:
-        folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
-        file = str(folder / "store")
-        return Meeting(_in_file(file), f"{_IN_FILE}{file}", folder)
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        raise RankFailed(
-            f"The ranks cannot meet at {address}:{port} ({os.strerror(error.errno or 0)})."
-        ) from error
-    port = listener.getsockname()[1]
-    with blaming(f"The ranks cannot meet at {address}:{port}"):
-        store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=MEET_S),
-            master_listen_fd=listener.detach(),
-        )
-    return Meeting(store, f"{address}:{port}")
-
-
-def join_meeting(place: str) -> Meeting:
-    """The meeting that another rank hosts at this place. Raises RankFailed."""
-    if place.startswith(_IN_FILE):
-        return Meeting(_in_file(place.removeprefix(_IN_FILE)), place)
-    address, _, port = place.rpartition(":")
-    with blaming(f"The ranks' meeting at {place} was not found"):
-        store = TCPStore(address, int(port), is_master=False, timeout=timedelta(seconds=MEET_S))
-    return Meeting(store, place)
-
-
-def _in_file(file: str) -> Store:
-    store = FileStore(file)
-    store.set_timeout(timedelta(seconds=MEET_S))
-    return store
+    seal: Seal | None
 
 
 class DistributedTransport:
@@ -124,26 +80,31 @@ class DistributedTransport:
     def __init__(
         self,
         rank: int,
-        num_ranks: int,
         wire: Wire,
         device: torch.device,
-        meeting: Meeting | None = None,
+        previous: _GlooLink | None,
+        following: _GlooLink | None,
         *,
+        nccl: Any = None,
         spins: bool = False,
     ) -> None:
-        """Use the process group that exists already; `connect` makes it first."""
+        """Use links that exist already; `connect` makes them first."""
         self.rank = rank
-        self._meeting = meeting
-        self._last_rank = num_ranks - 1
         self._wire = wire
         self._device = device
+        self._previous = previous
+        self._following = following
+        self._nccl = nccl
         self._pinned = device.type == "cuda"
         self._spins = spins
         # The sends that may still be under way, and the tensors they read.
         self._outbox: list[tuple[dist.Work, torch.Tensor]] = []
-        # The posted receive and where it arrives.
+        # The posted receive and its buffer.
         self._inbox: tuple[dist.Work, torch.Tensor] | None = None
-        if rank > 0:
+        # The receive buffer of sealed messages. One is enough, as they are decrypted into memory of
+        # their own.
+        self._sealed: torch.Tensor | None = None
+        if previous is not None:
             self._post()
 
     @classmethod
@@ -151,142 +112,202 @@ class DistributedTransport:
         cls,
         devices: Sequence[str],
         *,
-        meeting: Meeting,
+        store: Store,
         rank: int,
         epoch: int,
         secret: str,
         max_rows: int,
-        max_released: int = 1,
-        max_kept: int = 0,
+        max_finished: int = 1,
+        max_retained: int = 0,
         hidden_size: int,
         dtype: torch.dtype,
+        links: Sequence[LinkKind] | None = None,
         nccl: bool = False,
         spins: bool = False,
     ) -> DistributedTransport:
-        """Meet the other ranks (`host_meeting`, `join_meeting`).
+        """Connect to the neighbouring ranks, which connect at the same time.
 
-        `devices` holds every rank's device, the head's first; `max_rows`, `max_released` and
-        `max_kept` limit a batch; `hidden_size` and `dtype` are the target's; `nccl` is what carries
-        hidden states, instead of gloo; `spins`: see `pipespec.system.waiting`. Only ranks of the
-        same epoch and secret find one another.
+        The ranks exchange their addresses through `store` (`pipespec.transport.rendezvous_store`).
+
+        Args:
+            devices: of every rank, the head's first.
+            links: how each rank but the last is linked to the next; None: all ranks are on one
+                host, and nothing is encrypted.
+            max_rows, max_finished, max_retained: limits of a batch (`Wire`).
+            hidden_size, dtype: those of the target.
+            nccl: send hidden states over NCCL instead of gloo.
+            spins: poll for messages instead of sleeping (`pipespec.system.spin_wait`).
 
         Raises:
-            RankFailed: a rank did not come.
+            RankFailed: a neighbour did not connect in time.
         """
-        if nccl:
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        # A meeting that failed leaves torch counting groups, and the count is in their names:
-        # those who were there would not find those who come anew.
-        dist.distributed_c10d._world.group_count = 0
-        proof = token(secret, epoch)
-        with blaming("The ranks did not meet"):
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if nccl else "gloo",
-                # Ranks of another secret look for other names. Who can reach the store can list
-                # them, so they are not made of what proves a message's sender.
-                store=PrefixStore("{}:{}".format(*token(secret, epoch, "meeting")), meeting.store),
-                rank=rank,
-                world_size=len(devices),
-                timeout=timedelta(seconds=MEET_S),
-            )
+        links = links or (LinkKind(),) * (len(devices) - 1)
+        assert len(links) == len(devices) - 1
+        assert not nccl or not any(kind.sealed for kind in links[1:]), "NCCL does not encrypt"
+        drawn = secrets.token_hex(_DRAWN_BYTES)
+        made: dict[int, _GlooLink] = {}  # by the sending rank
+        with raises_rank_failed(f"Rank {rank} did not meet its neighbours"):
+            store.set(f"drawn/{rank}", drawn)
+            # Every second link comes first: otherwise each would wait for the one before it.
+            for sender in sorted((rank - 1, rank), key=lambda sender: sender % 2):
+                if not 0 <= sender < len(links):
+                    continue
+                peer = 1 if sender == rank else 0
+                kind, seal = links[sender], None
+                if kind.sealed:
+                    of_peer = store.get(f"drawn/{sender + peer}").decode()
+                    meeting = (drawn, of_peer) if sender == rank else (of_peer, drawn)
+                    seal = Seal(link_key(secret, epoch, meeting, sender, sender + 1), sender)
+                of_link = PrefixStore(f"link/{sender}", store)
+                group = gloo_group(of_link, 1 - peer, 2, local=kind.local)
+                made[sender] = _GlooLink(group, peer, seal)
         device = torch.device(devices[rank])
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        of_nccl = None
+        if nccl:
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+            with raises_rank_failed(f"Rank {rank} cannot use NCCL"):
+                of_nccl = dist.ProcessGroupNCCL(
+                    PrefixStore("nccl", store),
+                    rank,
+                    len(devices),
+                    dist.ProcessGroupNCCL.Options(),
+                )
         wire = Wire(
             epoch,
             max_rows,
             hidden_size,
             dtype,
             inline=not nccl,
-            token=proof,
-            max_released=max_released,
-            max_kept=max_kept,
+            token=token(secret, epoch),
+            max_finished=max_finished,
+            max_retained=max_retained,
         )
-        return cls(rank, len(devices), wire, device, meeting, spins=spins)
+        return cls(
+            rank, wire, device, made.get(rank - 1), made.get(rank), nccl=of_nccl, spins=spins
+        )
 
     def send(self, batch: Batch) -> None:
-        assert self.rank < self._last_rank, "the last rank has nobody to send to"
+        link = self._following
+        assert link is not None, "the last rank has no next rank"
         message = self._wire.pack(batch, pinned=self._pinned)
-        with blaming(f"Rank {self.rank} lost its link to rank {self.rank + 1}"):
+        if link.seal is not None:
+            message = link.seal.seal(message)
+        with raises_rank_failed(f"Rank {self.rank} lost its link to rank {self.rank + 1}"):
             self._flush()
-            self._start(message)
-            if not self._wire.inline and batch.hidden is not None and len(batch):
-                self._start(batch.hidden.contiguous())
+            self._start(link.group.send([message], link.peer, _TAG), message)
+            if self._nccl is not None and batch.hidden is not None and len(batch):
+                hidden = batch.hidden.contiguous()
+                self._start(self._nccl.send([hidden], self.rank + 1, _TAG), hidden)
             if batch.stop:
                 self._flush()
 
     def recv(self) -> Batch:
-        assert self._inbox is not None, "nothing comes to rank 0, nor after a stop batch"
+        link = self._previous
+        assert link is not None and self._inbox is not None, (
+            "rank 0 receives nothing, nor does any rank after the stop batch"
+        )
         work, message = self._inbox
-        lost = f"Rank {self.rank} lost its link to rank {self.rank - 1}"
         if self._spins:
-            spin(lambda: self._wire.arrived(message))
-        with blaming(lost):
+            arrived = self._wire.arrived if link.seal is None else link.seal.arrived
+            spin_until(lambda: arrived(message))
+        with raises_rank_failed(self._lost), GlooWait():
             work.wait(FOREVER)
+        if link.seal is not None:
+            message = link.seal.open(message, pinned=self._pinned)
         batch = self._wire.unpack(message)
         self._inbox = None
         if not batch.stop:
-            with blaming(lost):
-                self._post()
+            self._post()
         if self._wire.inline and batch.hidden is not None:
             batch.hidden = batch.hidden.to(self._device, non_blocking=True)
-        elif not self._wire.inline and self._wire.has_hidden(message):
+        elif self._nccl is not None and self._wire.has_hidden(message):
             shape = (len(batch), self._wire.hidden_size)
             batch.hidden = torch.empty(shape, dtype=self._wire.dtype, device=self._device)
             if len(batch):
-                with blaming(lost):
-                    dist.recv(batch.hidden, self.rank - 1)
+                with raises_rank_failed(self._lost):
+                    self._nccl.recv([batch.hidden], self.rank - 1, _TAG).wait()
         return batch
 
     def abort(self) -> None:
-        """Close the links from another thread: whoever waits in `send` or `recv` gets RankFailed.
+        """Close the links from another thread: a thread that waits in `send` or `recv` gets
+        RankFailed, unless a part of its message is on its way (`pipespec.transport.gloo_waits`).
 
-        gloo knows no such call, but it closes a link on which a receive has timed out.
+        gloo has no call for this, but it closes a link on which a receive has timed out.
         """
-        for neighbour in (self.rank - 1, self.rank + 1):
-            if 0 <= neighbour <= self._last_rank:
-                with suppress(RuntimeError):
-                    work = dist.irecv(torch.empty(1), neighbour, tag=NOBODY)
-                    assert work is not None
-                    work.wait(AT_ONCE)
-        if not self._wire.inline:
-            dist.distributed_c10d._abort_process_group()
+        self._close_links()
+        if self._nccl is not None:
+            self._nccl.abort()
 
     def close(self) -> None:
+        # Closed explicitly, as an exception that is being handled may keep the groups alive.
+        self._close_links()
         self._outbox.clear()
         self._inbox = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # NCCL looks there again for its first message, so not before.
-        if self._meeting is not None:
-            self._meeting.close()
+        self._previous = self._following = self._nccl = None
+
+    def _close_links(self) -> None:
+        for link in (self._previous, self._following):
+            if link is not None:
+                close_link(link.group, link.peer)
+
+    @property
+    def _lost(self) -> str:
+        return f"Rank {self.rank} lost its link to rank {self.rank - 1}"
 
     def _post(self) -> None:
-        # A fresh buffer each time: the hidden states of the last batch still lie in theirs.
-        message = torch.empty(self._wire.capacity, dtype=torch.uint8, pin_memory=self._pinned)
-        self._wire.expect(message)
-        work = dist.irecv(message, self.rank - 1, tag=_TAG)
-        assert work is not None
-        self._inbox = (work, message)
+        link = self._previous
+        assert link is not None
+        if link.seal is not None:
+            if self._sealed is None:
+                self._sealed = torch.empty(self._wire.capacity + SEAL_BYTES, dtype=torch.uint8)
+            message = self._sealed
+            link.seal.expect(message)
+        else:
+            # A new buffer each time: the hidden states of the last batch are views of the old one.
+            message = torch.empty(self._wire.capacity, dtype=torch.uint8, pin_memory=self._pinned)
+            self._wire.expect(message)
+        with raises_rank_failed(self._lost):
+            self._inbox = (link.group.recv([message], link.peer, _TAG), message)
 
-    def _start(self, tensor: torch.Tensor) -> None:
-        # NCCL ignores the tag.
-        work = dist.isend(tensor, self.rank + 1, tag=_TAG)
-        assert work is not None
+    def _start(self, work: dist.Work, tensor: torch.Tensor) -> None:
         self._outbox.append((work, tensor))
 
     def _flush(self) -> None:
         while self._outbox:
-            self._outbox[0][0].wait(FOREVER)
+            with GlooWait():
+                self._outbox[0][0].wait(FOREVER)
             self._outbox.pop(0)
 
 
+def gloo_group(store: Store, rank: int, size: int, *, local: bool) -> Any:
+    """A gloo group of `size` processes, which find one another through a store of their own.
+    `local`: all of them are on one host, so the group is bound to the loopback interface.
+
+    Raises RuntimeError if one of them does not connect within RENDEZVOUS_TIMEOUT_S.
+    """
+    kind: Any = dist.ProcessGroupGloo  # torch's stubs are incomplete
+    if not local:
+        return kind(store, rank, size, timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
+    options = kind._Options()
+    options._timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    options._devices = [kind.create_device(hostname=LOOPBACK)]
+    return kind(store, rank, size, options)
+
+
+def close_link(group: Any, peer: int) -> None:
+    """Close the connection to a member of a gloo group, from any thread."""
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(AT_ONCE)
+
+
 @contextmanager
-def blaming(what: str) -> Iterator[None]:
-    """Turn what torch.distributed raises into a RankFailed that starts with `what`."""
+def raises_rank_failed(what: str) -> Iterator[None]:
+    """Turn errors of torch.distributed into a RankFailed that starts with `what`."""
     try:
         yield
     except RuntimeError as error:
-        # gloo begins with a place in its source, and goes on with guesses of what happened.
+        # gloo's message starts with a position in its source and ends with possible causes.
         cause = _SOURCE.sub("", str(error).splitlines()[0]).partition(" This is typically")[0]
         raise RankFailed(f"{what}: {cause}") from error

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from pipespec.core import Batch
 from pipespec.errors import RankFailed
-from pipespec.transport.protocol import Transport
+from pipespec.transport.transport import Transport
 
 
-class _Link:
-    """Holds at most one batch. `queue.Queue` would do, but cannot wake who waits at a close
-    before Python 3.13."""
+class _ThreadLink:
+    """Holds at most one batch. Before Python 3.13 `queue.Queue` cannot wake a waiting thread when
+    it is closed."""
 
     def __init__(self, sender: int) -> None:
         self.sender = sender
@@ -57,18 +57,20 @@ class _Link:
 class ThreadTransport:
     """One rank's ends of the links that `thread_transports` made."""
 
-    def __init__(self, rank: int, previous: _Link | None, following: _Link | None) -> None:
+    def __init__(
+        self, rank: int, previous: _ThreadLink | None, following: _ThreadLink | None
+    ) -> None:
         self.rank = rank
         self._previous = previous
         self._following = following
 
     def send(self, batch: Batch) -> None:
-        assert self._following is not None, "the last rank has nobody to send to"
+        assert self._following is not None, "the last rank has no next rank"
         hidden = None if batch.hidden is None else batch.hidden.clone()
         self._following.put(replace(batch, rows=batch.rows.copy(), hidden=hidden))
 
     def recv(self) -> Batch:
-        assert self._previous is not None, "rank 0 has nobody to receive from"
+        assert self._previous is not None, "rank 0 has no previous rank"
         return self._previous.get()
 
     def abort(self) -> None:
@@ -81,8 +83,8 @@ class ThreadTransport:
 
 
 def thread_transports(num_ranks: int) -> list[Transport]:
-    """The transports of ranks `0 .. num_ranks - 1`, each to be used by a thread of its own."""
+    """The transports of ranks `0 .. num_ranks - 1`, one for each thread."""
     assert num_ranks > 0
-    links: list[_Link | None] = [_Link(rank) for rank in range(num_ranks - 1)]
+    links: list[_ThreadLink | None] = [_ThreadLink(rank) for rank in range(num_ranks - 1)]
     ends = [None, *links, None]
     return [ThreadTransport(rank, ends[rank], ends[rank + 1]) for rank in range(num_ranks)]

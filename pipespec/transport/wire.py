@@ -1,17 +1,17 @@
-"""A batch as the bytes that travel between neighbours, and back. Pure packing, no I/O.
+"""The wire format of a batch. Packing and unpacking only, no I/O.
 
-    message   [ header 12 x int64 | rows num_rows x 6 x int64 | released x int64 |
-                preempted x int64 | kept x 2 x int64 | opened | 0..63 bytes | hidden states |
+    message   [ header 12 x int64 | rows num_rows x 6 x int64 | finished x int64 |
+                preempted x int64 | retained x 2 x int64 | started | 0..63 bytes | hidden states |
                 0..7 bytes | end ]
-    header    epoch, step, num_rows, flags, num_released, num_preempted, num_kept, opened_ints,
-              sent_ns, token (2), bytes of the message
-    end       the first part of the token and the step, by exclusive or
-    kept      sequence, tokens of its text that stay
-    opened    sequence, request, prompt, known, parent, shared, length of terms: int64 each; the
-              terms, up to a multiple of 8 bytes; and the next
+    header    epoch, step, num_rows, flags, num_finished, num_preempted, num_retained,
+              started_ints, sent_ns, token (2), bytes of the message
+    end       the first part of the token XOR the step
+    retained  sequence, number of its tokens that are retained
+    started   for each sequence: sequence, request, prompt_len, committed_len, parent, shared_len,
+              length of params, int64 each; then params, padded to a multiple of 8 bytes
 
-The hidden states start at a multiple of 64 bytes, so that the receiver uses them where they
-arrived. A message is only as long as its rows need; the receiver keeps `capacity` bytes ready.
+The hidden states start at a multiple of 64 bytes, so that the receiver can use them in place. A
+message is only as long as its rows need; the receiver keeps `capacity` bytes ready.
 """
 
 from __future__ import annotations
@@ -25,38 +25,41 @@ from itertools import chain
 import numpy as np
 import torch
 
-from pipespec.core import MAX_OPENED_BYTES, NUM_COLUMNS, Batch, Opening
+from pipespec.core import MAX_STARTED_BYTES, NUM_COLUMNS, Batch, SequenceStart
 from pipespec.errors import RankFailed, StaleEpoch
 
-_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_RELEASED, _NUM_PREEMPTED, _NUM_KEPT, _OPENED = range(8)
+_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_FINISHED, _NUM_PREEMPTED, _NUM_RETAINED, _STARTED = range(8)
 _SENT = 8
 _TOKEN = slice(9, 11)
 _BYTES = 11
 _HEADER = 12
-_OPENING = 7  # integers before an opening's terms
+_START = 7  # integers before the params of a sequence start
 _STOP, _HIDDEN = 1, 2
 _INT = np.dtype(np.int64).itemsize
 _ALIGNMENT = 64
 
 
-def token(secret: str, epoch: int, purpose: str = "wire") -> tuple[int, int]:
-    """What proves, in each message of an epoch, that its sender holds the cluster's secret.
+def token(secret: str, epoch: int) -> tuple[int, int]:
+    """The token that every message of an epoch carries: only a holder of the cluster's secret can
+    compute it.
 
-    That of another purpose tells nothing of it.
+    In a sealed message it is encrypted, so it is never sent in the clear between hosts.
     """
-    digest = hmac.digest(secret.encode(), f"{purpose} {epoch}".encode(), hashlib.sha256)
+    digest = hmac.digest(secret.encode(), f"wire {epoch}".encode(), hashlib.sha256)
     first, second = np.frombuffer(digest[:16], np.int64).tolist()
     return first, second
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What both ends of every link of one cluster agree on.
+    """The parameters of the wire format, the same for every link of a cluster.
 
-    `inline` tells whether hidden states are part of the message or travel apart from it;
-    `token` is what the function of that name made of the cluster's secret. A batch names at most
-    `max_released` sequences that leave, and says of at most `max_kept` how much of their text
-    stays.
+    Attributes:
+        max_rows: rows of one batch at most.
+        inline: whether hidden states are part of the message; else they are sent separately.
+        token: see the function `token`.
+        max_finished: sequences that leave with one batch at most, finished or preempted.
+        max_retained: retained prefixes that one batch changes at most.
     """
 
     epoch: int
@@ -65,29 +68,31 @@ class Wire:
     dtype: torch.dtype
     inline: bool = True
     token: tuple[int, int] = (0, 0)
-    max_released: int = 1
-    max_kept: int = 0
+    max_finished: int = 1
+    max_retained: int = 0
 
     @property
     def capacity(self) -> int:
         """The length of the longest message, in bytes."""
-        tail = self.max_released + 2 * self.max_kept + MAX_OPENED_BYTES // _INT
+        tail = self.max_finished + 2 * self.max_retained + MAX_STARTED_BYTES // _INT
         start = self._hidden_start(self.max_rows, tail)
         return start + self._hidden_bytes(self.max_rows) + _INT
 
     def pack(self, batch: Batch, *, pinned: bool = False) -> torch.Tensor:
-        """The batch as a message, uint8 `[bytes]` in CPU memory, sharing nothing with it."""
+        """The batch as a message, uint8 `[bytes]` in CPU memory; a copy."""
         rows, hidden = len(batch), batch.hidden
         assert rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
         assert batch.rows.shape == (rows, NUM_COLUMNS)
         assert batch.rows.dtype == np.int64
-        leaving = (*batch.released, *batch.preempted)
-        assert len(leaving) <= self.max_released, f"{len(leaving)} sequences leave"
-        assert len(batch.kept) <= self.max_kept, f"the text of {len(batch.kept)} sequences stays"
-        told = (*leaving, *chain.from_iterable(batch.kept))
-        opened = b"".join(map(_pack_opening, batch.opened))
-        assert len(opened) <= MAX_OPENED_BYTES, f"{len(opened)} bytes of openings"
-        tail = len(told) + len(opened) // _INT
+        leaving = (*batch.finished, *batch.preempted)
+        assert len(leaving) <= self.max_finished, f"{len(leaving)} sequences leave"
+        assert len(batch.retained_prefixes) <= self.max_retained, (
+            f"{len(batch.retained_prefixes)} retained prefixes"
+        )
+        sequence_ints = (*leaving, *chain.from_iterable(batch.retained_prefixes))
+        started = b"".join(map(_pack_start, batch.started))
+        assert len(started) <= MAX_STARTED_BYTES, f"{len(started)} bytes of sequence starts"
+        tail = len(sequence_ints) + len(started) // _INT
         if hidden is not None:
             assert hidden.shape == (rows, self.hidden_size), f"hidden {tuple(hidden.shape)}"
             assert hidden.dtype == self.dtype, f"hidden {hidden.dtype}, wire {self.dtype}"
@@ -104,17 +109,17 @@ class Wire:
         ints[_STEP] = batch.step
         ints[_NUM_ROWS] = rows
         ints[_FLAGS] = _STOP * batch.stop | _HIDDEN * (hidden is not None)
-        ints[_NUM_RELEASED] = len(batch.released)
+        ints[_NUM_FINISHED] = len(batch.finished)
         ints[_NUM_PREEMPTED] = len(batch.preempted)
-        ints[_NUM_KEPT] = len(batch.kept)
-        ints[_OPENED] = len(opened) // _INT
+        ints[_NUM_RETAINED] = len(batch.retained_prefixes)
+        ints[_STARTED] = len(started) // _INT
         ints[_SENT] = batch.sent_ns
         ints[_TOKEN] = self.token
         ints[_BYTES] = size
         end = _HEADER + rows * NUM_COLUMNS
         ints[_HEADER:end] = batch.rows.reshape(-1)
-        ints[end : end + len(told)] = told
-        ints[end + len(told) : end + tail] = np.frombuffer(opened, np.int64)
+        ints[end : end + len(sequence_ints)] = sequence_ints
+        ints[end + len(sequence_ints) : end + tail] = np.frombuffer(started, np.int64)
         if hidden is not None and carried:
             self._hidden_of(message, start, rows).copy_(hidden)
         return message
@@ -122,11 +127,11 @@ class Wire:
     def unpack(self, message: torch.Tensor) -> Batch:
         """The batch in a message; bytes beyond its end are ignored.
 
-        The hidden states are a view of the message. Where they travel apart, `has_hidden`
-        tells whether some follow, and the batch comes without them.
+        The hidden states are a view of the message. If they are sent separately, the batch has
+        none, and `has_hidden` is whether they follow.
 
         Raises:
-            StaleEpoch: the message belongs to another life of the cluster.
+            StaleEpoch: the message is of another epoch.
             RankFailed: its sender does not hold the cluster's secret.
         """
         ints = self._header(message)
@@ -141,18 +146,18 @@ class Wire:
                 "network of the ranks to yourself."
             )
         rows = int(ints[_NUM_ROWS])
-        released, preempted, kept, opened = ints[_NUM_RELEASED : _OPENED + 1].tolist()
+        finished, preempted, retained, started = ints[_NUM_FINISHED : _STARTED + 1].tolist()
         assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
-        assert 0 <= released + preempted <= self.max_released, "too many sequences leave"
-        assert 0 <= kept <= self.max_kept, "the text of too many sequences stays"
-        assert 0 <= opened * _INT <= MAX_OPENED_BYTES, f"{opened} integers of openings"
+        assert 0 <= finished + preempted <= self.max_finished, "too many sequences leave"
+        assert 0 <= retained <= self.max_retained, "too many retained prefixes"
+        assert 0 <= started * _INT <= MAX_STARTED_BYTES, f"{started} integers of sequence starts"
         end = rows * NUM_COLUMNS
-        leaving = released + preempted
-        told = leaving + 2 * kept
-        tail = told + opened
+        leaving = finished + preempted
+        sequence_ints = leaving + 2 * retained
+        tail = sequence_ints + started
         table = message.numpy()[_HEADER * _INT : (_HEADER + end + tail) * _INT].view(np.int64)
-        left = table[end : end + leaving].tolist()
-        stays = table[end + leaving : end + told].reshape(kept, 2).tolist()
+        leaving_numbers = table[end : end + leaving].tolist()
+        prefixes = table[end + leaving : end + sequence_ints].reshape(retained, 2).tolist()
         hidden = None
         if self.inline and self.has_hidden(message):
             start = self._hidden_start(rows, tail)
@@ -161,22 +166,22 @@ class Wire:
             step=int(ints[_STEP]),
             rows=table[:end].reshape(rows, NUM_COLUMNS).copy(),
             hidden=hidden,
-            opened=tuple(_unpack_openings(table[end + told :])),
-            released=tuple(left[:released]),
-            preempted=tuple(left[released:]),
-            kept=tuple((sequence, tokens) for sequence, tokens in stays),
+            started=tuple(_unpack_starts(table[end + sequence_ints :])),
+            finished=tuple(leaving_numbers[:finished]),
+            preempted=tuple(leaving_numbers[finished:]),
+            retained_prefixes=tuple((sequence, tokens) for sequence, tokens in prefixes),
             stop=bool(ints[_FLAGS] & _STOP),
             sent_ns=int(ints[_SENT]),
         )
 
     def expect(self, message: torch.Tensor) -> None:
-        """Make ready a message that is about to come, for `arrived`."""
+        """Prepare a receive buffer for `arrived`."""
         self._header(message)[:] = 0
 
     def arrived(self, message: torch.Tensor) -> bool:
-        """Whether it seems that all of an expected message has come, while it is being written.
+        """Whether a message seems to have arrived completely in a buffer that is being written.
 
-        No more than a hint: who reads it makes sure.
+        Only a hint: the caller still waits for the receive to complete.
         """
         header = self._header(message)
         step, size = int(header[_STEP]), int(header[_BYTES])
@@ -193,7 +198,7 @@ class Wire:
         return message.numpy()[: _HEADER * _INT].view(np.int64)
 
     def _hidden_start(self, rows: int, tail: int) -> int:
-        """Where they start behind so many rows and `tail` more integers."""
+        """The offset of the hidden states after so many rows and `tail` more integers, in bytes."""
         ints = (_HEADER + rows * NUM_COLUMNS + tail) * _INT
         return -(-ints // _ALIGNMENT) * _ALIGNMENT
 
@@ -203,22 +208,22 @@ class Wire:
         return message[start : start + size].view(self.dtype).view(rows, self.hidden_size)
 
     def _hidden_bytes(self, rows: int) -> int:
-        """What they take in a message, which ends at a multiple of an integer's."""
+        """Their size in a message, rounded up to a multiple of 8 bytes."""
         size = rows * self.hidden_size * self.dtype.itemsize if self.inline else 0
         return -(-size // _INT) * _INT
 
 
-def _pack_opening(opening: Opening) -> bytes:
-    terms = opening.terms
-    asked = opening.sequence, opening.request, opening.prompt, opening.known
-    numbers = np.array((*asked, opening.parent, opening.shared, len(terms)), np.int64)
-    return numbers.tobytes() + terms + bytes(-len(terms) % _INT)
+def _pack_start(start: SequenceStart) -> bytes:
+    params = start.params
+    first = start.sequence, start.request, start.prompt_len, start.committed_len
+    numbers = np.array((*first, start.parent, start.shared_len, len(params)), np.int64)
+    return numbers.tobytes() + params + bytes(-len(params) % _INT)
 
 
-def _unpack_openings(ints: np.ndarray) -> Iterator[Opening]:
+def _unpack_starts(ints: np.ndarray) -> Iterator[SequenceStart]:
     while len(ints):
-        sequence, request, prompt, known, parent, shared, length = ints[:_OPENING].tolist()
-        end = _OPENING + -(-length // _INT)
-        terms = ints[_OPENING:end].tobytes()[:length]
-        yield Opening(sequence, request, prompt, known, terms, parent, shared)
+        sequence, request, prompt, committed_len, parent, shared, length = ints[:_START].tolist()
+        end = _START + -(-length // _INT)
+        params = ints[_START:end].tobytes()[:length]
+        yield SequenceStart(sequence, request, prompt, committed_len, params, parent, shared)
         ints = ints[end:]

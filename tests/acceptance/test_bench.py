@@ -1,6 +1,6 @@
 """`pipespec bench` as a user runs it: one cluster of real processes for many prompts.
 
-`tests/integration/test_up.py` has what it says of a cluster that is up already.
+`tests/integration/test_up.py` tests it with a cluster that is up already.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.client.bench import bench
-from pipespec.client.dataset import load
-from pipespec.client.truth import TRUTH_MARGIN, record_truth
 from pipespec.config.compose import compose
-from pipespec.system.resources import resource_dir
+from pipespec.instruments.bench.dataset import load
+from pipespec.instruments.bench.measurement import bench
+from pipespec.instruments.bench.reference import TRUTH_MARGIN, record_reference
+from pipespec.system.folders import resource_dir
 from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
@@ -34,8 +34,8 @@ SETTINGS = [
     "cluster.stages=2",
     f"decode.max_new_tokens={NUM_TOKENS}",
     "decode.ignore_eos=true",
-    "feed.width=4",
-    "feed.children=4",
+    "policy.width=4",
+    "policy.children=4",
 ]
 
 
@@ -54,25 +54,25 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(data: Path) -> dict[str, tuple[list[int], list[int]]]:
-    """The cut prompt of every sample and what the target says after it, by Hugging Face."""
+    """The cut prompt of every sample and the target's answer to it, by Hugging Face."""
     folder = resource_dir("demo") / "target"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     samples = load(data)
     prompts = [tokenizer.encode(sample.prompt)[:CUT] for sample in samples]
     answers = cluster.reference(folder, prompts, NUM_TOKENS)
-    told = zip(samples, prompts, answers, strict=True)
-    return {sample.id: (prompt, answer) for sample, prompt, answer in told}
+    zipped = zip(samples, prompts, answers, strict=True)
+    return {sample.id: (prompt, answer) for sample, prompt, answer in zipped}
 
 
-def test_what_the_target_says_is_recorded_for_the_synthetic_draft_and_labelled(
+def test_bench_records_the_targets_answers_for_a_synthetic_draft_and_labels_results(
     data: Path,
     expected: dict[str, tuple[list[int], list[int]]],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     truth = tmp_path / "truth.jsonl"
-    guess = ["source=synthetic", f"source.truth={truth}", "source.curve=['1:1.0']"]
-    record_truth(load(data), truth, *SETTINGS, *guess, prompt_tokens=CUT)
+    synthetic = ["proposer=synthetic", f"proposer.truth={truth}", "proposer.curve=['1:1.0']"]
+    record_reference(load(data), truth, *SETTINGS, *synthetic, prompt_tokens=CUT)
     texts = [json.loads(line) for line in truth.read_text().splitlines()]
     assert len(texts) == 4
     for prompt, answer in expected.values():
@@ -80,7 +80,7 @@ def test_what_the_target_says_is_recorded_for_the_synthetic_draft_and_labelled(
         assert len(text) == len(prompt) + NUM_TOKENS + TRUTH_MARGIN
     capfd.readouterr()
     own = ["--dataset", str(data), "--prompt-tokens", str(CUT), "--num-prompts", "2"]
-    assert main(["bench", *own, *SETTINGS, *guess]) == 0
+    assert main(["bench", *own, *SETTINGS, *synthetic]) == 0
     out, _ = capfd.readouterr()
     assert "2 requests, 1 at once, 16 tokens" in out
     assert out.count("SYNTHETIC") == 4
@@ -88,11 +88,11 @@ def test_what_the_target_says_is_recorded_for_the_synthetic_draft_and_labelled(
     assert "LOSSY" not in out
 
 
-def test_under_a_pace_times_are_labelled_and_in_the_time_of_the_emulated_machine(
+def test_emulated_bench_is_labelled_and_reports_times_of_the_emulated_machine(
     data: Path, expected: dict[str, tuple[list[int], list[int]]]
 ) -> None:
-    pace = ["feed=root", "pace=fixed", "pace.stage_ms=20", "pace.scale=2"]
-    settings = [text for text in SETTINGS if not text.startswith("feed.")]
+    pace = ["policy=root", "emulate=fixed", "emulate.stage_ms=20", "emulate.scale=2"]
+    settings = [text for text in SETTINGS if not text.startswith("policy.")]
     result = bench(compose([*settings, *pace]), load(data, 1), prompt_tokens=CUT)
     assert result.labels["emulated"] is True
     (request,) = result.requests
@@ -114,7 +114,7 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def no_rank(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(pipespec.cluster.session.Cluster, "run", no_rank)
+    monkeypatch.setattr(pipespec.cluster.session.WorkerGroup, "start_workers", no_rank)
 
     def run(*arguments: str) -> str:
         code = main(["bench", *arguments])
@@ -127,13 +127,13 @@ def refuse(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_a_bad_data_set_is_refused_with_its_line(refuse, tmp_path: Path) -> None:
+def test_bench_names_the_line_of_a_bad_data_set(refuse, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"id": "a", "benchmark": "b", "prompt": "Why?"}\n{"id": "c"}\n')
     assert f"{file}, line 2 has no 'benchmark'" in refuse(f"dataset={file}")
 
 
-def test_a_prompt_that_does_not_fit_is_named_with_the_remedy(refuse, data: Path) -> None:
+def test_bench_names_a_prompt_that_does_not_fit_and_the_remedy(refuse, data: Path) -> None:
     err = refuse(f"dataset={data}", "model.context=9")
     assert "'sums/0' has" in err
     assert "the context holds 9" in err

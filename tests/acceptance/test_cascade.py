@@ -1,49 +1,40 @@
-"""With a mid-size model that scores the tree late, texts are those of the target."""
+"""With a mid-size model that scores the tree beside the head, texts are those of the target."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipespec.cluster.deployment import decide
-from pipespec.cluster.memory import WEIGHTS, local_ranks, needs, require_memory
+from pipespec.cluster.memory import WEIGHTS, local_ranks, require_memory, required_bytes
 from pipespec.config.compose import compose
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import Sampling
+from pipespec.core import SamplingParams
 from pipespec.engine import tokenizer
 from pipespec.engine.runner import SliceRunner
 from pipespec.errors import ConfigError
 from pipespec.head.scheduler import Scheduler
 from tests.helpers import models
 from tests.helpers.matrix import some_of
+from tests.helpers.proposers import POLICIES, write_truth
 from tools.rig import cluster
 
 TOKENS = 24
 PROMPTS = [[5, 17, 3, 8, 120, 44], [7, 9, 11] * 5, [3] * 4, [9, 1, 1, 2, 50]]
-POLICIES = {
-    "root": ("feed=root",),
-    "static_tree": ("feed=static_tree", "feed.shape=[1,2,1]", "feed.children=4"),
-    "level": ("feed=level", "feed.width=8", "feed.children=4"),
-    "best_first": ("feed=best_first", "feed.width=8", "feed.children=4"),
-    "adaptive": ("feed=adaptive", "feed.width=8", "feed.children=4"),
-}
-MIXED = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, top_k=20, top_p=0.9, seed=7), Sampling()]
-
-
-@pytest.fixture(scope="module")
-def redis():
-    with EmbeddedRedis() as server:
-        yield server
+MIXED = [
+    SamplingParams(),
+    SamplingParams(1.0, seed=1),
+    SamplingParams(0.7, top_k=20, top_p=0.9, seed=7),
+    SamplingParams(),
+]
 
 
 @pytest.fixture(scope="module")
 def trio(tmp_path_factory) -> tuple[Path, Path, Path, list[list[int]]]:
-    """Target, small draft, mid-size model, and what the target says after PROMPTS.
+    """Target, small draft, mid-size model, and the target's answers to PROMPTS.
 
-    The mid-size model is the target once more, so it says what the target says.
+    The mid-size model is a copy of the target.
     """
     folder = tmp_path_factory.mktemp("trio")
     target = models.build("llama", folder / "target")
@@ -55,7 +46,7 @@ def trio(tmp_path_factory) -> tuple[Path, Path, Path, list[list[int]]]:
 def cascade(trio, *overrides: str):
     target, draft, mid, _ = trio
     return cluster.make_deployment(
-        target, draft, "source=cascade", f"model.mid={mid}", "source.mid_rows=8", *overrides
+        target, draft, "proposer=cascade", f"model.mid={mid}", "proposer.mid_rows=8", *overrides
     )
 
 
@@ -77,7 +68,7 @@ def watched(monkeypatch) -> dict[str, list]:
 @pytest.mark.parametrize(
     ("policy", "stages", "sync"), some_of(POLICIES, [1, 3], ["lockstep", "free"])
 )
-def test_texts_are_those_of_hugging_face(trio, redis, policy, stages, sync):
+def test_cascade_gives_the_text_of_hugging_face(trio, redis, policy, stages, sync):
     deployment = cascade(
         trio, *POLICIES[policy], f"cluster.stages={stages}", f"cluster.sync={sync}"
     )
@@ -86,12 +77,14 @@ def test_texts_are_those_of_hugging_face(trio, redis, policy, stages, sync):
     assert [tokens for tokens, *_ in answers] == trio[-1]
 
 
-def test_a_crowd_that_draws_has_the_texts_that_each_has_alone(trio, redis, watched):
+def test_concurrent_sampled_requests_of_a_cascade_get_the_texts_they_get_alone(
+    trio, redis, watched
+):
     asked = [
         {"prompt": tuple(prompt), "max_new_tokens": TOKENS, "sampling": sampling}
         for prompt, sampling in zip(PROMPTS, MIXED, strict=True)
     ]
-    plain = cascade(trio, "feed=root", "scheduler.max_num_seqs=1")
+    plain = cascade(trio, "policy=root", "scheduler.max_num_seqs=1")
     alone = [tokens for tokens, *_ in cluster.decode(plain, redis, asked)]
     assert [alone[0], alone[3]] == [trio[-1][0], trio[-1][3]]
     deployment = cascade(
@@ -100,33 +93,33 @@ def test_a_crowd_that_draws_has_the_texts_that_each_has_alone(trio, redis, watch
     crowd = [tokens for tokens, *_ in cluster.decode(deployment, redis, asked)]
     assert crowd == alone
     scheduler = watched["schedulers"][-1]
-    assert scheduler.totals.scored > 0, "the mid-size model has said nothing"
+    assert scheduler.totals.scored > 0, "the mid-size model has scored nothing"
     for runner in watched["runners"]:
         runner.check_integrity()
 
 
-def test_a_mid_size_model_that_says_what_the_target_says_brings_hits(trio, redis):
+def test_mid_size_model_equal_to_the_target_raises_the_hit_rate(trio, redis):
     """The small draft alone is wrong nearly everywhere; emulated stages give a pass its time."""
     chosen = (
         *POLICIES["best_first"],
         "cluster.stages=3",
-        "feed.row_cost=0.0001",
-        "pace=fixed",
-        "pace.stage_ms=15",
+        "policy.row_cost=0.0001",
+        "emulate=fixed",
+        "emulate.stage_ms=15",
     )
     asked = [{"prompt": tuple(PROMPTS[0]), "max_new_tokens": TOKENS}]
     hits = []
     for rows in (0, 8):
         ((tokens, _, stats),) = cluster.decode(
-            cascade(trio, *chosen, f"source.mid_rows={rows}"), redis, asked
+            cascade(trio, *chosen, f"proposer.mid_rows={rows}"), redis, asked
         )
         assert tokens == trio[-1][0]
         hits.append(stats["hit_rate"])
     assert hits[1] > hits[0] + 0.2
 
 
-def test_the_models_that_travel_along(redis):
-    chosen = ("source=cascade", "cluster.stages=4", "feed.width=16")
+def test_cascade_of_the_demo_models_gives_the_text_of_the_target(redis):
+    chosen = ("proposer=cascade", "cluster.stages=4", "policy.width=16")
     deployment = decide(compose([*chosen, "model.dtype=float32", "model.context=256"]))
     folder = Path(deployment.target.path)
     encode = tokenizer.load(folder).encode
@@ -136,34 +129,33 @@ def test_the_models_that_travel_along(redis):
     assert [tokens for tokens, *_ in cluster.decode(deployment, redis, asked)] == expected
 
 
-def test_a_cascade_without_a_mid_size_model_is_refused(trio):
+def test_cascade_without_a_mid_size_model_is_refused(trio):
     target, draft, *_ = trio
     with pytest.raises(ConfigError, match=r"model\.mid is null"):
-        cluster.make_deployment(target, draft, "source=cascade", "model.mid=null")
+        cluster.make_deployment(target, draft, "proposer=cascade", "model.mid=null")
 
 
-def test_the_memory_of_the_mid_size_model_is_asked_for(trio):
+def test_memory_estimate_includes_the_mid_size_model(trio):
     deployment = cascade(trio, "model.dtype=bfloat16", "cluster.stages=2")
-    more = needs(deployment, 0, mid=True)
-    assert more[WEIGHTS] > needs(deployment, 0)[WEIGHTS] > 0
-    assert more["source.mid_rows"] == 8 * models.VOCAB_SIZE * 2
+    more = required_bytes(deployment, 0, mid=True)
+    assert more[WEIGHTS] > required_bytes(deployment, 0)[WEIGHTS] > 0
+    assert more["proposer.mid_rows"] == 8 * models.VOCAB_SIZE * 2
     ranks = local_ranks(deployment)
-    wanted = sum(needs(deployment, rank).total() for rank in ranks) + more.total()
+    wanted = sum(required_bytes(deployment, rank).total() for rank in ranks) + more.total()
     require_memory(deployment, ranks, lambda device: wanted)
     with pytest.raises(ConfigError, match="GiB on cpu"):
         require_memory(deployment, ranks, lambda device: wanted - 1)
 
 
-def test_both_drafts_may_be_synthetic(trio, redis, watched, tmp_path):
+def test_synthetic_cascade_gives_the_text_of_the_target(trio, redis, watched, tmp_path):
     target, draft, _, expected = trio
     truth = tmp_path / "truth.jsonl"
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
-    truth.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    write_truth(truth, PROMPTS, expected)
     deployment = cluster.make_deployment(
         target,
         draft,
-        "source=synthetic_cascade",
-        f"source.truth={truth}",
+        "proposer=synthetic_cascade",
+        f"proposer.truth={truth}",
         *POLICIES["best_first"],
         "cluster.stages=3",
     )

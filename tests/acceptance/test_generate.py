@@ -19,14 +19,15 @@ import torch
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.controller.connection import Pipe
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.sampling.spec import Sample
-from pipespec.system.interfaces import LOOPBACK
-from pipespec.system.resources import resource_dir
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.redis_connection import RedisConnection
+from pipespec.sampling.params import SamplingConfig
+from pipespec.system.folders import resource_dir
+from pipespec.system.network_interfaces import LOOPBACK
 from pipespec.text import Detokenizer
 from tests.helpers import models
 from tests.helpers.listening import assert_private, family, watched
+from tests.helpers.processes import children_of, command_line
 from tools.rig import cluster
 
 pytestmark = pytest.mark.slow
@@ -78,12 +79,12 @@ class Run:
     def ranks(self) -> list[psutil.Process]:
         """The rank processes: the children of the one process that has as many as it takes."""
         tree = psutil.Process(self.process.pid).children(recursive=True)
-        return max((process.children() for process in tree), key=len)
+        return max(map(children_of, tree), key=len)
 
     def leftovers(self) -> list[str]:
         """Processes and files of this run that are still there."""
         files = [str(path) for path in self.folder.iterdir()]
-        return [*files, *(" ".join(process.cmdline()) for process in self.processes())]
+        return [*files, *filter(None, map(command_line, self.processes()))]
 
     def processes(self) -> list[psutil.Process]:
         found = []
@@ -102,7 +103,7 @@ def expected(max_new_tokens: int) -> tuple[list[int], list[int], str]:
     return prompt, tokens, tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-def test_json_is_one_object_with_everything_in_it(tmp_path):
+def test_generate_json_is_one_object_with_all_results(tmp_path):
     prompt, tokens, text = expected(40)
     trace = tmp_path / "trace.json"
     run = Run(
@@ -141,30 +142,30 @@ def test_json_is_one_object_with_everything_in_it(tmp_path):
     } <= spans
     assert all((rank, "control") in spans for rank in range(4))
 
-    # One socket of gloo's for each rank at the loopback, and nothing else.
+    # A socket of gloo's for each end of three links, at the loopback, and nothing else.
     assert_private(run.seen, {LOOPBACK})
-    assert len({each.port for each in run.seen if each.kind == "tcp"}) == 4
+    assert len({each.port for each in run.seen if each.kind == "tcp"}) == 2 * 3
 
 
-def test_text_streams_and_ends_before_a_stop_string_and_the_users_redis_is_left_as_it_was(tmp_path):
+def test_generate_streams_up_to_a_stop_string_and_leaves_the_users_redis_unchanged(tmp_path):
     _, _, text = expected(40)
     stop = text[12:15]
     with EmbeddedRedis() as server:
         run = Run(
             tmp_path, "--prompt", PROMPT, "cluster.stages=2", "decode.max_new_tokens=40",
-            f"decode.stop=['{stop}']", "feed=level", f"controller.url={server.url}",
+            f"decode.stop=['{stop}']", "policy=level", f"controller.url={server.url}",
         )  # fmt: skip
         code, out, err = run.finish()
         assert code == 0, err
         assert out.rstrip("\n") == text[: text.index(stop)].rstrip("\n")
         assert "ended by stop" in err
         assert not run.leftovers()
-        pipe = Pipe(server.url)
+        pipe = RedisConnection(server.url)
         assert pipe.call("DBSIZE") == 0
         pipe.close()
 
 
-def test_an_id_of_a_padded_vocabulary_decodes_to_nothing(tmp_path):
+def test_token_id_of_a_padded_vocabulary_decodes_to_nothing(tmp_path):
     """Half of the model's ids stand for no token, and one of them may have a bias in its favour;
     the head decodes them to look for stop strings."""
     folder, source = tmp_path / "padded", resource_dir("demo") / "target"
@@ -175,7 +176,10 @@ def test_an_id_of_a_padded_vocabulary_decodes_to_nothing(tmp_path):
     prompt, padded = tokenizer.encode(PROMPT), len(tokenizer) + 7
     deployment = cluster.make_deployment(folder, folder, "cluster.stages=1", "model.context=256")
     asked = {"prompt": tuple(prompt), "max_new_tokens": 24, "stop": ("zzz",), "eos": ()}
-    drawn = [Sample(logit_bias=bias).sampling(fresh_seed=3) for bias in ([], [f"{padded}:100"])]
+    drawn = [
+        SamplingConfig(temperature=1, logit_bias=bias).params(fresh_seed=3)
+        for bias in ([], [f"{padded}:100"])
+    ]
     with EmbeddedRedis() as server:
         plain, biased = cluster.decode(
             deployment, server, [{**asked, "sampling": s} for s in drawn]
@@ -192,7 +196,7 @@ def test_an_id_of_a_padded_vocabulary_decodes_to_nothing(tmp_path):
 @pytest.mark.parametrize(
     "sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 )
-def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
+def test_interrupted_generate_leaves_no_process_or_key(tmp_path, sent):
     run = Run(tmp_path, "--prompt", PROMPT, "cluster.stages=3", "decode.max_new_tokens=1500",
               "decode.ignore_eos=true")  # fmt: skip
     run.await_text()
@@ -203,7 +207,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path, sent):
     assert not run.leftovers()
 
 
-def test_a_process_that_is_killed_does_not_show_in_the_text(tmp_path):
+def test_killed_process_does_not_change_the_text(tmp_path):
     """With it its host is started again, which takes longer than the patience given here."""
     _, tokens, text = expected(60)
     assert len(tokens) == 60, "it must go on long enough to be killed in the midst of it"
@@ -231,7 +235,7 @@ def refuse(capsys, monkeypatch):
     def no_rank(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr(pipespec.cluster.session.Cluster, "run", no_rank)
+    monkeypatch.setattr(pipespec.cluster.session.WorkerGroup, "start_workers", no_rank)
 
     def run(*arguments: str, prompt: str = PROMPT) -> str:
         capsys.readouterr()  # what building a model has printed
@@ -245,19 +249,19 @@ def refuse(capsys, monkeypatch):
     return run
 
 
-def test_a_wrong_number_is_refused(refuse):
-    assert "feed.width is 0" in refuse("feed.width=0")
+def test_number_out_of_range_is_refused(refuse):
+    assert "policy.width is 0" in refuse("policy.width=0")
     assert "only 16 layers" in refuse("cluster.stages=17")
-    assert "temperature is -0.5" in refuse("verify.temperature=-0.5")
+    assert "temperature is -0.5" in refuse("sampling.temperature=-0.5")
 
 
-def test_a_prompt_that_cannot_be_read_is_refused(refuse):
+def test_unusable_prompt_is_refused(refuse):
     assert "empty" in refuse(prompt="")
     assert "the context holds 2048" in refuse(prompt="king " * 4000)
     assert "the context holds 8" in refuse("model.context=8")
 
 
-def test_a_model_that_cannot_be_loaded_is_refused(refuse, tmp_path):
+def test_unloadable_model_is_refused(refuse, tmp_path):
     assert "no model folder" in refuse(f"model.target={tmp_path / 'absent'}")
     broken = models.build("llama", tmp_path / "broken")
     weights = broken / "model.safetensors"
@@ -265,7 +269,7 @@ def test_a_model_that_cannot_be_loaded_is_refused(refuse, tmp_path):
     assert "not a whole safetensors file" in refuse(f"model.target={broken}")
 
 
-def test_a_draft_with_another_vocabulary_is_refused(refuse, tmp_path):
+def test_draft_with_another_vocabulary_is_refused(refuse, tmp_path):
     draft = tmp_path / "draft"
     models.build("llama", draft)
     source = resource_dir("demo") / "draft"
@@ -278,21 +282,13 @@ def test_a_draft_with_another_vocabulary_is_refused(refuse, tmp_path):
     assert "differ in 2 tokens" in refuse(f"model.draft={draft}")
 
 
-def test_a_redis_that_does_not_serve_is_refused(refuse):
+def test_unusable_redis_is_refused(refuse):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
         assert "did not answer" in refuse(f"controller.url={url}")
     assert "refused the connection" in refuse(f"controller.url={url}")
 
 
-def test_a_port_in_use_is_refused(capsys):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code = main(["generate", "--prompt", PROMPT, f"transport.port={port}"])
-    assert code == 2
-    assert f"transport.port={port} cannot be used" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA devices")
-def test_a_device_that_is_not_there_is_refused(refuse):
+def test_missing_device_is_refused(refuse):
     assert "0 CUDA devices" in refuse("cluster.devices=[cuda:1]")

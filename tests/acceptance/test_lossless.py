@@ -1,4 +1,4 @@
-"""The whole product says what Hugging Face `generate` says, token for token.
+"""Clusters give the text of Hugging Face `generate`, token for token.
 
 Real Redis, real loops, the demo pair; the ranks are threads, so that sixteen stages start in
 no time. `test_generate.py` runs them as processes.
@@ -12,9 +12,8 @@ from transformers import AutoTokenizer
 
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.system.resources import resource_dir
-from tests.helpers import models
+from pipespec.system.folders import resource_dir
+from tests.helpers import models, proposers
 from tests.helpers.matrix import some_of
 from tools.rig import cluster
 
@@ -23,17 +22,15 @@ MAX_PROMPT = 64
 # Stages -> tokens per prompt: long pipelines take longer for each.
 NEW_TOKENS = {1: 16, 2: 12, 4: 10, 8: 6, 16: 5}
 POLICIES = {
-    "root": ("feed=root",),
-    "static_tree": ("feed=static_tree", "feed.shape=[1,3,1]", "feed.children=4"),
-    "level": ("feed=level", "feed.width=8", "feed.children=4"),
-    "levels": ("feed=level", "feed.width=4", "feed.children=4", "feed.levels_per_step=2"),
-    "best_first": ("feed=best_first", "feed.width=16"),
-    # Switches between guessing and not as often as it can.
-    "adaptive": ("feed=adaptive", "feed.width=8", "feed.trial=2", "feed.patience=3"),
+    **proposers.POLICIES,
+    "levels": ("policy=level", "policy.width=4", "policy.children=4", "policy.levels_per_step=2"),
+    "best_first": ("policy=best_first", "policy.width=16"),
+    # The draft is so slow that speculation is stopped within the first tokens.
+    "stopping": ("policy=best_first", "emulate=fixed", "emulate.stage_ms=1", "emulate.draft_ms=15"),
 }
 ON_ALL_PROMPTS = ("root", "level", "best_first")
 SHORT = 4  # stages of which the short suite decodes every prompt, by `best_first`
-# Stages, how they are grouped, and steps per token without guesses.
+# Stages, how they are grouped, and steps per token without speculation.
 GROUPS = [(14, "2", 7), (3, "3", 1), (6, "[1,3,2]", 3), (3, "1", 3)]
 FREE = [(8, "null"), (1, "null"), (6, "2"), (4, "null")]
 IN_GROUPS = 12  # tokens per prompt
@@ -41,14 +38,8 @@ RUNNING_FREE = 8
 
 
 @pytest.fixture(scope="module")
-def redis():
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def demo():
-    """Prompts of many kinds, and what Hugging Face answers."""
+    """Prompts of many kinds, and the answers of Hugging Face."""
     folder = resource_dir("demo")
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
@@ -84,7 +75,7 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
 
 
 @pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, GROUPS))
-def test_stages_in_groups_say_the_same_in_fewer_steps(demo, redis, policy, shape, long):
+def test_stage_groups_give_the_same_text_in_fewer_steps(demo, redis, policy, shape, long):
     stages, groups, steps = shape
     folder, prompts, expected = demo
     some = part(8 if long else 16, policy, stages)
@@ -109,7 +100,7 @@ def test_stages_in_groups_say_the_same_in_fewer_steps(demo, redis, policy, shape
 
 
 @pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, FREE))
-def test_running_free_says_the_same(demo, redis, policy, shape, long):
+def test_free_running_stages_give_the_same_text(demo, redis, policy, shape, long):
     """Stages of unequal and changing speed, verdicts that come late: the same text."""
     stages, groups = shape
     folder, prompts, expected = demo
@@ -120,10 +111,10 @@ def test_running_free_says_the_same(demo, redis, policy, shape, long):
         "cluster.sync=free",
         f"cluster.stages={stages}",
         f"cluster.groups={groups}",
-        "pace=fixed",
-        f"pace.stage_ms={[str(1 + rank % 2) for rank in range(stages)]}".replace(" ", ""),
-        "pace.jitter_ms=1",
-        "link.latency_ms=1",
+        "emulate=fixed",
+        f"emulate.stage_ms={[str(1 + rank % 2) for rank in range(stages)]}".replace(" ", ""),
+        "emulate.jitter_ms=1",
+        "emulate_link.latency_ms=1",
         *POLICIES[policy],
     )
     requests = [
@@ -134,7 +125,7 @@ def test_running_free_says_the_same(demo, redis, policy, shape, long):
     assert [tokens for tokens, *_ in answers] == [e[:RUNNING_FREE] for e in expected[some]]
 
 
-def test_a_prompt_longer_than_a_chunk_is_read_in_pieces(demo, redis):
+def test_chunked_prefill_gives_the_same_text(demo, redis):
     folder, prompts, _ = demo
     prompt = [token for ids in prompts for token in ids][:300]
     (expected,) = cluster.reference(folder / "target", [prompt], 24)
@@ -150,7 +141,7 @@ def test_a_prompt_longer_than_a_chunk_is_read_in_pieces(demo, redis):
 
 
 @pytest.mark.long
-def test_best_first_yields_more_than_level_and_more_than_one_token_per_step(demo, redis):
+def test_best_first_decodes_more_tokens_per_step_than_level(demo, redis):
     folder, *_ = demo
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     # The target soon repeats itself after the first, and the draft can tell.
@@ -166,14 +157,14 @@ def test_best_first_yields_more_than_level_and_more_than_one_token_per_step(demo
             folder / "target",
             folder / "draft",
             "cluster.stages=8",
-            "feed.width=32",
-            "feed.children=16",
+            "policy.width=32",
+            "policy.children=16",
             *overrides,
         )
         return [s["tokens_per_step"] for *_, s in cluster.decode(deployment, redis, requests)]
 
-    level = tokens_per_step("feed=level")
-    best_first = tokens_per_step("feed=best_first", "source.rounds=4")
+    level = tokens_per_step("policy=level")
+    best_first = tokens_per_step("policy=best_first", "policy.row_cost=0.0001", "proposer.rounds=4")
     assert sum(best_first) > sum(level)
     assert best_first[0] > 1.0
 
@@ -181,7 +172,7 @@ def test_best_first_yields_more_than_level_and_more_than_one_token_per_step(demo
 @pytest.mark.parametrize(
     ("target_rows", "draft_rows"), [(models.VOCAB_SIZE, 256), (256, models.VOCAB_SIZE)]
 )
-def test_padding_of_either_embedding_changes_nothing(tmp_path, redis, target_rows, draft_rows):
+def test_padded_embeddings_change_no_text(tmp_path, redis, target_rows, draft_rows):
     target = models.build("llama", tmp_path / "target", vocab_size=target_rows)
     draft = models.build("llama", tmp_path / "draft", vocab_size=draft_rows, num_hidden_layers=1)
     prompt = [5, 17, 3, 8]
@@ -201,26 +192,26 @@ def test_padding_of_either_embedding_changes_nothing(tmp_path, redis, target_row
         "mistral",
     ],
 )
-def test_other_architectures_through_the_whole_cluster(tmp_path, redis, architecture):
+def test_other_architectures_give_the_text_of_hugging_face(tmp_path, redis, architecture):
     target = models.build(architecture, tmp_path / "target")
     draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
     expected = cluster.reference(target, prompts, 24)
-    deployment = cluster.make_deployment(target, draft, "cluster.stages=3", "feed.width=8")
+    deployment = cluster.make_deployment(target, draft, "cluster.stages=3", "policy.width=8")
     answers = cluster.decode(
         deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 24} for p in prompts]
     )
     assert [tokens for tokens, _, _ in answers] == expected
 
 
-def test_another_attention_backend_says_the_same(tmp_path, redis):
+def test_every_attention_backend_gives_the_same_text(tmp_path, redis):
     """Windows, caps and a draft too, whose trees are wider than a word of the mask."""
     target = models.build("gemma2", tmp_path / "target")
     draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
     expected = cluster.reference(target, prompts, 24)
     deployment = cluster.make_deployment(
-        target, draft, "cluster.stages=2", "feed.width=48", "model.attention=static"
+        target, draft, "cluster.stages=2", "policy.width=48", "model.attention=static"
     )
     answers = cluster.decode(
         deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 24} for p in prompts]
@@ -231,7 +222,7 @@ def test_another_attention_backend_says_the_same(tmp_path, redis):
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["sdpa", "static", "triton"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_eight_stages_and_a_draft_share_a_gpu(redis, policy, attention):
+def test_eight_stages_and_a_draft_share_one_gpu(redis, policy, attention):
     folder = resource_dir("demo")
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
@@ -251,7 +242,7 @@ def test_eight_stages_and_a_draft_share_a_gpu(redis, policy, attention):
     assert [tokens for tokens, _, _ in answers] == expected
 
 
-def test_the_end_of_text_token_and_the_context_end_a_request(demo, redis):
+def test_request_ends_at_eos_or_at_the_end_of_the_context(demo, redis):
     folder, prompts, expected = demo
     prompt = tuple(prompts[0])
     deployment = cluster.make_deployment(

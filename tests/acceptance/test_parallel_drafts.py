@@ -1,47 +1,34 @@
-"""With a parallel draft (PARD) texts are those of the target, and the draft's slots come back."""
+"""With a parallel draft (PARD) texts are those of the target, and the draft frees its KV slots."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from pipespec.cluster import build
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import Sampling
+from pipespec.cluster import rank_components
+from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 from tests.helpers import models
+from tests.helpers.proposers import POLICIES
 from tools.rig import cluster
 
 TOKENS = 24
 PROMPTS = [[5, 17, 3, 8, 120, 44], [7, 9, 11] * 5, [3] * 4, [9, 1, 1, 2, 50]]
-POLICIES = {
-    "static_tree": ("feed=static_tree", "feed.shape=[1,2,1]", "feed.children=4"),
-    "level": ("feed=level", "feed.width=8", "feed.children=4"),
-    "best_first": ("feed=best_first", "feed.width=8", "feed.children=4"),
-    "adaptive": ("feed=adaptive", "feed.width=8", "feed.children=4"),
-}
 MIXED = [
-    Sampling(),
-    Sampling(1.0, seed=1),
-    Sampling(0.7, top_k=20, top_p=0.9, seed=7),
-    Sampling(),
+    SamplingParams(),
+    SamplingParams(1.0, seed=1),
+    SamplingParams(0.7, top_k=20, top_p=0.9, seed=7),
+    SamplingParams(),
 ]
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[Path, Path, list[list[int]]]:
-    """Target, the same as a parallel draft, and what the target says after PROMPTS."""
+    """Target, a copy of it as a parallel draft, and the target's answers to PROMPTS."""
     folder = tmp_path_factory.mktemp("pair")
     target = models.build("llama", folder / "target")
     draft = models.build("llama", folder / "draft", pard_token=models.VOCAB_SIZE - 1, pard_tokens=3)
@@ -49,46 +36,50 @@ def pair(tmp_path_factory) -> tuple[Path, Path, list[list[int]]]:
 
 
 @pytest.fixture
-def sources(monkeypatch) -> list:
-    """The sources that clusters make."""
-    made, make = [], build.make_source
+def proposers(monkeypatch) -> list:
+    """The proposers that clusters make."""
+    made, make = [], rank_components.make_proposer
 
     def watched(*given):
         made.append(make(*given))
         return made[-1]
 
-    monkeypatch.setattr(build, "make_source", watched)
+    monkeypatch.setattr(rank_components, "make_proposer", watched)
     return made
 
 
-def asked(*sampling: Sampling) -> list[dict]:
+def asked(*sampling: SamplingParams) -> list[dict]:
     return [
         {"prompt": tuple(prompt), "max_new_tokens": TOKENS, "sampling": how}
-        for prompt, how in zip(PROMPTS, sampling or [Sampling()] * len(PROMPTS), strict=True)
+        for prompt, how in zip(PROMPTS, sampling or [SamplingParams()] * len(PROMPTS), strict=True)
     ]
 
 
-def all_free(sources: list) -> bool:
-    """Whether the drafts hold nothing but text that stays for others."""
+def all_free(proposers: list) -> bool:
+    """Whether all KV slots of the drafts are free but those of cached sequences."""
+    runners = [each.proposer.runner for each in proposers]
     return all(
-        source.source.runner.slots.num_slots - source.source.runner.slots.num_free
-        <= sum(source.source.runner.retained.values())
-        for source in sources
+        runner.slots.num_slots - runner.slots.num_free <= sum(runner.cached.values())
+        for runner in runners
     )
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_gives_the_text_of_hugging_face(pair, redis, sources, policy):
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "root"])
+def test_parallel_draft_gives_the_text_of_hugging_face_under_every_policy(
+    pair, redis, proposers, policy
+):
     target, draft, expected = pair
     deployment = cluster.make_deployment(target, draft, "cluster.stages=2", *POLICIES[policy])
     assert deployment.parallel is not None and deployment.parallel.tokens == 3
     answers = cluster.decode(deployment, redis, asked())
     assert [tokens for tokens, *_ in answers] == expected
-    assert sources[0].source.parallel is not None
-    assert len(sources) == 1 and all_free(sources)
+    assert proposers[0].proposer.parallel is not None
+    assert len(proposers) == 1 and all_free(proposers)
 
 
-def test_a_crowd_of_greedy_and_sampled_requests_gets_what_each_gets_alone(pair, redis, sources):
+def test_concurrent_requests_with_a_parallel_draft_get_the_texts_they_get_alone(
+    pair, redis, proposers
+):
     target, draft, expected = pair
     ways = {
         most: cluster.make_deployment(
@@ -102,30 +93,30 @@ def test_a_crowd_of_greedy_and_sampled_requests_gets_what_each_gets_alone(pair, 
     )
     assert crowd == alone
     assert [alone[0], alone[3]] == [expected[0], expected[3]]
-    plain = cluster.make_deployment(target, draft, "source.parallel=1", "feed=root")
+    plain = cluster.make_deployment(target, draft, "proposer.parallel=1", "policy=root")
     assert plain.parallel is None
     assert alone == [tokens for tokens, *_ in cluster.decode(plain, redis, asked(*MIXED))]
-    assert all_free(sources)
+    assert all_free(proposers)
 
 
-def test_the_parallel_draft_of_the_demo_leaves_the_text_of_its_target(redis, sources):
+def test_parallel_draft_of_the_demo_gives_the_text_of_its_target(redis, proposers):
     demo = resource_dir("demo")
     lines = (Path(__file__).parent.parent / "data" / "prompts.jsonl").read_text().splitlines()
     encode = AutoTokenizer.from_pretrained(demo / "target").encode
     prompts = [encode(json.loads(line)["prompt"])[:64] for line in lines[::15]]
     deployment = cluster.make_deployment(
-        demo / "target", demo / "draft_pard", "cluster.stages=4", "source.rounds=1"
+        demo / "target", demo / "draft_pard", "cluster.stages=4", "proposer.rounds=1"
     )
     assert deployment.parallel is not None and deployment.parallel.tokens == 4
     requests = [{"prompt": tuple(prompt), "max_new_tokens": TOKENS} for prompt in prompts]
     answers = [tokens for tokens, *_ in cluster.decode(deployment, redis, requests)]
     assert answers == cluster.reference(demo / "target", prompts, TOKENS)
-    assert all_free(sources)
+    assert all_free(proposers)
 
 
-def test_a_plain_draft_is_not_asked_for_several_tokens(pair):
+def test_parallel_setting_without_a_parallel_draft_is_refused(pair):
     target, _, _ = pair
-    with pytest.raises(ConfigError, match=r"source\.parallel is 4, but .* no pard_token"):
-        cluster.make_deployment(target, target, "source.parallel=4")
-    with pytest.raises(ConfigError, match=r"source\.parallel is 0"):
-        cluster.make_deployment(target, target, "source.parallel=0")
+    with pytest.raises(ConfigError, match=r"proposer\.parallel is 4, but .* no pard_token"):
+        cluster.make_deployment(target, target, "proposer.parallel=4")
+    with pytest.raises(ConfigError, match=r"proposer\.parallel is 0"):
+        cluster.make_deployment(target, target, "proposer.parallel=0")

@@ -1,14 +1,13 @@
-"""A request that one epoch began and another finishes has the text of an uninterrupted one.
+"""A request that one epoch starts and another finishes has the text of an uninterrupted one.
 
-The log holds the first tokens of an answer, as an epoch that ended left them; the ranks of the
-next epoch know nothing but the log. Wherever the border lies, they go on with the token that
-was next.
+The request log holds the first tokens of an answer, which an earlier epoch decided; the ranks of
+the next epoch know only the log. They continue with the next token, wherever the border between the
+epochs is.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,28 +18,29 @@ from transformers import AutoTokenizer
 
 from pipespec.cluster.deployment import Deployment
 from pipespec.config import choices
-from pipespec.controller import epochs
-from pipespec.controller.client import Controller
-from pipespec.controller.records import Accepted, Finished
-from pipespec.controller.requests import RequestLog
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import Sampling, Scored, TokenLogprobs
-from pipespec.system.resources import resource_dir
+from pipespec.controller import epoch_control
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.log_records import Accepted, Finished
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.request_log import RequestLog
+from pipespec.core import PromptLogprobs, SamplingParams, TokenLogprobs
+from pipespec.system.folders import resource_dir
 from tests.helpers import models
 from tests.helpers.log import accept, take
-from tests.helpers.sources import chosen
+from tests.helpers.proposers import proposer_overrides, write_truth
 from tools.rig import cluster
+from tools.rig.log import events_of, reports_of
 
 NUM_TOKENS = 10
 # How much of an answer the earlier epoch has decided.
 BORDERS = (0, 1, 5, NUM_TOKENS - 1, NUM_TOKENS)
 PROMPTS = ((3, 1, 4, 1, 5, 9, 2, 6), (5, 17, 3, 8, 120, 44))
 SAMPLED = (
-    Sampling(1.0, seed=1, prompt_logprobs=1),
-    Sampling(
+    SamplingParams(1.0, seed=1, prompt_logprobs=1),
+    SamplingParams(
         1.2, min_p=0.05, repetition_penalty=1.3, presence_penalty=0.4, seed=2**63 - 1, logprobs=2
     ),
-    Sampling(
+    SamplingParams(
         temperature=0.9,
         top_k=50,
         top_p=0.95,
@@ -49,21 +49,21 @@ SAMPLED = (
         seed=4,
         logprobs=0,
     ),
-    Sampling(repetition_penalty=1.4, frequency_penalty=0.5, logprobs=1),  # greedy
+    SamplingParams(repetition_penalty=1.4, frequency_penalty=0.5, logprobs=1),  # greedy
 )
-# The target is its own draft, so that many guesses are right.
+# The target is its own draft, so that many draft tokens are accepted.
 SHAPES = {
-    "lockstep": ("cluster.stages=3", "feed.children=4"),
-    "free": ("cluster.stages=3", "cluster.sync=free", "feed.children=4"),
-    "groups": ("cluster.stages=4", "cluster.groups=2", "feed=level", "feed.children=4"),
+    "lockstep": ("cluster.stages=3", "policy.children=4"),
+    "free": ("cluster.stages=3", "cluster.sync=free", "policy.children=4"),
+    "groups": ("cluster.stages=4", "cluster.groups=2", "policy=level", "policy.children=4"),
     "chunks": ("cluster.stages=2", "decode.prefill_chunk=5"),  # the border lies within one
-    "no guesses": ("cluster.stages=2", "feed=root"),
+    "no speculation": ("cluster.stages=2", "policy=root"),
 }
 
 
 @dataclass(frozen=True)
-class Told:
-    """What the events of a request say."""
+class Answer:
+    """The answer of a request, from its events."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -72,8 +72,8 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request, and what an earlier epoch has decided of it."""
+class Started:
+    """A request, and what an earlier epoch has decided of its answer."""
 
     fields: dict[str, Any]
     tokens: Sequence[int] = ()
@@ -82,45 +82,39 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def redis() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.build("llama", tmp_path_factory.mktemp("tiny"))
 
 
-def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[int]:
+def resume(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Started]) -> list[int]:
     """Lets one epoch leave the requests as they are and another finish them; their ids."""
-    first = epochs.begin(redis.url, cluster.NAMESPACE)
+    first = epoch_control.begin_epoch(redis.url, cluster.NAMESPACE)
     with Controller(redis.url, namespace=cluster.NAMESPACE, epoch=first, rank=0) as earlier:
         numbers = [earlier.enqueue(**asked.fields) for asked in requests]
         for number, asked in zip(numbers, requests, strict=True):
             take(earlier)
             base = len(asked.fields["prompt"])
             if asked.of_prompt:
-                earlier.score(number, Scored(1, tuple(asked.of_prompt)))
+                earlier.add_prompt_logprobs(number, PromptLogprobs(1, tuple(asked.of_prompt)))
             # In portions, as verdicts bring them.
             borders = [0, *range(1, len(asked.tokens), 3), len(asked.tokens)]
             for start, end in pairwise(borders):
                 new = slice(start, end)
                 accept(earlier, number, base + start, asked.tokens[new], asked.logprobs[new])
-    second = epochs.begin(redis.url, cluster.NAMESPACE)
+    second = epoch_control.begin_epoch(redis.url, cluster.NAMESPACE)
     with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=second) as log:
         log.close_queue()
         cluster.serve(deployment, redis, second)
     return numbers
 
 
-def told(redis: EmbeddedRedis, number: int) -> Told:
-    """What a reader hears who was there from the start; no position is left out or told twice."""
+def answer_of(redis: EmbeddedRedis, number: int) -> Answer:
+    """The answer that a client reads from the start; each position comes once."""
+    *events, finished = events_of(redis.url, cluster.NAMESPACE, number)
+    assert isinstance(finished, Finished)
     with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=0) as log:
-        *events, finished = log.stream(number)
-        assert isinstance(finished, Finished)
         end = len(log.request(number).prompt)
-    scored = [event for event in events if isinstance(event, Scored)]
+    scored = [event for event in events if isinstance(event, PromptLogprobs)]
     accepted = events[len(scored) :]
     at = 1
     for event in scored:
@@ -130,7 +124,7 @@ def told(redis: EmbeddedRedis, number: int) -> Told:
         assert isinstance(event, Accepted)
         assert event.base == end
         end += len(event.tokens)
-    return Told(
+    return Answer(
         tuple(token for event in accepted for token in event.tokens),
         tuple(logprobs for event in accepted for logprobs in event.logprobs),
         finished.reason,
@@ -138,8 +132,10 @@ def told(redis: EmbeddedRedis, number: int) -> Told:
     )
 
 
-def resumed(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Asked]) -> list[Told]:
-    return [told(redis, number) for number in resume(deployment, redis, requests)]
+def resumed(
+    deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Started]
+) -> list[Answer]:
+    return [answer_of(redis, number) for number in resume(deployment, redis, requests)]
 
 
 # --- greedy -----------------------------------------------------------------------------------
@@ -147,58 +143,58 @@ def resumed(deployment: Deployment, redis: EmbeddedRedis, requests: Sequence[Ask
 
 @pytest.fixture(scope="module")
 def greedy(tiny: Path) -> list[tuple[int, ...]]:
-    """What Hugging Face says."""
+    """The answers of Hugging Face."""
     return [tuple(answer) for answer in cluster.reference(tiny, PROMPTS, NUM_TOKENS)]
 
 
-def begun(expected: Sequence[Sequence[int]]) -> list[Asked]:
+def begun(expected: Sequence[Sequence[int]]) -> list[Started]:
     """Every greedy request with every border."""
     return [
-        Asked({"prompt": prompt, "max_new_tokens": NUM_TOKENS}, answer[:border])
+        Started({"prompt": prompt, "max_new_tokens": NUM_TOKENS}, answer[:border])
         for prompt, answer in zip(PROMPTS, expected, strict=True)
         for border in BORDERS
     ]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_greedy_text_is_finished_as_hugging_face_would(tiny, redis, greedy, shape):
+def test_resumed_greedy_text_equals_hugging_face(tiny, redis, greedy, shape):
     deployment = cluster.make_deployment(tiny, tiny, *SHAPES[shape])
     assert resumed(deployment, redis, begun(greedy)) == [
-        Told(answer, (), "length") for answer in greedy for _ in BORDERS
+        Answer(answer, (), "length") for answer in greedy for _ in BORDERS
     ]
 
 
-@pytest.mark.parametrize("source", choices.options("source"))
-def test_every_source_goes_on_from_the_border(tiny, redis, greedy, source, tmp_path):
+@pytest.mark.parametrize("proposer", choices.options("proposer"))
+def test_every_proposer_continues_a_resumed_text(tiny, redis, greedy, proposer, tmp_path):
     truth = tmp_path / "truth.jsonl"
-    texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, greedy, strict=True)]
-    truth.write_text("".join(json.dumps(text) + "\n" for text in texts))
-    overrides = [*chosen(source, truth=truth, mid=tiny), "cluster.stages=2", "feed.children=4"]
+    write_truth(truth, PROMPTS, greedy)
+    overrides = proposer_overrides(proposer, truth=truth, mid=tiny)
+    overrides += ["cluster.stages=2", "policy.children=4"]
     deployment = cluster.make_deployment(tiny, tiny, *overrides)
     assert resumed(deployment, redis, begun(greedy)) == [
-        Told(answer, (), "length") for answer in greedy for _ in BORDERS
+        Answer(answer, (), "length") for answer in greedy for _ in BORDERS
     ]
 
 
-def test_a_full_context_ends_it_at_the_same_token(tiny, redis, greedy):
+def test_resumed_text_ends_where_the_context_is_full(tiny, redis, greedy):
     room = 7
     context = len(PROMPTS[0]) + room
     deployment = cluster.make_deployment(tiny, tiny, "cluster.stages=2", f"model.context={context}")
     fields = {"prompt": PROMPTS[0], "max_new_tokens": NUM_TOKENS}
     answer = greedy[0][:room]
-    assert resumed(deployment, redis, [Asked(fields, answer[:k]) for k in range(room + 1)]) == [
-        Told(answer, (), "length")
+    assert resumed(deployment, redis, [Started(fields, answer[:k]) for k in range(room + 1)]) == [
+        Answer(answer, (), "length")
     ] * (room + 1)
 
 
-def test_an_eos_ends_it_on_either_side_of_the_border(tiny, redis, greedy):
+def test_resumed_text_ends_at_eos_before_or_after_the_border(tiny, redis, greedy):
     answer = greedy[1]
     eos = next(token for i, token in enumerate(answer) if i >= 4 and token not in answer[:i])
     length = answer.index(eos) + 1
     deployment = cluster.make_deployment(tiny, tiny, "cluster.stages=2")
     fields = {"prompt": PROMPTS[1], "max_new_tokens": NUM_TOKENS, "eos": (eos,)}
-    assert resumed(deployment, redis, [Asked(fields, answer[:k]) for k in range(length + 1)]) == [
-        Told(answer[:length], (), "stop")
+    assert resumed(deployment, redis, [Started(fields, answer[:k]) for k in range(length + 1)]) == [
+        Answer(answer[:length], (), "stop")
     ] * (length + 1)
 
 
@@ -206,21 +202,21 @@ def test_an_eos_ends_it_on_either_side_of_the_border(tiny, redis, greedy):
 
 
 @pytest.mark.parametrize("shape", ["chunks", "free"])
-def test_the_same_draws_follow_the_border(tiny, redis, shape):
+def test_resumed_text_draws_the_same_tokens(tiny, redis, shape):
     """`test_sampled_text.py` has what an uninterrupted request draws."""
     deployment = cluster.make_deployment(tiny, tiny, *SHAPES[shape])
     fields = [
         {"prompt": PROMPTS[i % len(PROMPTS)], "max_new_tokens": NUM_TOKENS, "sampling": asked}
         for i, asked in enumerate(SAMPLED)
     ]
-    whole = resumed(deployment, redis, list(map(Asked, fields)))
-    assert len({told.tokens for told in whole}) == len(whole)
+    whole = resumed(deployment, redis, list(map(Started, fields)))
+    assert len({answer.tokens for answer in whole}) == len(whole)
     requests = [
-        Asked(
+        Started(
             asked,
             answer.tokens[:border],
             answer.logprobs[:border],
-            # Of the prompt all was told before its answer began.
+            # The whole prompt was scored before the answer started.
             answer.of_prompt[: None if border else 3],
         )
         for asked, answer in zip(fields, whole, strict=True)
@@ -228,7 +224,7 @@ def test_the_same_draws_follow_the_border(tiny, redis, shape):
     ]
     answers = resumed(deployment, redis, requests)
     expected = [answer for answer in whole for _ in BORDERS]
-    assert [told.tokens for told in answers] == [told.tokens for told in expected]
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     for found, wanted, asked in zip(answers, expected, requests, strict=True):
         sampling, prompt = asked.fields["sampling"], asked.fields["prompt"]
         count = 0 if sampling.logprobs is None else NUM_TOKENS
@@ -247,7 +243,7 @@ def numbers_of(logprobs: TokenLogprobs) -> list[float]:
 # --- stop strings -----------------------------------------------------------------------------
 
 
-def test_a_stop_string_that_spans_the_border_is_seen(redis):
+def test_stop_string_across_the_border_of_a_resumed_text_is_found(redis):
     """Every border: before the string, at every token within it, and after it."""
     folder = resource_dir("demo")
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
@@ -261,23 +257,25 @@ def test_a_stop_string_that_spans_the_border_is_seen(redis):
     assert length == 8
     deployment = cluster.make_deployment(folder / "target", folder / "draft", "cluster.stages=2")
     fields = {"prompt": prompt, "max_new_tokens": 12, "stop": ("no such text", stop)}
-    requests = [Asked(fields, answer[:border]) for border in range(length + 1)]
+    requests = [Started(fields, answer[:border]) for border in range(length + 1)]
     assert resumed(deployment, redis, requests) == [
-        Told(tuple(answer[:length]), (), "stop") for _ in requests
+        Answer(tuple(answer[:length]), (), "stop") for _ in requests
     ]
 
 
 # --- reports ----------------------------------------------------------------------------------
 
 
-def test_every_rank_reports_and_the_head_tells_what_was_replayed(tiny, redis, greedy):
-    """Also on requests of which nothing but the end was left to be told."""
+def test_every_rank_reports_a_resumed_request_and_the_head_its_replayed_tokens(tiny, redis, greedy):
+    """Also for requests whose answer was complete but not yet ended."""
     deployment = cluster.make_deployment(tiny, tiny, "cluster.stages=2")
     fields = {"prompt": PROMPTS[0], "max_new_tokens": NUM_TOKENS}
     borders = (NUM_TOKENS, NUM_TOKENS, 3, NUM_TOKENS, 0, NUM_TOKENS)
-    numbers = resume(deployment, redis, [Asked(fields, greedy[0][:border]) for border in borders])
-    with RequestLog(redis.url, namespace=cluster.NAMESPACE, epoch=0) as log:
-        reports = [list(log.reports(n, deployment.num_ranks, timeout=1).values()) for n in numbers]
+    numbers = resume(deployment, redis, [Started(fields, greedy[0][:border]) for border in borders])
+    reports = [
+        list(reports_of(redis.url, cluster.NAMESPACE, n, deployment.num_ranks, timeout=1).values())
+        for n in numbers
+    ]
     for border, (head, *stages) in zip(borders, reports, strict=True):
         assert head["replayed"] == border
         assert head["completion_tokens"] == len(head["token_ns"]) == NUM_TOKENS

@@ -1,13 +1,12 @@
 """A sampled text is the one that a plain loop samples, whatever computes it.
 
 The plain loop is Hugging Face's forward over the whole text, one token at a time, and
-`tests.helpers.sampling` with a tally made anew for every token. The target is its own draft, so
-that many guesses are right and several tokens of one batch are decided along their path.
+`tests.helpers.sampling` with new token counts for every token. The target is its own draft, so that
+many draft tokens are accepted and one batch decides several tokens.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -18,23 +17,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipespec.config import choices
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import RELAXED, STRICT, Sampling
-from pipespec.sampling.distribution import Tally
+from pipespec.core import RELAXED, STRICT, SamplingParams
+from pipespec.sampling.distribution import TokenCounts
 from tests.helpers import models
 from tests.helpers.matrix import some_of
+from tests.helpers.proposers import proposer_overrides, write_truth
 from tests.helpers.sampling import sample
-from tests.helpers.sources import chosen
 from tools.rig import cluster
 
 NUM_TOKENS = 14
 CASES = [
-    ([3, 1, 4, 1, 5, 9, 2, 6], Sampling(1.0, seed=1)),
-    ([7] * 5, Sampling(0.6, top_k=20, top_p=0.9, seed=2**63 - 1)),
-    ([7, 9, 11] * 4, Sampling(1.3, min_p=0.05, repetition_penalty=1.3, seed=3)),
+    ([3, 1, 4, 1, 5, 9, 2, 6], SamplingParams(1.0, seed=1)),
+    ([7] * 5, SamplingParams(0.6, top_k=20, top_p=0.9, seed=2**63 - 1)),
+    ([7, 9, 11] * 4, SamplingParams(1.3, min_p=0.05, repetition_penalty=1.3, seed=3)),
     (
         [5, 17, 3, 8, 120, 44],
-        Sampling(
+        SamplingParams(
             temperature=0.9,
             top_k=50,
             top_p=0.95,
@@ -49,7 +47,7 @@ CASES = [
     ),
     (
         [2, 71, 8, 2, 8],
-        Sampling(repetition_penalty=1.4, frequency_penalty=0.5, logit_bias=((8, 2.0),)),
+        SamplingParams(repetition_penalty=1.4, frequency_penalty=0.5, logit_bias=((8, 2.0),)),
     ),
 ]
 REQUESTS = [
@@ -59,24 +57,20 @@ REQUESTS = [
 
 
 @pytest.fixture(scope="module")
-def redis():
-    with EmbeddedRedis() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     return models.build("llama", tmp_path_factory.mktemp("tiny"))
 
 
 @torch.no_grad()
-def plain_loop(target: Path, prompt: list[int], asked: Sampling, num_tokens: int) -> list[int]:
+def plain_loop(
+    target: Path, prompt: list[int], asked: SamplingParams, num_tokens: int
+) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     answer: list[int] = []
     while len(answer) < num_tokens:
         text = prompt + answer
         logits = model(torch.tensor([text])).logits[0, -1]
-        tally = Tally(prompt, answer, len(logits), logits.device)
+        tally = TokenCounts(prompt, answer, len(logits), logits.device)
         answer.append(sample(logits, asked, len(text), tally))
     return answer
 
@@ -90,43 +84,47 @@ def expected(tiny) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def truth(expected, tmp_path_factory) -> Path:
-    """What synthetic sources are told."""
+    """The file that synthetic drafts read."""
     file = tmp_path_factory.mktemp("truth") / "truth.jsonl"
-    texts = [prompt + text for (prompt, _), text in zip(CASES, expected, strict=True)]
-    file.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    write_truth(file, [prompt for prompt, _ in CASES], expected)
     return file
 
 
 @pytest.mark.parametrize(
-    ("policy", "source", "stages"),
-    some_of(choices.options("feed"), choices.options("source"), [1, 4]),
+    ("policy", "proposer", "stages"),
+    some_of(choices.options("policy"), choices.options("proposer"), [1, 4]),
 )
-def test_every_policy_source_and_stage_count_samples_the_text_of_a_plain_loop(
-    tiny, redis, expected, truth, policy, source, stages
+def test_every_policy_proposer_and_stage_count_samples_the_text_of_a_plain_loop(
+    tiny, redis, expected, truth, policy, proposer, stages
 ):
-    given = chosen(source, truth=truth, mid=tiny)
-    overrides = [f"feed={policy}", f"cluster.stages={stages}", *given]
+    given = proposer_overrides(proposer, truth=truth, mid=tiny)
+    overrides = [f"policy={policy}", f"cluster.stages={stages}", *given]
     if policy != "root":
-        overrides.append("feed.children=4")
+        overrides.append("policy.children=4")
     answers = cluster.decode(cluster.make_deployment(tiny, tiny, *overrides), redis, REQUESTS)
     assert [tokens for tokens, *_ in answers] == expected
 
 
 @pytest.mark.parametrize(("policy", "width"), some_of(["best_first", "level"], [1, 3, 40]))
-def test_no_width_changes_the_text(tiny, redis, expected, policy, width):
+def test_width_does_not_change_a_sampled_text(tiny, redis, expected, policy, width):
     deployment = cluster.make_deployment(
-        tiny, tiny, f"feed={policy}", f"feed.width={width}", "feed.children=16", "cluster.stages=2"
+        tiny,
+        tiny,
+        f"policy={policy}",
+        f"policy.width={width}",
+        "policy.children=16",
+        "cluster.stages=2",
     )
     assert [tokens for tokens, *_ in cluster.decode(deployment, redis, REQUESTS)] == expected
 
 
 @pytest.mark.long
-def test_samples_of_many_seeds_follow_the_target_under_best_first(tmp_path, redis):
+def test_samples_of_many_seeds_follow_the_targets_distribution(tmp_path, redis):
     """Chi-square over the first two tokens together: the second is drawn along the tree."""
     vocab, num = 5, 600
     prompt = [3, 1, 2]
     target = models.build("llama", tmp_path / "target", vocab_size=vocab, num_hidden_layers=2)
-    asked = Sampling(1.5)
+    asked = SamplingParams(1.5)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     with torch.no_grad():
         first = model(torch.tensor([prompt])).logits[0, -1].double() / asked.temperature
@@ -135,7 +133,12 @@ def test_samples_of_many_seeds_follow_the_target_under_best_first(tmp_path, redi
     joint = (first.log_softmax(0)[:, None] + then.log_softmax(1)).exp().flatten()
 
     deployment = cluster.make_deployment(
-        target, target, "cluster.stages=2", "feed=best_first", "feed.children=4", "feed.width=8"
+        target,
+        target,
+        "cluster.stages=2",
+        "policy=best_first",
+        "policy.children=4",
+        "policy.width=8",
     )
     answers = cluster.decode(
         deployment,
@@ -158,18 +161,18 @@ def test_samples_of_many_seeds_follow_the_target_under_best_first(tmp_path, redi
 
 
 @pytest.mark.parametrize("source", ["draft_model", "suffix"])
-def test_foresight_changes_no_token_and_hits_more(tiny, redis, source):
+def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, source):
     found = {}
     for foresight in (True, False):
         deployment = cluster.make_deployment(
             tiny,
             tiny,
             "cluster.stages=2",
-            "feed.row_cost=0.0001",  # not as measured, so that all that is found is fed
-            f"source={source}",
-            f"source.foresight={foresight}",
+            "policy.row_cost=0.0001",  # not as measured, so that all that is found is fed
+            f"proposer={source}",
+            f"proposer.foresight={foresight}",
         )
-        asked = Sampling(0.8, seed=1)
+        asked = SamplingParams(0.8, seed=1)
         request = {"prompt": tuple(CASES[0][0]) * 4, "max_new_tokens": 60, "sampling": asked}
         [(tokens, _, statistics)] = cluster.decode(deployment, redis, [request])
         found[foresight] = tokens, statistics["hit_rate"]
@@ -181,18 +184,18 @@ def test_foresight_changes_no_token_and_hits_more(tiny, redis, source):
 
 @pytest.mark.parametrize("sync", ["lockstep", "free"])
 @pytest.mark.parametrize("acceptance", [RELAXED, STRICT])
-def test_a_lossy_verifier_prefers_what_was_guessed(tiny, redis, sync, acceptance):
+def test_lossy_acceptance_raises_the_hit_rate(tiny, redis, sync, acceptance):
     deployment = cluster.make_deployment(
         tiny,
         tiny,
         "cluster.stages=3",
         f"cluster.sync={sync}",
-        "feed=level",
-        "feed.width=16",
-        "source.rounds=1",
-        "source.foresight=false",
+        "policy=level",
+        "policy.width=16",
+        "proposer.rounds=1",
+        "proposer.foresight=false",
     )
-    asked = Sampling(1.5, seed=1)
+    asked = SamplingParams(1.5, seed=1)
     answers = cluster.decode(
         deployment,
         redis,

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pipespec.client.served import ServedModel
+from pipespec.client.model_info import ModelInfo
 from pipespec.engine.tokenizer import BackendTokenizer
 
 WEATHER: dict[str, Any] = {
@@ -29,7 +29,7 @@ HERMES = TEMPLATE.replace("BEGIN", "<tool_call>")
 MISTRAL = TEMPLATE.replace("BEGIN", "[TOOL_CALLS]")
 
 
-def calling(served: ServedModel, template: str, *special: str) -> ServedModel:
+def calling(served: ModelInfo, template: str, *special: str) -> ModelInfo:
     """The model with another chat template, special tokens more, and a context for both."""
     assert served.backend is not None
     tokenizer = Tokenizer.from_str(served.backend.backend)

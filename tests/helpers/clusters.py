@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Self
 
-from pipespec.client.own import Running, running
+from pipespec.client.local_cluster import Running, running
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 

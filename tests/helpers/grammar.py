@@ -7,14 +7,11 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from pipespec.sampling.grammar import WORD, GrammarFailed, Matcher
+from pipespec.sampling.grammar import BITS_PER_WORD, GrammarFailed, Matcher
 
 
 class OneOf:
-    """Allows the texts of a list, each followed by the token `eos`.
-
-    After `fails_after` tokens it can tell nothing any more.
-    """
+    """Allows the texts of a list, each followed by `eos`; fails after `fails_after` tokens."""
 
     def __init__(self, texts: Sequence[Sequence[int]], eos: int, fails_after: int | None = None):
         self.texts = [(*text, eos) for text in texts]
@@ -30,10 +27,10 @@ class OneOf:
 
     def allowed(self) -> np.ndarray:
         if self.fails_after is not None and len(self.text) >= self.fails_after:
-            raise GrammarFailed("it was said to")
+            raise GrammarFailed("it was made to fail")
         bits = np.zeros(8, np.int32)
         for token in self.next():
-            bits.view(np.uint32)[token // WORD] |= np.uint32(1 << token % WORD)
+            bits.view(np.uint32)[token // BITS_PER_WORD] |= np.uint32(1 << token % BITS_PER_WORD)
         return bits
 
     def consume(self, tokens: Sequence[int]) -> int:
@@ -49,7 +46,7 @@ class OneOf:
 
 
 def compiled(matcher: Matcher | Exception) -> Future[Matcher]:
-    """As whoever compiles grammars hands it over."""
+    """A finished compilation."""
     future: Future[Matcher] = Future()
     if isinstance(matcher, Exception):
         future.set_exception(matcher)

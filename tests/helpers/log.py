@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipespec.controller import epochs
-from pipespec.controller.client import Controller
-from pipespec.controller.records import Accepted
-from pipespec.controller.requests import RequestLog
-from pipespec.controller.server import EmbeddedRedis
+from pipespec.controller import epoch_control
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.log_records import Accepted
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.request_log import RequestLog
 from pipespec.core import Request, TokenLogprobs
 
 
 def head_of(server: EmbeddedRedis, namespace: str) -> Controller:
     """Rank 0 of the next epoch of a namespace."""
-    epoch = epochs.begin(server.url, namespace)
+    epoch = epoch_control.begin_epoch(server.url, namespace)
     return Controller(server.url, namespace=namespace, epoch=epoch, rank=0)
 
 

@@ -1,4 +1,4 @@
-"""Which combinations of settings the suite tries, and which only `--long`."""
+"""The combinations of settings that the suite tries, and those that only `--long` does."""
 
 from __future__ import annotations
 

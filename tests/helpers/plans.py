@@ -1,4 +1,4 @@
-"""Attention plans out of segments that are spelled out."""
+"""Attention plans made of explicit segments."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from pipespec.engine.attention.plan import AttentionPlan, Segment
+from pipespec.engine.attention.attention_plan import AttentionPlan, Segment
 
 
 def joined(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
-    """The plan of these segments; the last rows of its page table are theirs, in turn."""
+    """The plan of these segments, whose pages are the last rows of its page table, in order."""
     longest = max(len(segment.prefix) for segment in segments)
-    pages = np.full((len(segments) + 1, longest + 1), -1)  # what is not theirs is no slot
+    pages = np.full((len(segments) + 1, longest + 1), -1)  # -1: no slot
     for row, segment in enumerate(segments, start=1):
         pages[row, : len(segment.prefix)] = segment.prefix
     return AttentionPlan(

@@ -1,4 +1,4 @@
-"""In the place of CUDA's graphs: `make_fx` notes every operation of one run, and replays them."""
+"""A stand-in for CUDA graphs: `make_fx` records every operation of one run, and replays them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-# It changes what is global while it notes.
+# `make_fx` changes global state while it records.
 _one_at_a_time = threading.Lock()
 _here = threading.local()
 
 
 def stand_in(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-    """As `record_cuda`: what is computed lies where it lay."""
+    """Like `capture_cuda_graph`: a replay writes its result to the same memory."""
     with _one_at_a_time:
         _here.notes = True
         try:
@@ -26,5 +26,5 @@ def stand_in(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
 
 
 def notes() -> bool:
-    """Whether this thread notes what it is to do, which no other will be asked about."""
+    """Whether this thread is recording."""
     return getattr(_here, "notes", False)

@@ -1,5 +1,4 @@
-"""Logits to draw from, and a way to a token that others must agree with: one row at a time, with
-everything sorted."""
+"""Random logits, and a reference sampler: one row at a time, with everything sorted."""
 
 from __future__ import annotations
 
@@ -9,16 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipespec.core import Sampling, TokenLogprobs
-from pipespec.sampling.decide import Walk, decide
-from pipespec.sampling.distribution import Tally, adjust
+from pipespec.core import SamplingParams, TokenLogprobs
+from pipespec.sampling.distribution import TokenCounts, adjust
 from pipespec.sampling.draw import noise
-from pipespec.sampling.verifier import Verifier
+from pipespec.sampling.sampling_state import SamplingState
+from pipespec.sampling.verifier import AcceptedPath, verify_batch
 
 VOCAB = 97
 
 
-def allowed(scores: Tensor, sampling: Sampling) -> Tensor:
+def allowed(scores: Tensor, sampling: SamplingParams) -> Tensor:
     """Which tokens may follow, bool `[vocab]`, of adjusted logits `[vocab]`."""
     scores = (scores - scores.max()) / (sampling.temperature or 1.0)
     kept = scores > -torch.inf
@@ -34,14 +33,16 @@ def allowed(scores: Tensor, sampling: Sampling) -> Tensor:
     return kept
 
 
-def sample(logits: Tensor, sampling: Sampling, position: int, tally: Tally | None = None) -> int:
+def sample(
+    logits: Tensor, sampling: SamplingParams, position: int, counts: TokenCounts | None = None
+) -> int:
     """The token that follows, from the target's logits `[vocab]`.
 
     Args:
-        position: of the token: how many tokens stand before it, the prompt's included.
-        tally: of the text before it; needed if `sampling.penalises`.
+        position: of the token in the text, prompt included.
+        counts: of the text before it; needed if `sampling.has_penalties`.
     """
-    scores = adjust(logits, sampling, tally)
+    scores = adjust(logits, sampling, counts)
     if sampling.temperature == 0:
         return int(scores.argmax())
     drawn = (scores - scores.max()) / sampling.temperature
@@ -50,17 +51,17 @@ def sample(logits: Tensor, sampling: Sampling, position: int, tally: Tally | Non
 
 
 def decided(
-    verifier: Verifier,
+    state: SamplingState,
     tip: int,
     nodes: Sequence[int],
     parents: Sequence[int],
-    guesses: Sequence[int],
+    tokens: Sequence[int],
     logits: Tensor,
 ) -> tuple[list[int], list[TokenLogprobs]]:
-    """What a sequence by itself goes on with, and the log-probabilities of that."""
-    walk = Walk(tip, nodes, parents, guesses)
-    decide([(verifier, walk)], logits)
-    return walk.tokens, walk.reports
+    """The next tokens of a single sequence, and their log-probabilities."""
+    path = AcceptedPath(tip, nodes, parents, tokens)
+    verify_batch([(state, path)], logits)
+    return path.tokens, path.logprobs
 
 
 def some_logits(seed: int, size: int = VOCAB) -> Tensor:

@@ -1,4 +1,4 @@
-"""A server whose cluster is told a story: a head that says what a test wants it to say."""
+"""A server whose cluster has a scripted head: a test decides its tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import httpx2
 
+from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
-from pipespec.client.served import ServedModel
-from pipespec.controller.client import Controller
-from pipespec.controller.server import EmbeddedRedis
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.rank_controller import Controller
+from pipespec.server.api_server import FixedCluster, bind_listener, run_api_server
 from pipespec.server.options import ServerOptions
-from pipespec.server.run import bound, serve
 from tests.helpers.log import accept, head_of, take
 
 NAMESPACE = "http"
@@ -46,19 +46,19 @@ class Scene:
 
 def play(
     redis: EmbeddedRedis,
-    served: ServedModel,
+    served: ModelInfo,
     story: Callable[[Scene], Awaitable[None]],
     **options: Any,
 ) -> None:
-    """Run a server in this process while a story is told."""
+    """Run a server in this process while `story` plays its head and its client."""
 
     async def run() -> None:
-        with head_of(redis, NAMESPACE) as head, bound("127.0.0.1", 0) as listener:
+        with head_of(redis, NAMESPACE) as head, bind_listener("127.0.0.1", 0) as listener:
             running = cluster_of(redis, served)
             ready = asyncio.Event()
             chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
             server = asyncio.ensure_future(
-                serve(lambda: running, chosen, listener, lambda _: ready.set())
+                run_api_server(FixedCluster(running), chosen, listener, lambda _: ready.set())
             )
             await asyncio.wait_for(ready.wait(), PATIENCE_S)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -72,8 +72,8 @@ def play(
     asyncio.run(run())
 
 
-def cluster_of(redis: EmbeddedRedis, served: ServedModel) -> RunningCluster:
-    """The entry of a cluster whose head is told what to do."""
+def cluster_of(redis: EmbeddedRedis, served: ModelInfo) -> RunningCluster:
+    """The entry of a cluster with a scripted head."""
     return RunningCluster(
         *("lab", redis.url, NAMESPACE, 1, Owner.this(), "here", (), served),
         num_ranks=2,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from select import select
 
-from tests.helpers.place import ENDING_S, PIPESPEC, Place
+from tests.helpers.sandbox import ENDING_S, PIPESPEC, Sandbox
 from tests.helpers.waiting import PATIENCE_S, until
 
 LINES, COLUMNS = 50, 200
@@ -68,7 +68,7 @@ class Screen:
 
 
 @contextmanager
-def on_screen(place: Place, *arguments: str) -> Iterator[Screen]:
+def on_screen(place: Sandbox, *arguments: str) -> Iterator[Screen]:
     """Run a command of pipespec on a terminal; it is killed if it does not end."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))

@@ -13,24 +13,24 @@ import httpx2
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helpers.place import PATIENCE_S, Place
+from tests.helpers.sandbox import PATIENCE_S, Sandbox
 
 MODEL = "demo"
+NAME = "lab"  # of the cluster
 
 
 class Server:
     """`pipespec serve` as a process, once it answers."""
 
-    def __init__(self, place: Place, *arguments: str):
-        self.process: subprocess.Popen[str] = place.start(
-            "serve", "--json", "--port", "0", "--served-model-name", MODEL, *arguments
-        )
+    def __init__(self, place: Sandbox, *arguments: str, files: int | None = None):
+        usual = ("--json", "--port", "0", "--served-model-name", MODEL)
+        self.process: subprocess.Popen[str] = place.start("serve", *usual, *arguments, files=files)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise AssertionError(self.process.communicate()[1])
-        self.told: dict[str, Any] = json.loads(line)
-        self.url: str = self.told["url"].removesuffix("/v1")
+        self.announced: dict[str, Any] = json.loads(line)
+        self.url: str = self.announced["url"].removesuffix("/v1")
         self.http = httpx2.Client(base_url=self.url, timeout=PATIENCE_S)
 
     def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
@@ -39,14 +39,14 @@ class Server:
         )
 
     def metric(self, name: str) -> float:
-        """A figure of /metrics; of several lines of one name their sum."""
+        """A metric of /metrics: the sum of all samples of this name."""
         lines = self.http.get("/metrics").raise_for_status().text.splitlines()
         found = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
-        assert found, f"no figure {name}"
+        assert found, f"no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
     def counted(self) -> dict[tuple[str, ...], float]:
-        """Everything in /metrics that must never fall, by its name and labels."""
+        """All values of /metrics that must never decrease, by name and labels."""
         text = self.http.get("/metrics").raise_for_status().text
         return {
             (sample.name, *map(str, sorted(sample.labels.items()))): sample.value
@@ -56,7 +56,7 @@ class Server:
         }
 
     def chunks(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The raw chunks of a stream, whose end is checked."""
+        """The chunks of a stream, which must end with [DONE]."""
         with self.http.stream("POST", path, json=body | {"stream": True}) as reply:
             assert reply.status_code == 200, reply.read()
             assert reply.headers["content-type"].startswith("text/event-stream")
@@ -68,7 +68,7 @@ class Server:
         return [json.loads(each) for each in data[:-1]]
 
     def end(self) -> int:
-        """Ask it to end; its exit code."""
+        """Terminate the server; its exit code."""
         self.http.close()
         self.process.terminate()
         self.process.wait(PATIENCE_S)
@@ -76,18 +76,19 @@ class Server:
 
 
 @contextmanager
-def serving(place: Place, *arguments: str) -> Iterator[Server]:
+def serving(place: Sandbox, *arguments: str, files: int | None = None) -> Iterator[Server]:
     """A server that ends with the block."""
-    server = Server(place, *arguments)
+    server = Server(place, *arguments, files=files)
     try:
         yield server
     finally:
         server.end()
 
 
-def cluster_up(folder: Path, mark: str, name: str, *settings: str) -> Place:
-    """A place where a cluster is up."""
-    place = Place(folder, mark)
-    code, _, err = place.run("up", "--detach", "--name", name, *settings)
-    assert (code, err) == (0, "")
-    return place
+@contextmanager
+def cluster_up(folder: Path, *settings: str, name: str = NAME) -> Iterator[Sandbox]:
+    """A sandbox with a running cluster; its processes end with the block."""
+    with Sandbox(folder) as place:
+        code, _, err = place.run("up", "--detach", "--name", name, *settings)
+        assert (code, err) == (0, "")
+        yield place

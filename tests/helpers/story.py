@@ -1,42 +1,45 @@
-"""A controller and links that tell one rank a story, so that its loop runs in one thread."""
+"""A scripted controller and links, so that the loop of one rank runs in one thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from pipespec.controller.graph import Graph, Kind, Task
-from pipespec.controller.records import Accepted
-from pipespec.controller.verdict import pack
+from pipespec.batch_times import BatchTimes
+from pipespec.controller.log_records import Accepted
+from pipespec.controller.task_graph import Graph, Task, TaskKind
+from pipespec.controller.verdict_exchange import pack_verdicts
 from pipespec.core import (
-    DECIDED,
+    COMMITTED,
     KIND,
     NODE,
     PARENT,
     SEQUENCE,
     TOKEN,
     Batch,
-    Guesses,
+    DraftTokens,
     Request,
     Verdict,
 )
 from pipespec.engine.lineage import Lineage, LiveNodes
-from pipespec.row_times import Measured
-from pipespec.sampling.decide import Walk
+from pipespec.sampling.verifier import AcceptedPath
 
 
 class StoryOver(Exception):
-    """A rank has sent as many batches as the story has."""
+    """A rank has sent as many batches as the script has."""
 
 
 class StoryController:
-    """What a rank hears: requests, and the verdict of each step when it asks for it.
+    """Gives a rank requests, and the verdicts of each step.
+
+    What a rank writes can be read back; tests/integration/test_controller_contract.py checks that
+    it behaves as the controller over Redis does.
 
     Args:
         verdicts: those of a step.
-        cancels: requests that nobody waits for any more.
+        cancels: requests that are cancelled.
     """
 
     def __init__(
@@ -44,13 +47,13 @@ class StoryController:
         requests: Iterable[Request] = (),
         verdicts: Callable[[int], list[Verdict]] = lambda step: [],
         answers: dict[int, tuple[int, ...]] | None = None,
-        cancels: Iterable[int] = (),
+        cancels: Collection[int] = (),
     ):
         self._requests = {request.id: request for request in requests}
         self._queue = list(self._requests.values())
-        self._verdicts = verdicts
+        self.verdicts = verdicts
         self._answers = answers or {}
-        self._cancels = set(cancels)
+        self._cancels = cancels
         self.submitted: list[int] = []
         self.completed: list[Task] = []
         self.payloads: list[bytes] = []
@@ -60,10 +63,11 @@ class StoryController:
         self.prefill_ns: dict[int, int | None] = {}
         self.cached: dict[int, int | None] = {}
         self.reports: dict[int, dict[str, Any]] = {}
-        self.guesses: dict[int, list[Guesses]] = {}  # by sequence
+        self.draft_tokens: dict[int, list[DraftTokens]] = {}  # by sequence
+        self._num_read: dict[int, int] = {}  # of them, by sequence
         self.statistics: dict[str, int] = {}
         self.counts: dict[str, int] = {}
-        self.times = Measured()
+        self.times = BatchTimes()
         self.watches: set[int] | None = None  # requests
         self.shown: list[dict[str, bytes]] = []
 
@@ -77,29 +81,37 @@ class StoryController:
         return self._requests[request]
 
     def tokens(self, request: int) -> tuple[int, ...]:
-        return self._answers.get(request, ())
+        return self._answers.get(request, ()) + tuple(self.accepted.get(request, ()))
 
-    def tell(self, sequence: int, guesses: Guesses) -> None:
-        self.guesses.setdefault(sequence, []).append(guesses)
+    def publish_draft_tokens(self, sequence: int, draft: DraftTokens) -> None:
+        self.draft_tokens.setdefault(sequence, []).append(draft)
 
-    def drop_guesses(self, sequence: int) -> None:
-        self.guesses.pop(sequence, None)
+    def read_draft_tokens(self, sequence: int, until: int | None) -> list[DraftTokens]:
+        published = self.draft_tokens.get(sequence, [])
+        assert until is None or published[-1].step >= until, "a rank waits for what cannot arrive"
+        found = published[self._num_read.get(sequence, 0) :]
+        self._num_read[sequence] = len(published)
+        return found
 
-    def publish(self, statistics: Mapping[str, int], counts: Mapping[str, int]) -> None:
+    def drop_draft_tokens(self, sequence: int) -> None:
+        self.draft_tokens.pop(sequence, None)
+        self._num_read.pop(sequence, None)
+
+    def publish_statistics(self, statistics: Mapping[str, int], counts: Mapping[str, int]) -> None:
         self.statistics = dict(statistics)
         self.counts = dict(counts)
 
-    def publish_work(self, measured: Measured, counts: Mapping[str, int]) -> None:
+    def publish_stage_stats(self, measured: BatchTimes, counts: Mapping[str, int]) -> None:
         self.times = measured
         self.counts = dict(counts)
 
-    def row_times(self) -> list[Measured]:
+    def row_times(self) -> list[BatchTimes]:
         return []
 
-    def watched(self, requests: Sequence[int]) -> set[int] | None:
+    def watched_requests(self, requests: Sequence[int]) -> set[int] | None:
         return None if self.watches is None else self.watches & set(requests)
 
-    def show(self, fields: Mapping[str, bytes]) -> None:
+    def publish_step(self, fields: Mapping[str, bytes]) -> None:
         self.shown.append(dict(fields))
 
     def cancelled(self, request: int) -> bool:
@@ -114,9 +126,9 @@ class StoryController:
             self.payloads.append(payload)
 
     def wait(self, task: Task, timeout: float | None = None) -> bytes:
-        if task.kind is Kind.TRANSFER:
+        if task.kind is TaskKind.TRANSFER:
             return np.zeros(1, "<i8").tobytes()
-        return pack(self._verdicts(task.step), 0)
+        return pack_verdicts(self.verdicts(task.step), 0)
 
     def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
         return self.wait(task)
@@ -125,7 +137,10 @@ class StoryController:
         self.logged.append([])
         for request, piece in pieces:
             self.logged[-1].append(request)
-            self.accepted.setdefault(request, []).extend(piece.tokens)
+            answer = self.accepted.setdefault(request, [])
+            known = self._answers.get(request, ())
+            length = len(self._requests[request].prompt) + len(known) + len(answer)
+            answer.extend(piece.tokens[max(0, length - piece.base) :])
 
     def finish(
         self,
@@ -134,7 +149,7 @@ class StoryController:
         prefill_ns: int | None = None,
         cached: int | None = None,
     ) -> None:
-        self.finished[request] = reason
+        self.finished.setdefault(request, reason)
         self.cached[request] = cached
         self.prefill_ns[request] = prefill_ns
 
@@ -143,7 +158,7 @@ class StoryController:
 
 
 class StoryLink:
-    """What a rank receives, and what it has sent: `most` batches, then StoryOver is raised."""
+    """The batches that a rank receives and sends; it sends `most`, then StoryOver is raised."""
 
     def __init__(self, rank: int, arriving: Iterable[Batch] = (), most: int = 1000):
         self.rank = rank
@@ -160,17 +175,17 @@ class StoryLink:
         self.sent.append(batch)
 
     def abort(self) -> None:
-        raise AssertionError("nobody ends a story")
+        raise AssertionError("a script has no abort")
 
     def close(self) -> None:
         self._arriving = iter(())
 
 
 class StoryStages:
-    """Stages that decide what given texts say, `num_steps` steps after the head sent a row.
+    """Stages that decide the tokens of given texts, `num_steps` steps after the head sent a row.
 
     Args:
-        link: what the head sends into.
+        link: the one that the head sends into.
         texts: of each request, prompt included.
     """
 
@@ -179,17 +194,17 @@ class StoryStages:
         self._open: dict[int, tuple[Sequence[int], Lineage]] = {}
 
     def verdicts(self, step: int) -> list[Verdict]:
-        """What the last stage says after a step."""
+        """The verdicts of the last stage after a step."""
         leaving = step - self._num_steps
         if leaving < 0:
             return []
         batch = self._link.sent[leaving]
-        for number in (*batch.released, *batch.preempted):
+        for number in (*batch.finished, *batch.preempted):
             del self._open[number]
-        for opening in batch.opened:
+        for opening in batch.started:
             self._open[opening.sequence] = (
                 self._texts[opening.request],
-                Lineage(opening.sequence, LiveNodes(), opening.shared),
+                Lineage(opening.sequence, LiveNodes(), opening.shared_len),
             )
         found = []
         for number, (text, lineage) in self._open.items():
@@ -197,13 +212,13 @@ class StoryStages:
             if not len(mine):
                 continue
             lineage.nodes.admit(mine, {number: lineage})
-            asked = mine[mine[:, KIND] != DECIDED]
+            asked = mine[mine[:, KIND] != COMMITTED]
             nodes, parents, tokens = (asked[:, i].tolist() for i in (NODE, PARENT, TOKEN))
-            walk = Walk(lineage.tip, nodes, parents, tokens)
+            path = AcceptedPath(lineage.tip, nodes, parents, tokens)
             for token in text[lineage.decided :]:
-                if walk.row is not None:
-                    walk.go_on(token)
-            if walk.tokens:
-                found.append(Verdict(number, lineage.decided, tuple(walk.tokens)))
+                if path.row is not None:
+                    path.append(token)
+            if path.tokens:
+                found.append(Verdict(number, lineage.decided, tuple(path.tokens)))
                 lineage.apply(found[-1])
         return found

@@ -7,22 +7,26 @@ any slot has another's content. It counts; nothing is rounded.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from pipespec.controller.graph import Layout, Task
-from pipespec.controller.verdict import pack
-from pipespec.core import Batch, Request, Scored, Verdict
-from pipespec.emulation import Pace
-from pipespec.engine.attention.plan import AttentionPlan
+from pipespec.batch_times import BatchTimes
+from pipespec.controller.task_graph import Layout, Task, TaskKind
+from pipespec.controller.verdict_exchange import unpack_verdicts
+from pipespec.core import Batch, PromptLogprobs, Request, Verdict
+from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.runner import SliceRunner
+from pipespec.head.proposers.draft_model import DraftModelProposer
+from pipespec.head.proposers.parallel import ParallelDraft
+from pipespec.head.proposers.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
-from pipespec.head.sequence import NOT_OPEN, Sequence
-from pipespec.head.source.draft_model import DraftModelSource
-from pipespec.head.source.parallel import Parallel
-from pipespec.head.work import DraftWork, SchedulerConfig
-from pipespec.stage.loop import StageLoop, StageSettings
+from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
+from pipespec.head.sequence import NOT_IN_PIPELINE, Sequence
+from pipespec.head.step import run_step
+from pipespec.stage.stage_loop import StageLoop, StageSettings
 from pipespec.trace import Timeline
 
 VOCABULARY = 5
@@ -80,32 +84,56 @@ class Board:
 
     def __init__(self, drawn: list[bytes]):
         self.drawn = drawn
-        self.visible = 0
-        self.scored: dict[int, int] = {}  # tokens of each prompt that were told of
+        self.visible = 0  # verdicts
+        self.next_visible = 0  # when the stage has computed its batch
+        self.scored: dict[int, int] = {}  # tokens of each prompt that were reported
+
+    def complete(self, tasks: list[Task], payload: bytes = b"") -> None:
+        self.visible = max(self.visible, self.next_visible)
 
     def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
         return self.drawn[task.step] if task.step < self.visible else None
 
     def wait(self, task: Task) -> bytes:
-        assert task.step < len(self.drawn), "a stage waits for what cannot come"
+        if task.kind is TaskKind.TRANSFER:
+            return np.zeros(1, "<i8").tobytes()
+        assert task.step < len(self.drawn), "a stage waits for what cannot arrive"
         return self.drawn[task.step]
 
-    def score(self, request: int, told: Scored) -> None:
-        assert told.base == self.scored.get(request, 0) + 1
-        self.scored[request] = told.base + len(told.logprobs) - 1
+    def add_prompt_logprobs(self, request: int, logprobs: PromptLogprobs) -> None:
+        assert logprobs.base == self.scored.get(request, 0) + 1
+        self.scored[request] = logprobs.base + len(logprobs.logprobs) - 1
 
-    def drop_guesses(self, sequence: int) -> None: ...
+    def drop_draft_tokens(self, sequence: int) -> None: ...
+    def report(self, request: int, stats: dict[str, Any]) -> None: ...
+    def publish_stage_stats(self, measured: BatchTimes, counts: Mapping[str, int]) -> None: ...
+
+
+class LastBoard(Board):
+    """The controller of the last stage, which draws the verdicts."""
+
+    def complete(self, tasks: list[Task], payload: bytes = b"") -> None:
+        self.drawn.append(payload)
 
 
 class Link:
-    """What a stage is given comes by hand."""
+    """Connects a rank with the queue of arriving batches and that of the next rank."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, arriving: deque[Batch], next_rank: deque[Batch] | None):
         self.rank = rank
+        self._arriving = arriving
+        self._next_rank = next_rank
+
+    def recv(self) -> Batch:
+        return self._arriving.popleft()
+
+    def send(self, batch: Batch) -> None:
+        assert self._next_rank is not None
+        self._next_rank.append(batch)
 
 
 class ToyPipeline:
-    """One epoch. Whoever drives it calls `send` and `work` as `cluster.sync` allows."""
+    """One epoch. Its user calls `step` and `run_stage` in an order that `cluster.sync` allows."""
 
     def __init__(
         self,
@@ -114,14 +142,14 @@ class ToyPipeline:
         free: bool,
         draft_slots: int,
         answers: dict[int, list[int]],
-        parallel: Parallel | None = None,
+        parallel: ParallelDraft | None = None,
     ):
         """`answers`: what was decided of each request, which grows; `parallel`: if a pass of the
         draft guesses several tokens."""
         num_stages = config.num_steps
         layout = Layout(num_stages, sync="free" if free else "lockstep")
         self.scheduler = Scheduler(config)
-        self.draft = DraftModelSource(
+        self.draft = DraftModelProposer(
             SliceRunner(ToyModel(draft_slots), draft_slots),
             config.prefill_chunk,
             VOCABULARY,
@@ -129,24 +157,27 @@ class ToyPipeline:
             parallel=parallel,
         )
         self.drawn: list[bytes] = []
-        self.verdicts: list[list[Verdict]] = []
-        self.heard = 0  # by the head
-        self.boards = [Board(self.drawn) for _ in range(num_stages)]
+        self.num_received = 0  # verdicts that the head has applied
+        self.boards = [Board(self.drawn) for _ in range(num_stages - 1)] + [LastBoard(self.drawn)]
+        self.inbox: list[deque[Batch]] = [deque() for _ in self.boards]
         self.stages = [
             StageLoop(
                 SliceRunner(ToyModel(config.num_slots), config.num_slots),
-                Link(1 + i),
+                Link(1 + i, arriving, next_rank),
                 board,
-                StageSettings(layout, Pace(), 0.0),
+                StageSettings(layout),
                 Timeline(),
             )
-            for i, board in enumerate(self.boards)
+            for i, (board, arriving, next_rank) in enumerate(
+                zip(self.boards, self.inbox, [*self.inbox[1:], None], strict=True)
+            )
         ]
-        self.inbox = [deque([Batch(-1)]) for _ in self.stages]
         self.answers = answers
         self.rows_read = 0  # of prompts
         self.cancelled: list[int] = []  # requests, until the head hears of it
         self._accepted: list[Verdict] = []
+        self._elapsed_ms = 0.0
+        self._receive: Callable[[], None] = lambda: None
 
     def add(self, request: Request) -> None:
         """Take a request in, with what was decided of it."""
@@ -156,93 +187,87 @@ class ToyPipeline:
     def cancel(self, request: int) -> None:
         sequence = self.scheduler.cancel(request)
         if sequence is not None:
-            self._left(sequence)
+            self.end_sequence(sequence)
 
-    def begin(self) -> None:
-        """The head's step up to where it waits for verdicts."""
-        for sequence in self.scheduler.admit():
-            self.draft.begin(sequence.context)
-        self.scheduler.begin()
-        while work := self.scheduler.expansion(0.0):
-            self._expand(work)
+    def step(self, receive: Callable[[], None]) -> Batch:
+        """A step of the head; `receive` runs while it waits for verdicts, and may run stages."""
+        self._receive = receive
+        batch = run_step(self.scheduler, self)
+        assert self.scheduler.admission.free_slots >= 0
+        assert self.scheduler.admission.slots_needed <= self.scheduler.admission.num_slots
+        self.rows_read += int((batch.rows[:, 5] != 0).sum())
+        self.draft.runner.check_integrity()
+        return batch
 
-    def hear(self) -> None:
-        """The head follows the next verdict."""
-        for verdict in self.verdicts[self.heard]:
+    def begin_step(self) -> None:
+        """See `pipespec.head.step.Pipeline`, as for the other methods that `run_step` calls."""
+        self._elapsed_ms = 0.0
+
+    def elapsed_ms(self) -> float:
+        return self._elapsed_ms
+
+    def start_sequence(self, sequence: Sequence) -> None:
+        self.draft.start_sequence(sequence.context)
+
+    def propose(self, work: ProposalBatch) -> tuple[list[Proposal | None], float]:
+        self._log()
+        return self.draft.propose(work.requests, work.children), 1.0
+
+    def receive_verdicts(self) -> None:
+        self._receive()
+        self._elapsed_ms = 1.0
+
+    def drop_cancelled(self) -> None:
+        for request in self.cancelled:
+            self.cancel(request)
+        self.cancelled.clear()
+
+    def end_sequence(self, sequence: Sequence) -> None:
+        self._log()
+        if sequence.number != NOT_IN_PIPELINE:
+            self.draft.end_sequence(sequence.number)
+            sequence.leave_pipeline()
+
+    def send(self, batch: Batch) -> None:
+        self.inbox[0].append(batch)
+
+    def after_send(self) -> None:
+        self._log()
+
+    def receive_next(self) -> None:
+        """The head applies the verdicts of the next step."""
+        for verdict in unpack_verdicts(self.drawn[self.num_received])[0]:
             progress = self.scheduler.apply(verdict, now=0)
             if progress is None:
                 continue
             self.answers[progress.sequence.request.id] += progress.accepted.tokens
             self._accepted.append(progress.accepted)
             if progress.reason:
-                self._left(progress.sequence)
-        self.heard += 1
+                self.end_sequence(progress.sequence)
+        self.num_received += 1
 
-    def send(self) -> Batch:
-        """The rest of the head's step: its batch is on its way."""
-        scheduler = self.scheduler
-        scheduler.heard(0.0, 1.0)
-        for request in self.cancelled:
-            self.cancel(request)
-        self.cancelled.clear()
-        for sequence in scheduler.make_room():
-            self._left(sequence)
-        while isinstance(batch := scheduler.next_batch(0.0), DraftWork):
-            self._log()
-            self._expand(batch)
-        self.inbox[0].append(batch)
-        self._log()
-        scheduler.end(1.0)
-        assert scheduler.free_slots >= 0
-        assert scheduler._filled + scheduler.cache.held <= scheduler.num_slots
-        self.rows_read += int((batch.rows[:, 5] != 0).sum())
-        self.draft.runner.check_integrity()
-        return batch
+    def num_runnable(self, rank: int) -> int:
+        """How many steps a stage can run: its first one needs no batch."""
+        return len(self.inbox[rank - 1]) + (self.stages[rank - 1].step == 0)
 
-    def work(self, rank: int, *, seen: int | None = None) -> None:
-        """A step of a stage; running free, it sees so many verdicts after it has computed."""
-        loop, free = self.stages[rank - 1], seen is not None
-        batch = self.inbox[rank - 1].popleft()
-        if free:
-            loop.catch_up()
-        loop.share(batch)
-        loop.release(batch)
-        loop.open(batch)
-        computed = loop.compute(batch)
-        if loop.last:
-            self.verdicts.append(loop._verdicts)
-            self.drawn.append(pack(loop._verdicts, 0))
-            loop.receiver.heard += 1
-            loop.follow(loop._verdicts)
-        elif free:
-            assert seen is not None
-            self.boards[rank - 1].visible = max(self.boards[rank - 1].visible, seen)
-            loop.catch_up()
-        else:
-            loop.follow(loop.receiver.verdict())
-        if not loop.last:
-            self.inbox[rank].append(loop.prune(computed))
-        loop.step += 1
-        loop.runner.check_integrity()
+    def run_stage(self, rank: int, *, visible: int = 0) -> None:
+        """A step of a stage; running free, so many verdicts are visible after it has computed."""
+        self.boards[rank - 1].next_visible = visible
+        self.stages[rank - 1].run_step()
+        self.stages[rank - 1].runner.check_integrity()
 
     def lockstep(self) -> Batch:
-        """A step of everybody, the last stage first: its verdict is what the others wait for."""
-        self.begin()
-        for rank in range(len(self.stages), 0, -1):
-            self.work(rank)
-        self.hear()
-        return self.send()
+        """A step of the head and of all stages, the last one first: the others wait for its
+        verdict."""
 
-    def _expand(self, work: DraftWork) -> None:
-        self.scheduler.graft(work, self.draft.expand(work.asked, work.children), 1.0)
+        def receive() -> None:
+            for rank in range(len(self.stages), 0, -1):
+                self.run_stage(rank)
+            self.receive_next()
 
-    def _left(self, sequence: Sequence) -> None:
-        self._log()
-        if sequence.number != NOT_OPEN:
-            self.draft.end(sequence.number)
-            sequence.leave()
+        return self.step(receive)
 
     def _log(self) -> None:
         for verdict in self._accepted:
-            self.draft.accept(verdict)
+            self.draft.accept_verdict(verdict)
         self._accepted.clear()

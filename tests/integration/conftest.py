@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.controller.client import Controller
-from pipespec.controller.server import EmbeddedRedis
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.rank_controller import Controller
 from tests.helpers.log import head_of
-from tests.helpers.place import Place
+from tests.helpers.sandbox import Sandbox
 
 names = count()
 
@@ -36,9 +36,9 @@ def head(server: EmbeddedRedis, namespace: str) -> Iterator[Controller]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
     """A place of one test; commands that run in its process use it too."""
-    place = Place(tmp_path, uuid.uuid4().hex)
+    place = Sandbox(tmp_path, uuid.uuid4().hex)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     yield place
     place.kill()

@@ -1,4 +1,4 @@
-"""Asking a cluster from an event loop: who is slow, and a cluster that goes and comes."""
+"""A client in an event loop: slow readers, cancellation, and a cluster that goes and returns."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ import psutil
 import pytest
 
 from pipespec.client import registry
-from pipespec.client.aio import MOST_EVENTS, AsyncFollowed, attach
+from pipespec.client.async_answer import MOST_EVENTS, AsyncAnswer
+from pipespec.client.async_client import attach
+from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
-from pipespec.client.served import ServedModel
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
-from pipespec.controller.client import Controller
-from pipespec.controller.connection import ANSWER_TIMEOUT_S
-from pipespec.controller.following import MOST_ENTRIES, Event
-from pipespec.controller.records import Accepted, Finished
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import Sampling
+from pipespec.controller.answer_stream import MOST_ENTRIES, Event
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.log_records import Accepted, Finished
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S
+from pipespec.core import SamplingParams
 from pipespec.errors import RankFailed
+from pipespec.stats import Report, empty_report
+from pipespec.system.process_identity import since_boot
 from tests.helpers.log import accept, head_of
 from tests.helpers.waiting import soon
+from tools.rig.log import events_of
 
 NAME, NAMESPACE = "lab", "async-client"
 PROMPT = (5, 6, 7)
@@ -36,8 +40,8 @@ LONG_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def served() -> ServedModel:
-    return ServedModel.of(decide(compose([])))
+def served() -> ModelInfo:
+    return ModelInfo.of(decide(compose([])))
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ def head(server: EmbeddedRedis) -> Iterator[Controller]:
 
 @pytest.fixture
 def running(
-    server: EmbeddedRedis, served: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: EmbeddedRedis, served: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> RunningCluster:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     return RunningCluster(
@@ -65,26 +69,24 @@ def running(
 def ended() -> Owner:
     """A process that is no more."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = replace(
-        Owner.this(), pid=process.pid, created=psutil.Process(process.pid).create_time()
-    )
+    owner = replace(Owner.this(), pid=process.pid, created=since_boot(psutil.Process(process.pid)))
     process.communicate()
     return owner
 
 
-async def all_of(followed: AsyncFollowed) -> list[tuple[int, Event]]:
-    """What is heard until all have finished."""
-    heard: list[tuple[int, Event]] = []
+async def all_of(followed: AsyncAnswer) -> list[tuple[int, Event]]:
+    """The events until all requests have finished."""
+    received: list[tuple[int, Event]] = []
     while len(followed):
-        heard += await followed.next(LONG_S)
-    return heard
+        received += await followed.next(LONG_S)
+    return received
 
 
-async def ask(followed: AsyncFollowed) -> int:
-    return await followed.submit(PROMPT, Sampling(), max_new_tokens=2000)
+async def ask(followed: AsyncAnswer) -> int:
+    return await followed.submit(PROMPT, SamplingParams(), max_new_tokens=2000)
 
 
-def test_the_log_keeps_what_a_slow_reader_does_not_take(
+def test_a_slow_reader_loses_no_event_and_delays_no_other(
     head: Controller, running: RunningCluster
 ) -> None:
     async def story() -> None:
@@ -95,19 +97,19 @@ def test_the_log_keeps_what_a_slow_reader_does_not_take(
             head.finish(slow, "stop")
             head.tokens(slow)
             async with client.follow() as other:
-                # Whoever asks after him is answered before he has taken anything.
+                # A later request is answered before the slow reader has taken anything.
                 quick = await ask(other)
                 head.finish(quick, "stop")
                 head.tokens(quick)
                 assert await other.next(LONG_S) == [(quick, Finished("stop"))]
             assert followed.waiting(slow) <= MOST_EVENTS + MOST_ENTRIES
-            heard = [event for _, event in await all_of(followed)]
-            assert heard == [*(Accepted(3 + i, (i,)) for i in range(1500)), Finished("stop")]
+            received = [event for _, event in await all_of(followed)]
+            assert received == [*(Accepted(3 + i, (i,)) for i in range(1500)), Finished("stop")]
 
     asyncio.run(story())
 
 
-def test_who_leaves_cancels_and_who_finished_does_not(
+def test_leaving_cancels_only_requests_that_have_not_finished(
     head: Controller, running: RunningCluster
 ) -> None:
     async def story() -> tuple[int, int]:
@@ -132,18 +134,11 @@ def test_who_leaves_cancels_and_who_finished_does_not(
             return first, second
 
     first, second = asyncio.run(story())
-    with head.streams() as streams:
-        for request in (first, second, second + 1):
-            streams.add(request)
-        told = dict(event for event in [*streams.next(), *streams.next(1)])
-    assert told == {
-        first: Finished("stop"),
-        second: Finished("cancelled"),
-        second + 1: Finished("cancelled"),
-    }
+    ends = [events_of(running.url, NAMESPACE, one)[-1] for one in (first, second, second + 1)]
+    assert ends == [Finished("stop"), Finished("cancelled"), Finished("cancelled")]
 
 
-def test_who_leaves_while_the_cluster_is_away_does_not_wait_for_it(
+def test_leaving_does_not_wait_for_a_cluster_that_is_away(
     running: RunningCluster,
 ) -> None:
     async def story() -> float:
@@ -154,15 +149,15 @@ def test_who_leaves_while_the_cluster_is_away_does_not_wait_for_it(
                 async with client.follow() as followed:
                     await ask(followed)
                     ending.close()
-                # Its cancellation finds nobody, and tries again.
-                await soon(lambda: not client._log._pipe.connected)
+                # Its cancellation finds no Redis, and tries again.
+                await soon(lambda: not client.connected)
                 began = time.monotonic()
         return time.monotonic() - began
 
     assert asyncio.run(story()) < 2 * ANSWER_TIMEOUT_S
 
 
-def test_a_cluster_that_has_ended_is_waited_for_so_long(
+def test_a_cluster_that_has_ended_is_waited_for_as_long_as_the_patience(
     head: Controller, running: RunningCluster
 ) -> None:
     gone = replace(running, owner=ended())
@@ -170,7 +165,9 @@ def test_a_cluster_that_has_ended_is_waited_for_so_long(
     async def story() -> None:
         async with attach(gone, patience=0.2) as client, client.follow() as followed:
             await ask(followed)
-            with pytest.raises(RankFailed, match="'lab' ended before the request was finished"):
+            with pytest.raises(
+                RankFailed, match="'lab' on here ended before the request was finished"
+            ):
                 await all_of(followed)
             assert client.away
 
@@ -178,7 +175,7 @@ def test_a_cluster_that_has_ended_is_waited_for_so_long(
     assert head.tokens(1) == ()
 
 
-def test_one_that_is_started_again_with_its_data_goes_on(
+def test_requests_continue_on_a_cluster_that_is_restarted_with_its_data(
     running: RunningCluster, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
@@ -188,7 +185,7 @@ def test_one_that_is_started_again_with_its_data_goes_on(
             gone = replace(running, url=first.url, owner=ended())
             stack = attach(gone, LONG_S)
             client = await stack.__aenter__()
-            followed = AsyncFollowed(client)
+            followed = AsyncAnswer(client)
             request = await ask(followed)
             accept(head, request, 3, [8])
             head.tokens(request)
@@ -203,15 +200,15 @@ def test_one_that_is_started_again_with_its_data_goes_on(
             accept(head, request, 3, [8, 9])  # decoded again
             head.finish(request, "stop")
             head.tokens(request)
-            heard = await all_of(followed)
-            assert heard == [(request, Accepted(4, (9,))), (request, Finished("stop"))]
+            received = await all_of(followed)
+            assert received == [(request, Accepted(4, (9,))), (request, Finished("stop"))]
             assert client.running == again
             await stack.__aexit__(None, None, None)
 
     asyncio.run(story())
 
 
-def test_another_one_of_its_name_does_not_answer_for_it(
+def test_another_cluster_of_the_same_name_fails_the_requests(
     head: Controller, running: RunningCluster
 ) -> None:
     async def story() -> None:
@@ -231,3 +228,67 @@ def test_another_one_of_its_name_does_not_answer_for_it(
 
     asyncio.run(story())
     assert head.tokens(1) == ()
+
+
+def test_times_of_a_machine_with_another_clock_are_moved_by_the_least_delay(
+    head: Controller, running: RunningCluster
+) -> None:
+    """So that they are those of this machine's clock, the way of the first token included."""
+    far = replace(running, owner=replace(Owner.this(), machine="elsewhere"), num_ranks=1)
+    now = 0
+
+    async def story() -> list[int]:
+        nonlocal now
+        moved = []
+        async with attach(far, LONG_S, clock=lambda: now) as client:
+            for seen_ns, there_ns in ((1000, 100), (2000, 1500), (9000, 2000)):
+                now = seen_ns
+                async with client.follow() as followed:
+                    request = await ask(followed)
+                    accept(head, request, 3, [8])
+                    head.report(request, {"token_ns": [there_ns]})
+                    head.finish(request, "stop")
+                    await all_of(followed)
+                (report,) = await client.reports(request)
+                moved += report["token_ns"]
+        return moved
+
+    assert asyncio.run(story()) == [1000, 2000, 2500]
+
+
+def test_reports_that_were_lost_are_blank(head: Controller, running: RunningCluster) -> None:
+    """After a fault: the ranks of an earlier epoch have taken theirs along."""
+
+    async def story() -> list[Report]:
+        async with attach(replace(running, epoch=0, num_ranks=2), LONG_S) as client:
+            async with client.follow() as followed:
+                request = await ask(followed)
+                head.report(request, {"token_ns": [5]})
+                head.finish(request, "stop")
+                await all_of(followed)
+            return await client.reports(request)
+
+    own, lost = asyncio.run(story())
+    assert own["token_ns"] == [5]
+    assert lost == empty_report(1)
+
+
+async def end_while_room_is_made() -> None:
+    """The cluster ends while the client reads on for a reader who was slow."""
+
+    class EndingClient:
+        async def release(self, request: int) -> None:
+            answer.fail(2, RankFailed("the cluster ended"))
+
+    answer = AsyncAnswer(EndingClient())  # type: ignore[arg-type]
+    for request in (1, 2):
+        answer.expect(request)
+    for _ in range(MOST_EVENTS):
+        answer.push(1, Accepted(0, (5,)))
+    assert len(await answer.next()) == MOST_EVENTS
+    with pytest.raises(RankFailed, match="the cluster ended"):
+        await answer.next()
+
+
+def test_a_cluster_that_ends_while_a_slow_reader_reads_on_is_reported() -> None:
+    asyncio.run(end_while_room_is_made())

@@ -1,4 +1,4 @@
-"""Following many requests from an event loop: as `test_streams.py`, and adding while it waits."""
+"""Following many requests from an event loop: also while a read waits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pipespec.controller.aio import AsyncLog, AsyncStreams, Forgotten
-from pipespec.controller.client import Controller
-from pipespec.controller.connection import Pipe
-from pipespec.controller.overview import look
-from pipespec.controller.records import Accepted, Finished
-from pipespec.controller.server import EmbeddedRedis
+from pipespec.controller import async_request_log
+from pipespec.controller.async_request_log import (
+    AsyncRedisConnection,
+    AsyncRequestLog,
+    AsyncStreams,
+    Forgotten,
+)
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.log_records import Accepted, Finished
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.redis_connection import RedisConnection
 from pipespec.errors import ControllerError, Unreachable
 from tests.helpers.log import accept, head_of, take
 from tests.helpers.waiting import soon
@@ -26,8 +31,8 @@ LONG_S = 30.0
 @asynccontextmanager
 async def listening(
     url: str, namespace: str, patience: float = LONG_S
-) -> AsyncIterator[tuple[AsyncLog, AsyncStreams]]:
-    log = AsyncLog(url, namespace=namespace, patience=patience)
+) -> AsyncIterator[tuple[AsyncRequestLog, AsyncStreams]]:
+    log = AsyncRequestLog(url, namespace=namespace, patience=patience)
     streams = AsyncStreams(url, log, namespace=namespace)
     try:
         yield log, streams
@@ -37,7 +42,7 @@ async def listening(
 
 
 def run(
-    url: str, namespace: str, story: Callable[[AsyncLog, AsyncStreams], Awaitable[None]]
+    url: str, namespace: str, story: Callable[[AsyncRequestLog, AsyncStreams], Awaitable[None]]
 ) -> None:
     async def tell() -> None:
         async with listening(url, namespace) as (log, streams):
@@ -46,15 +51,15 @@ def run(
     asyncio.run(tell())
 
 
-def test_what_is_added_while_a_read_waits_is_heard_at_once(
+def test_a_request_added_during_a_read_is_followed_at_once(
     server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
-    async def story(log: AsyncLog, streams: AsyncStreams) -> None:
+    async def story(log: AsyncRequestLog, streams: AsyncStreams) -> None:
         first = await log.enqueue(**ASKED)
         await streams.add(first)
         for _ in range(3):  # each time the read that waits is another
             waiting = asyncio.ensure_future(streams.next(LONG_S))
-            await soon(lambda: streams._reading)
+            await soon(lambda: streams.reading)
             second = await log.enqueue(**ASKED)
             await streams.add(second)
             began = time.monotonic()
@@ -63,37 +68,16 @@ def test_what_is_added_while_a_read_waits_is_heard_at_once(
             head.tokens(second)
             assert (await waiting)[0] == (second, Accepted(3, (20,)))
             assert time.monotonic() - began < LONG_S / 2
-            if len(streams._following) == 2:
+            if len(streams) == 2:
                 assert await streams.next(LONG_S) == [(second, Finished("stop"))]
 
     run(server.url, namespace, story)
 
 
-def test_it_hears_what_the_synchronous_one_hears(
+def test_dropped_and_held_requests_are_not_read(
     server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
-    ids = [head.enqueue(**ASKED) for _ in range(3)]
-    for request in ids:
-        accept(head, request, 3, [10, request])
-        head.finish(request, "stop")
-    head.tokens(ids[0])
-
-    async def story(log: AsyncLog, streams: AsyncStreams) -> None:
-        for request in ids:
-            await streams.add(request)
-        with head.streams() as others:
-            for request in ids:
-                others.add(request)
-            assert await streams.next(LONG_S) == others.next(LONG_S)
-        assert await log.look() == look(server.url, namespace)
-
-    run(server.url, namespace, story)
-
-
-def test_who_is_dropped_or_held_is_not_read(
-    server: EmbeddedRedis, head: Controller, namespace: str
-) -> None:
-    async def story(log: AsyncLog, streams: AsyncStreams) -> None:
+    async def story(log: AsyncRequestLog, streams: AsyncStreams) -> None:
         ids = [await log.enqueue(**ASKED) for _ in range(2)]
         for request in ids:
             await streams.add(request)
@@ -109,8 +93,8 @@ def test_who_is_dropped_or_held_is_not_read(
 
 
 @pytest.mark.usefixtures("head")
-def test_what_is_cancelled_ends(server: EmbeddedRedis, namespace: str) -> None:
-    async def story(log: AsyncLog, streams: AsyncStreams) -> None:
+def test_a_cancelled_request_ends(server: EmbeddedRedis, namespace: str) -> None:
+    async def story(log: AsyncRequestLog, streams: AsyncStreams) -> None:
         request = await log.enqueue(**ASKED)
         await streams.add(request)
         await log.cancel(request)
@@ -121,19 +105,19 @@ def test_what_is_cancelled_ends(server: EmbeddedRedis, namespace: str) -> None:
     run(server.url, namespace, story)
 
 
-def test_all_go_on_after_a_restart_and_what_was_lost_is_told(namespace: str) -> None:
+def test_following_continues_after_a_restart_and_names_lost_requests(namespace: str) -> None:
     with EmbeddedRedis(port=0) as server:
 
-        async def story(log: AsyncLog, streams: AsyncStreams) -> None:
+        async def story(log: AsyncRequestLog, streams: AsyncStreams) -> None:
             with head_of(server, namespace) as head:
                 ids = [await log.enqueue(**ASKED) for _ in range(2)]
                 for request in ids:
                     await streams.add(request)
                     accept(head, request, 3, [request])
                 head.tokens(ids[0])
-                heard = []
-                while len(heard) < 2:
-                    heard += await streams.next(LONG_S)
+                received = []
+                while len(received) < 2:
+                    received += await streams.next(LONG_S)
             server.restart()
             with pytest.raises(Unreachable):
                 await streams.next(LONG_S)
@@ -144,11 +128,11 @@ def test_all_go_on_after_a_restart_and_what_was_lost_is_told(namespace: str) -> 
                 accept(head, ids[1], 3, [ids[1], 8])  # decoded again
                 head.finish(ids[0], "length")
                 head.tokens(ids[0])
-            heard = []
-            while len(heard) < 2:
-                heard += await streams.next(LONG_S)
-            assert heard == [(ids[0], Finished("length")), (ids[1], Accepted(4, (8,)))]
-            Pipe(server.url).call("FLUSHALL")
+            received = []
+            while len(received) < 2:
+                received += await streams.next(LONG_S)
+            assert received == [(ids[0], Finished("length")), (ids[1], Accepted(4, (8,)))]
+            RedisConnection(server.url).call("FLUSHALL")
             await streams.close()
             with pytest.raises(Forgotten, match=f"Request {ids[1]} is not in the log"):
                 await streams.next(LONG_S)
@@ -156,7 +140,7 @@ def test_all_go_on_after_a_restart_and_what_was_lost_is_told(namespace: str) -> 
         run(server.url, namespace, story)
 
 
-def test_a_redis_that_stays_away_is_given_up(namespace: str) -> None:
+def test_a_redis_that_stays_away_raises_unreachable_after_the_patience(namespace: str) -> None:
     with EmbeddedRedis() as server:
         url = server.url
 
@@ -170,17 +154,17 @@ def test_a_redis_that_stays_away_is_given_up(namespace: str) -> None:
     asyncio.run(story())
 
 
-def test_who_is_cancelled_in_the_middle_of_a_call_does_not_confuse_the_next(
+def test_a_call_cancelled_halfway_does_not_disturb_the_next(
     server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
-    async def story(log: AsyncLog, _: AsyncStreams) -> None:
+    async def story(log: AsyncRequestLog, _: AsyncStreams) -> None:
         first = await log.enqueue(**ASKED)
-        for _ in range(5):
+        for turns in range(1, 20):  # of the loop, before it is cancelled
             asking = asyncio.ensure_future(log.look())
-            await soon(lambda: log._pipe._turn.locked())
+            for _ in range(turns):
+                await asyncio.sleep(0)
             asking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asking
+            await asyncio.wait([asking])
         second = await log.enqueue(**ASKED)
         assert second == first + 1
         taken = take(head)
@@ -188,3 +172,21 @@ def test_who_is_cancelled_in_the_middle_of_a_call_does_not_confuse_the_next(
         assert taken.id == first
 
     run(server.url, namespace, story)
+
+
+def test_a_redis_that_accepts_a_connection_but_says_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one that hangs does, or what stands before it: the greeting is not answered either."""
+    monkeypatch.setattr(async_request_log, "ANSWER_TIMEOUT_S", 0.2)
+
+    async def ask() -> None:
+        silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1")
+        port = silent.sockets[0].getsockname()[1]
+        connection = AsyncRedisConnection(f"redis://:secret@127.0.0.1:{port}/0")
+        with pytest.raises(Unreachable, match=r"did not answer within 0\.2 seconds"):
+            await asyncio.wait_for(connection.call("PING"), LONG_S)
+        assert not connection.connected
+        silent.close()
+
+    asyncio.run(ask())

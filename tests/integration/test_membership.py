@@ -7,22 +7,32 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from itertools import count
 from typing import TypeVar
 
 import pytest
+import torch
+from torch.distributed import DistStoreError
 
-from pipespec.cluster.faults import FaultKind
+from pipespec.cluster.agent_handle import WorkerDeath
+from pipespec.cluster.fault_stats import FaultKind
+from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.recovery import Recovery
-from pipespec.cluster.running_host import Death
-from pipespec.controller import epochs
-from pipespec.controller.client import Controller
-from pipespec.controller.graph import Layout, compute, prune, step_graph, transfer
+from pipespec.controller import epoch_control
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.link_addresses import LinkAddressTable
 from pipespec.controller.membership import Epoch, Membership, Suspicion
-from pipespec.controller.server import EmbeddedRedis
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.task_graph import Layout, compute, prune, step_graph, transfer
 from pipespec.errors import ConfigError, RankFailed, StaleEpoch, Unreachable
+from pipespec.system.network_interfaces import LOOPBACK
+from pipespec.transport.rendezvous_store import RendezvousStore
+from pipespec.transport.tp_group import TPProcessGroup
+from tests.helpers.listening import listening
 from tests.helpers.log import accept, take
 from tests.helpers.waiting import until
 
@@ -43,7 +53,7 @@ class Life:
         self._stack = stack
 
     def begin(self, plan: str = "") -> int:
-        return epochs.begin(self.url, self.namespace, plan)
+        return epoch_control.begin_epoch(self.url, self.namespace, plan)
 
     def worker(self) -> Membership:
         return self._stack.enter_context(Membership(self.url, self.namespace))
@@ -73,7 +83,7 @@ def during(wait: Callable[[], T], act: Callable[[], object]) -> T:
 # Epochs ---------------------------------------------------------------------------------------
 
 
-def test_the_newest_epoch_is_told_with_its_plan(life: Life) -> None:
+def test_newest_epoch_is_read_with_its_assignment(life: Life) -> None:
     shared = life.worker()
     assert shared.epoch(0, SHORT_S) is None
     assert [life.begin(plan) for plan in ("first", "second", "drei → 3")] == [1, 2, 3]
@@ -84,7 +94,7 @@ def test_the_newest_epoch_is_told_with_its_plan(life: Life) -> None:
     assert shared.epoch(3, SHORT_S) == Epoch(4, "")  # the end
 
 
-def test_who_waits_for_an_epoch_is_woken(life: Life) -> None:
+def test_wait_for_an_epoch_ends_when_it_begins(life: Life) -> None:
     life.begin("first")
     shared = life.worker()
     start = time.monotonic()
@@ -96,7 +106,7 @@ def test_who_waits_for_an_epoch_is_woken(life: Life) -> None:
 # Suspicions -----------------------------------------------------------------------------------
 
 
-def test_each_suspicion_is_told_once_in_order(life: Life) -> None:
+def test_each_suspicion_is_reported_once_in_order(life: Life) -> None:
     teller, shared = life.worker(), life.worker()
     assert shared.suspicions(SHORT_S) == []
     teller.suspect(1, "alpha/0", "The link to rank 2 broke.")
@@ -113,7 +123,7 @@ def test_each_suspicion_is_told_once_in_order(life: Life) -> None:
     assert life.worker().suspicions(PATIENCE_S) == [*told, Suspicion(2, "alpha/0", "again")]
 
 
-def test_who_waits_for_a_suspicion_is_woken(life: Life) -> None:
+def test_wait_for_a_suspicion_ends_when_there_is_one(life: Life) -> None:
     teller, shared = life.worker(), life.worker()
     found = during(
         lambda: shared.suspicions(PATIENCE_S), lambda: teller.suspect(3, "alpha/0", "silence")
@@ -222,23 +232,65 @@ def test_the_oldest_step_rises_with_each_that_all_ranks_complete(life: Life) -> 
 # Where the ranks meet -------------------------------------------------------------------------
 
 
-def test_a_meeting_that_nobody_calls_is_given_up(life: Life) -> None:
-    shared, epoch = life.worker(), life.begin()
-    start = time.monotonic()
-    assert shared.meeting(epoch, SHORT_S) is None
-    assert SHORT_S <= time.monotonic() - start < PATIENCE_S
+def test_what_ranks_leave_for_one_another_is_that_of_their_epoch(life: Life) -> None:
+    epoch = life.begin()
+    with LinkAddressTable(life.url, life.namespace, epoch) as one:
+        one.write("0", b"\0an address\xff")
+        with LinkAddressTable(life.url, life.namespace, epoch) as other:
+            assert other.read(["0", "1"]) == [b"\0an address\xff", None]
+        later = life.begin()
+        with LinkAddressTable(life.url, life.namespace, later) as next_one:
+            assert next_one.read(["0"]) == [None]
+        assert one.read(["0"]) == [None], "gone with its epoch"
 
 
-def test_a_meeting_is_that_of_its_epoch(life: Life) -> None:
-    shared, epoch = life.worker(), life.begin()
-    head = life.worker()
-    place = "[fd00::1]:4242"
-    found = during(lambda: shared.meeting(epoch, PATIENCE_S), lambda: head.invite(epoch, place))
-    assert found == place
-    assert shared.meeting(epoch, 0) == place
-    later = life.begin()
-    assert shared.meeting(later, SHORT_S) is None
-    assert shared.meeting(epoch, 0) is None  # gone with its epoch
+def test_a_rank_of_an_ended_epoch_leaves_no_key_behind(life: Life) -> None:
+    epoch = life.begin()
+    with LinkAddressTable(life.url, life.namespace, epoch) as late:
+        life.begin()
+        with pytest.raises(StaleEpoch):
+            late.write("0", b"here")
+        assert late.read(["0"]) == [None]
+
+
+def test_ranks_find_one_another_through_redis_and_no_store_listens(life: Life) -> None:
+    epoch = life.begin()
+    before = listening([os.getpid()])
+
+    def member(rank: int) -> tuple[list[float], set[str]]:
+        with LinkAddressTable(life.url, life.namespace, epoch) as table:
+            group = TPProcessGroup(RendezvousStore(table), rank, 2)
+            parts = group.gather(torch.full((1,), float(rank)))
+            places = {each.address for each in listening([os.getpid()]) - before}
+            return [part.item() for part in parts], places
+
+    with ThreadPoolExecutor(2) as pool:
+        for parts, places in pool.map(member, range(2)):
+            assert parts == [0.0, 1.0]
+            assert places == {LOOPBACK}, "what members add up stays on their host"
+
+
+def test_a_rank_that_waits_for_others_notices_that_its_epoch_is_over(life: Life) -> None:
+    epoch = life.begin()
+    heartbeat = Heartbeat(life.url, life.namespace, "m/0", patience_s=PATIENCE_S)
+    with heartbeat, LinkAddressTable(life.url, life.namespace, epoch) as table:
+        heartbeat.next(0)
+        store = RendezvousStore(table, lambda: heartbeat.check(epoch))
+
+        def meet() -> Exception:
+            with pytest.raises(StaleEpoch) as caught:
+                TPProcessGroup(store, 0, 2)  # nobody else comes
+            return caught.value
+
+        assert "is over" in str(during(meet, life.begin))
+
+
+def test_rank_without_peers_says_that_it_found_none(life: Life) -> None:
+    epoch = life.begin()
+    with LinkAddressTable(life.url, life.namespace, epoch) as table:
+        store = RendezvousStore(table)
+        with pytest.raises(DistStoreError, match=r"no answer within 0\.03 seconds"):
+            store.wait(["1"], timedelta(seconds=SHORT_S))
 
 
 # A Redis that is gone -------------------------------------------------------------------------
@@ -251,10 +303,10 @@ def test_a_meeting_is_that_of_its_epoch(life: Life) -> None:
         lambda shared: shared.epoch(0, PATIENCE_S),
         lambda shared: shared.suspicions(PATIENCE_S),
         lambda shared: shared.progress(),
-        lambda shared: shared.meeting(1, PATIENCE_S),
+        lambda shared: shared.followers(1),
     ],
 )
-def test_a_redis_that_is_gone_is_told_by_every_call(ask: Callable[[Membership], object]) -> None:
+def test_every_call_reports_a_lost_redis(ask: Callable[[Membership], object]) -> None:
     with EmbeddedRedis() as server:
         shared = Membership(server.url, "gone")
         shared.renew("alpha/0", 1)
@@ -266,12 +318,15 @@ class Processes:
     """Workers that somebody else starts and ends."""
 
     def __init__(self) -> None:
-        self.deaths: queue.SimpleQueue[Death] = queue.SimpleQueue()
+        self.deaths: queue.SimpleQueue[WorkerDeath] = queue.SimpleQueue()
         self.looks = 0  # how often somebody asked whether a lost one's host is starting
         self.prepared_at = 0.0  # when the answer was yes
+        self.killed: list[str] = []
+        self.checks = 0  # how often the recovery has checked all signs
 
-    def kill(self, worker: str, since: float) -> bool:
-        return False
+    def kill(self, worker: str, since: float, pid: int | None) -> bool:
+        self.killed.append(worker)
+        return True
 
     def preparing(self, worker: str) -> bool:
         self.looks += 1
@@ -279,25 +334,28 @@ class Processes:
             self.prepared_at = time.monotonic()
         return self.looks < 10
 
-    def mend(self) -> None:
-        pass
+    def restart_lost_hosts(self) -> None:
+        self.checks += 1
 
 
-ASSIGNMENT = RankAssignment(("m/0", "m/1"), (range(4),), "127.0.0.1")
+ASSIGNMENT = RankAssignment(("m/0", "m/1"), (range(4),))
 
 
 def recovery_of(
     life: Life,
     replan: Callable[[set[str]], RankAssignment] = lambda _: ASSIGNMENT,
     patience_s: float = PATIENCE_S,
+    assignment: RankAssignment = ASSIGNMENT,
+    stall_s: float = 30.0,
 ) -> Recovery:
     return Recovery(
         life.url,
         life.namespace,
-        ASSIGNMENT,
-        workers=ASSIGNMENT.workers,
+        assignment,
+        workers=assignment.everyone,
         replan=replan,
         patience_s=patience_s,
+        stall_s=stall_s,
     )
 
 
@@ -306,17 +364,17 @@ def test_word_of_a_death_ends_no_epoch_that_the_next_life_has_joined(life: Life)
     processes = Processes()
     with recovery_of(life) as recovery:
         recovery.watch(processes)
-        first = recovery.epoch
+        first = recovery.state.epoch
         life.rank(first, 0)
         life.rank(first, 1)
-        processes.deaths.put(Death("m/1", "an earlier life", os.getpid() + 1))
+        processes.deaths.put(WorkerDeath("m/1", "an earlier life", os.getpid() + 1))
         end = time.monotonic() + PATIENCE_S
         while not processes.deaths.empty():
             assert time.monotonic() < end
-        processes.deaths.put(Death("m/1", "this life", os.getpid()))
-        while recovery.epoch == first:
+        processes.deaths.put(WorkerDeath("m/1", "this life", os.getpid()))
+        while recovery.state.epoch == first:
             assert time.monotonic() < end
-    assert [fault.reason for fault in recovery.faults] == ["m/1 ended (this life)"]
+    assert [fault.reason for fault in recovery.state.faults] == ["m/1 ended (this life)"]
 
 
 def test_what_ended_an_epoch_is_counted_with_what_it_cost(life: Life) -> None:
@@ -325,7 +383,7 @@ def test_what_ended_an_epoch_is_counted_with_what_it_cost(life: Life) -> None:
         shared = life.worker()
         shared.count({"faults/link_broke": 3, "steps": 9})
         recovery.watch(processes)
-        first = recovery.epoch
+        first = recovery.state.epoch
         head = life.rank(first, 0)
         life.rank(first, 1)
         request = head.enqueue(**ASKED)
@@ -333,13 +391,13 @@ def test_what_ended_an_epoch_is_counted_with_what_it_cost(life: Life) -> None:
         accept(head, request, 3, (10,))
         until(lambda: shared.progress() == ((request, 4),))
         shared.suspect(first, "m/0", "lost its link")
-        until(lambda: recovery.epoch > first)
+        until(lambda: recovery.state.epoch > first)
         # Word of what was behind it comes later.
-        processes.deaths.put(Death("m/1", "killed", os.getpid()))
+        processes.deaths.put(WorkerDeath("m/1", "killed", os.getpid()))
         until(processes.deaths.empty)
         assert "recoveries" not in shared.totals()
-        head = life.rank(recovery.epoch, 0)
-        life.rank(recovery.epoch, 1)
+        head = life.rank(recovery.state.epoch, 0)
+        life.rank(recovery.state.epoch, 1)
         until(lambda: "recoveries" in shared.totals())
         told = shared.totals()
         assert told["faults/worker_ended"] == told["recoveries"] == 1
@@ -350,23 +408,70 @@ def test_what_ended_an_epoch_is_counted_with_what_it_cost(life: Life) -> None:
         accept(head, request, 4, (11,))
         until(lambda: "resumptions" in shared.totals())
         assert shared.totals()["resumption_ns"] > told["recovery_ns"]
-    assert [fault.kind for fault in recovery.faults] == [FaultKind.WORKER_ENDED]
+    assert [fault.kind for fault in recovery.state.faults] == [FaultKind.WORKER_ENDED]
     # Who watches the same log next goes on counting.
     with recovery_of(life) as recovery:
         recovery.watch(processes)
-        life.rank(recovery.epoch, 0)
-        life.rank(recovery.epoch, 1)
-        shared.suspect(recovery.epoch, "m/0", "lost its link")
-        epoch = recovery.epoch
-        until(lambda: recovery.epoch > epoch)
-        life.rank(recovery.epoch, 0)
-        life.rank(recovery.epoch, 1)
+        life.rank(recovery.state.epoch, 0)
+        life.rank(recovery.state.epoch, 1)
+        epoch = recovery.state.epoch
+        shared.suspect(epoch, "m/0", "lost its link")
+        until(lambda: recovery.state.epoch > epoch)
+        life.rank(recovery.state.epoch, 0)
+        life.rank(recovery.state.epoch, 1)
         until(lambda: shared.totals()["recoveries"] == 2)
     assert shared.totals()["faults/worker_ended"] == 1
     assert shared.totals()["faults/link_broke"] == 4
 
 
-def test_nobody_gives_up_while_a_lost_host_is_starting(life: Life) -> None:
+def killed_without_joining_again(
+    life: Life, assignment: RankAssignment, join: Callable[[int], object]
+) -> list[str]:
+    """Whom a recovery kills after an epoch that `join` joined, if all renew their leases but none
+    joins the next one."""
+    processes, shared = Processes(), life.worker()
+
+    def renewing_until(condition: Callable[[], object]) -> None:
+        def check() -> object:
+            for worker in assignment.everyone:
+                shared.renew(worker, os.getpid())
+            return condition()
+
+        until(check, PATIENCE_S)
+
+    def three_checks() -> None:
+        checks = processes.checks
+        renewing_until(lambda: processes.checks >= checks + 3)
+
+    with recovery_of(life, assignment=assignment, stall_s=0.02) as recovery:
+        recovery.watch(processes)
+        first = recovery.state.epoch
+        join(first)
+        three_checks()  # who has joined is seen
+        shared.suspect(first, "m/1", "lost its link")
+        renewing_until(lambda: recovery.state.epoch > first and processes.killed)
+        three_checks()
+    return processes.killed
+
+
+def test_a_worker_that_renews_its_lease_but_does_not_join_again_is_killed_once(life: Life) -> None:
+    """Only one that has joined before: another may still be loading its weights."""
+    assignment = RankAssignment(("m/0", "m/1", "m/2"), (range(2), range(2, 4)))
+    killed = killed_without_joining_again(life, assignment, lambda epoch: life.rank(epoch, 1))
+    assert killed == ["m/1"]
+
+
+def test_the_leader_of_a_group_is_not_killed_while_it_waits_for_a_follower(life: Life) -> None:
+    assignment = RankAssignment(("m/0", "m/1"), (range(4),), ((), ("m/2",)))
+
+    def join(epoch: int) -> None:
+        life.rank(epoch, 1)
+        life.worker().follow(epoch, "m/2")
+
+    assert killed_without_joining_again(life, assignment, join) == ["m/2"]
+
+
+def test_no_worker_gives_up_while_a_lost_host_is_starting(life: Life) -> None:
     """Imports can take longer than the patience with a worker that says nothing, and the workers
     of a host do not join at the same moment."""
 
@@ -377,8 +482,29 @@ def test_nobody_gives_up_while_a_lost_host_is_starting(life: Life) -> None:
     with recovery_of(life, replan, patience_s) as recovery:
         life.worker().renew("m/0", os.getpid())
         recovery.watch(processes)
-        recovery._thread.join(PATIENCE_S)
+        until(lambda: recovery.state.failure, PATIENCE_S)
         assert time.monotonic() - processes.prepared_at > patience_s
         with pytest.raises(RankFailed, match="m/0, m/1 stayed away: nobody is left"):
             recovery.check()
     assert processes.looks >= 10
+
+
+def test_the_state_of_a_recovery_is_a_snapshot_with_the_assignment_of_its_epoch(life: Life) -> None:
+    fewer = RankAssignment(("m/0",), (range(4),))
+    with recovery_of(life, lambda _: fewer, patience_s=0.1) as recovery:
+        before = recovery.state
+        seen = {before.epoch: before.assignment}
+        life.worker().renew("m/1", os.getpid())  # and never again
+        recovery.watch(Processes())
+
+        def replaced() -> bool:
+            state = recovery.state
+            return seen.setdefault(state.epoch, state.assignment) == fewer
+
+        until(replaced, PATIENCE_S)
+        epoch = life.worker().epoch(0, SHORT_S)
+        assert epoch is not None
+    assert seen[before.epoch] == before.assignment == ASSIGNMENT
+    assert RankAssignment.decode(epoch.assignment) == fewer
+    assert before.faults == (), "a state that was read before does not change"
+    assert recovery.state.faults[0].kind is FaultKind.STAYED_AWAY

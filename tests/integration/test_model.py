@@ -17,13 +17,13 @@ from torch.distributed import HashStore
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.engine.architectures import ARCHITECTURES
-from pipespec.engine.attention.plan import AttentionPlan, Segment, causal_plan
+from pipespec.engine.attention.attention_plan import AttentionPlan, Segment, causal_plan
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.following import Leader, agree, follow
-from pipespec.engine.model import ModelSlice
-from pipespec.engine.tensor_parallel import Seat
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.tensor_parallel import TPRank
+from pipespec.engine.tp_worker import TPDriver, negotiate, run_tp_worker
 from pipespec.errors import ModelError
-from pipespec.transport.group import MemberGroup
+from pipespec.transport.tp_group import TPProcessGroup
 from tests.helpers.members import RecordableGroup, together
 from tests.helpers.models import CONFIGS, NUM_LAYERS, VOCAB_SIZE, build
 from tests.helpers.plans import joined
@@ -146,15 +146,15 @@ def test_norms_of_single_heads_that_members_cannot_share_are_refused(tmp_path):
 
 
 def test_members_attend_to_trees_on_the_device_alone(checkpoint):
-    """And say that nothing records or compiles what the host does between their products."""
+    """And say that nothing captures or compiles what the host does between their products."""
     path = checkpoint("gemma2")
     tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
     batches = [slice(0, 3), slice(3, 14), slice(14, 24)]
 
-    def member(group: MemberGroup) -> tuple[Tensor, list[str]]:
+    def member(group: TPProcessGroup) -> tuple[Tensor, list[str]]:
         layers = range(NUM_LAYERS)
         part = ModelSlice.load(path, layers, num_slots=NUM_SLOTS, attention="static", group=group)
-        part.record([8])
+        part.capture_graphs([8])
         part.compile()
         return tree.run([part], batches), part.refused
 
@@ -162,14 +162,14 @@ def test_members_attend_to_trees_on_the_device_alone(checkpoint):
     for logits, refused in together(2, member):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         graphs, compiler = refused
-        assert "without graphs: the host adds up" in graphs
-        assert "without a compiler" in compiler
+        assert "without graphs, as the host adds up" in graphs
+        assert "is not compiled" in compiler
 
 
 @pytest.mark.parametrize(
     ("attention", "buckets"), [("sdpa", []), ("static", []), ("static", [4, 16])]
 )
-def test_who_follows_computes_what_the_first_member_is_called_with(checkpoint, attention, buckets):
+def test_tp_workers_compute_the_calls_of_the_first_member(checkpoint, attention, buckets):
     """In several lives of the group, with the weights of the first; all attend alike, and replay
     what they have recorded together."""
     path = checkpoint("gemma2")
@@ -180,22 +180,22 @@ def test_who_follows_computes_what_the_first_member_is_called_with(checkpoint, a
     def member(rank: int) -> list[Tensor]:
         # The first member alone is told by what it attends, and has fewer slots.
         how, slots = ("sdpa", 2 * NUM_SLOTS) if rank else (attention, NUM_SLOTS)
-        seat = Seat(rank, 2)
+        seat = TPRank(rank, 2)
         part = ModelSlice.load(path, range(NUM_LAYERS), num_slots=slots, attention=how, group=seat)
         if rank == 0 and buckets:
-            part.record(buckets, stand_in)
+            part.capture_graphs(buckets, stand_in)
         found = []
         for tree, store in zip(trees, meeting, strict=True):
             group = RecordableGroup(store, rank, 2)
-            with seat.meet(group):
-                assert agree(part, group, stand_in) == NUM_SLOTS
+            with seat.joined(group):
+                assert negotiate(part, group, stand_in) == NUM_SLOTS
                 assert part.attention == attention
                 assert (part.graph_rows, part.refused) == (tuple(buckets), [])
                 if rank:
-                    follow(part, group)
+                    run_tp_worker(part, group)
                     continue
-                leader = Leader(group)
-                part.lead(leader)
+                leader = TPDriver(group)
+                part.set_driver(leader)
                 found.append(tree.run([part], batches))
                 leader.end()
         return found
@@ -210,7 +210,7 @@ def test_who_follows_computes_what_the_first_member_is_called_with(checkpoint, a
 
 def test_members_do_not_share_quantised_weights(checkpoint):
     path = checkpoint("llama")
-    with pytest.raises(ModelError, match="2 devices can share plain weights alone"):
+    with pytest.raises(ModelError, match="2 devices together need plain weights"):
         together(
             2,
             lambda group: ModelSlice.load(
@@ -324,7 +324,7 @@ def test_loading_prints_nothing(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_shape_and_memory_are_told(checkpoint):
+def test_shape_and_memory_are_reported(checkpoint):
     model = ModelSlice.load(
         checkpoint("llama"), range(1, 3), dtype=torch.bfloat16, num_slots=NUM_SLOTS
     )
@@ -364,7 +364,7 @@ def _reference(path: Path) -> PreTrainedModel:
     return model
 
 
-def _load(path: Path, num_slices: int, group: MemberGroup | None = None) -> list[ModelSlice]:
+def _load(path: Path, num_slices: int, group: TPProcessGroup | None = None) -> list[ModelSlice]:
     size = NUM_LAYERS // num_slices
     return [
         ModelSlice.load(path, range(start, start + size), num_slots=NUM_SLOTS, group=group)
@@ -372,7 +372,7 @@ def _load(path: Path, num_slices: int, group: MemberGroup | None = None) -> list
     ]
 
 
-def _member(group: MemberGroup, path: Path, prompt: Tensor) -> tuple[list[int], int]:
+def _member(group: TPProcessGroup, path: Path, prompt: Tensor) -> tuple[list[int], int]:
     """What a member of two slices decodes, and the bytes of its weights."""
     parts = _load(path, 2, group)
     return _greedy(parts, prompt, chunk=5), sum(part.num_weight_bytes for part in parts)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,19 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from pipespec.client.own import running
+from pipespec.client.local_cluster import running
 from pipespec.cluster.deployment import decide
 from pipespec.cluster.recovery import Fault
+from pipespec.config.choices import options
 from pipespec.config.compose import compose
-from pipespec.controller.records import Accepted
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import Sampling
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.log_records import Accepted
+from pipespec.core import SamplingParams
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.model import ModelSlice
-from pipespec.engine.quantization import KEPT
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.quantization import PACKED_INT4
 from pipespec.errors import ConfigError, ModelError, RankFailed
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 from tests.helpers.models import NUM_LAYERS, build
 from tools.rig import cluster
 from tools.rig.packing import KINDS, pack, words
@@ -93,7 +95,7 @@ def test_layers_that_are_left_unquantised_stay_as_they_are(packed):
     path, plain = packed("awq", skip="layers.1.")
     found, expected = (weights(each, range(4), dtype=torch.float32) for each in (path, plain))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    kept = inspect(path).kept
+    kept = inspect(path).int4_layers
     assert kept[1].weights == 0 < kept[0].weights
 
 
@@ -168,8 +170,10 @@ def test_token_ids_are_those_of_the_plain_weights(packed, kind):
     path, plain = packed(kind)
     (expected,) = cluster.reference(plain, [PROMPT], NEW_TOKENS)
     for stages in (1, 2, 4):
-        deployment = cluster.make_deployment(path, path, f"cluster.stages={stages}", "feed.width=8")
-        assert deployment.held(deployment.target) is None
+        deployment = cluster.make_deployment(
+            path, path, f"cluster.stages={stages}", "policy.width=8"
+        )
+        assert deployment.weight_format(deployment.target) is None
         with EmbeddedRedis() as redis:
             ((tokens, _, _),) = cluster.decode(
                 deployment, redis, [{"prompt": tuple(PROMPT), "max_new_tokens": NEW_TOKENS}]
@@ -180,7 +184,7 @@ def test_token_ids_are_those_of_the_plain_weights(packed, kind):
 def kept_text(path: Path, *overrides: str) -> list[list[int]]:
     """Three requests at once, in four bits."""
     deployment = cluster.make_deployment(path, path, "model.dtype=bfloat16", *overrides)
-    assert deployment.held(deployment.target) == KEPT
+    assert deployment.weight_format(deployment.target) == PACKED_INT4
     asked = [{"prompt": tuple(PROMPT[start:]), "max_new_tokens": NEW_TOKENS} for start in (0, 3, 6)]
     with EmbeddedRedis() as redis:
         return [tokens for tokens, _, _ in cluster.decode(deployment, redis, asked)]
@@ -188,10 +192,10 @@ def kept_text(path: Path, *overrides: str) -> list[list[int]]:
 
 def test_in_four_bits_the_text_is_one_for_every_stage_count_policy_and_batch(packed):
     path, _ = packed("awq")
-    expected = kept_text(path, "cluster.stages=1", "feed=root")
+    expected = kept_text(path, "cluster.stages=1", "policy=root")
     assert len({tuple(tokens) for tokens in expected}) == 3
-    for stages, feed in ((1, "best_first"), (2, "level"), (4, "best_first"), (2, "static_tree")):
-        assert kept_text(path, f"cluster.stages={stages}", f"feed={feed}") == expected
+    for stages, policy in zip(cycle((2, 1, 4)), options("policy"), strict=False):
+        assert kept_text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
 @pytest.mark.parametrize("kind", KEEPS)
@@ -199,13 +203,13 @@ def test_products_of_four_bits_are_those_of_the_plain_weights(packed, kind):
     """But for bfloat16's rounding; and memory is foretold to the byte."""
     path, plain = packed(kind)
     info = inspect(path)
-    foretold = info.loaded("bfloat16", KEPT)
-    assert info.held(None, "auto", "bfloat16") == KEPT
-    assert info.held(None, "auto", "float32") is None
-    assert info.held(None, "no", "bfloat16") is None
+    foretold = info.loaded("bfloat16", PACKED_INT4)
+    assert info.weight_format(None, "auto", "bfloat16") == PACKED_INT4
+    assert info.weight_format(None, "auto", "float32") is None
+    assert info.weight_format(None, "no", "bfloat16") is None
     for i in range(NUM_LAYERS):
         model = ModelSlice.load(
-            path, range(i, i + 1), dtype=torch.bfloat16, quantization=KEPT, num_slots=4
+            path, range(i, i + 1), dtype=torch.bfloat16, quantization=PACKED_INT4, num_slots=4
         )
         ends = (i == 0) * foretold.embedding + (i == NUM_LAYERS - 1) * foretold.head
         assert model.num_weight_bytes == foretold.layers[i] + ends
@@ -213,7 +217,7 @@ def test_products_of_four_bits_are_those_of_the_plain_weights(packed, kind):
     kept, exact = (
         run(each, how)
         for each, how in (
-            (path, {"dtype": torch.bfloat16, "quantization": KEPT}),
+            (path, {"dtype": torch.bfloat16, "quantization": PACKED_INT4}),
             (plain, {"dtype": torch.float32}),
         )
     )
@@ -222,7 +226,7 @@ def test_products_of_four_bits_are_those_of_the_plain_weights(packed, kind):
 
 def run(path: Path, how: dict[str, Any]) -> torch.Tensor:
     """Hidden states after two layers, of the prompt."""
-    from pipespec.engine.attention.plan import causal_plan
+    from pipespec.engine.attention.attention_plan import causal_plan
 
     model = ModelSlice.load(path, range(2), num_slots=32, **how)
     slots = np.arange(len(PROMPT))
@@ -285,14 +289,14 @@ def test_an_order_that_cannot_be_is_refused(packed, tmp_path):
         tensors[f"{FIRST}.g_idx"] += 7
 
     path = edited(packed("gptq")[0], tmp_path / "odd", spoil)
-    with pytest.raises(ModelError, match="names groups that it has not"):
+    with pytest.raises(ModelError, match="names groups that do not exist"):
         ModelSlice.load(path, range(1), dtype=torch.float32, num_slots=4)
 
 
 def test_an_order_that_the_config_denies_does_not_stay_in_four_bits(packed, tmp_path):
     path = edited(packed("gptq reordered")[0], tmp_path / "odd", desc_act=False)
     with pytest.raises(ModelError, match=r"of any inputs, though config.json says otherwise; set "):
-        ModelSlice.load(path, range(1), dtype=torch.bfloat16, quantization=KEPT, num_slots=4)
+        ModelSlice.load(path, range(1), dtype=torch.bfloat16, quantization=PACKED_INT4, num_slots=4)
     plain = weights(path, range(1), dtype=torch.float16)
     expected = weights(packed("gptq reordered")[1], range(1), dtype=torch.float16)
     assert all(torch.equal(plain[name], expected[name]) for name in expected)
@@ -313,7 +317,7 @@ def test_settings_that_do_not_fit_are_refused(packed):
     ):
         cluster.make_deployment(path, path, "model.quantization=int8")
     no = cluster.make_deployment(path, path, "model.keep_quantized=no", "model.dtype=bfloat16")
-    assert no.held(no.target) is None
+    assert no.weight_format(no.target) is None
 
 
 def test_a_kernel_that_is_wrong_is_not_used(packed, monkeypatch):
@@ -322,8 +326,10 @@ def test_a_kernel_that_is_wrong_is_not_used(packed, monkeypatch):
     monkeypatch.setattr(
         torch.ops.aten, "_weight_int4pack_mm_for_cpu", lambda x, *rest: right(x, *rest) + len(x)
     )
-    with pytest.raises(ModelError, match=r"not right on cpu: .* set model.keep_quantized=no"):
-        ModelSlice.load(path, range(1), dtype=torch.bfloat16, quantization=KEPT, num_slots=4)
+    with pytest.raises(
+        ModelError, match=r"failed its self-test on cpu: .* set model.keep_quantized=no"
+    ):
+        ModelSlice.load(path, range(1), dtype=torch.bfloat16, quantization=PACKED_INT4, num_slots=4)
 
 
 def far_from_zero(tensors: dict[str, torch.Tensor]) -> None:
@@ -339,16 +345,17 @@ def far_from_zero(tensors: dict[str, torch.Tensor]) -> None:
 def answer(*overrides: str, in_four_bits: bool) -> tuple[list[int], list[Fault]]:
     """Token ids of a cluster of processes, and what ended its epochs. Rows come alone: in plain
     bfloat16 a batch's size can change a row."""
-    alone = ("feed=root", "source=suffix", "cluster.stages=2", "model.dtype=bfloat16")
+    alone = ("policy=root", "proposer=suffix", "cluster.stages=2", "model.dtype=bfloat16")
     deployment = decide(compose([*alone, *overrides]))
-    assert (deployment.held(deployment.target) == KEPT) == in_four_bits
+    assert (deployment.weight_format(deployment.target) == PACKED_INT4) == in_four_bits
     with running(deployment) as (cluster, client):
         prompt = client.served.encode("Once upon a time")
-        request = client.submit(prompt, Sampling(), max_new_tokens=24)
+        request = client.submit(prompt, SamplingParams(), max_new_tokens=24)
         told = [each for each in client.events(request) if isinstance(each, Accepted)]
         return [token for each in told for token in each.tokens], list(cluster.faults)
 
 
+@pytest.mark.long
 def test_what_one_rank_cannot_multiply_in_four_bits_all_make_plain(tmp_path):
     pack(DEMO / "target", tmp_path / "packed", tmp_path / "plain", KINDS["awq"])
     path = edited(tmp_path / "packed", tmp_path / "odd", far_from_zero)
@@ -358,14 +365,14 @@ def test_what_one_rank_cannot_multiply_in_four_bits_all_make_plain(tmp_path):
     assert not none
     tokens, (fault,) = answer(f"model.target={path}", in_four_bits=True)
     assert tokens == expected
-    assert re.search(r"not right on cpu: of .*q_proj.*made plain", fault.reason)
+    assert re.search(r"failed its self-test on cpu: of .*q_proj.*dequantised", fault.reason)
     with pytest.raises(RankFailed, match=r"set model\.keep_quantized=no"):
         answer(f"model.target={path}", "model.keep_quantized=yes", in_four_bits=True)
 
 
 PEAK = """
 import resource, sys, torch
-from pipespec.engine.model import ModelSlice
+from pipespec.engine.model_slice import ModelSlice
 small, large, kept = sys.argv[1:]
 def load(path):
     dtype = torch.bfloat16 if kept else torch.float32
@@ -385,7 +392,7 @@ def test_no_more_than_the_slice_and_a_tensor_is_in_memory(packed, tmp_path):
     large = build("llama", tmp_path / "source", hidden_size=1024, intermediate_size=3072)
     pack(large, tmp_path / "packed", tmp_path / "plain", KINDS["awq"])
     weights = 4 * 12.5e6
-    for kept in ("", KEPT):
+    for kept in ("", PACKED_INT4):
         asked = [sys.executable, "-c", PEAK, str(packed("awq")[0]), str(tmp_path / "packed"), kept]
         done = subprocess.run(asked, capture_output=True, text=True, check=True)
         grown, size = map(int, done.stdout.split())

@@ -38,7 +38,7 @@ def partition(bed, *arguments):
 
 @pytest.mark.long
 def test_hosts_measure_themselves_and_links_count(bed, hosts_file):
-    done = partition(bed, "--json", hosts_file, "feed.width=8")
+    done = partition(bed, "--json", hosts_file, "policy.width=8")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     figures = answer["figures"]

@@ -25,15 +25,15 @@ from transformers import (
 )
 
 from pipespec.cluster import session
-from pipespec.cluster.build import load_model as build_rank
-from pipespec.cluster.worker import on_this_host
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.engine.attention.plan import causal_plan
+from pipespec.cluster.rank_components import load_model as build_rank
+from pipespec.cluster.rank_components import on_this_host
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.model import ModelSlice
+from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.quantization import METHODS, QUANTIZATIONS
 from pipespec.errors import ConfigError, ModelError
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 from tests.helpers.models import NUM_LAYERS, build
 from tools.rig import cluster
 
@@ -209,7 +209,7 @@ def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
 def test_loading_prints_nothing():
     """In a process of its own: packages complain when they are imported, and once."""
     script = f"""import torch
-from pipespec.engine.model import ModelSlice
+from pipespec.engine.model_slice import ModelSlice
 for quantization in {list(QUANTIZATIONS)}:
     ModelSlice.load({str(DEMO / "target")!r}, range(2, 4), dtype=torch.float32,
                     quantization=quantization, num_slots=4)
@@ -233,8 +233,8 @@ def test_target_and_draft_are_quantised_each_in_its_way(quantised):
             target,
             DEMO / "draft",
             "cluster.stages=4",
-            "feed.width=8",
-            "feed.row_cost=0.0001",
+            "policy.width=8",
+            "policy.row_cost=0.0001",
             f"model.quantization={of_target or 'null'}",
             f"model.draft_quantization={of_draft or 'null'}",
             *(["model.dtype=float16"] if dtype == torch.float16 else []),
@@ -305,7 +305,7 @@ def test_a_missing_package_is_named_where_weights_load(quantised, monkeypatch, p
     ):
         with pytest.raises(ModelError, match=missing):
             build_rank(deployment, 1)
-        with pytest.raises(ModelError, match=missing), session.prepare(deployment):
+        with pytest.raises(ModelError, match=missing), session.start_agents(deployment):
             pass
 
 

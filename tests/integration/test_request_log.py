@@ -7,35 +7,44 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.controller import epochs, records, requests
-from pipespec.controller.client import Controller
-from pipespec.controller.connection import Pipe
-from pipespec.controller.epochs import MOST_CLUSTERS
-from pipespec.controller.graph import compute
-from pipespec.controller.keys import Keys
-from pipespec.controller.overview import Overview, look
-from pipespec.controller.records import CANCELLED, FAILED, Accepted, Finished
-from pipespec.controller.requests import RequestLog
-from pipespec.controller.server import EmbeddedRedis
-from pipespec.core import Request, Scored, TokenLogprobs
-from pipespec.core import Sampling as Asked
+from pipespec.batch_times import NO_TIMES
+from pipespec.controller import epoch_control, log_records, request_log
+from pipespec.controller.cluster_status import ClusterStatus, read_status
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.epoch_control import MAX_FAILED_CLUSTERS
+from pipespec.controller.log_records import CANCELLED, FAILED, Accepted, Event, Finished
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.redis_connection import RedisConnection
+from pipespec.controller.redis_keys import RedisKeys
+from pipespec.controller.request_log import RequestLog
+from pipespec.controller.task_graph import compute
+from pipespec.core import PromptLogprobs, Request, TokenLogprobs
+from pipespec.core import SamplingParams as Asked
 from pipespec.errors import ControllerError, StaleEpoch
-from pipespec.row_times import UNKNOWN
 from tests.helpers.log import accept, head_of, take
+from tools.rig.log import client_of, events_of, reports_of
 
+LONG_S = 30.0
 names = count()
 ASKED = {"prompt": (5, 6, 7), "max_new_tokens": 9, "eos": (2,), "stop": ("\n\n", "é")}
 
 
 @pytest.fixture
-def pipe(server: EmbeddedRedis) -> Iterator[Pipe]:
-    pipe = Pipe(server.url)
+def events(server: EmbeddedRedis, namespace: str) -> Callable[[int], list[Event]]:
+    """All events of a request, once it has ended."""
+    return partial(events_of, server.url, namespace)
+
+
+@pytest.fixture
+def pipe(server: EmbeddedRedis) -> Iterator[RedisConnection]:
+    pipe = RedisConnection(server.url)
     yield pipe
     pipe.close()
 
@@ -48,8 +57,8 @@ def test_requests_are_taken_in_the_order_in_which_they_came(head: Controller) ->
     assert take(head, wait=False) is None
 
 
-def test_the_least_priority_is_taken_first_and_of_equal_ones_who_came_first(
-    server: EmbeddedRedis, head: Controller
+def test_least_priority_is_taken_first_and_equal_ones_in_order_of_arrival(
+    server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
     asked = [(5, -1), (0, 1), (5, 2), (-3, 3), (0, 4), (10**6, 5), (-(10**6), 6), (1, 7)]
     ids = {n: head.enqueue(**ASKED, priority=priority) for priority, n in asked}
@@ -59,7 +68,7 @@ def test_the_least_priority_is_taken_first_and_of_equal_ones_who_came_first(
     urgent = head.enqueue(**ASKED, priority=-1)  # before all that still wait
     first = take(head)
     assert first == Request(urgent, **ASKED, priority=-1)
-    with head_of(server, head._keys.namespace) as successor:
+    with head_of(server, namespace) as successor:
         again = successor.next_requests(99, wait=False) or []
         assert [request.id for request, _ in again] == [*order[:1], order[1], urgent, *order[2:]]
 
@@ -129,24 +138,27 @@ def test_no_request_is_lost_or_doubled_and_all_are_taken_by_their_places(
         if found := head.next_requests(3, wait=False):
             assert [request.id for request, _ in found] == log.take(3)
     assert not head.next_requests(3, wait=False)
-    keys = head._keys
-    admitted = [int(one) for one in head._pipe.call("ZRANGE", keys.admitted, 0, -1)]
-    assert admitted == [number for _, number in sorted(log.taken)]
-    assert head._pipe.call("ZCARD", keys.queue) == 0
     head.close()
+    keys, pipe = RedisKeys(namespace), RedisConnection(server.url)
+    admitted = [int(one) for one in pipe.call("ZRANGE", keys.admitted, 0, -1)]
+    assert admitted == [number for _, number in sorted(log.taken)]
+    assert pipe.call("ZCARD", keys.queue) == 0
+    pipe.close()
 
 
-def test_a_head_that_waits_is_woken_by_a_request(server: EmbeddedRedis, head: Controller) -> None:
+def test_a_head_that_waits_is_woken_by_a_request(
+    server: EmbeddedRedis, head: Controller, namespace: str
+) -> None:
     found: list[Request | None] = []
     waiter = threading.Thread(target=lambda: found.append(take(head)))
     waiter.start()
-    with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+    with RequestLog(server.url, namespace=namespace, epoch=1) as user:
         request = user.enqueue(**ASKED)
         waiter.join(20)
     assert found == [Request(id=request, **ASKED)]
 
 
-def commands(pipe: Pipe, kind: str = "") -> int:
+def commands(pipe: RedisConnection, kind: str = "") -> int:
     """How many commands Redis has run, of one kind or of all but this question and what a rank
     always has under way."""
     told = pipe.call("INFO", "commandstats").decode()
@@ -155,7 +167,7 @@ def commands(pipe: Pipe, kind: str = "") -> int:
     return sum(int(n) for name, n in calls if name not in apart and kind in ("", name))
 
 
-def test_redis_is_not_asked_while_nothing_arrives(head: Controller, pipe: Pipe) -> None:
+def test_redis_is_not_asked_while_nothing_arrives(head: Controller, pipe: RedisConnection) -> None:
     assert head.next_requests(4, wait=False) == []  # an epoch begins: it is asked once
     before = commands(pipe)
     for _ in range(50):
@@ -169,10 +181,10 @@ def test_redis_is_not_asked_while_nothing_arrives(head: Controller, pipe: Pipe) 
     assert commands(pipe) == before
 
 
-def test_many_requests_are_announced_once(server: EmbeddedRedis, pipe: Pipe) -> None:
+def test_many_requests_are_announced_once(server: EmbeddedRedis, pipe: RedisConnection) -> None:
     namespace = f"log-{next(names)}"
-    epoch = epochs.begin(server.url, namespace)
-    announced = f"{Keys(namespace).ready(epoch)}:0"
+    epoch = epoch_control.begin_epoch(server.url, namespace)
+    announced = f"{RedisKeys(namespace).ready(epoch)}:0"
     with RequestLog(server.url, namespace=namespace, epoch=epoch) as user:
         ids = [user.enqueue(**ASKED) for _ in range(100)]
         user.close_queue()
@@ -194,14 +206,16 @@ def test_many_requests_are_announced_once(server: EmbeddedRedis, pipe: Pipe) -> 
             assert [request.id for request, _ in found] == ids[-1:]
 
 
-def test_an_epoch_to_which_no_head_came_leaves_nothing(server: EmbeddedRedis, pipe: Pipe) -> None:
+def test_an_epoch_to_which_no_head_came_leaves_nothing(
+    server: EmbeddedRedis, pipe: RedisConnection
+) -> None:
     namespace = f"log-{next(names)}"
-    epoch = epochs.begin(server.url, namespace)
+    epoch = epoch_control.begin_epoch(server.url, namespace)
     with RequestLog(server.url, namespace=namespace, epoch=epoch) as user:
         request = user.enqueue(**ASKED)
-    assert pipe.call("KEYS", f"{Keys(namespace).epochs}:*")
+    assert pipe.call("KEYS", f"{RedisKeys(namespace).epochs}:*")
     with head_of(server, namespace) as head:
-        assert not pipe.call("KEYS", f"{Keys(namespace).epochs}:{epoch}:*")
+        assert not pipe.call("KEYS", f"{RedisKeys(namespace).epochs}:{epoch}:*")
         assert head.next_requests(1, wait=False) == [(Request(request, **ASKED), ())]
 
 
@@ -214,12 +228,12 @@ def test_a_request_that_comes_before_the_first_epoch_waits_for_it(server: Embedd
 
 
 def test_no_request_is_missed_or_taken_twice_while_users_ask(
-    server: EmbeddedRedis, head: Controller
+    server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
     asked: list[list[int]] = [[] for _ in range(3)]
 
     def ask(mine: list[int]) -> None:
-        with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+        with RequestLog(server.url, namespace=namespace, epoch=1) as user:
             mine += [user.enqueue(**ASKED) for _ in range(60)]
 
     users = [threading.Thread(target=ask, args=(mine,)) for mine in asked]
@@ -264,19 +278,21 @@ class Waiting:
 
 
 def test_a_head_that_waits_learns_that_nothing_will_come(
-    server: EmbeddedRedis, head: Controller
+    server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
     waiting = Waiting(head)
-    with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+    with RequestLog(server.url, namespace=namespace, epoch=1) as user:
         user.close_queue()
         assert waiting.found() is None
 
 
-def test_a_head_that_waits_hears_what_is_cancelled(server: EmbeddedRedis, head: Controller) -> None:
+def test_a_head_that_waits_hears_what_is_cancelled(
+    server: EmbeddedRedis, head: Controller, namespace: str
+) -> None:
     first = head.enqueue(**ASKED)
     assert take(head)
     waiting = Waiting(head)
-    with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+    with RequestLog(server.url, namespace=namespace, epoch=1) as user:
         user.cancel(first)
         user.cancel(user.enqueue(**ASKED))  # may be in the queue no more when the head asks
         last = user.enqueue(**ASKED)
@@ -288,10 +304,10 @@ def test_a_head_that_waits_hears_what_is_cancelled(server: EmbeddedRedis, head: 
 
 
 def test_a_head_that_waits_learns_that_its_epoch_is_over(
-    server: EmbeddedRedis, head: Controller
+    server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
     waiting = Waiting(head)
-    epochs.begin(server.url, head._keys.namespace)
+    epoch_control.begin_epoch(server.url, namespace)
     assert isinstance(waiting.found(), StaleEpoch)
 
 
@@ -307,97 +323,110 @@ def test_a_head_that_waits_learns_that_it_was_refused(head: Controller) -> None:
 
 
 def test_a_reader_sees_tokens_as_they_are_accepted_and_then_the_reason(
-    head: Controller,
+    server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
-    request = head.enqueue(**ASKED)
-    events = head.stream(request, heartbeat=0.01)
-    assert next(events) is None
-    accept(head, request, 3, [10])
-    assert next(event for event in events if event) == Accepted(3, (10,))
-    accept(head, request, 4, [11, 12])
-    assert next(event for event in events if event) == Accepted(4, (11, 12))
-    head.finish(request, "length")
-    assert [event for event in events if event] == [Finished("length")]
+    with client_of(server.url, namespace) as client, client.follow() as followed:
+        request = head.enqueue(**ASKED)
+        followed.add(request)
+        assert followed.next(0.01) == []
+        accept(head, request, 3, [10])
+        assert followed.next(LONG_S) == [(request, Accepted(3, (10,)))]
+        accept(head, request, 4, [11, 12])
+        assert followed.next(LONG_S) == [(request, Accepted(4, (11, 12)))]
+        head.finish(request, "length")
+        assert followed.next(LONG_S) == [(request, Finished("length"))]
+        assert len(followed) == 0
     assert head.tokens(request) == (10, 11, 12)
 
 
-def test_readers_hear_what_the_first_token_took_if_the_head_knows(head: Controller) -> None:
+def test_readers_hear_what_the_first_token_took_if_the_head_knows(
+    head: Controller, events: Callable[[int], list[Event]]
+) -> None:
     for known, cached in ((None, None), (0, 0), (12_345_678_901, 7), (None, 9)):
         request = head.enqueue(**ASKED)
         take(head)
         head.finish(request, "stop", known, cached)
-        (end,) = head.stream(request)
+        (end,) = events(request)
         assert isinstance(end, Finished)
         assert (end.reason, end.prefill_ns, end.cached) == ("stop", known, cached)
 
 
-def test_a_reader_may_come_late_or_again(head: Controller) -> None:
+def test_a_reader_may_come_late_or_again(
+    head: Controller, events: Callable[[int], list[Event]]
+) -> None:
     request = head.enqueue(**ASKED)
     accept(head, request, 3, [10, 11])
     accept(head, request, 5, [12, 13])
     head.finish(request, "stop")
     head.tokens(request)
     end = Finished("stop")
-    assert list(head.stream(request)) == [Accepted(3, (10, 11)), Accepted(5, (12, 13)), end]
-    assert list(head.stream(request, base=4)) == [Accepted(4, (11,)), Accepted(5, (12, 13)), end]
-    assert list(head.stream(request, base=5)) == [Accepted(5, (12, 13)), end]
-    assert list(head.stream(request, base=7)) == [end]
+    for _ in range(2):
+        assert events(request) == [Accepted(3, (10, 11)), Accepted(5, (12, 13)), end]
 
 
-def test_log_probabilities_stay_with_their_tokens(head: Controller) -> None:
+def test_log_probabilities_stay_with_their_tokens(
+    head: Controller, events: Callable[[int], list[Event]]
+) -> None:
     request = head.enqueue(**ASKED)
     told = [TokenLogprobs(-0.1 * i, ((i, -1e-17), (9, -2.5))) for i in range(1, 4)]
     accept(head, request, 3, [10, 11], told[:2])
     accept(head, request, 4, [11, 12], told[1:])  # one of them told before
     head.finish(request, "stop")
     head.tokens(request)
-    assert list(head.stream(request)) == [
+    assert events(request) == [
         Accepted(3, (10, 11), tuple(told[:2])),
         Accepted(5, (12,), (told[2],)),
         Finished("stop"),
     ]
-    assert next(iter(head.stream(request, base=4))) == Accepted(4, (11,), (told[1],))
 
 
-def test_a_prompt_is_told_of_once_and_before_its_answer(head: Controller) -> None:
+def test_prompt_logprobs_are_sent_once_and_before_the_answer(
+    head: Controller, events: Callable[[int], list[Event]]
+) -> None:
     request = head.enqueue(**ASKED)
     told = [TokenLogprobs(-0.1 * i, ((i, -1e-17), (9, -2.5))) for i in range(1, 4)]
-    head.score(request, Scored(1, (told[0],)))
+    head.add_prompt_logprobs(request, PromptLogprobs(1, (told[0],)))
     # It is read again after a fault, and in other portions.
-    head.score(request, Scored(1, tuple(told[:2])))
-    head.score(request, Scored(1, tuple(told[:2])))
+    head.add_prompt_logprobs(request, PromptLogprobs(1, tuple(told[:2])))
+    head.add_prompt_logprobs(request, PromptLogprobs(1, tuple(told[:2])))
     accept(head, request, 3, [10])
     head.finish(request, "stop")
-    head.score(request, Scored(3, (told[2],)))
-    events = [Scored(1, (told[0],)), Scored(2, (told[1],)), Accepted(3, (10,)), Finished("stop")]
-    assert list(head.stream(request)) == events
-    assert list(head.stream(request, base=2)) == events[1:]
+    head.add_prompt_logprobs(request, PromptLogprobs(3, (told[2],)))
+    expected = [
+        PromptLogprobs(1, (told[0],)),
+        PromptLogprobs(2, (told[1],)),
+        Accepted(3, (10,)),
+        Finished("stop"),
+    ]
+    assert events(request) == expected
     assert head.tokens(request) == (10,)
 
 
 def test_a_request_with_which_clusters_end_is_given_up(
-    server: EmbeddedRedis, namespace: str
+    server: EmbeddedRedis, namespace: str, events: Callable[[int], list[Event]]
 ) -> None:
     """It may be what ends them, and every further one would take it up too."""
     poison, innocent, waiting = 1, 2, 3
     with head_of(server, namespace) as head:
         assert [head.enqueue(**ASKED) for _ in range(3)] == [poison, innocent, waiting]
-    for tokens in range(MOST_CLUSTERS):
+    for tokens in range(MAX_FAILED_CLUSTERS):
         for failed in (False, False, False, True):  # neither lost ranks nor orderly ends count
-            epochs.end(server.url, namespace, failed=False)
+            epoch_control.end_epoch(server.url, namespace, failed=False)
             with head_of(server, namespace) as head:
                 found = head.next_requests(2, wait=False)
                 assert [request.id for request, _ in found or []] == [poison, innocent]
                 if failed:
                     accept(head, innocent, 3 + tokens, [9])
-        epochs.end(server.url, namespace, failed=True)
+        epoch_control.end_epoch(server.url, namespace, failed=True)
     with head_of(server, namespace) as head:
-        assert list(head.stream(poison)) == [Finished(FAILED)]
+        assert events(poison) == [Finished(FAILED)]
         found = head.next_requests(9, wait=False)
         assert [request.id for request, _ in found or []] == [innocent, waiting]
 
 
-def test_what_joins_several_requests_is_told_at_once(head: Controller, pipe: Pipe) -> None:
+def test_tokens_of_several_requests_are_published_at_once(
+    head: Controller, pipe: RedisConnection, events: Callable[[int], list[Event]]
+) -> None:
     first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
     told = [TokenLogprobs(-0.5, ((4, -1.5),)), TokenLogprobs(-0.25)]
     before = commands(pipe, "evalsha")
@@ -414,8 +443,8 @@ def test_what_joins_several_requests_is_told_at_once(head: Controller, pipe: Pip
     head.tokens(first)
     assert commands(pipe, "evalsha") == before + 4
     end = Finished("stop")
-    assert list(head.stream(first)) == [Accepted(3, (10, 11)), Accepted(5, (12, 13)), end]
-    assert list(head.stream(second)) == [Accepted(3, (20, 21), tuple(told)), end]
+    assert events(first) == [Accepted(3, (10, 11)), Accepted(5, (12, 13)), end]
+    assert events(second) == [Accepted(3, (20, 21), tuple(told)), end]
 
 
 def test_sampling_parameters_travel_exactly(head: Controller) -> None:
@@ -426,7 +455,9 @@ def test_sampling_parameters_travel_exactly(head: Controller) -> None:
     assert take(head) == Request(id=request, **ASKED, sampling=sampling)
 
 
-def test_a_verdict_told_twice_is_accepted_once(head: Controller) -> None:
+def test_repeated_verdict_is_accepted_once(
+    head: Controller, events: Callable[[int], list[Event]]
+) -> None:
     request = head.enqueue(**ASKED)
     accept(head, request, 3, [10, 11])
     accept(head, request, 3, [10, 11])
@@ -437,13 +468,13 @@ def test_a_verdict_told_twice_is_accepted_once(head: Controller) -> None:
     head.finish(request, "stop")
     accept(head, request, 4, [11])
     head.finish(request, "length")
-    assert list(head.stream(request))[-1] == Finished("stop")
+    assert events(request)[-1] == Finished("stop")
 
 
 def perform(head: Controller, write: Callable[[], object]) -> None:
     """Writes and waits until Redis has done it; raises what it refused."""
     write()
-    head._pipe.call("PING")
+    head.tokens(0)  # which waits for Redis
 
 
 def test_tokens_that_cannot_follow_are_refused(head: Controller) -> None:
@@ -479,7 +510,6 @@ def test_of_several_pieces_with_one_refused_nothing_is_accepted(head: Controller
 def test_a_request_that_is_not_in_the_log_is_named(head: Controller) -> None:
     for call in (
         lambda: head.request(99),
-        lambda: next(head.stream(99)),
         lambda: accept(head, 99, 0, [1]),
         lambda: head.finish(99, "stop"),
     ):
@@ -487,9 +517,11 @@ def test_a_request_that_is_not_in_the_log_is_named(head: Controller) -> None:
             perform(head, call)
 
 
-def test_what_a_stale_epoch_writes_is_refused(server: EmbeddedRedis, head: Controller) -> None:
+def test_what_a_stale_epoch_writes_is_refused(
+    server: EmbeddedRedis, head: Controller, namespace: str
+) -> None:
     request = head.enqueue(**ASKED)
-    epochs.begin(server.url, head._keys.namespace)
+    epoch_control.begin_epoch(server.url, namespace)
     for write in (
         lambda: accept(head, request, 3, [1]),
         lambda: head.finish(request, "stop"),
@@ -502,14 +534,16 @@ def test_what_a_stale_epoch_writes_is_refused(server: EmbeddedRedis, head: Contr
     assert head.tokens(request) == ()
 
 
-def test_a_closed_queue_ends_when_it_is_empty(server: EmbeddedRedis, head: Controller) -> None:
+def test_a_closed_queue_ends_when_it_is_empty(
+    server: EmbeddedRedis, head: Controller, namespace: str
+) -> None:
     request = head.enqueue(**ASKED)
     head.close_queue()
     taken = take(head)
     assert taken is not None
     assert taken.id == request
     assert take(head) is None  # at once: nothing will come
-    with head_of(server, head._keys.namespace) as successor:
+    with head_of(server, namespace) as successor:
         again = take(successor)
         assert again is not None
         assert again.id == request
@@ -521,18 +555,18 @@ def test_a_closed_queue_ends_when_it_is_empty(server: EmbeddedRedis, head: Contr
 def test_what_is_counted_adds_up_over_epochs(
     server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
-    def seen() -> Overview:
-        found = look(server.url, namespace)
+    def seen() -> ClusterStatus:
+        found = read_status(server.url, namespace)
         assert found is not None
         return found
 
     def stage(epoch: int) -> Controller:
         return Controller(server.url, namespace=namespace, epoch=epoch, rank=1)
 
-    head.publish({"running": 2}, {"steps": 7, "hits/1": 3})
+    head.publish_statistics({"running": 2}, {"steps": 7, "hits/1": 3})
     with stage(seen().epoch) as first:
-        first.publish_work(UNKNOWN, {"busy_ns": 30, "active_ns": 40})
-        first.publish_work(UNKNOWN, {})  # nothing to tell
+        first.publish_stage_stats(NO_TIMES, {"busy_ns": 30, "active_ns": 40})
+        first.publish_stage_stats(NO_TIMES, {})  # nothing to tell
     with head:
         pass  # all of it has come
     assert seen().statistics == {"running": 2, "steps": 7}
@@ -542,24 +576,24 @@ def test_what_is_counted_adds_up_over_epochs(
     with head_of(server, namespace) as successor:
         assert (seen().statistics, seen().busy) == ({}, {})
         assert seen().totals == before
-        successor.publish({"running": 1}, {"steps": 2, "hits/2": 1})
+        successor.publish_statistics({"running": 1}, {"steps": 2, "hits/2": 1})
     assert seen().statistics == {"running": 1, "steps": 2}
     assert seen().totals == before + Counter({"steps": 2, "hits/2": 1})
 
 
-def test_what_a_rank_says_of_an_epoch_that_is_over_is_refused(
+def test_writes_of_an_ended_epoch_are_refused(
     server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
     with head_of(server, namespace):
         with pytest.raises(StaleEpoch), head:
-            head.publish({"running": 2}, {"steps": 7})
-        found = look(server.url, namespace)
+            head.publish_statistics({"running": 2}, {"steps": 7})
+        found = read_status(server.url, namespace)
         assert found is not None
         assert found.totals == {}
 
 
 def test_a_new_epoch_takes_up_unfinished_requests_where_they_stood(
-    server: EmbeddedRedis, head: Controller
+    server: EmbeddedRedis, head: Controller, namespace: str
 ) -> None:
     first, second, third, fourth = (head.enqueue(**ASKED) for _ in range(4))
     for _ in range(3):
@@ -567,7 +601,7 @@ def test_a_new_epoch_takes_up_unfinished_requests_where_they_stood(
     accept(head, second, 3, [10, 11])
     head.finish(first, "stop")
     head.tokens(second)
-    with head_of(server, head._keys.namespace) as successor:
+    with head_of(server, namespace) as successor:
         order = [take(successor) for _ in range(3)]
         assert [request.id for request in order if request] == [second, third, fourth]
         assert successor.tokens(second) == (10, 11)
@@ -577,13 +611,13 @@ def test_a_new_epoch_takes_up_unfinished_requests_where_they_stood(
 
 
 def test_requests_come_with_what_an_earlier_epoch_has_decided(
-    server: EmbeddedRedis, head: Controller, pipe: Pipe
+    server: EmbeddedRedis, head: Controller, pipe: RedisConnection, namespace: str
 ) -> None:
     ids = [head.enqueue(**ASKED) for _ in range(4)]
     assert len(head.next_requests(3, wait=True) or []) == 3
     head.accept([(ids[0], Accepted(3, (10, 11))), (ids[2], Accepted(3, (30,)))])
     head.tokens(ids[0])
-    with head_of(server, head._keys.namespace) as successor:
+    with head_of(server, namespace) as successor:
         asked, looked_up = commands(pipe, "evalsha"), commands(pipe, "xrange")
         found = successor.next_requests(9, wait=True) or []
         assert [(request.id, answer) for request, answer in found] == list(
@@ -602,96 +636,104 @@ def test_a_request_finished_in_the_queue_is_not_taken(head: Controller) -> None:
     assert taken.id == second
 
 
-def test_a_request_cancelled_in_the_queue_ends_at_once(head: Controller) -> None:
+def test_a_request_cancelled_in_the_queue_ends_at_once(
+    head: Controller, events: Callable[[int], list[Event]]
+) -> None:
     first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
     head.cancel(first)
-    assert [*head.stream(first)] == [Finished("cancelled")]
+    assert events(first) == [Finished("cancelled")]
     taken = take(head)
     assert taken is not None
     assert taken.id == second
     head.finish(second, "stop")
     head.cancel(second)  # too late
-    assert [*head.stream(second)] == [Finished("stop")]
+    assert events(second) == [Finished("stop")]
 
 
 def test_the_head_hears_of_a_request_that_is_cancelled(
-    server: EmbeddedRedis, head: Controller
+    server: EmbeddedRedis, head: Controller, namespace: str, events: Callable[[int], list[Event]]
 ) -> None:
     first, second = head.enqueue(**ASKED), head.enqueue(**ASKED)
     take(head)
-    with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+    with RequestLog(server.url, namespace=namespace, epoch=1) as user:
         user.cancel(first)
     while not head.cancelled(first):
         assert head.poll(compute(0, 0), timeout=0.01) is None
     assert not head.cancelled(second)
     accept(head, first, 3, [10])  # what was on its way is accepted still
     head.finish(first, CANCELLED)
-    assert [*head.stream(first)] == [Accepted(3, (10,)), Finished("cancelled")]
+    assert events(first) == [Accepted(3, (10,)), Finished("cancelled")]
 
 
 def test_an_epoch_that_begins_meanwhile_does_not_take_up_what_was_cancelled(
-    server: EmbeddedRedis, head: Controller
+    server: EmbeddedRedis, head: Controller, namespace: str, events: Callable[[int], list[Event]]
 ) -> None:
     first, second, third = (head.enqueue(**ASKED) for _ in range(3))
     for _ in range(2):
         take(head)
     accept(head, first, 3, [10, 11])
     head.tokens(first)
-    with RequestLog(server.url, namespace=head._keys.namespace, epoch=1) as user:
+    with RequestLog(server.url, namespace=namespace, epoch=1) as user:
         user.cancel(first)
-        with head_of(server, head._keys.namespace) as successor:
+        with head_of(server, namespace) as successor:
             user.cancel(second)  # is back in the queue
             taken = take(successor)
             assert taken is not None
             assert taken.id == third
-            assert [*user.stream(first)] == [Accepted(3, (10, 11)), Finished("cancelled")]
-            assert [*user.stream(second)] == [Finished("cancelled")]
+            assert events(first) == [Accepted(3, (10, 11)), Finished("cancelled")]
+            assert events(second) == [Finished("cancelled")]
             assert not successor.cancelled(third)
 
 
-def test_a_finished_request_does_not_stay_forever(head: Controller) -> None:
+def test_a_finished_request_does_not_stay_forever(
+    head: Controller, pipe: RedisConnection, namespace: str
+) -> None:
     request = head.enqueue(**ASKED)
     accept(head, request, 3, [1])
     head.report(request, {})
-    keys = head._keys
+    keys = RedisKeys(namespace)
     names = (keys.request(request), keys.events(request), keys.reports(request))
-    assert [head._pipe.call("TTL", key) for key in names[:2]] == [-1, -1]
-    head.finish(request, "stop")
-    assert all(0 < head._pipe.call("TTL", key) <= requests.KEEP_FINISHED_S for key in names)
+    head.tokens(request)  # which waits for Redis
+    assert [pipe.call("TTL", key) for key in names[:2]] == [-1, -1]
+    perform(head, lambda: head.finish(request, "stop"))
+    assert all(0 < pipe.call("TTL", key) <= request_log.KEEP_FINISHED_S for key in names)
 
 
 def test_what_comes_late_of_a_request_that_is_forgotten_is_dropped(
-    head: Controller, pipe: Pipe
+    head: Controller, pipe: RedisConnection, namespace: str
 ) -> None:
     """A stage may say it when the head has long ended it, also after the hour."""
-    request, keys = head.enqueue(**ASKED), head._keys
+    request, keys = head.enqueue(**ASKED), RedisKeys(namespace)
     perform(head, lambda: head.finish(request, "stop"))
     pipe.call("DEL", keys.request(request), keys.events(request))
-    perform(head, lambda: head.score(request, Scored(1, (TokenLogprobs(-0.1, ()),))))
+    perform(
+        head,
+        lambda: head.add_prompt_logprobs(request, PromptLogprobs(1, (TokenLogprobs(-0.1, ()),))),
+    )
     perform(head, lambda: head.report(request, {"rows": 1}))
     names = (keys.request(request), keys.events(request), keys.reports(request))
     assert not pipe.call("EXISTS", *names)
 
 
-def test_every_rank_reports(server: EmbeddedRedis, head: Controller) -> None:
+def test_every_rank_reports(server: EmbeddedRedis, head: Controller, namespace: str) -> None:
     request = head.enqueue(**ASKED)
-    with Controller(server.url, namespace=head._keys.namespace, epoch=head._epoch, rank=1) as stage:
+    with Controller(server.url, namespace=namespace, epoch=1, rank=1) as stage:
         stage.report(request, {"busy": 0.5})
         head.report(request, {"steps": 7, "tbt": [1.5, 2]})
-        assert head.reports(request, count=2, timeout=5) == {
+        assert reports_of(server.url, namespace, request, count=2) == {
             0: {"steps": 7, "tbt": [1.5, 2]},
             1: {"busy": 0.5},
         }
     with pytest.raises(ControllerError, match=r"2 of 3 ranks \(\[0, 1\]\)"):
-        head.reports(request, count=3, timeout=0.01)
+        reports_of(server.url, namespace, request, count=3, timeout=0.01)
 
 
 def test_fields_added_to_a_request_travel(
     head: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request of a later release, with sampling parameters."""
-    monkeypatch.setattr(requests, "Request", Later)
-    monkeypatch.setattr(records, "Request", Later)
+    monkeypatch.setattr(request_log, "Request", Later)
+    monkeypatch.setattr(log_records, "Request", Later)
     sampling = Sampling(temperature=0.7, penalties=(1.0, 2.0))
     request = head.enqueue(prompt=(1,), sampling=sampling)
     assert take(head) == Later(request, (1,), sampling, None)

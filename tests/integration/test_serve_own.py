@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import chaos_streams, http_server
-from benchmarks.chaos_streams import PROMPT
+from benchmarks.faults import chaos_streams
+from benchmarks.faults.chaos_streams import PROMPT
 from pipespec.cli import detach
 from pipespec.cli.detach import Launcher
 from pipespec.cli.main import main
 from pipespec.client import registry
 from pipespec.errors import ConfigError
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 from tests.helpers.imports import slow_imports
 from tests.helpers.listening import listening
-from tests.helpers.place import PATIENCE_S, Place
+from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.serving import MODEL, Server
 from tests.helpers.waiting import until
+from tools.rig import http_server
 
 pytestmark = pytest.mark.slow
 SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", "model.context=1024")
@@ -39,17 +40,19 @@ ASKED: dict[str, Any] = {"prompt": PROMPT, "model": MODEL, "temperature": 0.8}
 
 
 @pytest.mark.timeout(600)  # it starts two clusters
-def test_streams_outlive_what_dies_behind_the_server_and_nothing_is_left_at_the_end(
-    place: Place,
+def test_streams_survive_killed_head_redis_and_launcher(
+    place: Sandbox,
 ) -> None:
     server = Server(place, "--api-key", KEY, *SETTINGS)
     server.http.headers["X-Api-Key"] = KEY
-    assert (server.told["name"], server.told["models"]) == (NAME, [MODEL])
-    door, keys = http_server.Place(server.told["url"]).door, {"X-Api-Key": KEY}
-    asked = chaos_streams.bodies(streams=16, tokens=40)
-    undisturbed = asyncio.run(chaos_streams.ask_all(door, asked, headers=keys))
+    assert (server.announced["name"], server.announced["models"]) == (NAME, [MODEL])
+    connect, keys = http_server.ServerAddress(server.announced["url"]).connect, {"X-Api-Key": KEY}
+    bodies = chaos_streams.request_bodies(streams=16, tokens=40)
+    undisturbed = asyncio.run(chaos_streams.read_all(connect, bodies, headers=keys))
     for kind in ("head", "redis"):  # a stage: test_serve.py
-        streams = chaos_streams.struck(door, asked, kind, at=4, name=NAME, headers=keys)
+        streams = chaos_streams.streams_during_kill(
+            connect, bodies, kind, at=4, name=NAME, headers=keys
+        )
         assert [each.text for each in streams] == [each.text for each in undisturbed]
 
     def refused() -> None:
@@ -58,11 +61,13 @@ def test_streams_outlive_what_dies_behind_the_server_and_nothing_is_left_at_the_
         assert server.http.post("/v1/completions", json=ASKED).status_code == 503
 
     first = registry.find(NAME).owner
-    streams = asyncio.run(chaos_streams.ask_all(door, asked, at=4, strike=refused, headers=keys))
+    streams = asyncio.run(
+        chaos_streams.read_all(connect, bodies, at=4, fault=refused, headers=keys)
+    )
     assert [each.text for each in streams] == [each.text for each in undisturbed]
     assert registry.find(NAME).owner != first
     assert len({each.text for each in streams}) == len(streams)
-    # Where it is told, and nowhere else; the Redis of the cluster is a Unix socket.
+    # The server listens at the announced port alone; the Redis of the cluster is a Unix socket.
     port = int(server.url.rsplit(":", 1)[1])
     mine = {(found.address, found.port) for found in listening([server.process.pid])}
     assert mine == {("127.0.0.1", port)}
@@ -76,12 +81,12 @@ def test_streams_outlive_what_dies_behind_the_server_and_nothing_is_left_at_the_
     assert PROMPT not in said
 
 
-def left(place: Place) -> list[str]:
-    """What lies there, but for what torch keeps of its own."""
-    return [name for name in place.files() if not name.startswith("torchinductor_")]
+def left(place: Sandbox) -> list[str]:
+    """What lies there."""
+    return place.files()
 
 
-def test_a_cluster_that_cannot_start_is_one_sentence(place: Place) -> None:
+def test_cluster_that_cannot_start_is_one_sentence(place: Sandbox) -> None:
     code, out, err = place.run("serve", "--port", "0", "model.target=/no/such/folder")
     assert (code, out) == (2, "")
     loads, failed = err.splitlines()
@@ -92,8 +97,8 @@ def test_a_cluster_that_cannot_start_is_one_sentence(place: Place) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_launcher_that_fails_again_and_again_is_given_up_and_what_it_kept_can_be_removed(
-    place: Place,
+def test_repeatedly_failing_launcher_is_given_up(
+    place: Sandbox,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -122,11 +127,48 @@ def test_a_launcher_that_fails_again_and_again_is_given_up_and_what_it_kept_can_
     # Nobody has ended it, so what was unfinished is there.
     assert [file for file in left(place) if file.startswith(NAME)] == [f"{NAME}.data"]
     assert main(["down", NAME]) == 0
-    assert capsys.readouterr().out == f"{NAME} had ended already; what it left is removed.\n"
+    assert capsys.readouterr().out == f"{NAME} had ended already; its files are removed.\n"
     assert left(place) == []
 
 
-def test_an_end_while_it_loads_leaves_nothing(place: Place) -> None:
+@pytest.mark.timeout(400)
+def test_down_ends_the_server_and_its_cluster(place: Sandbox) -> None:
+    settings = ("cluster.stages=1", "model.context=64")
+    server = Server(place, *settings)
+    (seen,) = json.loads(place.run("status", "--json")[1])["clusters"]
+    assert [each["rank"] for each in seen["processes"]] == [0, 1]
+    assert {each["host"] for each in seen["processes"]} == {seen["host"]}
+    mine = {process.pid for process in place.processes()}
+    assert {each["pid"] for each in seen["processes"]} < mine
+
+    code, out, err = place.run("down", NAME)
+
+    assert (code, out, err) == (0, f"{NAME} has ended, and its server too.\n", "")
+    assert server.process.wait(PATIENCE_S) == 0
+    assert server.process.stderr is not None
+    assert "was asked to end" in server.process.stderr.read()
+    until(lambda: not place.processes())
+    assert left(place) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_down_during_a_restart_pause_ends_the_server(
+    place: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+    server = Server(place, "cluster.stages=1", "model.context=64")
+    os.kill(registry.find(NAME).owner.pid, signal.SIGKILL)
+    # The first start again comes at once; the second, which does not last either, a second later.
+    until(lambda: registry.held(NAME) is not None)
+    code, out, _ = place.run("down", NAME)
+    assert (code, out) == (0, f"{NAME} has ended, and its server too.\n")
+    assert server.process.wait(PATIENCE_S) in (0, 128 + signal.SIGTERM)
+    until(lambda: not place.processes())
+
+
+def test_signal_while_loading_leaves_nothing_behind(place: Sandbox) -> None:
     process = place.start("serve", "--port", "0", *SETTINGS)
     assert process.stderr is not None
     assert re.fullmatch(LOADS, process.stderr.readline().strip())
@@ -142,14 +184,15 @@ def test_an_end_while_it_loads_leaves_nothing(place: Place) -> None:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Place, Server]]:
-    place = Place(tmp_path_factory.mktemp("small"), uuid.uuid4().hex)
-    server = Server(place, "cluster.stages=1", "model.context=64", "decode.max_new_tokens=2")
-    yield place, server
-    place.kill()
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Sandbox, Server]]:
+    with Sandbox(tmp_path_factory.mktemp("small")) as place:
+        yield (
+            place,
+            Server(place, "cluster.stages=1", "model.context=64", "decode.max_new_tokens=2"),
+        )
 
 
-def test_it_imports_no_torch(small: tuple[Place, Server]) -> None:
+def test_serve_imports_no_torch(small: tuple[Sandbox, Server]) -> None:
     place, server = small
     port = server.url.rsplit(":", 1)[1]
     # The port is taken: everything was imported by then.
@@ -157,8 +200,11 @@ def test_it_imports_no_torch(small: tuple[Place, Server]) -> None:
     assert slow_imports(*argv, code=2, environment=place.environment) == ["fastapi"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
-def test_the_description_is_true(small: tuple[Place, Server], tmp_path: Path) -> None:
+def test_openapi_describes_the_actual_replies(
+    small: tuple[Sandbox, Server], tmp_path: Path
+) -> None:
     """Schemathesis asks what /openapi.json allows, and what it does not: no 5xx, and every reply
     has a shape that is described. What several fields together allow no description says."""
     url = f"{small[1].url}/openapi.json"
@@ -176,7 +222,7 @@ def test_the_description_is_true(small: tuple[Place, Server], tmp_path: Path) ->
     assert "Tested: 12" in done.stdout
 
 
-def test_killed_it_takes_its_cluster_along(small: tuple[Place, Server]) -> None:
+def test_killed_server_takes_its_cluster_along(small: tuple[Sandbox, Server]) -> None:
     place, server = small
     server.process.kill()
     until(lambda: not place.processes(), what="processes were left")

@@ -25,7 +25,7 @@ call = json.load(sys.stdin)
 host = hosts.Host(**call["host"])
 start = time.monotonic()
 try:
-    answer = ssh.run(host, *call["words"], input=call["input"].encode(), timeout=30).decode()
+    answer = ssh.run_module(host, *call["words"], input=call["input"].encode(), timeout=30).decode()
 except errors.HostFailed as failed:
     answer = f"HostFailed: {failed}"
 print(json.dumps([answer, time.monotonic() - start]))
@@ -39,7 +39,7 @@ from pipespec.config import hosts
 host = hosts.Host(**json.loads(sys.stdin.readline()))
 pipe = subprocess.PIPE
 words = "timeit", "-n1", "-r1", "print('runs', flush=True); input()"
-with ssh.popen(host, *words, stdin=pipe, stdout=pipe, stderr=pipe) as far:
+with ssh.start_module(host, *words, stdin=pipe, stdout=pipe, stderr=pipe) as far:
     print(far.stdout.readline().decode(), end="", flush=True)
     sys.stdin.readline()
     start = time.monotonic()

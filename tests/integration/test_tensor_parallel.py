@@ -11,24 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.client.compare import composed
-from pipespec.client.own import Running, running
+from pipespec.client.local_cluster import Running, running
 from pipespec.cluster.deployment import decide
+from pipespec.controller.cluster_status import read_status
+from pipespec.controller.log_records import Accepted
 from pipespec.controller.membership import Membership
-from pipespec.controller.overview import look
-from pipespec.controller.records import Accepted
-from pipespec.core import Sampling
-from pipespec.system.resources import resource_dir
+from pipespec.core import SamplingParams
+from pipespec.instruments.bench.comparison import composed
+from pipespec.system.folders import resource_dir
+from pipespec.system.network_interfaces import LOOPBACK
+from tests.helpers.listening import assert_private, listening, visit
+from tests.helpers.proposers import POLICIES
 from tests.helpers.waiting import until
 from tools.rig.cluster import reference
 
 TOKENS = 24
+OFTEN = ("policy=best_first", "policy=root")
 WAYS = (
-    "feed=best_first",
-    "feed=root",
-    "feed=level feed.width=8",
-    "feed=static_tree",
-    "feed=adaptive feed.width=8",
+    *OFTEN,
+    *(
+        " ".join(settings)
+        for policy, settings in POLICIES.items()
+        if f"policy={policy}" not in OFTEN
+    ),
 )
 # The head and three stages.
 DEVICES = "[[cpu, cpu], [cpu, cpu], cpu, [cpu, cpu]]"
@@ -66,13 +71,15 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
 def answers(
     cluster: Running,
     prompts: list[list[int]],
-    feed: str = "",
+    policy: str = "",
     fault: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
     """What is answered to all of them at once; `fault` happens once the first has begun."""
     client, found, begun = cluster.client, [], False
     numbers = [
-        client.submit(prompt, Sampling(), max_new_tokens=TOKENS, eos=client.served.eos, feed=feed)
+        client.submit(
+            prompt, SamplingParams(), max_new_tokens=TOKENS, eos=client.served.eos, policy=policy
+        )
         for prompt in prompts
     ]
     for number in numbers:
@@ -95,16 +102,33 @@ def pids(cluster: Running) -> dict[str, int]:
 
 
 def test_members_of_a_stage_are_the_next_workers_of_the_host(cluster):
-    assignment = cluster.cluster._recovery.assignment
+    assignment = cluster.cluster.state.assignment
     assert assignment.workers == ("box/0", "box/2", "box/4", "box/5")
     assert assignment.followers == (("box/1",), ("box/3",), (), ("box/6",))
-    seen = look(cluster.cluster.url, cluster.cluster.namespace)
+    seen = read_status(cluster.cluster.url, cluster.cluster.namespace)
     assert [seen.computing[rank]["devices"] for rank in range(4)] == [2, 2, 1, 2]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [way if way in OFTEN else pytest.param(way, marks=pytest.mark.long) for way in WAYS],
+)
 def test_each_text_is_that_of_the_whole_target(cluster, prompts, expected, way):
     assert answers(cluster, prompts, way) == expected
+
+
+def test_stranger_on_the_machine_learns_nothing_from_members(cluster, prompts, expected, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("being another user needs root")
+    members = pids(cluster)
+    seen = {each for each in listening(members.values()) if each.kind == "tcp"}
+    assert {each.pid for each in seen} >= {members[FOLLOWER], members[LEADER]}
+    assert_private(seen, {LOOPBACK})
+    for said in visit(seen, tmp_path / "ruined").values():
+        assert set(said) <= {"", "TimeoutError", "ConnectionResetError"}
+    assert not (tmp_path / "ruined").exists()
+    assert answers(cluster, prompts[:1]) == expected[:1]
+    assert pids(cluster) == members
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,8 +18,8 @@ from transformers import AutoTokenizer
 from pipespec.cli.main import main
 from pipespec.client import registry
 from pipespec.controller.membership import Membership
-from pipespec.system.interfaces import LOOPBACK
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
+from pipespec.system.network_interfaces import LOOPBACK
 from tests.helpers.listening import assert_private, family, watched
 from tests.helpers.waiting import until
 from tools.rig import cluster
@@ -112,6 +113,38 @@ def test_a_host_joins_by_hand_and_is_started_again_by_torchrun(environment, capf
     assert not [name for name in left if name.startswith(("pipespec", "torchelastic"))]
 
 
+def test_start_that_fails_on_a_host_started_by_hand_ends_the_command_with_its_reason(environment):
+    hosts_file = environment / "hosts.yaml"
+    hosts_file.write_text(HOSTS)
+    invitation = registry.folder() / "hand.invitation"
+    log = environment / "log"
+    with running(pipespec("up", f"cluster={hosts_file}"), log) as up:
+        until(lambda: invitation.exists() and invitation.stat().st_size)
+        asked = json.loads(invitation.read_text())
+        # The host lacks the model.
+        asked["overrides"] = [*asked["overrides"], f"model.target={environment / 'missing'}"]
+        of_another_model = environment / "of_another_model.invitation"
+        of_another_model.write_text(json.dumps(asked))
+        of_another_model.chmod(0o600)
+        command = [sys.executable, "-m", "pipespec.cluster.manual_host", str(hosts_file), "there"]
+        there = subprocess.run(
+            [*command, str(of_another_model)],
+            env={**os.environ, "LOCAL_RANK": "0"},
+            capture_output=True,
+            text=True,
+        )
+        failed_at = time.monotonic()
+        assert there.returncode != 0
+        assert up.wait(PATIENCE) != 0
+        assert time.monotonic() - failed_at < 3 * max(
+            1.0, os.getloadavg()[0] / (os.cpu_count() or 1)
+        )
+    said = log.read_text()
+    assert f"there/0: {there.stderr.removeprefix('pipespec: ').strip()[:40]}" in said
+    assert "missing" in said
+    assert not invitation.exists()
+
+
 def test_an_unknown_host_and_a_file_that_is_no_invitation_are_refused(environment):
     hosts_file = environment / "hosts.yaml"
     hosts_file.write_text(HOSTS)
@@ -120,7 +153,7 @@ def test_an_unknown_host_and_a_file_that_is_no_invitation_are_refused(environmen
 
     def complaint(*arguments: str) -> str:
         run = subprocess.run(
-            [sys.executable, "-m", "pipespec.cluster.join", *arguments],
+            [sys.executable, "-m", "pipespec.cluster.manual_host", *arguments],
             capture_output=True,
             text=True,
         )
@@ -135,7 +168,7 @@ def test_an_unknown_host_and_a_file_that_is_no_invitation_are_refused(environmen
     assert "s3cret" not in said
 
 
-def test_launch_shows_what_the_workers_say_until_ctrl_c(environment, capfd):
+def test_launch_prints_worker_output_until_ctrl_c(environment, capfd):
     hosts_file = environment / "hosts.yaml"
     hosts_file.write_text(HOSTS.replace(THERE, "address: 127.0.0.2, ssh: local, devices: [cpu]"))
     log = environment / "log"

@@ -6,25 +6,22 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed import FileStore, Store
 
 from pipespec.core import NUM_COLUMNS, Batch
 from pipespec.errors import RankFailed
-from pipespec.system.interfaces import LOOPBACK
-from pipespec.transport.distributed import (
-    DistributedTransport,
-    host_meeting,
-    join_meeting,
-)
-from pipespec.transport.protocol import Transport
+from pipespec.transport.distributed import DistributedTransport
+from pipespec.transport.rendezvous_store import RendezvousStore
 from pipespec.transport.threads import thread_transports
+from pipespec.transport.transport import LinkKind, Transport
+from tests.helpers.interloper import Interloper
 from tests.helpers.matrix import some_of
 
 HIDDEN, MAX_ROWS = 16, 8
@@ -37,7 +34,7 @@ def batch_at(step: int, rank: int) -> Batch:
     rows = SHAPES[step % len(SHAPES)]
     table = np.full((rows, NUM_COLUMNS), step * 100 + rank, np.int64)
     hidden = torch.full((rows, HIDDEN), float(step * 100 + rank)) if rank else None
-    return Batch(step, table, hidden, released=(step,), stop=step == len(SHAPES))
+    return Batch(step, table, hidden, finished=(step,), stop=step == len(SHAPES))
 
 
 def run_pipeline(transport: Transport, last_rank: int) -> list[str]:
@@ -59,7 +56,7 @@ def run_pipeline(transport: Transport, last_rank: int) -> list[str]:
                 batch.hidden.fill_(-1)
     for step, got in enumerate(received):
         want = batch_at(step, transport.rank - 1)
-        same = (got.step, got.released, got.stop) == (want.step, want.released, want.stop)
+        same = (got.step, got.finished, got.stop) == (want.step, want.finished, want.stop)
         same = same and np.array_equal(got.rows, want.rows)
         same = same and (got.hidden is None) == (want.hidden is None)
         if not same or (want.hidden is not None and not torch.equal(got.hidden, want.hidden)):
@@ -68,13 +65,19 @@ def run_pipeline(transport: Transport, last_rank: int) -> list[str]:
     return differing
 
 
-def connect(num_ranks: int, place: str, *, spins: bool = False) -> DistributedTransport:
+IN_THE_CLEAR, SEALED = LinkKind(), LinkKind(local=False, sealed=True)
+
+
+def linked(
+    store: Store, rank: int, num_ranks: int, kind: LinkKind, *, spins: bool = False
+) -> DistributedTransport:
     return DistributedTransport.connect(
         ["cpu"] * num_ranks,
-        meeting=join_meeting(place),
-        rank=int(os.environ["RANK"]),
+        store=store,
+        rank=rank,
         epoch=1,
-        secret="",
+        secret="of the cluster",
+        links=[kind] * (num_ranks - 1),
         max_rows=MAX_ROWS,
         hidden_size=HIDDEN,
         dtype=torch.float32,
@@ -82,20 +85,27 @@ def connect(num_ranks: int, place: str, *, spins: bool = False) -> DistributedTr
     )
 
 
+def connect(
+    num_ranks: int, place: str, kind: LinkKind, *, spins: bool = False
+) -> DistributedTransport:
+    return linked(FileStore(place), int(os.environ["RANK"]), num_ranks, kind, spins=spins)
+
+
 # --- entrypoints of ranks ---------------------------------------------------------------------
 
 
-def pipeline_rank(num_ranks: int, place: str, spins: bool) -> list[str]:
-    return run_pipeline(connect(num_ranks, place, spins=spins), num_ranks - 1)
+def pipeline_rank(num_ranks: int, place: str, kind: LinkKind, spins: bool) -> list[str]:
+    return run_pipeline(connect(num_ranks, place, kind, spins=spins), num_ranks - 1)
 
 
-def rank_that_is_woken(place: str) -> str:
+def rank_that_is_woken(place: str, kind: LinkKind) -> str:
     """Rank 1 waits for a batch that never comes, until another thread closes its links."""
-    transport = connect(2, place, spins=True)
+    transport = connect(2, place, kind, spins=True)
     if transport.rank == 0:
         transport.send(Batch(0))
+        link = transport._following
         with pytest.raises(RuntimeError):
-            dist.recv(torch.empty(1), 1)
+            link.group.recv([torch.empty(1)], link.peer, 7).wait()
         return ""
     transport.recv()
     threading.Timer(0.2, transport.abort).start()
@@ -105,9 +115,9 @@ def rank_that_is_woken(place: str) -> str:
     return str(raised.value)
 
 
-def rank_that_stops_and_leaves(place: str) -> list[int]:
+def rank_that_stops_and_leaves(place: str, kind: LinkKind) -> list[int]:
     """Rank 0 is gone long before rank 1 looks at what it sent."""
-    transport = connect(2, place)
+    transport = connect(2, place, kind)
     if transport.rank == 0:
         transport.send(batch_at(0, 0))
         transport.send(Batch(1, stop=True))
@@ -120,11 +130,13 @@ def rank_that_stops_and_leaves(place: str) -> list[int]:
     return [first.step, second.step, int(second.stop)]
 
 
-def rank_whose_predecessor_leaves(place: str) -> str:
-    transport = connect(2, place)
+def rank_whose_predecessor_leaves(place: str, kind: LinkKind) -> str:
+    transport, store = connect(2, place, kind), FileStore(place)
     if transport.rank == 0:
+        store.wait(["rank 1 is linked"])
         transport.close()
         return ""
+    store.set("rank 1 is linked", "")
     with pytest.raises(RankFailed) as raised:
         transport.recv()
     transport.close()
@@ -149,18 +161,16 @@ def in_processes(entrypoint: Callable, *arguments: object, num_ranks: int) -> li
 
 
 @pytest.fixture
-def place(address: str | None) -> Iterator[str]:
-    """Where the ranks of a test meet: in a file without an address."""
-    meeting = host_meeting(address)
-    yield meeting.place
-    meeting.close()
+def place(tmp_path: Path) -> str:
+    """The file in which the ranks of a test meet."""
+    return str(tmp_path / "store")
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "address", "spins"), some_of([2, 4], [None, LOOPBACK], [False, True])
+    ("num_ranks", "kind", "spins"), some_of([2, 4], [IN_THE_CLEAR, SEALED], [False, True])
 )
-def test_batches_arrive_in_order_and_unchanged_between_processes(num_ranks, place, spins):
-    told = in_processes(pipeline_rank, num_ranks, place, spins, num_ranks=num_ranks)
+def test_batches_arrive_in_order_and_unchanged_between_processes(num_ranks, place, kind, spins):
+    told = in_processes(pipeline_rank, num_ranks, place, kind, spins, num_ranks=num_ranks)
     assert told == [[]] * num_ranks
 
 
@@ -174,16 +184,16 @@ LOST = "Rank 1 lost its link to rank 0"
 
 
 @pytest.mark.parametrize(
-    ("entrypoint", "expected", "address"),
+    ("entrypoint", "expected", "kind"),
     [
-        (rank_that_stops_and_leaves, [0, 1, 1], None),
-        (rank_that_is_woken, LOST, LOOPBACK),
-        (rank_whose_predecessor_leaves, LOST, None),
-        pytest.param(rank_whose_predecessor_leaves, LOST, LOOPBACK, marks=pytest.mark.long),
+        (rank_that_stops_and_leaves, [0, 1, 1], IN_THE_CLEAR),
+        (rank_that_is_woken, LOST, SEALED),
+        (rank_whose_predecessor_leaves, LOST, IN_THE_CLEAR),
+        pytest.param(rank_whose_predecessor_leaves, LOST, SEALED, marks=pytest.mark.long),
     ],
 )
-def test_ends_between_processes(entrypoint: Callable, expected, place):
-    result = in_processes(entrypoint, place, num_ranks=2)[1]
+def test_ends_between_processes(entrypoint: Callable, expected, kind, place):
+    result = in_processes(entrypoint, place, kind, num_ranks=2)[1]
     if isinstance(expected, str):
         assert result.startswith(expected)
         assert "\n" not in result
@@ -192,14 +202,83 @@ def test_ends_between_processes(entrypoint: Callable, expected, place):
         assert result == expected
 
 
-def test_only_this_user_can_open_a_meeting_in_a_file_and_nothing_of_it_stays():
-    meeting = host_meeting()
-    file = Path(meeting.place.removeprefix("file:"))
-    assert file.parent.stat().st_mode & 0o077 == 0
-    meeting.store.set("a", "b")
-    assert join_meeting(meeting.place).store.get("a") == b"b"
-    meeting.close()
-    assert not file.parent.exists()
+# --- somebody between two ranks ----------------------------------------------------------------
+
+STEPS = 4
+
+
+def through(between: Interloper, kind: LinkKind) -> list[Batch] | RankFailed:
+    """What arrives of STEPS batches of equal length, or why no more did."""
+
+    def end(rank: int) -> list[Batch] | RankFailed:
+        transport = linked(RendezvousStore(between), rank, 2, kind)
+        received = []
+        try:
+            for step in range(STEPS):
+                if rank == 0:
+                    table = np.full((2, NUM_COLUMNS), TOKEN_ID + step, np.int64)
+                    hidden = torch.full((2, HIDDEN), float(step))
+                    transport.send(Batch(step, table, hidden, stop=step == STEPS - 1))
+                else:
+                    received.append(transport.recv())
+        except RankFailed as error:
+            return error
+        finally:
+            transport.close()
+        return received
+
+    with ThreadPoolExecutor(2) as pool:
+        _, received = pool.map(end, range(2))
+    return received
+
+
+TOKEN_ID = 0x5EA1
+
+
+def altered(payloads: list[bytes]) -> bytes:
+    """One bit of the last hidden state of the second message."""
+    changed = bytearray(payloads[-1])
+    if len(payloads) == 2:
+        changed[-40] ^= 1
+    return bytes(changed)
+
+
+def cut(payloads: list[bytes]) -> bytes:
+    return payloads[-1][: -8 if len(payloads) == 2 else None]
+
+
+def cut_to_nothing(payloads: list[bytes]) -> bytes:
+    return payloads[-1][: 0 if len(payloads) == 2 else None]
+
+
+def repeated(payloads: list[bytes]) -> bytes:
+    return payloads[0] if len(payloads) == 2 else payloads[-1]
+
+
+def out_of_turn(payloads: list[bytes]) -> bytes:
+    """The third message never arrives, and the fourth takes its place, after the second again."""
+    return payloads[1] if len(payloads) == 3 else payloads[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [(altered, 2), (cut, 2), (cut_to_nothing, 2), (repeated, 2), (out_of_turn, 3)],
+)
+def test_message_changed_in_transit_ends_the_epoch(change, number):
+    with Interloper(change) as between:
+        failed = through(between, LinkKind(sealed=True))
+    assert isinstance(failed, RankFailed)
+    assert str(failed).startswith(f"Message {number} from rank 0 was altered, repeated, reordered")
+
+
+def test_eavesdropper_between_ranks_reads_nothing_of_a_sealed_link():
+    token_id = np.int64(TOKEN_ID).tobytes() * NUM_COLUMNS
+    for kind, readable in ((LinkKind(sealed=True), False), (IN_THE_CLEAR, True)):
+        with Interloper() as between:
+            received = through(between, kind)
+        assert [batch.step for batch in received] == list(range(STEPS))
+        assert len(between.seen) == STEPS
+        assert (token_id in between.seen[0]) is readable
 
 
 def in_a_thread(call: Callable) -> tuple[threading.Thread, list]:

@@ -9,10 +9,11 @@ import signal
 import pytest
 
 from pipespec.client import registry
-from pipespec.client.aio import AsyncFollowed, attach
-from pipespec.controller.records import Accepted
-from pipespec.core import Sampling
-from tests.helpers.place import PATIENCE_S, Place
+from pipespec.client.async_answer import AsyncAnswer
+from pipespec.client.async_client import attach
+from pipespec.controller.log_records import Accepted
+from pipespec.core import SamplingParams
+from tests.helpers.sandbox import PATIENCE_S, Sandbox
 from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -22,11 +23,13 @@ PROMPT = "Once upon a time there was a king who"
 NUM_TOKENS = 120
 
 
-async def ask(followed: AsyncFollowed, prompt: list[int]) -> None:
-    await followed.submit(prompt, Sampling(temperature=0.8, seed=3), max_new_tokens=NUM_TOKENS)
+async def ask(followed: AsyncAnswer, prompt: list[int]) -> None:
+    await followed.submit(
+        prompt, SamplingParams(temperature=0.8, seed=3), max_new_tokens=NUM_TOKENS
+    )
 
 
-async def heard(followed: AsyncFollowed, enough: int = NUM_TOKENS) -> list[int]:
+async def heard(followed: AsyncAnswer, enough: int = NUM_TOKENS) -> list[int]:
     """The tokens that come, until there are enough or the request has finished."""
     tokens: list[int] = []
     while len(followed) and len(tokens) < enough:
@@ -37,8 +40,8 @@ async def heard(followed: AsyncFollowed, enough: int = NUM_TOKENS) -> list[int]:
 
 
 @pytest.mark.timeout(400)  # it starts two clusters
-def test_who_follows_a_request_over_the_death_of_its_launcher_gets_the_same_tokens(
-    place: Place,
+def test_client_gets_the_same_tokens_when_the_launcher_dies_and_is_started_again(
+    place: Sandbox,
 ) -> None:
     def start() -> None:
         code, _, err = place.run("up", "--detach", *SETTINGS)

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipespec.client import registry
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 from tools.rig import cluster
 from tools.rig.testbed import Testbed, missing
 
@@ -38,7 +38,7 @@ def run(bed: Testbed, host: str, *arguments: str) -> subprocess.CompletedProcess
     return bed.run(host, [*PIPESPEC, *arguments], timeout=PATIENCE_S)
 
 
-def test_a_copied_card_is_enough_to_ask_from_another_host(
+def test_copied_registry_entry_is_enough_to_send_requests_from_another_host(
     bed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = resource_dir("demo") / "target"

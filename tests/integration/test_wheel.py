@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
 import pytest
 
+from tests.helpers.sandbox import PATIENCE_S, Sandbox
+
 ROOT = Path(__file__).parents[2]
+SCRIPT = """\
+from pipespec import LLM, SamplingParams
+
+with LLM(stages=1) as llm:
+    (output,) = llm.generate(["Once upon a time"], SamplingParams(max_tokens=4))
+    print(len(output.outputs[0].token_ids))
+"""
 PIP = ("-m", "pip", "--disable-pip-version-check")
 
 
@@ -25,16 +37,26 @@ class Installed:
     wheel: Path
     programs: Path
     elsewhere: Path
+    sandbox: Sandbox
 
-    def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a program of the environment, far from the source tree."""
-        return subprocess.run(
+    def start(self, program: str, *arguments: str) -> subprocess.Popen[str]:
+        """Start a program of the environment, far from the source tree."""
+        environment = self.sandbox.environment | {"PATH": "/usr/bin:/bin"}
+        environment.pop("PYTHONPATH", None)
+        return subprocess.Popen(
             [self.programs / program, *arguments],
             cwd=self.elsewhere,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            env={"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+            env=environment,
         )
+
+    def run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a program of the environment to its end."""
+        process = self.start(program, *arguments)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def must(command: Sequence[str | Path], **options: Path) -> None:
@@ -43,7 +65,7 @@ def must(command: Sequence[str | Path], **options: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
     work = tmp_path_factory.mktemp("wheel")
     build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
     must([sys.executable, *build, work, ROOT], cwd=work)
@@ -64,7 +86,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
     elsewhere = work / "elsewhere"
     elsewhere.mkdir()
-    return Installed(wheel, environment / "bin", elsewhere)
+    state = work / "state"
+    state.mkdir()
+    with Sandbox(state) as sandbox:
+        yield Installed(wheel, environment / "bin", elsewhere, sandbox)
 
 
 def test_the_wheel_carries_everything_and_nothing_else(installed: Installed) -> None:
@@ -80,20 +105,24 @@ def test_the_wheel_carries_everything_and_nothing_else(installed: Installed) -> 
     page = Path("pipespec") / "server" / "page"
     shipped = {str(f.relative_to(ROOT)) for f in (ROOT / page).rglob("*") if f.is_file()}
     assert {f"{page}/index.html", f"{page}/uplot/uPlot.esm.js"} <= shipped <= names
+    assert "pipespec/py.typed" in names, "type checkers would ignore the annotations"
     assert {name.split("/")[0].split("-")[0] for name in names} == {"pipespec"}
     assert not any("__pycache__" in name for name in names)
 
 
 def test_the_package_is_the_installed_one(installed: Installed) -> None:
-    code = "import pipespec.system.resources as r; print(r.__file__); print(r.resource_dir('conf'))"
+    code = "import pipespec.system.folders as r; print(r.__file__); print(r.resource_dir('conf'))"
     module, conf = installed.run("python", "-c", code).stdout.splitlines()
     assert Path(module).is_relative_to(installed.programs.parent)
     assert Path(conf) == Path(module).parents[1] / "_conf"
+    found = installed.run("python", "-c", "import pipespec; print(pipespec.__file__)")
+    assert Path(found.stdout.strip()) == Path(module).parents[1] / "__init__.py"
 
 
 def test_version_and_help(installed: Installed) -> None:
-    assert installed.run("pipespec", "--version").stdout.startswith("pipespec 0.")
-    assert "feed=best_first" in installed.run("pipespec", "generate", "--help").stdout
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert installed.run("pipespec", "--version").stdout == f"pipespec {version}\n"
+    assert "policy=best_first" in installed.run("pipespec", "generate", "--help").stdout
 
 
 def test_check(installed: Installed) -> None:
@@ -119,3 +148,30 @@ def test_it_decodes_with_the_demo_pair(installed: Installed) -> None:
     assert result["finish_reason"] == "length"
     assert result["text"]
     assert list(installed.elsewhere.iterdir()) == [], "a run leaves no file behind"
+
+
+@pytest.mark.slow
+def test_it_decodes_from_python(installed: Installed) -> None:
+    (installed.elsewhere / "decode.py").write_text(SCRIPT)
+    done = installed.run("python", "decode.py")
+    (installed.elsewhere / "decode.py").unlink()
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == 4
+
+
+@pytest.mark.slow
+def test_it_serves_the_demo_pair(installed: Installed) -> None:
+    process = installed.start("pipespec", "serve", "--json", "--port", "0", "cluster.stages=1")
+    assert process.stdout is not None
+    announced = process.stdout.readline()
+    assert announced, process.communicate(timeout=PATIENCE_S)[1]
+    url = json.loads(announced)["url"]
+    asked = {"prompt": "Once upon a time", "max_tokens": 4}
+    reply = httpx2.post(f"{url}/completions", json=asked, timeout=PATIENCE_S)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["usage"]["completion_tokens"] == 4
+    page = httpx2.get(url.removesuffix("v1"), timeout=PATIENCE_S)
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err

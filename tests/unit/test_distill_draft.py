@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 from tools.distill_draft import main
 from tools.distilling import kept_layers, student_of
 
@@ -76,9 +77,14 @@ def test_all_layers_of_the_target_guess_as_it_does(target, corpus, tmp_path):
     assert told["accuracy"][0] == {"tokens": 0, "top": [1.0, 1.0, 1.0]}
 
 
-def test_a_draft_is_a_model_with_a_card_and_a_curve(target, corpus, tmp_path):
+def test_a_draft_is_a_model_with_a_card_and_a_curve(target, corpus, tmp_path, capsys):
     out = tmp_path / "draft"
     run(target, corpus, out, "--layers", "2", "--halve")
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^After 0\.00 M tokens the target's greedy token is .*\.$", said, re.M))
+    assert f"\nThe draft is in {out}.\n" in said
+    (curve,) = re.findall(r"pipespec plan --curve (\S+)$", said, re.M)
+    assert [point.partition(":")[0] for point in curve.split(",")] == ["1", "4", "16"]
     draft = AutoModelForCausalLM.from_pretrained(out)
     assert (draft.config.num_hidden_layers, draft.config.hidden_size) == (2, 16)
     assert (draft.config.vocab_size, draft.config.head_dim) == (2048, 8)
@@ -94,3 +100,10 @@ def test_another_budget_in_the_same_folder_is_refused(target, corpus, tmp_path):
     run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=512)
     with pytest.raises(SystemExit, match="begun with other tokens"):
         run(target, corpus, tmp_path / "draft", "--layers", "2", tokens=1024)
+
+
+def test_target_that_is_neither_folder_nor_in_the_hubs_cache_is_named(corpus, tmp_path):
+    with pytest.raises(
+        SystemExit, match="no model folder 'an/unknown-model' and the hub could not"
+    ):
+        run(Path("an/unknown-model"), corpus, tmp_path / "draft", "--layers", "2")

@@ -105,7 +105,7 @@ def test_any_tokens_give_what_decode_gives(make, data: st.DataObject) -> None:
     context=st.lists(st.sampled_from(["▁", "▁the", "a", "日", EOS]), max_size=12),
     after=st.lists(st.sampled_from(["▁", "▁the", "▁cat", "a", "日", ".", EOS]), max_size=8),
 )
-def test_after_a_context_comes_what_decode_appends_to_it(
+def test_text_after_a_context_equals_what_decode_appends(
     context: list[str], after: list[str]
 ) -> None:
     tokenizer = byte_fallback()
@@ -163,7 +163,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
     data=st.data(),
 )
-def test_the_first_stop_string_ends_the_text_whatever_the_borders(
+def test_first_stop_string_ends_the_text_across_any_piece_borders(
     text: str, stops: list[str], data: st.DataObject
 ) -> None:
     stream = StopStrings(stops)
@@ -178,7 +178,9 @@ def test_the_first_stop_string_ends_the_text_whatever_the_borders(
     text=st.text("abc", max_size=20),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
 )
-def test_only_a_possible_beginning_is_held_back(text: str, stops: list[str]) -> None:
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back(
+    text: str, stops: list[str]
+) -> None:
     stream = StopStrings(stops)
     for end in range(1, len(text) + 1):
         stream.push(text[end - 1])
@@ -206,7 +208,7 @@ def test_without_stop_strings_nothing_is_held_back() -> None:
     assert StopStrings([]).push("text") == "text"
 
 
-def test_the_checker_says_at_which_token_a_request_ends() -> None:
+def test_stop_checker_returns_true_at_the_token_that_completes_a_stop_string() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("the cat, the hat")
     checker = StopChecker(tokenizer, ["t, t"])
@@ -216,7 +218,7 @@ def test_the_checker_says_at_which_token_a_request_ends() -> None:
     assert "t, t" not in whole(tokenizer, ids[:end])
 
 
-def test_no_stop_string_counts_before_so_many_tokens() -> None:
+def test_stop_strings_are_ignored_before_min_tokens() -> None:
     tokenizer = byte_level()
     ids = tokenizer.encode("the cat, the hat")
     first = tokenizer.encode("the cat")
@@ -235,7 +237,7 @@ def test_no_stop_string_counts_before_so_many_tokens() -> None:
     least=st.integers(0, 3),
     data=st.data(),
 )
-def test_marked_text_is_the_same_text_with_markers_where_they_stand(
+def test_marked_text_is_the_same_text_with_markers_in_their_places(
     parts: list[str], stops: list[str], least: int, data: st.DataObject
 ) -> None:
     tokenizer = byte_level()

@@ -2,7 +2,7 @@
 
 import json
 
-from pipespec.controller.verdict import pack, unpack
+from pipespec.controller.verdict_exchange import pack_verdicts, unpack_verdicts
 from pipespec.core import Verdict
 from pipespec.stats import summarise
 from pipespec.trace import Timeline, write_chrome_trace
@@ -19,7 +19,7 @@ class Ticks:
         return self.now
 
 
-def test_phases_add_up_and_become_spans(tmp_path):
+def test_phases_add_up_and_become_trace_events(tmp_path):
     timeline = Timeline(record=True, clock=Ticks(10, 5, 1, 7))
     timeline.step = 3
     for _ in range(2):
@@ -27,7 +27,7 @@ def test_phases_add_up_and_become_spans(tmp_path):
             pass
     totals, events = timeline.take()
     assert totals == {"compute": 12}
-    assert events == [("compute", 10, 5, 3), ("compute", 16, 7, 3)]
+    assert events == [("compute", 10, 5, 3, {}), ("compute", 16, 7, 3, {})]
     assert timeline.take() == ({}, [])
 
     path = tmp_path / "trace.json"
@@ -45,10 +45,27 @@ def test_a_timeline_that_does_not_record_keeps_totals_alone():
     assert timeline.take() == ({"prune": 4}, [])
 
 
-def test_verdicts_survive_the_way():
+def test_rows_of_a_step_become_a_counter_event_of_their_rank(tmp_path):
+    timeline = Timeline(record=True, clock=Ticks(4000))
+    timeline.add_rows(committed=1, draft=5, pruned=2)
+    _, events = timeline.take()
+    path = tmp_path / "trace.json"
+    write_chrome_trace(path, [(2, "stage 2", events)])
+    counter = json.loads(path.read_text())["traceEvents"][1]
+    assert (counter["ph"], counter["name"], counter["ts"]) == ("C", "rows, rank 2", 4)
+    assert counter["args"] == {"committed": 1, "draft": 5, "pruned": 2}
+
+
+def test_a_timeline_that_does_not_record_keeps_no_rows():
+    timeline = Timeline(clock=Ticks())
+    timeline.add_rows(committed=1)
+    assert timeline.take() == ({}, [])
+
+
+def test_verdicts_survive_packing():
     verdicts = [Verdict(3, 17, (5, 6)), Verdict(9, 2**40, ()), Verdict(1, 0, (7,))]
-    assert unpack(pack(verdicts, 123)) == (verdicts, 123)
-    assert unpack(pack([], 5)) == ([], 5)
+    assert unpack_verdicts(pack_verdicts(verdicts, 123)) == (verdicts, 123)
+    assert unpack_verdicts(pack_verdicts([], 5)) == ([], 5)
 
 
 def test_statistics_of_a_request():

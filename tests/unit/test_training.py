@@ -75,7 +75,7 @@ def uninterrupted(tmp_path_factory):
 
 @settings(max_examples=6, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=3))
-def test_whoever_is_killed_ends_with_the_same_weights(uninterrupted, tmp_path_factory, kills):
+def test_killed_training_ends_with_the_same_weights(uninterrupted, tmp_path_factory, kills):
     weights, batches, cost = trained(tmp_path_factory.mktemp("killed"), kills=kills)
     expected, expected_batches, expected_cost = uninterrupted
     assert sorted(batches) == sorted(expected_batches) == [*range(8)]

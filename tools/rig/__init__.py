@@ -1,1 +1,1 @@
-"""Whole clusters for tests and benchmarks: in threads, in a process that is asked, over hosts."""
+"""Whole clusters for tests and benchmarks: in threads, in a process, behind HTTP, over hosts."""

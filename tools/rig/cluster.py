@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipespec.cluster import build
 from pipespec.cluster.deployment import ControllerAddress, Deployment, decide
+from pipespec.cluster.rank_components import load_model
+from pipespec.cluster.worker import join_rank
 from pipespec.config.compose import compose
-from pipespec.controller import epochs
-from pipespec.controller.records import Accepted
-from pipespec.controller.requests import RequestLog
-from pipespec.controller.server import EmbeddedRedis
+from pipespec.controller import epoch_control
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.log_records import Accepted, Finished
+from pipespec.controller.request_log import RequestLog
 from pipespec.stats import summarise
 from pipespec.transport.threads import thread_transports
+from tools.rig.log import events_of, reports_of
 
 NAMESPACE = "test"
 
@@ -48,13 +51,23 @@ def serve(deployment: Deployment, server: EmbeddedRedis, epoch: int) -> None:
     def rank(number: int) -> None:
         try:
             torch.set_num_threads(1)
-            model = build.load_model(deployment, number)
-            mid = None if number else build.load_model(deployment, 0, mid=True)
-            build.serve(deployment, where, number, model, mid, lambda: links[number])
+            model = load_model(deployment, number)
+            mid = None if number else load_model(deployment, 0, mid=True)
+            with (
+                join_rank(deployment, where, number, model, mid) as joined,
+                closing(links[number]) as link,
+            ):
+                try:
+                    joined.run_loop(link)
+                except Exception as error:
+                    # Before the link closes, as the neighbours would report that first.
+                    errors.append(error)
+                    raise
         except Exception as error:  # noqa: BLE001 - raised again below
-            errors.append(error)
+            if error not in errors:
+                errors.append(error)
             # Wakes every rank that waits for a verdict.
-            epochs.begin(server.url, NAMESPACE)
+            epoch_control.begin_epoch(server.url, NAMESPACE)
 
     threads = [threading.Thread(target=rank, args=(i,)) for i in range(deployment.num_ranks)]
     for thread in threads:
@@ -69,26 +82,27 @@ def decode(
     deployment: Deployment, server: EmbeddedRedis, requests: Sequence[dict[str, Any]]
 ) -> list[tuple[list[int], str, dict[str, Any]]]:
     """Token ids, finish reason and statistics of each request, decoded one after another."""
-    epoch = epochs.begin(server.url, NAMESPACE)
+    epoch = epoch_control.begin_epoch(server.url, NAMESPACE)
     with RequestLog(server.url, namespace=NAMESPACE, epoch=epoch) as log:
-        numbers = [log.enqueue(**asked) for asked in requests]
+        numbers = [log.enqueue(**request) for request in requests]
         log.close_queue()
-        serve(deployment, server, epoch)
-        out = []
-        for number in numbers:
-            *accepted, finished = log.stream(number)
-            tokens = [t for event in accepted if isinstance(event, Accepted) for t in event.tokens]
-            reports = log.reports(number, deployment.num_ranks, timeout=10)
-            out.append((tokens, finished.reason, summarise(0, list(reports.values()))))
-        return out
+    serve(deployment, server, epoch)
+    out = []
+    for number in numbers:
+        *accepted, finished = events_of(server.url, NAMESPACE, number)
+        assert isinstance(finished, Finished)
+        tokens = [t for event in accepted if isinstance(event, Accepted) for t in event.tokens]
+        reports = reports_of(server.url, NAMESPACE, number, deployment.num_ranks)
+        out.append((tokens, finished.reason, summarise(0, list(reports.values()))))
+    return out
 
 
 def reference(
     target: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
 ) -> list[list[int]]:
-    """What Hugging Face `generate` says: greedy, one prompt at a time.
+    """The greedy answers of Hugging Face `generate`, one prompt at a time.
 
-    In float32, unless `settings` tell `from_pretrained` otherwise.
+    In float32, unless `settings`, arguments of `from_pretrained`, say otherwise.
     """
     model = AutoModelForCausalLM.from_pretrained(target, **{"dtype": torch.float32, **settings})
     out = []

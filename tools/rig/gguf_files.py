@@ -46,7 +46,7 @@ def write(
 ) -> Path:
     """The model in the folder `source` as a GGUF file of the architecture `kind`.
 
-    `type_of` says how the tensor of a name (of Hugging Face) is stored; `metadata` are further
+    `type_of` returns the type of the tensor of a Hugging Face name; `metadata` are further
     fields, with `_` for `.` twice.
     """
     config = json.loads((source / "config.json").read_text())

@@ -113,7 +113,7 @@ def compressed(name: str, q: Quantised, bits: int) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to pack, and what config.json says of it."""
+    """A packed format, and its entry in config.json."""
 
     pack: Callable[[str, Quantised, int], dict[str, np.ndarray]]
     config: dict[str, Any]

@@ -1,4 +1,4 @@
-"""A real sshd for every host of the test bed, with keys of its own."""
+"""A real sshd for every host of the test bed, with its own keys."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 SSHD = "/usr/sbin/sshd"
 CLIENT_CONFIG = "ssh_config"  # what `ssh -F` reads, in the folder of the keys
 
-# sshd wants /run/sshd. It gets a /run of its own, which ends with it.
+# sshd needs /run/sshd. It gets a private /run, which ends with it.
 START = f"mount -t tmpfs tmpfs /run && mkdir -m 755 /run/sshd && exec {SSHD} -D -e -f $0"
 
 
@@ -58,21 +58,21 @@ def start(
         start_new_session=True,
     )
     assert daemon.stderr is not None
-    said = []
+    output = []
     for line in daemon.stderr:
-        said.append(line)
+        output.append(line)
         if line.startswith("Server listening"):
             break
     else:
         daemon.wait()
-        raise RuntimeError(f"the sshd at {address} did not start: {''.join(said)}")
-    # What it says later is read too, or it would wait once the pipe is full.
+        raise RuntimeError(f"the sshd at {address} did not start: {''.join(output)}")
+    # Later output is read too, because sshd would block once the pipe is full.
     threading.Thread(target=daemon.stderr.read, daemon=True).start()
     return daemon
 
 
 def call(*argv: str) -> None:
-    """Runs a program that must succeed. Raises RuntimeError with what it said."""
+    """Run a program. Raises RuntimeError with its output if it fails."""
     done = subprocess.run(argv, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")

@@ -7,9 +7,9 @@
 
 Every host ("a", "b", ...) has an address of its own and shares the file system. It reaches the
 others only through its device `net0`, whose rate `tc`'s token bucket shapes, and a relay
-(tools/rig/relay.py), which adds the delay: kernels without netem have no other way. Needs root,
-and nothing outside the namespaces changes; `missing()` says what stands in the way. All that
-ran in a host ends with the bed.
+(tools/rig/relay.py), which adds the delay, as a kernel may lack netem. Needs root, and nothing
+outside the namespaces changes; `missing()` returns what is missing. All processes of the hosts end
+with the bed.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tools.rig import relay, sshd
 
 BURST = 70 * 1024  # bytes; the least that lets a packet of 64 KiB through in one piece
 QUEUE = 32 << 20  # bytes that may wait for the rate
+ETH_P_ALL = 3
 ECHO_REQUEST = 8  # ICMP
 
 _serial = itertools.count()
@@ -67,7 +68,7 @@ def missing() -> str | None:
 
 
 class Testbed:
-    """`hosts` hosts; a packet takes `delay_ms` each way; a host sends at most `gbit` Gbit/s."""
+    """`hosts` hosts; a packet takes `delay_ms`; a host sends at most `gbit` Gbit/s."""
 
     __test__ = False  # not a class of tests
 
@@ -117,12 +118,16 @@ class Testbed:
         return f"10.77.0.{self.hosts.index(host) + 1}"
 
     def cut(self, a: str, b: str) -> None:
-        """Packets between the two hosts are lost from now on, those under way included."""
+        """Lose packets between the two hosts from now on, also those in transit."""
         self._ask("cut", a, b)
 
     def mend(self, a: str, b: str) -> None:
         """The link between the two hosts carries packets again."""
         self._ask("mend", a, b)
+
+    def alter(self, a: str, b: str) -> None:
+        """A bit is flipped in the next message that gloo sends from a to b."""
+        self._ask("alter", a, b)
 
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Starts a program inside the host; the options are those of `subprocess.Popen`.
@@ -161,6 +166,15 @@ class Testbed:
         return relay.inside(
             self.namespaces[host], lambda: socket.socket(socket.AF_INET, kind, protocol)
         )
+
+    def capture(self, host: str) -> socket.socket:
+        """A socket that receives every IP packet that leaves or reaches the host."""
+        kind, every = socket.SOCK_DGRAM, socket.htons(ETH_P_ALL)
+        open_socket = lambda: socket.socket(socket.AF_PACKET, kind, every)  # noqa: E731
+        found = relay.inside(self.namespaces[host], open_socket)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, QUEUE)
+        found.bind((relay.DEVICE, ETH_P_ALL))
+        return found
 
     def hosts_file(
         self, devices: int | Mapping[str, int] = 1, file: str = "hosts.yaml", **settings: Any
@@ -265,7 +279,7 @@ class Testbed:
         assert self._relay is not None and self._relay.stdout is not None
         answer = self._relay.stdout.readline().strip()
         if answer != expected:
-            raise RuntimeError(f"the relay of the test bed ended; it said {answer!r}")
+            raise RuntimeError(f"the relay of the test bed ended with {answer!r}")
 
     def _start_sshd(self, host: str) -> None:
         self._sshds.append(

@@ -1,1 +1,1 @@
-"""Attention over the slots of a batch, one class for each backend."""
+"""Attention over KV slots, one class for each backend."""

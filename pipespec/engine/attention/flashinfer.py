@@ -1,9 +1,10 @@
-"""Attention with FlashInfer's fa2 kernels, which read the slot pools as pages of one token.
+"""Attention with FlashInfer's fa2 kernels, which read the KV pools as pages of one token.
 
-For each kind of layer two wrappers: one for what all rows of a request see, without a mask, and one
-for the rest, with one. They are merged by their log-sum-exp (FlashInfer, Ye et al. 2025, section
-2.2), sinks too, which fa2 itself leaves out without a word. Windows are folded into what is masked:
-fa2 reckons them from a row's place in the batch, which is not where it stands in a tree.
+For layers of one kind there are two wrappers: one without a mask for the keys that all rows of a
+request see, and one with a mask for the rest. The results are merged by their log-sum-exp
+(FlashInfer, Ye et al. 2025, section 2.2). Sinks are merged the same way, as fa2 ignores them.
+Windows are part of the mask: fa2 computes them from the index of a row in the batch, which is not
+its position in a tree.
 """
 
 from __future__ import annotations
@@ -15,20 +16,19 @@ import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool, Segment
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Segment
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer recommends
 
 
-class FlashInfer:
-    """The `Attention` of this backend. In bfloat16 and float16; what else it refuses is found by
-    its proof."""
+class FlashInferBackend:
+    """See `AttentionBackend`. For bfloat16 and float16; other limits are found by its self-test."""
 
     def __init__(self, device: torch.device | str):
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._plan: AttentionPlan | None = None
         self._write: Tensor | None = None
-        self._kinds: dict[tuple[object, ...], _Kind] = {}
+        self._kinds: dict[tuple[object, ...], _LayerKind] = {}
 
     def prepare(self, plan: AttentionPlan) -> None:
         self._plan, self._write = plan, None
@@ -46,19 +46,19 @@ class FlashInfer:
         sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
         name = (sizes, options.scaling, options.softcap, options.window)
         if name not in self._kinds:
-            self._kinds[name] = _Kind(self._workspace)
+            self._kinds[name] = _LayerKind(self._workspace)
         kind = self._kinds[name]
         if not kind.planned:
             kind.plan(self._plan, sizes, options, query.dtype)
         return kind.run(query, pool, options.sinks)
 
 
-class _Kind:
-    """Layers of the same sizes, scale, cap and window."""
+class _LayerKind:
+    """Layers with the same sizes, scaling, softcap and window."""
 
     def __init__(self, workspace: Tensor):
         self.planned = False
-        self._open, self._masked = (_Part(workspace) for _ in range(2))
+        self._open, self._masked = (_KernelPart(workspace) for _ in range(2))
 
     def plan(
         self,
@@ -67,7 +67,7 @@ class _Kind:
         options: LayerOptions,
         dtype: torch.dtype,
     ) -> None:
-        """Let both know which keys they read."""
+        """Plan both wrappers."""
         parts = [_parted(segment, options.window) for segment in plan.segments()]
         like = (plan.row_start, sizes, options, dtype)
         self._open.plan([keys for keys, _, _ in parts], None, *like)
@@ -88,8 +88,8 @@ class _Kind:
         return merged.to(query.dtype)
 
 
-class _Part:
-    """A wrapper, and what it was last planned for."""
+class _KernelPart:
+    """A FlashInfer wrapper and its current plan."""
 
     def __init__(self, workspace: Tensor):
         self.any = False  # whether any row reads any key here
@@ -106,8 +106,8 @@ class _Part:
         options: LayerOptions,
         dtype: torch.dtype,
     ) -> None:
-        """Read these slots for each segment, whose rows see them as its mask `[rows, keys]` says;
-        None: all of them."""
+        """Plan to read the slots `keys` of each segment, with its mask `[rows, keys]`; None: each
+        row sees all of them."""
         counts = np.array([len(each) for each in keys])
         self.any = bool(counts.any())
         if not self.any:
@@ -132,7 +132,8 @@ class _Part:
             q_data_type=dtype,
         )
         if bits is not None:
-            # It counts bits where its kernel wants bytes (flashinfer-ai/flashinfer#2201).
+            # It passes offsets in bits where its kernel expects bytes
+            # (flashinfer-ai/flashinfer#2201).
             ends = np.cumsum([len(each) for each in bits])
             starts = _int32(np.concatenate(([0], ends)))
             self._wrapper._mask_indptr_buf = starts.to(self._wrapper.device)
@@ -141,19 +142,20 @@ class _Part:
             self._planned.record()
 
     def run(self, query: Tensor, pool: LayerPool) -> tuple[Tensor, Tensor]:
-        """What the rows get from these keys, `[rows, heads, value_dim]`, and the binary logarithm
-        of its weight, `[rows, heads]`."""
+        """The attention output over these keys, `[rows, heads, value_dim]`, and the binary
+        logarithm of its weight, `[rows, heads]`."""
         pages = (pool.keys[:, None], pool.values[:, None])
         return self._wrapper.run(query.contiguous(), pages, return_lse=True)
 
 
 def _parted(segment: Segment, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The slots that all rows of a segment see, those of which some see some, and which."""
+    """The slots that all rows of a segment see; the slots that only some rows see; and the mask of
+    these, `[rows, slots]`."""
     prefix, tree, mask = segment.prefix, segment.tree, segment.mask
     if window is None:
         return prefix, tree, mask
     length = len(prefix)
-    # The window of the earliest row bounds what any sees, that of the latest what all see.
+    # The first row's window limits what any row sees, the last row's what all rows see.
     some = min(max(0, int(segment.positions.min()) - window + 1), length)
     every = min(max(0, int(segment.positions.max()) - window + 1), length)
     at = segment.positions[:, None]

@@ -1,9 +1,8 @@
-"""How a Transformers model comes to attend with a backend of ours.
+"""Makes the attention modules of a Transformers model call one of our backends.
 
-Transformers calls a function that was registered by name. It hands what the layer has to the
-slice's backend, through one custom operator that compilers and recorders take for a whole: what a
-backend does inside, on the host and on the device, is none of theirs. The layer's attention module
-carries its pool and the slice as its attribute `kv`.
+Transformers calls a function that is registered by name. The function calls the slice's backend
+through one custom operator, which torch.compile and CUDA graphs treat as opaque. Each attention
+module has its KV pool and the slice's backend in its attribute `kv`.
 """
 
 from __future__ import annotations
@@ -17,44 +16,45 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from pipespec.engine.attention.plan import Attention, LayerOptions, LayerPool
-from pipespec.engine.attention.proof import Layer
-from pipespec.system.quiet import quiet
+from pipespec.engine.attention.attention_plan import AttentionBackend, LayerOptions, LayerPool
+from pipespec.engine.attention.self_test import AttentionLayer
+from pipespec.system.silence_warnings import silence_warnings
 
-with quiet():
+with silence_warnings():
     from transformers import AttentionInterface
 
-# Registered with Transformers' attention interface only: for an attention without a mask
-# function of the same name Transformers makes no mask at all, which is what we want.
+# Registered with Transformers' attention interface only: without a mask function of the same name,
+# Transformers creates no attention mask, which is what we want.
 NAME = "pipespec"
 
 _numbers = count()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Slice:
-    """What the layers of a slice share: the backend. `number` names it to the operator."""
+class SliceBackend:
+    """The backend that the layers of a slice share; the custom operator identifies it by
+    `number`."""
 
-    attention: Attention
+    attention: AttentionBackend
     number: int = field(default_factory=lambda: next(_numbers))
 
     def __post_init__(self) -> None:
         _slices[self.number] = self
 
 
-_slices: WeakValueDictionary[int, Slice] = WeakValueDictionary()
+_slices: WeakValueDictionary[int, SliceBackend] = WeakValueDictionary()
 
 
 @dataclass(slots=True, eq=False)
-class LayerState:
-    """What an attention module of a slice carries as its attribute `kv`.
+class AttentionState:
+    """The attribute `kv` of an attention module.
 
-    `kv_heads` are those that its query heads attend to, where it has others beside them. The
-    layer's first call sets the rest: its Q, K and V say what the architecture
-    makes of its config better than the config does.
+    `kv_heads`: the KV heads that its query heads attend to, if the module computes others too. The
+    first call sets `pool`, `options` and `heads` from the actual Q, K and V, whose shapes are more
+    reliable than what can be derived from the config.
     """
 
-    slice: Slice
+    slice: SliceBackend
     num_slots: int
     kv_heads: Tensor | None = None
     pool: LayerPool | None = None
@@ -62,24 +62,24 @@ class LayerState:
     heads: int = 0
 
     @property
-    def layer(self) -> Layer:
-        """What a backend must prove itself with, once the first call was made."""
+    def layer(self) -> AttentionLayer:
+        """For self-tests of backends; available after the first call."""
         assert self.pool is not None
         assert self.options is not None
-        return Layer(self.heads, self.options, self.pool)
+        return AttentionLayer(self.heads, self.options, self.pool)
 
 
 def register() -> None:
-    """Make `NAME` known to Transformers; one entry serves all layers of all slices."""
+    """Register `NAME` with Transformers; one entry serves all layers of all slices."""
     AttentionInterface.register(NAME, _attend)
 
 
 def attach(
-    layer: nn.Module, slice_: Slice, num_slots: int, kv_heads: Sequence[int] | None = None
-) -> LayerState:
+    layer: nn.Module, slice_: SliceBackend, num_slots: int, kv_heads: Sequence[int] | None = None
+) -> AttentionState:
     """Give the attention module of a decoder layer its state."""
     (attention,) = (m for m in layer.modules() if type(m).__name__.endswith("Attention"))
-    state = LayerState(slice_, num_slots)
+    state = AttentionState(slice_, num_slots)
     if kv_heads is not None:
         state.kv_heads = torch.tensor(kv_heads, device=next(attention.parameters()).device)
     attention.kv = state  # type: ignore[assignment]
@@ -98,8 +98,8 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls: `[1, heads, rows, dim]` in, `[1, rows, heads, dim]` out."""
-    state: LayerState = module.kv  # type: ignore[assignment]
+    """The function that Transformers calls: `[1, heads, rows, dim]` -> `[1, rows, heads, dim]`."""
+    state: AttentionState = module.kv  # type: ignore[assignment]
     if state.kv_heads is not None:
         key, value = (x.index_select(1, state.kv_heads) for x in (key, value))
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))

@@ -1,5 +1,5 @@
-"""The Triton kernels of `TreeKernel`, which calls them. Upper-case parameters are part of a kernel;
-shapes among them are powers of two."""
+"""The Triton kernels of `TritonBackend`. Upper-case parameters are compile-time constants; shapes
+among them are powers of two."""
 
 import triton
 import triton.language as tl
@@ -64,7 +64,8 @@ def attend(
     WINDOWED: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
-    """Some rows of one segment, some of the heads that share a KV head, a part of the keys."""
+    """Attention of some rows of one segment and some heads that share a KV head to a part of the
+    keys."""
     tile, heads, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     top = tl.load(tiles + 2 * tile)
     count = tl.load(tiles + 2 * tile + 1)
@@ -107,7 +108,7 @@ def attend(
             )
             score = tl.dot(q, k, input_precision=PRECISE) * scaling
             if CAPPED:
-                # tanh, which Triton has no portable one of.
+                # tanh, of which Triton has no portable version.
                 score = softcap * (2.0 / (1.0 + tl.exp(-2.0 * score / softcap)) - 1.0)
             seen = there[:, None] & (i[None, :] < high)
             at = i
@@ -126,7 +127,7 @@ def attend(
                 seen = seen & (position[:, None] - at[None, :] < window)
             score = tl.where(seen, score, -float("inf"))
             higher = tl.maximum(best, tl.max(score, 1))
-            # Of a pair that has seen nothing yet the maximum is no number.
+            # A pair that has seen no key yet has the maximum -inf.
             base = tl.where(higher == -float("inf"), 0.0, higher)
             kept = tl.exp(best - base)
             weight = tl.exp(score - base[:, None])
@@ -138,7 +139,7 @@ def attend(
             )
             out = out * kept[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISE)
             best = higher
-        # Of this part alone: what it comes to, and the logarithm of its weight.
+        # The output of this part alone, and the logarithm of its weight.
         part = split.to(tl.int64) * rows * kv_heads * group + place
         some = total > 0
         sure = tl.where(some, total, 1.0)
@@ -162,7 +163,7 @@ def merge(
     SPLIT: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """What the parts of one row and head come to together."""
+    """Merge the parts of one row and head."""
     row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     place = (row * heads + head).to(tl.int64)
     s = tl.arange(0, SPLIT)

@@ -1,9 +1,8 @@
-"""Attention with PyTorch's scaled_dot_product_attention: every device, no other library.
+"""Attention with PyTorch's scaled_dot_product_attention: on every device, without other libraries.
 
-Prefix and tree keys are gathered into one block and attended to in one masked call per segment.
-The query heads that read one KV head stand in it as rows: left to group them itself, PyTorch
-copies every K and V for each of its query heads. Everything that depends only on the plan and
-the window (which slots, which mask) is derived in the first layer that asks and read by the
+Each segment is one masked call over its gathered prefix and tree keys. Query heads that share a KV
+head are passed as rows: PyTorch's own grouping would copy K and V for each query head. What depends
+only on the plan and the window (slots and mask) is computed in the first layer and reused in the
 others.
 """
 
@@ -16,19 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipespec.engine.attention.plan import AttentionPlan, LayerOptions, LayerPool, Segment
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Segment
 
-# Slots that lie this close together (highest - lowest over count) are read as one slice of the
-# pool, holes masked, instead of gathered in every layer. On a CPU a gather costs as much as
-# attending to a seventh of the keys with 32 rows, to half of them with one.
+# Slots whose spread (highest - lowest over count) is below this are read as one slice of the pool,
+# with a mask for the unused ones, instead of being gathered in every layer. On a CPU a gather costs
+# as much as attending to a seventh of the keys with 32 rows, or to half of them with one row.
 _MAX_SPREAD = 1.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Keys:
-    """What the rows of one segment read, in one window.
+class _SegmentKeys:
+    """The keys of one segment within a window.
 
-    `index` picks the slots; a slice costs no copy. `bias` `[rows, keys]` is 0 where a row sees
+    `index` selects the slots; a slice needs no copy. `bias` `[rows, keys]` is 0 where a row sees
     a key and -inf where not, or None where every row sees every key; for `_fused` it has a row
     for each query head of a group.
     """
@@ -44,18 +43,17 @@ class _Keys:
         return pool.index_select(0, self.index)  # four times as fast as pool[index]
 
 
-class Sdpa:
-    """The `Attention` of this backend.
+class SdpaBackend:
+    """See `AttentionBackend`.
 
-    With `steady` it computes in float64, so that what is rounded to the type of the rows is the
-    same whatever else is in their batch.
-    """
+    With `batch_invariant` it computes in float64, so that a row rounded to the model's type does
+    not depend on the other rows of its batch."""
 
-    def __init__(self, *, steady: bool = False) -> None:
-        self._steady = steady
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        self.batch_invariant = batch_invariant
         self._plan: AttentionPlan | None = None
-        # What the layers of a window and with so many query heads to a KV head share.
-        self._prepared: dict[tuple[int | None, int], tuple[Tensor, list[_Keys]]] = {}
+        # By window and number of query heads per KV head: the rows' slots and the keys.
+        self._prepared: dict[tuple[int | None, int], tuple[Tensor, list[_SegmentKeys]]] = {}
 
     def prepare(self, plan: AttentionPlan) -> None:
         self._plan = plan
@@ -67,7 +65,7 @@ class Sdpa:
         plain = options.softcap is None and options.sinks is None
         attend_segment = _fused if plain else _explicit
         dtype = query.dtype
-        if self._steady:
+        if self.batch_invariant:
             query = query.double()
         group = query.shape[1] // key.shape[1] if plain else 1
         wanted = options.window, group
@@ -83,7 +81,7 @@ class Sdpa:
         return torch.cat(found).to(dtype)
 
 
-def _fused(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -> Tensor:
+def _fused(query: Tensor, pool: LayerPool, keys: _SegmentKeys, options: LayerOptions) -> Tensor:
     rows, heads, _ = query.shape
     k, v = (keys.read(each).to(query.dtype) for each in (pool.keys, pool.values))
     kv_heads = k.shape[1]
@@ -99,8 +97,8 @@ def _fused(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -
     return out.view(kv_heads, rows, group, -1).transpose(0, 1).reshape(rows, heads, -1)
 
 
-def _explicit(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions) -> Tensor:
-    """Scores, cap, sinks and softmax spelled out, for the layers that SDPA cannot express."""
+def _explicit(query: Tensor, pool: LayerPool, keys: _SegmentKeys, options: LayerOptions) -> Tensor:
+    """Explicit attention, for layers with softcap or sinks, which SDPA does not support."""
     rows, heads, _ = query.shape
     k, v = (keys.read(each).to(query.dtype) for each in (pool.keys, pool.values))
     grouped = query.view(rows, k.shape[1], -1, query.shape[2])
@@ -120,8 +118,9 @@ def _explicit(query: Tensor, pool: LayerPool, keys: _Keys, options: LayerOptions
 
 def _prepared(
     plan: AttentionPlan, window: int | None, group: int, like: Tensor
-) -> tuple[Tensor, list[_Keys]]:
-    """What the layers of a window share: made, and brought to the device, once for all segments."""
+) -> tuple[Tensor, list[_SegmentKeys]]:
+    """The rows' slots and the keys of each segment, on the device; shared by layers with this
+    window."""
     assert len(plan.write) == plan.row_start[-1] == len(like)
     segments = list(plan.segments())
     read = [_read(segment, window) for segment in segments]
@@ -129,7 +128,7 @@ def _prepared(
     masks = [np.repeat(~seen, group, 0) for _, seen in read if seen is not None]
     biases = iter(_joined([mask.ravel() for mask in masks], like, fill=-torch.inf))
     keys = [
-        _Keys(
+        _SegmentKeys(
             segment.rows,
             index if isinstance(index, slice) else next(indices),
             None if seen is None else next(biases).view(len(seen) * group, -1),
@@ -140,9 +139,8 @@ def _prepared(
 
 
 def _joined(parts: list[np.ndarray], like: Tensor, fill: float | None = None) -> tuple[Tensor, ...]:
-    """The parts, on the device; with `fill` numbers like `like`: that where a part is True, else 0.
-
-    All of them are one tensor, so that they are one copy.
+    """The parts as tensors on the device, transferred in one copy. With `fill`, bool parts become
+    numbers: `fill` where True, else 0.
     """
     if not parts:
         return ()
@@ -158,7 +156,7 @@ def _read(segment: Segment, window: int | None) -> tuple[slice | np.ndarray, np.
     prefix, mask = segment.prefix, segment.mask
     in_prefix = None  # which rows see which of the prefix; None: all
     if window is not None:
-        # The window of the earliest row bounds what any row can see of the prefix.
+        # The first row's window limits what any row sees of the prefix.
         first = min(max(0, int(segment.positions.min()) - window + 1), len(prefix))
         prefix = prefix[first:]
         positions = segment.positions[:, None]

@@ -23,7 +23,7 @@ const LATENCIES = [
   ["between tokens", "inter_token_latency_seconds"],
 ];
 const DEEPEST = 12;
-const KINDS = ["decided", "guess", "prompt"];
+const KINDS = ["decided", "draft", "prompt"];
 
 /** Panels that hear figures once a second, and steps as they come. */
 export class Panels {
@@ -94,13 +94,13 @@ export class Panels {
 
   #hits(figures) {
     const depths = figures
-      .all("guess_rows_total")
+      .all("draft_rows_total")
       .map(([{ depth }]) => depth)
       .filter((depth) => Number(depth) <= DEEPEST);
     const rows = keep(byId("hits").tBodies[0], depths, hit);
     for (const [depth, row] of rows) {
-      const fed = figures.value("guess_rows_total", { depth });
-      const rate = fed ? (figures.value("guess_hits_total", { depth }) ?? 0) / fed : null;
+      const fed = figures.value("draft_rows_total", { depth });
+      const rate = fed ? (figures.value("draft_hits_total", { depth }) ?? 0) / fed : null;
       show(row.querySelector("[data-derived]"), rate, share);
       row.querySelector(".bar > span").style.width = `${100 * Math.min(rate ?? 0, 1)}%`;
     }
@@ -129,8 +129,8 @@ function hit(depth) {
     "tr",
     {},
     make("th", { scope: "row" }, depth),
-    figure("td", "guess_rows_total", count, { depth }),
-    figure("td", "guess_hits_total", count, { depth }),
+    figure("td", "draft_rows_total", count, { depth }),
+    figure("td", "draft_hits_total", count, { depth }),
     make("td", {}, bar, make("span", { "data-derived": `hit-rate/${depth}` })),
   );
 }

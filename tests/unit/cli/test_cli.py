@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipespec.cli import bench as bench_command
 from pipespec.cli import serve as serve_command
 from pipespec.cli.generate import print_statistics
 from pipespec.cli.main import main
 from pipespec.config import choices
+from pipespec.instruments.commands import bench as bench_command
 
 PIPESPEC = [sys.executable, "-m", "pipespec"]
 
@@ -63,8 +63,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "--prompt-file", "/no/such/file"], "No such file"),
         (["generate", "--prompt-file", "/"], "Is a directory"),
         (["generate", "--prompt", "a", "--jsn"], "did you mean --json?"),
-        (["generate", "--prompt", "a", "feed.widht=3"], "did you mean feed.width?"),
-        (["generate", "--prompt", "a", "feed.width=0", "--json"], "feed.width is 0"),
+        (["generate", "--prompt", "a", "policy.widht=3"], "did you mean policy.width?"),
+        (["generate", "--prompt", "a", "policy.width=0", "--json"], "policy.width is 0"),
         (
             ["bench", "concurrency=0"],
             "concurrency is 0, but must be a whole number from 1 to 1000000000",
@@ -84,12 +84,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["bench", "--output", "/no/such/folder/file"], "the folder of that file is missing"),
         (["bench", "--output", "/"], "must name a file"),
         (["bench", "--nun-prompts=3"], "did you mean --num-prompts?"),
-        (["bench", "feed.widht=3"], "did you mean feed.width?"),
-        (["bench", "feed.width"], "is not a setting"),
+        (["bench", "policy.widht=3"], "did you mean policy.width?"),
+        (["bench", "policy.width"], "is not a setting"),
         (["up", "--name", ""], "The name of a cluster is ''"),
         (["serve", "--name", ""], "The name of a cluster is ''"),
         (["serve", "--on", "nobody"], "No cluster named 'nobody' is up"),
-        (["serve", "--on", "lab", "feed=level"], "takes no settings, but got 'feed=level'"),
+        (["serve", "--on", "lab", "policy=level"], "takes no settings, but got 'policy=level'"),
         (["serve", "--on", "lab", "--name", "b"], "takes no settings, but got '--name'"),
         (["serve", "--port", "70000"], "--port is 70000, but must be a whole number from 0"),
         (["serve", "--host", "256.1.1.1"], "Nothing can listen at '256.1.1.1', port 8000"),
@@ -99,37 +99,45 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--served-model-name", ""], "--served-model-name is empty"),
         (["serve", "--api-key", "two words "], "An API key is empty"),
         (["serve", "--api-key-file", "/no/such/file"], "No such file"),
+        (["serve", "--api-key", ""], "An API key is empty"),
+        (["serve", "--on", "nobody", "--api-key", ""], "An API key is empty"),
+        (["serve", "--private-prefixes"], "separates requests by their API key, but the server"),
         (["serve", "--allowed-origins", "[1]"], "--allowed-origins must be texts"),
+        (["serve", "--allowed-origins", "evil"], "--allowed-origins is 'evil', but must be an ori"),
+        (["serve", "--on", "nobody", "--allowed-origins", "evil"], "--allowed-origins is 'evil'"),
+        (["serve", "--allowed-origins", '["*", "http://a/b"]'], "is 'http://a/b', but must be"),
+        (["serve", "--allowed-hosts", "[1]"], "--allowed-hosts must be texts"),
+        (["serve", "--allowed-hosts", "a:80"], "--allowed-hosts is 'a:80', but must be a name wit"),
         (
             ["serve", "--tool-call-parser", "qwen"],
             "--tool-call-parser is 'qwen', but must be one of hermes, llama3_json, mistral",
         ),
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["launch", "--name", "", "hosts.yaml"], "The name of a cluster is ''"),
-        (["check", "feed=level"], "takes no settings"),
+        (["check", "policy=level"], "takes no settings"),
         (["status", "--watch"], "--watch needs a terminal"),
-        (["status", "--watch", "--json"], "--watch renews a table and --json prints one object"),
+        (["status", "--watch", "--json"], "--watch updates a table and --json prints one object"),
         (["check", "--jason"], "did you mean --json?"),
-        (["plan", "feed=level"], "takes options and no settings"),
+        (["plan", "policy=level"], "takes options and no settings"),
         (["plan", "--width", "3"], "did you mean --widths?"),
         (["plan", "--stages", "0"], "stages is 0"),
         (["plan", "--stage-ms", "1:a"], "'1:a' is no time of a stage"),
         (["plan", "--stage-ms", "8:1,1:2"], "rising numbers from 1"),
         (["plan", "--stage-ms", "-1"], "must be a number from 0 to"),
         (["plan", "--hop-ms", "-1"], "hop_ms is -1.0"),
-        (["plan", "--curve", "0.9"], "no point of an accuracy curve"),
+        (["plan", "--curve", "0.9"], "is not a point of an accuracy curve"),
         (["plan", "--spread", "1"], "spread of the confidence is 1.0"),
         (["plan", "--policies", "levle"], "'levle' is not known"),
         (["plan", "--rounds", "0"], "rounds is 0"),
         (["plan", "--tokens", "0"], "tokens is 0"),
         (["plan", "--tokens", "99999999999"], "tokens is 99999999999"),
         (["plan", "--stages", "1000000000"], "stages is 1000000000"),
-        (["plan", "--widths", "99999999"], "feed.width is 99999999"),
-        (["plan", "--children", "9999999999"], "feed.children is 9999999999"),
-        (["plan", "--rounds", "1000000000"], "source.rounds is 1000000000"),
+        (["plan", "--widths", "99999999"], "policy.width is 99999999"),
+        (["plan", "--children", "9999999999"], "policy.children is 9999999999"),
+        (["plan", "--rounds", "1000000000"], "proposer.rounds is 1000000000"),
         (["plan", "--seed", "-1"], "seed is -1"),
         (["plan", "--seed", "99999999999999999999"], "seed is 9999"),
-        (["plan", "--curve", "1:0.5,99999999999:0.9"], "no point of an accuracy curve"),
+        (["plan", "--curve", "1:0.5,99999999999:0.9"], "is not a point of an accuracy curve"),
         (["plan", "--curve", "1:0.5,999999999:0.9"], "is 999999999"),
         (["plan", "--stage-ms", "1e300"], "is 1e+300"),
         (["plan", "--hop-ms", "1e300"], "hop_ms is 1e+300"),
@@ -142,6 +150,19 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     argv: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert part in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize("more", [[], ["--on", "nobody"], ["--api-key", "a"]])
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_api_key_in_the_environment_is_refused(
+    value: str,
+    more: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PIPESPEC_API_KEY", value)
+    told = refused(capsys, "serve", *more)
+    assert "The variable PIPESPEC_API_KEY is empty; set it to a key, or unset it" in told
 
 
 def test_a_prompt_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +191,7 @@ def test_the_prompt_can_come_from_standard_input(
 
 
 def test_settings_and_options_mix_in_any_order(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["generate", "feed=level", "--json", "cluster.stages=0", "--prompt", "a", "--chat"]
+    argv = ["generate", "policy=level", "--json", "cluster.stages=0", "--prompt", "a", "--chat"]
     assert "cluster.stages is 0" in refused(capsys, *argv)
 
 
@@ -183,9 +204,9 @@ def test_a_missing_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_mistakes_and_help_do_not_wait_for_torch() -> None:
     code = (
         "import sys; from pipespec.cli.main import main; "
-        "main(['generate', '--prompt', 'a', 'feed.widht=1']); "
-        "main(['bench', 'feed.widht=1']); "
-        "main(['up', 'feed.widht=1']); "
+        "main(['generate', '--prompt', 'a', 'policy.widht=1']); "
+        "main(['bench', 'policy.widht=1']); "
+        "main(['up', 'policy.widht=1']); "
         "main(['status', 'no-such-cluster']); "
         "main(['generate', '--on', 'no-such-cluster', '--prompt', 'a']); "
         "print('torch' in sys.modules or 'transformers' in sys.modules)"
@@ -194,7 +215,7 @@ def test_mistakes_and_help_do_not_wait_for_torch() -> None:
     assert answer.stdout == "False\n"
 
 
-def test_a_user_without_a_home_is_told(
+def test_user_without_a_home_folder_gets_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
@@ -207,7 +228,7 @@ def test_a_user_without_a_home_is_told(
     assert main(["status"]) == 0
 
 
-def test_check_says_what_the_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_what_the_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
     assert findings["ok"] is True
@@ -292,7 +313,8 @@ def test_a_signal_ends_the_command_without_a_traceback(
 
 IN_A_CALLBACK = """
 import signal, sys
-from pipespec.cli import check, main
+from pipespec.cli import main
+from pipespec.instruments.commands import check
 
 class Callback:
     def __del__(self):

@@ -20,20 +20,20 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipespec.cli import partition
 from pipespec.cli.main import main
+from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
-from pipespec.client.served import ServedModel
 from pipespec.config import choices
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.tokenizer import BackendTokenizer
-from pipespec.planning.partition import plan_slices
-from pipespec.planning.placement import Figures, problem
-from pipespec.system.outcome import concluded
-from pipespec.system.resources import resource_dir
+from pipespec.instruments.commands import partition
+from pipespec.placement.measurements import Figures, problem
+from pipespec.placement.slices import plan_slices
+from pipespec.system.exit_codes import exit_code_of
+from pipespec.system.folders import resource_dir
 
 NO_DEVICE = "cluster.devices=[cuda:99]"
 NO_MODEL = "model.target=/no/such/model"
@@ -132,7 +132,7 @@ def assert_concluded(run: Callable[[], int]) -> None:
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            code: object = concluded(run)
+            code: object = exit_code_of(run)
         except SystemExit as leaving:  # --help
             code = leaving.code
     said = err.getvalue()
@@ -232,7 +232,7 @@ def test_any_hosts_file(text: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return compose(["cluster.stages=1", "feed.width=8", "source=suffix"])
+    return compose(["cluster.stages=1", "policy.width=8", "proposer=suffix"])
 
 
 SIZES = {
@@ -295,8 +295,8 @@ ENTRY = asdict(
         epoch=1,
         owner=Owner(pid=1, created=0.0, machine="elsewhere"),
         host="alpha",
-        overrides=("feed=level",),
-        served=ServedModel("/no/such/model", 512, 64, (1,), BackendTokenizer("{}")),
+        overrides=("policy=level",),
+        served=ModelInfo("/no/such/model", 512, 64, (1,), BackendTokenizer("{}")),
         num_ranks=3,
         started=1.0,
     )
@@ -316,7 +316,7 @@ def test_any_registry(entry: bytes, lock: bytes, url: str) -> None:
         assert_ends_well("status")
         assert_ends_well("status", "--json")
         assert_ends_well("down", "lab")
-        assert_ends_well("generate", "--on", "lab", "--prompt", "a", "verify=greedy")
+        assert_ends_well("generate", "--on", "lab", "--prompt", "a", "sampling.temperature=0")
 
 
 CONFIG = json.loads((DEMO / "target" / "config.json").read_text()) | {"num_hidden_layers": 1}

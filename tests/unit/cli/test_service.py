@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from pipespec.cli import serve
-from pipespec.cli.arguments import overrides
 from pipespec.cli.main import _parser
 from pipespec.config.compose import compose
+from pipespec.console.arguments import overrides
 from pipespec.server.options import ServerOptions
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 
 UNIT = resource_dir("launch") / "pipespec.service"
 PROGRAM = "/opt/pipespec/bin/pipespec"

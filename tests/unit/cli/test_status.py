@@ -18,7 +18,7 @@ def how(attention: str = "sdpa", *graph_rows: int, **changes: Any) -> dict[str, 
     }
 
 
-def test_ranks_that_compute_alike_are_told_of_together() -> None:
+def test_ranks_that_compute_alike_share_a_line() -> None:
     ranks = {
         0: how(),
         1: how("triton", 16, 64),
@@ -32,13 +32,13 @@ def test_ranks_that_compute_alike_are_told_of_together() -> None:
     )
 
 
-def test_devices_that_compute_a_stage_together_are_told_of() -> None:
+def test_devices_of_a_tensor_parallel_stage_are_shown() -> None:
     assert computing({0: how(), 1: how(devices=4)}) == (
         "attention: sdpa (rank 0); sdpa, 4 devices together (rank 1)."
     )
 
 
-def test_what_is_as_usual_is_not_told() -> None:
+def test_usual_values_are_not_shown() -> None:
     assert computing({}) is None
     assert computing({0: how(), 1: how()}) is None
     assert computing({0: how(), 1: how(refused=["It is old."])}) is not None

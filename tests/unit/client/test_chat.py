@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.client.served import ServedModel
+from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.errors import ModelError
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 
 
 @pytest.fixture
@@ -26,8 +26,8 @@ def encoded(target: Path, template: str, prompt: str = "Hello") -> str:
     settings = json.loads((target / "tokenizer_config.json").read_text())
     settings["chat_template"] = template
     (target / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = compose([f"model.target={target}", "source=suffix", "decode.chat=true"])
-    served = ServedModel.of(decide(config))
+    config = compose([f"model.target={target}", "proposer=suffix", "decode.chat=true"])
+    served = ModelInfo.of(decide(config))
     return served.tokenizer.decode(served.encode(prompt, chat=True))
 
 

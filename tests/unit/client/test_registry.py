@@ -17,6 +17,7 @@ import pytest
 from pipespec.cli.main import main
 from pipespec.cli.status import duration, report
 from pipespec.client import registry
+from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import (
     Owner,
     RunningCluster,
@@ -29,9 +30,9 @@ from pipespec.client.registry import (
     left,
     publish,
 )
-from pipespec.client.served import ServedModel
 from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.errors import ConfigError
+from pipespec.system.process_identity import since_boot
 
 URL = "unix:///tmp/redis.sock?password=secret"
 HOLD = "import sys; from pipespec.client.registry import claim\nwith claim({name!r}):\n  {body}"
@@ -53,7 +54,7 @@ def running(name: str = "lab", owner: Owner | None = None) -> RunningCluster:
         owner=owner or Owner.this(),
         host="alpha",
         overrides=("cluster.stages=2",),
-        served=ServedModel("/models/target", 512, 64, (1, 2), BackendTokenizer("{}")),
+        served=ModelInfo("/models/target", 512, 64, (1, 2), BackendTokenizer("{}")),
         num_ranks=3,
         started=100.0,
     )
@@ -68,7 +69,7 @@ def in_another_process(name: str, body: str) -> subprocess.Popen[str]:
     )
 
 
-def test_an_entry_is_told_as_it_was_published_and_goes_with_the_name(state: Path) -> None:
+def test_entry_is_read_as_published_and_removed_with_the_name(state: Path) -> None:
     with claim("lab"):
         assert held("lab") == registry.Entry("lab", Owner.this(), None)
         with pytest.raises(ConfigError, match="still loading"):
@@ -142,7 +143,7 @@ def test_down_removes_what_a_killed_cluster_left_but_for_its_log(
         publish(running(owner=ELSEWHERE))
     assert entries() == []
     assert main(["down", "lab"]) == 0
-    assert capsys.readouterr().out == "lab had ended already; what it left is removed.\n"
+    assert capsys.readouterr().out == "lab had ended already; its files are removed.\n"
     assert [file.name for file in state.iterdir()] == ["lab.log"]
     assert main(["down", "lab"]) == 2
     assert "No cluster named 'lab' is up" in capsys.readouterr().err
@@ -251,7 +252,7 @@ def wrong_model(**changes: object) -> str:
         (wrong(overrides=...), "it must be a JSON object of name, url"),
     ],
 )
-def test_one_entry_that_is_none_is_named_and_the_others_are_told(
+def test_broken_entry_is_named_and_the_others_are_listed(
     text: str, why: str, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state.mkdir()
@@ -291,7 +292,7 @@ def test_an_entry_that_is_no_file_is_not_waited_for(kind: str, state: Path) -> N
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**22 + 1, 2**70])
-def test_a_lock_with_an_impossible_process_holds_nothing_and_nobody_is_signalled(
+def test_lock_with_an_impossible_process_id_holds_nothing_and_signals_no_process(
     pid: int, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state.mkdir()
@@ -309,7 +310,7 @@ def test_a_process_of_another_user_is_not_signalled(
     state.mkdir()
     other = subprocess.Popen(["cat"], stdin=subprocess.PIPE, user=65534)
     try:
-        created = psutil.Process(other.pid).create_time()
+        created = since_boot(psutil.Process(other.pid))
         owner = replace(Owner.this(), pid=other.pid, created=created)
         (state / "lab.lock").write_text(json.dumps(asdict(owner)))
         assert main(["down", "lab"]) == 2

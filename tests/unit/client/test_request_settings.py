@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from pipespec.cli.up import default_name, parse_settings
+from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
-from pipespec.client.served import ServedModel
-from pipespec.client.settings import RequestSettings
-from pipespec.engine.grammar import of_json_schema, of_regex
+from pipespec.client.request_settings import RequestSettings
+from pipespec.engine.llguidance_backend import grammar_from_json_schema, grammar_from_regex
 from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.errors import ConfigError
-from pipespec.system.reading import Unreadable
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
+from pipespec.system.validation import Unreadable
 
 
 def running(*overrides: str) -> RunningCluster:
@@ -27,39 +27,37 @@ def running(*overrides: str) -> RunningCluster:
         owner=Owner.this(),
         host="alpha",
         overrides=overrides,
-        served=ServedModel(
-            str(resource_dir("demo") / "target"), 512, 64, (), BackendTokenizer("{}")
-        ),
+        served=ModelInfo(str(resource_dir("demo") / "target"), 512, 64, (), BackendTokenizer("{}")),
         num_ranks=5,
         started=0.0,
     )
 
 
 def test_a_request_has_the_clusters_defaults_and_its_own_settings_on_top() -> None:
-    lab = running("decode.max_new_tokens=7", "verify=sample", "verify.temperature=0.5", "feed=root")
+    lab = running("decode.max_new_tokens=7", "sampling.temperature=0.5", "policy=root")
     config = RequestSettings.on(lab, [])
     assert config.decode.max_new_tokens == 7
-    assert config.verify.sampling(3).temperature == 0.5
+    assert config.sampling.params(3).temperature == 0.5
     config = RequestSettings.on(
-        lab, ["decode.max_new_tokens=9", "verify.temperature=0.25", "decode.priority=-3"]
+        lab, ["decode.max_new_tokens=9", "sampling.temperature=0.25", "decode.priority=-3"]
     )
     assert config.decode.priority == -3
     assert config.decode.max_new_tokens == 9
-    assert config.verify.sampling(3).temperature == 0.25
+    assert config.sampling.params(3).temperature == 0.25
     # The cluster's temperature would not go with greedy.
-    assert RequestSettings.on(lab, ["verify=greedy"]).verify.sampling(3).temperature == 0
+    assert RequestSettings.on(lab, ["sampling.temperature=0"]).sampling.params(3).temperature == 0
 
 
 @pytest.mark.parametrize(
     "setting",
     [
-        "feed.width=8",
+        "policy.width=8",
         "model.target=/x",
         "cluster.stages=2",
         "controller.url=redis://:secret@h",
         "trace=t.json",
         "decode.prefill_chunk=8",
-        "feed=root",
+        "policy=root",
     ],
 )
 def test_what_was_settled_at_the_start_is_refused_by_name(setting: str) -> None:
@@ -70,8 +68,8 @@ def test_what_was_settled_at_the_start_is_refused_by_name(setting: str) -> None:
 
 
 def test_settings_come_by_the_line_or_as_a_list() -> None:
-    assert parse_settings(" feed=level\n\ndecode.stop=['a b']\n") == [
-        "feed=level",
+    assert parse_settings(" policy=level\n\ndecode.stop=['a b']\n") == [
+        "policy=level",
         "decode.stop=['a b']",
     ]
     assert parse_settings("[\"decode.stop=['\\n']\"]") == ["decode.stop=['\n']"]
@@ -81,10 +79,10 @@ def test_settings_come_by_the_line_or_as_a_list() -> None:
             parse_settings(text)
 
 
-def test_a_cluster_that_nobody_named_is_called_as_its_host_file(tmp_path) -> None:
+def test_unnamed_cluster_is_named_after_its_hosts_file(tmp_path) -> None:
     hosts_file = tmp_path / "attic.yaml"
     hosts_file.write_text("hosts: [{address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n")
-    assert default_name(["feed=level", f"cluster={hosts_file}"]) == "attic"
+    assert default_name(["policy=level", f"cluster={hosts_file}"]) == "attic"
     assert default_name(["cluster.stages=2", "cluster=local"]) == "default"
 
 
@@ -92,9 +90,11 @@ def test_an_answer_is_held_to_the_form_that_is_set(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text('{"enum": ["a", "b"]}')
     held = RequestSettings.on(running(f"decode.json_schema={file}"), [])
-    assert held.sampling(3).grammar == of_json_schema({"enum": ["a", "b"]})
-    assert RequestSettings.on(running(), ["decode.regex=a+"]).sampling(3).grammar == of_regex("a+")
-    assert RequestSettings.on(running(), []).sampling(3).grammar == ""
+    assert held.params(3).grammar == grammar_from_json_schema({"enum": ["a", "b"]})
+    assert RequestSettings.on(running(), ["decode.regex=a+"]).params(
+        3
+    ).grammar == grammar_from_regex("a+")
+    assert RequestSettings.on(running(), []).params(3).grammar == ""
 
 
 @pytest.mark.parametrize(

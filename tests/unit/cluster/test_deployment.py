@@ -9,10 +9,10 @@ import pytest
 
 from pipespec.cluster import session
 from pipespec.cluster.deployment import Deployment, decide, require_backend
-from pipespec.cluster.replanning import replanner
+from pipespec.cluster.replanning import assignment_without
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError, ModelError
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 from tests.helpers.models import build
 
 DEMO = resource_dir("demo")
@@ -37,7 +37,7 @@ def test_nccl_without_a_device_for_every_stage_is_refused(stages: tuple[str, str
     require_backend(on("cpu", *stages, backend="auto"))
 
 
-def test_nccl_with_a_device_for_every_stage_is_not() -> None:
+def test_nccl_with_a_device_for_every_stage_is_accepted() -> None:
     for head in ("cpu", "cuda:0"):
         deployment = on(head, "cuda:0", "cuda:1")
         require_backend(deployment)  # raises nothing
@@ -54,7 +54,7 @@ def test_nccl_between_hosts_is_refused() -> None:
         require_backend(deployment)
 
 
-def test_a_host_without_devices_is_told_to_name_them(tmp_path: Path) -> None:
+def test_host_without_devices_is_refused_with_the_remedy(tmp_path: Path) -> None:
     file = tmp_path / "hosts.yaml"
     file.write_text("hosts: [{name: a, address: 10.0.0.1}, {name: b, address: 10.0.0.2}]\n")
     with pytest.raises(ConfigError, match="Host a has the device auto; name its devices"):
@@ -71,7 +71,7 @@ def test_workers_that_are_started_by_hand_need_a_cluster_that_stays(tmp_path: Pa
     deployment = decide(compose([f"cluster={file}"]))
     with (
         pytest.raises(ConfigError, match="The workers of b are started by hand"),
-        session.prepare(deployment),
+        session.start_agents(deployment),
     ):
         pass
 
@@ -81,9 +81,9 @@ def test_workers_that_are_started_by_hand_need_a_cluster_that_stays(tmp_path: Pa
 
 def test_more_children_than_tokens_are_refused() -> None:
     tokens = planned().target.vocab_size
-    assert planned(f"feed.children={tokens}").config.feed.children == tokens
-    with pytest.raises(ConfigError, match=rf"feed\.children is {tokens + 1}, .*{tokens} tokens"):
-        planned(f"feed.children={tokens + 1}")
+    assert planned(f"policy.children={tokens}").config.policy.children == tokens
+    with pytest.raises(ConfigError, match=rf"policy\.children is {tokens + 1}, .*{tokens} tokens"):
+        planned(f"policy.children={tokens + 1}")
 
 
 # --- several devices for a stage --------------------------------------------------------------
@@ -97,15 +97,15 @@ def test_more_children_than_tokens_are_refused() -> None:
         (
             "llama",
             ("cluster.tensor_parallel=2", "model.quantization=int8"),
-            "2 devices can share plain weights alone",
+            "2 devices together need plain weights",
         ),
     ],
 )
-def test_what_devices_cannot_share_is_refused(
+def test_model_that_cannot_be_divided_among_devices_is_refused(
     tmp_path: Path, model_type: str, settings: tuple[str, ...], sentence: str
 ) -> None:
     model = build(model_type, tmp_path / "model")
-    common = (f"model.target={model}", "source=suffix", "cluster.devices=[cpu]")
+    common = (f"model.target={model}", "proposer=suffix", "cluster.devices=[cpu]")
     with pytest.raises(ModelError, match=sentence):
         decide(compose([*common, "cluster.stages=2", *settings]))
 
@@ -133,7 +133,7 @@ def test_a_hosts_file_says_which_devices_compute_together(tmp_path: Path) -> Non
     deployment = decide(compose([f"cluster={file}"]))
     assert deployment.workers == ("box/2", "box/0", "box/3")
     assert deployment.sizes == (1, 2, 1)
-    found = replanner(deployment, None)({"box/3"})
+    found = assignment_without(deployment, {"box/3"})
     assert found.workers == ("box/2", "box/0") and found.followers == ((), ("box/1",))
     file.write_text(file.read_text().replace("[cpu, cpu]", "[cpu, cpu, cpu]"))
     with pytest.raises(ModelError, match="4 attention heads"):
@@ -145,16 +145,16 @@ def test_a_draft_is_computed_by_several_devices_if_there_is_one() -> None:
     deployment = decide(compose(settings))
     assert deployment.workers == ("local/0", "local/2") and deployment.sizes == (2, 1)
     assert deployment.followers_of("local/0") == ("local/1",)
-    with pytest.raises(ConfigError, match="its source asks no draft model"):
-        decide(compose([*settings, "source=suffix"]))
+    with pytest.raises(ConfigError, match="its proposer has no draft model"):
+        decide(compose([*settings, "proposer=suffix"]))
     with pytest.raises(ModelError, match=r"4 attention heads .* among 3 devices"):
         decide(compose([*settings, "cluster.draft_tensor_parallel=3"]))
 
 
 @pytest.mark.parametrize("lost", ["local/3", "local/4"])
-def test_who_loses_a_member_is_replaced_with_all_its_members(lost: str) -> None:
+def test_losing_one_member_replaces_its_whole_tensor_parallel_group(lost: str) -> None:
     settings = ["cluster.stages=2", "cluster.tensor_parallel=2", "cluster.spares=1"]
     deployment = decide(compose([*settings, "cluster.devices=[cpu]"]))
-    found = replanner(deployment, None)({lost})
+    found = assignment_without(deployment, {lost})
     assert found.workers == ("local/0", "local/1", "local/5")
     assert found.followers == ((), ("local/2",), ("local/6",))

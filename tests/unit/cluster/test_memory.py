@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipespec.cluster import build
+from pipespec.cluster import rank_components
 from pipespec.cluster.deployment import Deployment, decide
 from pipespec.cluster.memory import (
     SLOT_BYTES,
@@ -19,18 +19,18 @@ from pipespec.cluster.memory import (
     kv_slots,
     kv_tokens,
     local_ranks,
-    needs,
     require_files,
     require_memory,
+    required_bytes,
     slot_bytes,
 )
 from pipespec.config.compose import compose
 from pipespec.config.hosts import this_machine
-from pipespec.engine.tensor_parallel import Seat
+from pipespec.engine.tensor_parallel import TPRank
 from pipespec.errors import ConfigError
-from pipespec.planning.placement import num_slots
+from pipespec.placement.measurements import num_slots
 
-POOL = ("model.context", "feed.width", "feed.capacity", "decode.prefill_chunk")
+POOL = ("model.context", "policy.width", "policy.capacity", "decode.prefill_chunk")
 
 
 def planned(*settings: str) -> Deployment:
@@ -43,13 +43,13 @@ def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) ->
     deployment = planned(
         f"model.dtype={dtype}",
         "model.context=64",
-        "feed.width=2",
-        "feed.children=2",
+        "policy.width=2",
+        "policy.children=2",
         "scheduler.max_num_seqs=1",
     )
-    model = build.load_model(deployment, rank)
+    model = rank_components.load_model(deployment, rank)
     assert model is not None
-    wanted = needs(deployment, rank)
+    wanted = required_bytes(deployment, rank)
     info = deployment.target if rank else deployment.draft
     assert info is not None
     copied = info.loaded(dtype, None) != info.stored
@@ -65,18 +65,18 @@ def test_pools_and_weights_are_those_of_a_loaded_model(rank: int, dtype: str) ->
 def test_weights_and_slots_of_a_member_are_those_of_its_part(rank: int) -> None:
     settings = ("model.dtype=bfloat16", "model.context=64", "scheduler.max_num_seqs=1")
     deployment = planned("cluster.tensor_parallel=2", *settings)
-    part = build.load_model(deployment, rank, seat=Seat(1, 2))
+    part = rank_components.load_model(deployment, rank, tp_rank=TPRank(1, 2))
     assert part is not None
-    assert needs(deployment, rank)[WEIGHTS] == part.num_weight_bytes
+    assert required_bytes(deployment, rank)[WEIGHTS] == part.num_weight_bytes
     slot = slot_bytes(deployment, deployment.target, rank) - SLOT_BYTES
     assert slot * part.num_slots == part.num_kv_bytes
-    whole = build.load_model(planned(*settings), rank)
+    whole = rank_components.load_model(planned(*settings), rank)
     assert whole is not None and part.num_weight_bytes < whole.num_weight_bytes
 
 
 def test_every_member_counts_on_its_device() -> None:
     deployment = planned("cluster.tensor_parallel=2", "model.context=64", "model.dtype=bfloat16")
-    wanted = 2 * (needs(deployment, 1) + needs(deployment, 2)).total()
+    wanted = 2 * (required_bytes(deployment, 1) + required_bytes(deployment, 2)).total()
     require_memory(deployment, [1, 2], lambda _: wanted)
     with pytest.raises(ConfigError, match="on cpu"):
         require_memory(deployment, [1, 2], lambda _: wanted - 1)
@@ -85,20 +85,20 @@ def test_every_member_counts_on_its_device() -> None:
 # --- KV by memory -----------------------------------------------------------------------------
 
 
-def test_slots_are_what_memory_holds_between_one_sequence_and_all_that_may_be_open() -> None:
+def test_kv_slots_fit_memory_between_one_sequence_and_max_num_seqs() -> None:
     deployment = planned("model.context=100", "scheduler.max_num_seqs=5", "model.dtype=float32")
     info = deployment.target
     least = num_slots(deployment.config, context=100, num_ranks=3, head=False)
     slot = slot_bytes(deployment, info, 1)
     assert kv_slots(deployment, 1, 0) == least, "one sequence always"
-    free = needs(deployment, 1)[WEIGHTS] + 2 * (least + 150) * slot
+    free = required_bytes(deployment, 1)[WEIGHTS] + 2 * (least + 150) * slot
     assert kv_slots(deployment, 1, free) == least + 150, "half of what the weights leave"
     assert kv_slots(deployment, 1, 10**12) == least + 400, "no more than can be used"
     assert kv_tokens(deployment, 1, least) == 100
     assert kv_tokens(deployment, 0, kv_slots(deployment, 0, 10**12)) == 500
 
 
-def test_an_amount_of_kv_is_taken_whatever_is_free_and_must_hold_one_sequence() -> None:
+def test_kv_memory_as_an_amount_ignores_free_memory_and_must_hold_one_sequence() -> None:
     settings = ("model.context=100", "scheduler.max_num_seqs=50", "model.dtype=float32")
     plain = planned(*settings)
     least = num_slots(plain.config, context=100, num_ranks=3, head=False)
@@ -107,7 +107,7 @@ def test_an_amount_of_kv_is_taken_whatever_is_free_and_must_hold_one_sequence() 
     given = planned(*settings, "model.kv_memory=8MiB")
     slots = kv_slots(given, 1, free=0)
     assert slots == wanted // slot_bytes(plain, plain.target, 1)
-    assert needs(given, 1).total() - needs(plain, 1).total() == pytest.approx(
+    assert required_bytes(given, 1).total() - required_bytes(plain, 1).total() == pytest.approx(
         (slots - least) * slot_bytes(plain, plain.target, 1)
     )
     with pytest.raises(ConfigError, match=r"kv_memory is 4KiB, but rank 1 needs .* 100 tokens"):
@@ -115,22 +115,24 @@ def test_an_amount_of_kv_is_taken_whatever_is_free_and_must_hold_one_sequence() 
 
 
 def test_a_source_without_a_draft_needs_none_on_the_head() -> None:
-    assert needs(planned("source=suffix"), 0).total() == 0
+    assert required_bytes(planned("proposer=suffix"), 0).total() == 0
 
 
 @pytest.mark.parametrize(
     ("settings", "setting"),
     [
-        (["feed.capacity=1048576"], "feed.capacity"),
-        (["feed.width=4096", "feed.capacity=8192"], "feed.width"),
+        (["policy.capacity=1048576"], "policy.capacity"),
+        (["policy.width=4096", "policy.capacity=8192"], "policy.width"),
         (["decode.prefill_chunk=65536"], "decode.prefill_chunk"),
-        (["model.dtype=bfloat16", "scheduler.max_num_seqs=32"], "model.context"),
+        (["model.dtype=bfloat16", "scheduler.max_num_seqs=32", "policy.width=16"], "model.context"),
     ],
 )
-def test_too_much_is_refused_with_what_asks_for_most(settings: list[str], setting: str) -> None:
+def test_too_little_memory_is_refused_with_the_largest_consumer(
+    settings: list[str], setting: str
+) -> None:
     deployment = planned(*settings)
     ranks = local_ranks(deployment)
-    wanted = sum(needs(deployment, rank).total() for rank in ranks)
+    wanted = sum(required_bytes(deployment, rank).total() for rank in ranks)
     assert ranks == [0, 1, 2]
     require_memory(deployment, ranks, lambda device: wanted)
     with pytest.raises(ConfigError, match=rf"GiB on cpu, .* for {setting}, .* lower {setting}"):
@@ -142,7 +144,7 @@ def test_weights_that_do_not_fit_ask_for_fewer_bits() -> None:
         require_memory(planned("model.context=64"), [1], lambda device: 0)
 
 
-def test_no_machine_has_what_no_machine_has() -> None:
+def test_more_memory_than_any_machine_has_is_refused() -> None:
     deployment = replace(planned(), context=10**12)
     with pytest.raises(ConfigError, match=r"model\.context"):
         require_memory(deployment, [1])
@@ -156,7 +158,9 @@ def test_ranks_of_other_hosts_are_not_counted_here() -> None:
 
 
 @pytest.mark.parametrize(("stages", "least"), [(1, 43), (4, 55), (8, 71)])
-def test_too_few_open_files_are_told_with_what_is_needed(stages: int, least: int) -> None:
+def test_too_low_limit_of_open_files_is_refused_with_the_number_needed(
+    stages: int, least: int
+) -> None:
     """With one less than `least`, runs of so many stages were seen to fail."""
     deployment = planned(f"cluster.stages={stages}")
     require_files(deployment, least)
@@ -186,7 +190,7 @@ V1 = {"memory.limit_in_bytes": "1000\n", "memory.usage_in_bytes": "900\n"}
         ("0::/a\n", "a", V2 | {"memory.current": "2000\n"}, "active_file 1\n", 0),
     ],
 )
-def test_what_a_control_group_leaves(
+def test_free_memory_respects_the_control_group(
     own: str, folder: str, files: dict[str, str], stat: str, free: int, tmp_path: Path
 ) -> None:
     root = tmp_path / "cgroup"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipespec.cluster.rank_assignment import RankAssignment
 
-ROSTER = RankAssignment(("beta/1", "alpha/0", "beta/0"), (range(3), range(3, 8)), "10.0.0.2")
+ROSTER = RankAssignment(("beta/1", "alpha/0", "beta/0"), (range(3), range(3, 8)))
 
 names = st.text(min_size=1)
 layers = st.tuples(st.integers(0, 100), st.integers(1, 100)).map(lambda at: range(at[0], sum(at)))
@@ -26,18 +26,30 @@ def test_the_place_of_a_worker_is_its_rank_and_a_spare_has_none(
     assert ROSTER.place_of(worker) == place
 
 
-def test_it_travels_as_plain_json() -> None:
+def test_assignment_is_encoded_as_plain_json() -> None:
     assert json.loads(ROSTER.encode()) == {
         "workers": ["beta/1", "alpha/0", "beta/0"],
         "layers": [[0, 3], [3, 8]],
-        "address": "10.0.0.2",
         "followers": [],
     }
 
 
-def test_who_follows_computes_the_rank_that_another_holds() -> None:
+@pytest.mark.parametrize(
+    ("seal", "sealed"),
+    [("auto", [False, True, False]), ("yes", [True] * 3), ("no", [False] * 3)],
+)
+def test_links_between_hosts_are_sealed_unless_the_setting_says_otherwise(
+    seal: str, sealed: list[bool]
+) -> None:
+    assignment = RankAssignment(("a/0", "a/1", "b/0", "b/2"), (range(3), range(3, 8), range(8, 9)))
+    links = assignment.links(seal)
+    assert [link.local for link in links] == [True, False, True]
+    assert [link.sealed for link in links] == sealed
+
+
+def test_follower_is_a_member_of_the_rank_of_its_leader() -> None:
     workers, layers = ("a/0", "a/1", "a/3"), (range(3), range(3, 8))
-    assignment = RankAssignment(workers, layers, "10.0.0.2", ((), ("a/2",), ("a/4",)))
+    assignment = RankAssignment(workers, layers, ((), ("a/2",), ("a/4",)))
     assert RankAssignment.decode(assignment.encode()) == assignment
     assert assignment.everyone == ("a/0", "a/1", "a/3", "a/2", "a/4")
     assert [assignment.members(rank) for rank in range(3)] == [
@@ -52,12 +64,9 @@ def test_who_follows_computes_the_rank_that_another_holds() -> None:
 @given(
     workers=st.lists(names, unique=True, min_size=1).map(tuple),
     layers=st.lists(layers).map(tuple),
-    address=names,
 )
-def test_what_is_decoded_is_what_was_encoded(
-    workers: tuple[str, ...], layers: tuple[range, ...], address: str
-) -> None:
-    assignment = RankAssignment(workers, layers, address)
+def test_decoding_inverts_encoding(workers: tuple[str, ...], layers: tuple[range, ...]) -> None:
+    assignment = RankAssignment(workers, layers)
     decoded = RankAssignment.decode(assignment.encode())
     assert decoded == assignment
     assert hash(decoded) == hash(assignment)  # tuples and ranges again, not lists

@@ -18,7 +18,7 @@ def parameters(nodes: int = 1) -> RendezvousParameters:
     return RendezvousParameters(rendezvous.BACKEND, "", "run", nodes, nodes)
 
 
-def test_one_node_meets_nobody_each_time_it_starts_its_workers():
+def test_one_node_completes_each_rendezvous_alone():
     rendezvous.register()
     handler = rendezvous_handler_registry.create_handler(parameters())
     for _ in range(2):
@@ -39,6 +39,6 @@ def test_several_nodes_are_refused():
         rendezvous.create(parameters(3))
 
 
-def test_torchrun_finds_it_by_the_installed_package():
+def test_torchrun_finds_the_backend_by_its_entry_point():
     (point,) = entry_points(group="torchrun.handlers", name=rendezvous.BACKEND)
     assert point.load()() is rendezvous.create

@@ -99,7 +99,7 @@ def test_a_host_of_the_users_configuration_keeps_its_address_and_port():
 
 
 @pytest.mark.usefixtures("config")
-def test_what_the_host_says_goes_before_the_users_configuration(tmp_path):
+def test_settings_of_the_host_override_the_users_ssh_configuration(tmp_path):
     key = tmp_path / "key"
     key.touch()
 
@@ -110,7 +110,7 @@ def test_what_the_host_says_goes_before_the_users_configuration(tmp_path):
 
 
 @pytest.mark.usefixtures("config")
-def test_ssh_asks_nobody_and_notices_a_dead_link():
+def test_ssh_never_prompts_and_notices_a_dead_link():
     options = understood(HOST)
 
     assert options["hostname"] == HOST.address
@@ -121,20 +121,25 @@ def test_ssh_asks_nobody_and_notices_a_dead_link():
 
 
 def test_a_local_host_runs_without_ssh():
-    assert ssh.run(LOCAL, "json.tool", "--compact", input=b'{"a": 1}', timeout=30) == b'{"a":1}\n'
+    assert (
+        ssh.run_module(LOCAL, "json.tool", "--compact", input=b'{"a": 1}', timeout=30)
+        == b'{"a":1}\n'
+    )
 
 
 def test_a_local_host_has_its_environment(telling):
     local = host(ssh="local", python=str(telling), env={"HF_HOME": "/data of mine"})
 
-    arguments, environment = json.loads(ssh.run(local, "some.module", "it's", timeout=30))
+    arguments, environment = json.loads(ssh.run_module(local, "some.module", "it's", timeout=30))
 
     assert arguments == ["-m", "some.module", "it's"]
     assert environment["HF_HOME"] == "/data of mine"
 
 
 def test_popen_ends_with_its_standard_input():
-    with ssh.popen(LOCAL, "json.tool", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with ssh.start_module(
+        LOCAL, "json.tool", stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         out, _ = process.communicate(b"[]")
 
     assert (out, process.returncode) == (b"[]\n", 0)
@@ -150,14 +155,14 @@ def test_popen_ends_with_its_standard_input():
 )
 def test_a_local_host_that_cannot_run_the_module(local, module, sentence):
     with pytest.raises(HostFailed) as failed:
-        ssh.run(local, module, timeout=30)
+        ssh.run_module(local, module, timeout=30)
 
     assert str(failed.value).startswith("beta: ") and sentence in str(failed.value)
 
 
-def test_a_failure_tells_what_the_program_said_last_and_not_what_it_read():
+def test_failure_quotes_the_last_line_of_stderr_and_not_the_input():
     with pytest.raises(HostFailed) as failed:
-        ssh.run(LOCAL, "json.tool", input=b"secret", timeout=30)
+        ssh.run_module(LOCAL, "json.tool", input=b"secret", timeout=30)
 
     assert str(failed.value).startswith("beta: json.tool ended with exit code 1: Expecting value")
     assert "secret" not in str(failed.value)
@@ -167,7 +172,7 @@ def test_a_program_that_does_not_end_is_given_up(telling):
     telling.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
 
     with pytest.raises(HostFailed, match=r"beta: some\.module did not answer within 0\.2 s"):
-        ssh.run(host(ssh="local", python=str(telling)), "some.module", timeout=0.2)
+        ssh.run_module(host(ssh="local", python=str(telling)), "some.module", timeout=0.2)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +191,7 @@ def test_a_program_that_does_not_end_is_given_up(telling):
         ("kex_exchange_identification: read: reset by peer", "by hand"),
     ],
 )
-def test_what_ssh_says_comes_with_a_remedy(said, remedy):
+def test_message_of_ssh_comes_with_a_remedy(said, remedy):
     stderr = f"Welcome to beta\n{said}\r\n\n".encode()
 
     message = str(ssh.failure(host(user="me"), "some.module", 255, stderr))
@@ -195,7 +200,7 @@ def test_what_ssh_says_comes_with_a_remedy(said, remedy):
     assert said.rstrip(".") in message and remedy in message
 
 
-def test_ssh_that_says_nothing_is_said_to_say_nothing():
+def test_silent_failure_of_ssh_is_reported_as_silent():
     message = str(ssh.failure(HOST, "some.module", 255, b""))
 
-    assert message == "beta: ssh ended without a word; try `ssh 10.0.0.2` by hand"
+    assert message == "beta: ssh ended without a message; try `ssh 10.0.0.2` by hand"

@@ -8,113 +8,157 @@ import typing
 from dataclasses import fields
 from pathlib import Path
 
+import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
 
-from pipespec.config.choices import groups, options, settings
-from pipespec.config.compose import compose
-from pipespec.config.model import ModelConfig
-from pipespec.config.schema import (
-    SECTIONS,
-    ClusterConfig,
-    ConfigError,
-    ControllerConfig,
-    DecodeConfig,
-    TransportConfig,
-    masked,
+from pipespec.config.choices import (
+    default,
+    default_choices,
+    groups,
+    options,
+    read_choice,
+    settings,
 )
-from pipespec.emulation import Link, Pace
-from pipespec.head.feed.adaptive import Adaptive
-from pipespec.head.feed.best_first import BestFirst
-from pipespec.head.feed.level import Level
-from pipespec.head.feed.root import Root
-from pipespec.head.feed.static_tree import StaticTree
-from pipespec.head.source.cascade import Cascade, SyntheticCascade
-from pipespec.head.source.draft_model import DraftModel
-from pipespec.head.source.hybrid import Hybrid
-from pipespec.head.source.suffix import Suffix
-from pipespec.head.source.synthetic import Synthetic
-from pipespec.sampling.spec import Greedy, Relaxed, Sample, Strict
-from pipespec.system.resources import resource_dir
+from pipespec.config.cluster import ClusterConfig
+from pipespec.config.compose import compose
+from pipespec.config.schema import DecodeConfig, RunConfig, SchedulingConfig, masked
+from pipespec.controller.controller_settings import ControllerConfig
+from pipespec.engine.model_settings import ModelConfig
+from pipespec.errors import ConfigError
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.level import Level
+from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.policies.root import Root
+from pipespec.head.policies.static_tree import StaticTree
+from pipespec.head.proposers.draft_model import DraftModelConfig
+from pipespec.head.proposers.proposer import ProposerConfig
+from pipespec.head.proposers.suffix import SuffixConfig
+from pipespec.instruments.emulation.link import EmulatedLink
+from pipespec.instruments.emulation.machine import EmulatedMachine
+from pipespec.instruments.emulation.synthetic_proposer import (
+    SyntheticCascadeConfig,
+    SyntheticConfig,
+)
+from pipespec.sampling.params import SamplingConfig
+from pipespec.settings import about
+from pipespec.system.folders import resource_dir
+from pipespec.transport.transport_settings import TransportConfig
 
 CHOICES = [(group, option) for group in groups() for option in options(group)]
+CLASSES = list(dict.fromkeys(read_choice(group, option).cls for group, option in CHOICES))
 # What an option cannot do without.
 NEEDED = {
     ("model", "custom"): ["model.target=/models/target", "model.draft=/models/draft"],
     ("controller", "url"): ["controller.url=redis://localhost:6379/0"],
-    ("source", "synthetic"): [f"source.truth={__file__}"],
-    ("source", "cascade"): ["model.mid=/models/mid"],
-    ("source", "synthetic_cascade"): [f"source.truth={__file__}"],
-    ("pace", "rtx3090_14"): ["cluster.stages=14"],
-    ("pace", "mixed_21"): ["cluster.stages=21"],
+    ("proposer", "synthetic"): [f"proposer.truth={__file__}"],
+    ("proposer", "cascade"): ["model.mid=/models/mid"],
+    ("proposer", "synthetic_cascade"): [f"proposer.truth={__file__}"],
+    ("emulate", "rtx3090_14"): ["cluster.stages=14"],
+    ("emulate", "mixed_21"): ["cluster.stages=21"],
 }
-CLASSES = {
-    ("feed", "root"): Root,
-    ("feed", "level"): Level,
-    ("feed", "static_tree"): StaticTree,
-    ("feed", "best_first"): BestFirst,
-    ("feed", "adaptive"): Adaptive,
-    ("source", "draft_model"): DraftModel,
-    ("source", "suffix"): Suffix,
-    ("source", "ngram"): Suffix,
-    ("source", "hybrid"): Hybrid,
-    ("source", "synthetic"): Synthetic,
-    ("source", "cascade"): Cascade,
-    ("source", "synthetic_cascade"): SyntheticCascade,
-    ("verify", "greedy"): Greedy,
-    ("verify", "sample"): Sample,
-    ("verify", "relaxed"): Relaxed,
-    ("verify", "strict"): Strict,
-    **{("pace", name): Pace for name in options("pace")},
-    **{("link", name): Link for name in options("link")},
+EXPECTED: dict[str, type] = {
+    "model": ModelConfig,
+    "cluster": ClusterConfig,
+    "sampling": SamplingConfig,
+    "decode": DecodeConfig,
+    "scheduler": SchedulingConfig,
+    "controller": ControllerConfig,
+    "transport": TransportConfig,
+    "emulate": EmulatedMachine,
+    "emulate_link": EmulatedLink,
+    "policy": SpeculationPolicy,
+    "proposer": ProposerConfig,
 }
+
+
+def test_ctrl_c_while_hydra_composes_is_no_fault_of_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise ConfigCompositionException
+
+    monkeypatch.setattr(hydra, "compose", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compose()
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)
 def test_every_shipped_file_composes(group: str, option: str) -> None:
     made = compose([f"{group}={option}", *NEEDED.get((group, option), [])])
-    expected = SECTIONS.get(group) or CLASSES[group, option]
-    assert type(getattr(made, group)) is expected
+    assert type(getattr(made, group)) is read_choice(group, option).cls
+    assert isinstance(getattr(made, group), EXPECTED[group])
 
 
 @pytest.mark.parametrize(("group", "option"), CHOICES)
-def test_every_shipped_file_names_every_setting(group: str, option: str) -> None:
-    """What is missing in the file could not be overridden."""
-    cls = SECTIONS.get(group) or CLASSES[group, option]
-    text = (resource_dir("conf") / group / f"{option}.yaml").read_text()
-    named = {line.partition(":")[0] for line in text.splitlines() if line[0] not in "# "}
-    fixed = {"max_rows", "children", "capacity"} if cls is Root else set()
-    if (group, option) == ("controller", "url"):
-        fixed = {"port", "data", "tls"}  # of the private server
-    assert named - {"_target_"} == {f.name for f in fields(cls)} - fixed
+def test_every_setting_of_every_choice_can_be_set(group: str, option: str) -> None:
+    """To the value that it has already, which changes nothing."""
+    needed = [f"{group}={option}", *NEEDED.get((group, option), [])]
+    choice = read_choice(group, option)
+    given = {text.partition("=")[0] for text in needed}
+    values = [
+        f"{group}.{entry.name}={choice.default(entry)}"
+        for entry in fields(choice.cls)
+        if f"{group}.{entry.name}" not in given and "<demo>" not in choice.default(entry)
+    ]
+    assert compose([*needed, *values]) == compose(needed)
 
 
-def test_the_defaults_of_files_and_classes_agree() -> None:
+@pytest.mark.parametrize(("group", "option"), CHOICES)
+def test_a_shipped_file_holds_only_what_differs_from_the_defaults(group: str, option: str) -> None:
+    choice = read_choice(group, option)
+    of_class = {entry.name: default(entry) for entry in fields(choice.cls)}
+    assert choice.values.keys() <= of_class.keys()
+    repeated = [
+        entry.name
+        for entry in fields(choice.cls)
+        if entry.name in choice.values and choice.default(entry) == of_class[entry.name]
+    ]
+    assert not repeated
+
+
+@pytest.mark.parametrize("cls", [RunConfig, *CLASSES])
+def test_every_setting_has_one_sentence_of_help(cls: type) -> None:
+    for entry in fields(cls):
+        sentence = about(entry).help
+        assert sentence.endswith((".", ".)")) and ". " not in sentence and len(sentence) > 20
+
+
+def test_the_default_choices_are_the_defaults_of_their_classes() -> None:
     made = compose()
     assert made.cluster == ClusterConfig()
     assert made.decode == DecodeConfig()
-    assert made.controller == ControllerConfig()
+    assert made.controller == ControllerConfig(url=None)
     assert made.transport == TransportConfig()
-    assert (made.feed, made.source) == (BestFirst(), DraftModel())
-    assert (made.verify, made.pace, made.link) == (Greedy(), Pace(), Link())
+    assert made.scheduler == SchedulingConfig()
+    assert (made.policy, made.proposer) == (BestFirst(), DraftModelConfig())
+    assert (made.sampling, made.emulate, made.emulate_link) == (
+        SamplingConfig(),
+        EmulatedMachine(),
+        EmulatedLink(),
+    )
     assert Path(made.model.target) == resource_dir("demo") / "target"
     assert Path(made.model.draft) == resource_dir("demo") / "draft"
     assert (made.model.dtype, made.model.context, made.trace) == ("auto", None, None)
 
 
-def test_a_source_that_needs_no_draft_needs_no_folder_of_one() -> None:
-    made = compose(["model=custom", "model.target=/models/t", "source=suffix"])
-    assert made.model.draft is None and not made.source.needs_draft
+def test_proposer_without_draft_needs_no_draft_folder() -> None:
+    made = compose(["model=custom", "model.target=/models/t", "proposer=suffix"])
+    assert made.model.draft is None and not made.proposer.needs_draft
 
 
 def test_the_points_of_an_accuracy_curve_need_no_quotes() -> None:
-    chosen = ["source=synthetic", f"source.truth={__file__}", "source.curve=[1:0.7,4:0.9]"]
-    assert compose(chosen).source == Synthetic(__file__, curve=["1:0.7", "4:0.9"])
+    chosen = ["proposer=synthetic", f"proposer.truth={__file__}", "proposer.curve=[1:0.7,4:0.9]"]
+    assert compose(chosen).proposer == SyntheticConfig(__file__, curve=["1:0.7", "4:0.9"])
 
 
 def test_overrides_choose_and_set_in_any_order() -> None:
-    made = compose(["feed.width=3", "cluster.stages=8", "feed=level", "decode.chat=true"])
-    assert made.feed == Level(width=3)
+    made = compose(["policy.width=3", "cluster.stages=8", "policy=level", "decode.chat=true"])
+    assert made.policy == Level(width=3)
     assert made.cluster.stages == 8
     assert made.decode.chat is True
 
@@ -139,6 +183,11 @@ def test_a_redis_url_needs_no_quotes() -> None:
     assert compose([f"controller.url={url}"]).controller.url == url
 
 
+@pytest.mark.parametrize("value", ["auto", "off", "/tmp"])
+def test_tls_is_a_word_or_a_folder(value: str) -> None:
+    assert compose([f"controller.tls={value}"]).controller.tls == value
+
+
 def test_a_quoted_value_loses_its_quotes() -> None:
     assert compose(["model.target='/a b'"]).model.target == "/a b"
 
@@ -152,11 +201,44 @@ def test_lists() -> None:
     assert compose(["decode.stop=['a b',\"\n\"]"]).decode.stop == ["a b", "\n"]
     assert compose(["decode.stop=END"]).decode.stop == ["END"]
     assert compose(["cluster.devices=cuda:0"]).cluster.devices == ["cuda:0"]
-    assert compose(["feed=static_tree", "feed.shape=[1,2]"]).feed == StaticTree([1, 2])
+    assert compose(["policy=static_tree", "policy.shape=[1,2]"]).policy == StaticTree([1, 2])
     assert compose(["cluster.groups=2"]).cluster.group_sizes == (2, 2)
     assert compose(["cluster.groups=[1,3]"]).cluster.group_sizes == (1, 3)
     made = compose(["cluster.stages=2", "cluster.devices=[cpu,cuda:0,cuda:1]"])
     assert made.cluster.devices == ["cpu", "cuda:0", "cuda:1"]
+
+
+def test_kv_memory_is_a_share_or_an_amount() -> None:
+    assert compose(["model.kv_memory=0.7"]).model.kv_memory == 0.7
+    assert compose(["model.kv_memory=8 GiB"]).model.kv_memory == "8 GiB"
+
+
+def test_folder_of_text_files_needs_no_quotes(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder, of texts"
+    folder.mkdir()
+    made = compose(["proposer=suffix", f"proposer.corpus={folder}"])
+    assert made.proposer == SuffixConfig(corpus=str(folder))
+
+
+def test_interpolation_is_of_the_type_of_its_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WIDTH", "8")
+    assert compose(["policy.width=${oc.env:WIDTH}"]).policy == BestFirst(width=8)
+    monkeypatch.setenv("WIDTH", "wide")
+    assert "policy.width" in sentence(["policy.width=${oc.env:WIDTH}"])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trace=${decode.max_new_tokens}", "trace is 128, but must be a text or null."),
+        ("decode.stop=${model.graph_rows}", "decode.stop is [64], but must be a list of texts"),
+        ("cluster.groups=${model.target}", "must be a whole number or a list of whole numbers"),
+    ],
+)
+def test_an_interpolation_of_another_type_is_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose([override])
+    assert said in str(refused.value)
 
 
 def test_null_takes_a_value_back() -> None:
@@ -166,19 +248,19 @@ def test_null_takes_a_value_back() -> None:
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("feed=best_frist", "did you mean feed=best_first?"),
+        ("policy=best_frist", "did you mean policy=best_first?"),
         ("transport=glo", "did you mean transport=gloo?"),
         ("model=/models/x", "choose from custom, demo"),
-        ("feed={a:1}", "choose from adaptive, best_first, level, root, static_tree"),
-        ("feed.widht=3", "did you mean feed.width?"),
-        ("widht=3", "did you mean 'feed.width'?"),
+        ("policy={a:1}", f"choose from {', '.join(options('policy'))}"),
+        ("policy.widht=3", "did you mean policy.width?"),
+        ("widht=3", "did you mean 'policy.width'?"),
         ("stages=3", "did you mean 'cluster.stages'?"),
-        ("fed=level", "did you mean 'feed'?"),
+        ("polcy=level", "did you mean 'policy'?"),
         ("decode.zzz=1", "decode.max_new_tokens"),
         ("zzz=1", "choose from cluster, controller"),
         ("hydra.run.dir=x", "does not exist"),
-        ("feed._target_=os.system", "does not exist"),
-        ("feed.width.deep=1", "did you mean feed.width?"),
+        ("policy._target_=os.system", "does not exist"),
+        ("policy.width.deep=1", "did you mean policy.width?"),
         ("model.dtype=flaot32", "did you mean float32?"),
         ("transport.backend=mpi", "auto, gloo, nccl"),
     ],
@@ -190,15 +272,15 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("feed.width=0", ["feed.width is 0", "from 1 to 4096"]),
-        ("feed.width=-3", ["feed.width is -3"]),
-        ("feed.width=abc", ["feed.width is 'abc'", "a whole number"]),
-        ("feed.width=2.5", ["feed.width is 2.5", "a whole number"]),
-        ("feed.width=[1,2]", ["feed.width is [1, 2]"]),
-        ("feed.width=", ["feed.width is ''"]),
+        ("policy.width=0", ["policy.width is 0", "from 1 to 4096"]),
+        ("policy.width=-3", ["policy.width is -3"]),
+        ("policy.width=abc", ["policy.width is 'abc'", "a whole number"]),
+        ("policy.width=2.5", ["policy.width is 2.5", "a whole number"]),
+        ("policy.width=[1,2]", ["policy.width is [1, 2]"]),
+        ("policy.width=", ["policy.width is ''"]),
         ("cluster.stages=0", ["cluster.stages is 0", "from 1 to 1000"]),
         ("cluster.stages=true", ["cluster.stages is True", "a whole number"]),
-        ("feed.row_cost=1", ["feed.row_cost is 1.0", "a share of a step"]),
+        ("policy.row_cost=1", ["policy.row_cost is 1.0", "a share of a step"]),
         ("cluster.groups=3", ["cluster.groups is 3", "cluster.stages=4"]),
         ("cluster.groups=0", ["cluster.groups is 0", "cluster.stages=4"]),
         ("cluster.groups=[2,1]", ["cluster.groups is [2, 1]", "cluster.stages=4"]),
@@ -215,27 +297,32 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
         ("decode.chat=maybe", ["decode.chat is 'maybe'", "true or false"]),
         ("decode.stop=[1]", ["decode.stop is [1]", "a list of texts"]),
         ("decode.stop=['']", ["empty string"]),
-        ("source.rounds=0", ["source.rounds is 0"]),
-        ("verify.temperature=-1", ["verify.temperature is -1.0"]),
-        ("verify.temperature=0.7", ["verify.temperature is 0.7", "verify=greedy"]),
-        ("verify.temperature=nan", ["verify.temperature is nan", "a finite number"]),
-        (["verify=sample", "verify.top_p=0"], ["verify.top_p is 0.0", "at most 1"]),
-        (["verify=sample", "verify.seed=-1"], ["verify.seed is -1", "from 0"]),
-        (["verify=sample", "verify.seed=0.5"], ["verify.seed is 0.5", "a whole number or null"]),
-        ("verify.logprobs=21", ["verify.logprobs is 21", "from 0 to 20"]),
-        ("verify.logit_bias=[12]", ["verify.logit_bias is [12]", "a list of texts"]),
-        ("verify.logit_bias=['12']", ["verify.logit_bias holds '12'"]),
+        ("proposer.rounds=0", ["proposer.rounds is 0"]),
+        ("sampling.temperature=-1", ["sampling.temperature is -1.0"]),
+        ("sampling.temperature=nan", ["sampling.temperature is nan", "a finite number"]),
+        (["sampling.temperature=1", "sampling.top_p=0"], ["sampling.top_p is 0.0", "at most 1"]),
         (
-            ["source=hybrid", "source.sources=[ngam]"],
-            ["source.sources holds 'ngam'", "draft_model"],
+            ["sampling.temperature=1", f"sampling.seed={2**63}"],
+            [f"sampling.seed is {2**63}", "from -922"],
         ),
-        ("source=synthetic", ["source.truth has no value"]),
         (
-            ["source=synthetic", "source.truth=/no/such,file"],
+            ["sampling.temperature=1", "sampling.seed=0.5"],
+            ["sampling.seed is 0.5", "a whole number or null"],
+        ),
+        ("sampling.logprobs=21", ["sampling.logprobs is 21", "from 0 to 20"]),
+        ("sampling.logit_bias=[12]", ["sampling.logit_bias is [12]", "a list of texts"]),
+        ("sampling.logit_bias=['12']", ["sampling.logit_bias holds '12'"]),
+        (
+            ["proposer=hybrid", "proposer.proposers=[ngam]"],
+            ["proposer.proposers holds 'ngam'", "draft_model"],
+        ),
+        ("proposer=synthetic", ["proposer.truth has no value"]),
+        (
+            ["proposer=synthetic", "proposer.truth=/no/such,file"],
             ["'/no/such,file'", "must name a file"],
         ),
-        ("model.draft=null", ["model.draft is null", "source=suffix"]),
-        ("pace.stage_ms=-1", ["pace.stage_ms", "from 0 to"]),
+        ("model.draft=null", ["model.draft is null", "proposer=suffix"]),
+        ("emulate.stage_ms=-1", ["emulate.stage_ms", "from 0 to"]),
         ("model.context=1", ["model.context is 1", "from 2 to"]),
         ("model.target=", ["model.target is empty"]),
         ("model.target=null", ["model.target is None", "a text"]),
@@ -249,12 +336,21 @@ def test_an_unknown_name_is_answered_with_the_nearest(override: str, hint: str) 
             ["controller.url=redis://host", "controller.tls=/certificates"],
             ["controller.tls is for the private server", "controller.url"],
         ),
+        (["controller.url=redis://host", "controller.tls=off"], ["controller.tls is for the"]),
+        ("controller.tls=on", ["controller.tls is 'on'", "auto, off, or a folder"]),
+        ("controller.tls=/no/such", ["controller.tls is '/no/such'", "cert.pem, key.pem"]),
+        ("controller.tls=", ["controller.tls is ''", "auto, off, or a folder"]),
+        ("controller.tls=null", ["controller.tls is None", "a text"]),
+        ("controller.tls=true", ["controller.tls is 'true'", "auto, off, or a folder"]),
         (
             ["controller=url", "controller.url=redis://host", "controller.data=x"],
             ["controller=url"],
         ),
-        ("transport.port=65536", ["transport.port is 65536", "65535"]),
-        ("transport.port=-1", ["transport.port is -1"]),
+        ("transport.seal=always", ["transport.seal is 'always'", "auto, yes, no"]),
+        (
+            ["transport=nccl", "transport.seal=yes"],
+            ["transport.seal is yes", "transport.backend is nccl", "seal=auto"],
+        ),
         ("trace=/no/such/folder/t.json", ["/no/such/folder/t.json", "folder"]),
         ("trace=/", ["must name a file"]),
         ("trace=", ["must name a file"]),
@@ -269,8 +365,8 @@ def test_a_wrong_value_is_named_with_its_limit(override: str | list[str], parts:
     ("override", "remedy"),
     [
         ("foo", "name=value"),
-        ("+feed.x=1", "name=value"),
-        ("~feed", "name=value"),
+        ("+policy.x=1", "name=value"),
+        ("~policy", "name=value"),
         ("cluster.devices=cpu,cuda", "cluster.devices=[a,b]"),
         ("decode.stop=(", "in quotes"),
     ],
@@ -280,7 +376,7 @@ def test_what_is_no_override_is_answered_with_the_form(override: str, remedy: st
 
 
 def test_a_policy_without_settings_says_so() -> None:
-    assert "with feed=root, which has no settings" in sentence(["feed=root", "feed.width=3"])
+    assert "with policy=root, which has no settings" in sentence(["policy=root", "policy.width=3"])
 
 
 @pytest.mark.parametrize(
@@ -306,8 +402,8 @@ def test_what_may_hold_a_password_is_not_shown() -> None:
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    compose(["feed=level"])
-    sentence(["feed.width=0"])
+    compose(["policy=level"])
+    sentence(["policy.width=0"])
     assert os.listdir(tmp_path) == []
     assert not GlobalHydra().is_initialized()
 
@@ -315,16 +411,17 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_help_lists_every_group_and_value_with_its_default() -> None:
     listed = {setting.name: setting for setting in settings()}
     assert set(listed) >= {*groups(), "trace"}
-    assert (listed["feed"].default, listed["feed"].note) == (
+    assert (listed["policy"].default, listed["policy"].note) == (
         "best_first",
-        "one of adaptive, best_first, level, root, static_tree",
+        f"one of {', '.join(options('policy'))}",
     )
-    assert listed["feed.width"].default == str(BestFirst().width)
-    for section, cls in SECTIONS.items():
-        assert set(listed) >= {f"{section}.{f.name}" for f in fields(cls)}
+    assert listed["policy.width"].default == str(BestFirst().width)
+    for group, name in default_choices().items():
+        cls = read_choice(group, name).cls
+        assert set(listed) >= {f"{group}.{f.name}" for f in fields(cls)}
 
 
-@pytest.mark.parametrize("cls", dict.fromkeys([*SECTIONS.values(), *CLASSES.values()]))
+@pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("value", [-1, 99999999999, 1e300])
 def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
     """Where one is harmless, it is listed here."""
@@ -333,8 +430,14 @@ def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
     harmless = {"repetition_penalty", "temperature", "top_k", "seed"}
     if value == -1:
         harmless = {"presence_penalty", "frequency_penalty", "priority"}
+        harmless |= {"seed"} if cls is SamplingConfig else set()
     truth = {"truth": __file__}
-    needed = {ModelConfig: {"target": "t"}, Synthetic: truth, SyntheticCascade: truth}.get(cls, {})
+    needed = {
+        ModelConfig: {"target": "t"},
+        ControllerConfig: {"url": None},
+        SyntheticConfig: truth,
+        SyntheticCascadeConfig: truth,
+    }.get(cls, {})
     for name, hint in typing.get_type_hints(cls).items():
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if type(value) in kinds and name not in harmless:
@@ -343,17 +446,26 @@ def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
 
 
 def test_a_number_of_thousands_of_digits_is_refused() -> None:
-    assert "feed.width has too many digits" in sentence(["feed.width=" + "9" * 5000])
+    assert "policy.width has too many digits" in sentence(["policy.width=" + "9" * 5000])
 
 
 @pytest.mark.parametrize(
     ("least", "settings"),
     [
-        ("feed.shape [4096] is a tree of 4097 nodes", ["feed=static_tree", "feed.shape=[4096]"]),
-        ("feed.shape", ["feed=static_tree", f"feed.shape={[99999999999] * 9}".replace(" ", "")]),
-        ("levels_per_step is 5", ["feed=level", "feed.width=1000", "feed.levels_per_step=5"]),
-        ("link.row_bytes is 0", ["link=10gbe", "link.row_bytes=0"]),
-        ("link.gbit_per_s is 1e-06", ["link=10gbe", "link.gbit_per_s=0.000001"]),
+        (
+            "policy.shape [4096] is a tree of 4097 nodes",
+            ["policy=static_tree", "policy.shape=[4096]"],
+        ),
+        (
+            "policy.shape",
+            ["policy=static_tree", f"policy.shape={[99999999999] * 9}".replace(" ", "")],
+        ),
+        ("levels_per_step is 5", ["policy=level", "policy.width=1000", "policy.levels_per_step=5"]),
+        ("emulate_link.row_bytes is 0", ["emulate_link=10gbe", "emulate_link.row_bytes=0"]),
+        (
+            "emulate_link.gbit_per_s is 1e-06",
+            ["emulate_link=10gbe", "emulate_link.gbit_per_s=0.000001"],
+        ),
     ],
 )
 def test_what_settings_come_to_together_is_limited(least: str, settings: list[str]) -> None:
@@ -361,10 +473,10 @@ def test_what_settings_come_to_together_is_limited(least: str, settings: list[st
 
 
 def test_the_largest_values_are_accepted() -> None:
-    made = compose(["feed.width=4096", "decode.prefill_chunk=65536", "cluster.stages=1000"])
-    assert made.feed.capacity == 64 * 4096
-    assert compose(["feed=level", "feed.width=4096"]).feed.max_rows == 4096
-    assert compose(["link.gbit_per_s=0"]).link == Link()
+    made = compose(["policy.width=4096", "decode.prefill_chunk=65536", "cluster.stages=1000"])
+    assert made.policy.max_nodes == 128 * 4096
+    assert compose(["policy=level", "policy.width=4096"]).policy.max_rows == 4096
+    assert compose(["emulate_link.gbit_per_s=0"]).emulate_link == EmulatedLink()
 
 
 def sentence(overrides: list[str]) -> str:

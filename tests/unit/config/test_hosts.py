@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.errors import ConfigError
 
@@ -246,3 +248,33 @@ def test_one_machine_listed_twice_is_named(first, second, refused, tmp_path):
         return
     with pytest.raises(ConfigError, match=r"'alpha' and 'beta' are one machine .*'10\.0\.0\.1'"):
         load_hosts(file)
+
+
+GROUPS = """
+hosts:
+  - {name: a, address: 10.0.0.1, devices: [[cpu, cpu], cpu]}
+  - {name: b, address: 10.0.0.2, devices: [cpu, cpu]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "ranks"),
+    [
+        ("", ("a/2", "a/0", "b/0", "b/1")),
+        ("draft: b/1", ("b/1", "a/0", "a/2", "b/0")),
+        ("draft: a/0\norder: [b, a]", ("a/0", "b/0", "b/1", "a/2")),
+        ("spares: 1", ("a/2", "a/0", "b/0")),
+        ("draft: b/1\nspares: 2", ("b/1", "a/0")),
+    ],
+)
+def test_ranks_are_those_that_a_cluster_without_measurements_starts(tmp_path, lines, ranks):
+    file = tmp_path / "hosts.yaml"
+    file.write_text(GROUPS + lines)
+    assert load_hosts(file).ranks == ranks
+    assert decide(compose([f"cluster={file}"])).workers == ranks
+
+
+def test_a_group_counts_by_its_first_device_and_has_all_of_them(tmp_path):
+    hosts_file = load(tmp_path, GROUPS)
+    assert hosts_file.workers == ("a/0", "a/2", "b/0", "b/1")
+    assert hosts_file.devices_of("a/0") == ("cpu", "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -13,7 +14,7 @@ import pytest
 from pipespec.engine.architectures import ARCHITECTURES
 from pipespec.engine.checkpoint import Sizes, inspect
 from pipespec.errors import ModelError
-from pipespec.survey.inventory import fingerprint
+from pipespec.instruments.diagnostics.inventory import fingerprint
 from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build
 
 
@@ -108,7 +109,7 @@ NESTED = "[" * 3000 + "]" * 3000
         ('{"a": "\udcff"}', "it is not UTF-8 text at byte 7"),
     ],
 )
-def test_json_that_nobody_can_read(copy, text, why):
+def test_unreadable_json_is_refused(copy, text, why):
     raw = text.encode(errors="surrogateescape")
     for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
         kept = (copy / name).read_bytes() if (copy / name).exists() else None
@@ -158,7 +159,7 @@ def test_an_end_of_text_that_is_no_token(copy, eos):
         ({"dtype": "x"}, "config.json is not valid: AttributeError"),
         ({"dtype": []}, "config.json is not valid: IndexError"),
         ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
-        ({"hidden_size": 8}, "columns, but hidden_size in config.json is 8"),
+        ({"hidden_size": 8}, "config.json asks for 8 columns (hidden_size 8)"),
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"quantization_config": json.loads("[" * 900 + "]" * 900)}, "quantised by 'None'"),
     ],
@@ -168,12 +169,17 @@ def test_a_config_that_no_class_expects(copy, changes, why):
     assert why in _refusal(copy)
 
 
-@pytest.mark.parametrize("shape", [[], [4], [0, 48]])
+@pytest.mark.parametrize("shape", [[], [4], [1, 1, 4]])
 def test_an_embedding_that_is_none(copy, shape):
-    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}
-    layers = {f"model.layers.{i}.a": entry for i in range(NUM_LAYERS)}
-    header = json.dumps({"model.embed_tokens.weight": entry, **layers}).encode()
-    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    shapes = {f"model.layers.{i}.a": [1] for i in range(NUM_LAYERS)}
+    shapes |= {"model.embed_tokens.weight": shape, "lm_head.weight": [1]}
+    header, end = {}, 0
+    for name, each in shapes.items():
+        size = 4 * math.prod(each)
+        header[name] = {"dtype": "F32", "shape": each, "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(end)
     (copy / "model.safetensors").write_bytes(data)
     assert "holds no token embedding" in _refusal(copy)
 

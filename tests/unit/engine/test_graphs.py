@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipespec.engine.model import ModelSlice
+from pipespec.engine.model_slice import ModelSlice
 from tests.helpers import models
 from tests.helpers.plans import plans
 from tests.helpers.recording import stand_in
@@ -33,7 +33,7 @@ def slices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelSli
             ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention=attention)
             for attention in ("static", "sdpa")
         )
-        recorded.record([BUCKET], stand_in)
+        recorded.capture_graphs([BUCKET], stand_in)
         assert recorded.refused == []
         found[name] = recorded, plain
     return found
@@ -51,7 +51,7 @@ def test_a_recording_computes_other_rows_and_other_trees(slices, name, these):
                 state.pool.keys.zero_()
                 state.pool.values.zero_()
     replayed = []
-    (recording,) = recorded._recordings
+    (recording,) = recorded._graphs
     whole = recording.run
     recording.run = lambda *given: replayed.append(1) or whole(*given)
     try:
@@ -85,10 +85,10 @@ def test_what_reads_on_the_host_is_computed_without_a_graph(tmp_path: Path):
 
     base = part._base
     base.layers[1].input_layernorm = Reading(base.layers[1].input_layernorm)
-    part.record([8], stand_in)
+    part.capture_graphs([8], stand_in)
     (said,) = part.refused
     assert said.startswith("Batches of up to 8 rows are computed without a graph: ")
-    assert part._recordings == []
+    assert part._graphs == []
 
 
 def test_a_graph_that_gives_something_else_does_not_serve(tmp_path: Path):
@@ -100,11 +100,11 @@ def test_a_graph_that_gives_something_else_does_not_serve(tmp_path: Path):
         return lambda: None, result
 
     part = loaded(folder)
-    part.record([8], frozen)
-    assert "gives other values than what was recorded" in part.refused[0]
+    part.capture_graphs([8], frozen)
+    assert "gives other values than computing" in part.refused[0]
     other = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention="sdpa")
-    other.record([8], stand_in)
-    assert "attention=sdpa cannot be recorded" in other.refused[0]
+    other.capture_graphs([8], stand_in)
+    assert "attention=sdpa cannot be captured" in other.refused[0]
 
 
 @pytest.mark.gpu
@@ -115,6 +115,6 @@ def test_a_cuda_graph_proves_itself(tmp_path: Path, name: str, attention: str):
     part = ModelSlice.load(
         folder, range(2), num_slots=NUM_SLOTS, attention=attention, device="cuda"
     )
-    part.record([BUCKET])
+    part.capture_graphs([BUCKET])
     assert part.attention == attention
     assert part.refused == []

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipespec.core import DECIDED, GUESS, KIND, NODE, PARENT, POSITION, TOKEN, Verdict
+from pipespec.core import COMMITTED, DRAFT, KIND, NODE, PARENT, POSITION, TOKEN, Verdict
 from pipespec.engine.lineage import DROPPED, Lineage, LiveNodes
-from pipespec.head.source.protocol import Context
+from pipespec.head.proposers.proposer import Context
 from pipespec.head.tree import ROOT, Tree
-from pipespec.sampling.decide import Walk
+from pipespec.sampling.verifier import AcceptedPath
 
 VOCABULARY = 3
 
@@ -53,7 +53,7 @@ class Pipeline:
                 parent = self.rng.choice(open_nodes, 1)
                 size = int(self.rng.integers(1, VOCABULARY + 1))
                 tokens = self.rng.permutation(VOCABULARY)[None, :size]
-                tree.append(parent, tokens, -self.rng.exponential(size=tokens.shape))
+                tree.add_children(parent, tokens, -self.rng.exponential(size=tokens.shape))
         fed = tree.fed.copy()
         chosen = []
         for i in range(len(tree)):
@@ -85,13 +85,13 @@ class Pipeline:
         if stage + 1 < len(self.stages):
             self.links[stage + 1].append(rows)
             return
-        rows = rows[rows[:, KIND] != DECIDED]
+        rows = rows[rows[:, KIND] != COMMITTED]
         nodes, parents, tokens = (rows[:, c].tolist() for c in (NODE, PARENT, TOKEN))
         positions = rows[:, POSITION].tolist()
         drawn = [self.text[p + 1] if p + 1 < len(self.text) else 0 for p in positions]
-        walk = Walk(lineage.tip, nodes, parents, tokens)
+        walk = AcceptedPath(lineage.tip, nodes, parents, tokens)
         while walk.row is not None:
-            walk.go_on(drawn[walk.row])
+            walk.append(drawn[walk.row])
         if walk.tokens:
             verdict = Verdict(1, lineage.decided, tuple(walk.tokens))
             lineage.apply(verdict)
@@ -155,7 +155,7 @@ def test_a_pipeline_that_is_served_fairly_decodes_the_text(seed, num_stages):
     assert all(s.decided == pipeline.stages[0].decided for s in pipeline.stages)
 
 
-def test_a_verdict_told_twice_changes_nothing():
+def test_repeated_verdict_changes_nothing():
     lineage = new_lineage()
     context = Context(1, [5, 6], [0, 1])
     admit(lineage, context.rows(0, 2))
@@ -169,8 +169,8 @@ def test_a_row_whose_parent_died_is_dropped_silently():
     lineage = new_lineage()
     admit(lineage, Context(1, [5], [0]).rows(0, 1))
     tree = Tree(0, -1, 5, 0, fed=True)
-    tree.append(np.array([ROOT]), np.array([[1, 2]]), np.zeros((1, 2)))
-    tree.append(np.array([1]), np.array([[3]]), np.zeros((1, 1)))
+    tree.add_children(np.array([ROOT]), np.array([[1, 2]]), np.zeros((1, 2)))
+    tree.add_children(np.array([1]), np.array([[3]]), np.zeros((1, 1)))
     assert admit(lineage, tree.rows(1, np.array([1, 2]))).all()
     lineage.apply(Verdict(1, 1, (2,)))
     assert not admit(lineage, tree.rows(1, np.array([3]))).any()
@@ -180,7 +180,7 @@ def test_a_row_whose_parent_died_is_dropped_silently():
 def test_a_guess_that_was_dropped_and_made_again_is_not_taken_for_the_new_one():
     """Whoever feeds rows knows under which id a token was accepted."""
     rows = Context(1, [5], [0]).rows(0)
-    old, new = (np.array([[1, node, 0, 7, 1, GUESS]]) for node in (1, 2))
+    old, new = (np.array([[1, node, 0, 7, 1, DRAFT]]) for node in (1, 2))
     for known, committed, left in ((None, [1], 0), ([1], [1], 0), ([2], [], 1)):
         lineage = new_lineage()
         admit(lineage, np.concatenate((rows, old)))

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec.core import NODE, PARENT, Batch, Opening, Sampling, Verdict
-from pipespec.engine.model import ModelSlice
+from pipespec.core import NODE, PARENT, Batch, SamplingParams, SequenceStart, Verdict
+from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.runner import SliceRunner
 from pipespec.errors import OutOfSlots
-from pipespec.head.source.parallel import Parallel
-from pipespec.head.source.protocol import Context
+from pipespec.head.proposers.parallel import ParallelDraft
+from pipespec.head.proposers.proposer import Context
 from pipespec.head.tree import ROOT, Tree
-from pipespec.sampling.terms import pack
-from pipespec.sampling.verifier import Verifier
+from pipespec.sampling.sampling_state import SamplingState
+from pipespec.sampling.wire_format import pack
 from tests.helpers import models
 
 NUM_SLOTS = 1000
-GREEDY = Sampling()
+GREEDY = SamplingParams()
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,11 @@ def test_every_slot_has_one_owner_after_thousands_of_accepts_and_prunes(model):
             if len(unexpanded) and len(tree) < 60:
                 parents = np.sort(rng.choice(unexpanded, min(3, len(unexpanded)), replace=False))
                 tokens = np.stack([rng.permutation(50)[:3] for _ in parents])
-                tree.append(parents, tokens, -rng.exponential(size=tokens.shape))
+                tree.add_children(parents, tokens, -rng.exponential(size=tokens.shape))
             unfed = np.flatnonzero(~tree.fed)
             chosen = [i for i in unfed.tolist() if tree.fed[tree.parent[i]] or i == ROOT][:16]
             batch = stage.compute(Batch(0, tree.rows(request, np.array(chosen, int))))
-            tree.feed(np.array(chosen, int))
+            tree.mark_fed(np.array(chosen, int))
             if rng.random() < 0.6 and tree.fed[ROOT]:
                 children = np.flatnonzero(tree.parent[1:] == ROOT) + 1
                 hit = len(children) and rng.random() < 0.7
@@ -82,7 +82,7 @@ def test_sequences_that_begin_alike_share_slots_and_compute_what_each_does_alone
     parents = {2: (1, 30), 3: (2, 31), 4: (3, 20)}
     for sequence, tokens in texts.items():
         parent, shared = parents[sequence]
-        stage.open(sequence, parent, shared)
+        stage.start_sequence(sequence, parent, shared)
         if sequence == 3:
             stage.release(1)
             stage.release(2, keep=31)
@@ -91,7 +91,7 @@ def test_sequences_that_begin_alike_share_slots_and_compute_what_each_does_alone
         alone = SliceRunner(model, NUM_SLOTS).compute(Batch(0, rows(sequence, tokens))).hidden
         assert hidden is not None and alone is not None
         torch.testing.assert_close(hidden, alone[shared:], rtol=1e-5, atol=1e-5)
-        assert stage.text(sequence) == tokens
+        assert stage.tokens(sequence) == tokens
     assert NUM_SLOTS - stage.slots.num_free == 31 + 2 + 1, "each slot once"
     stage.release(2, keep=25)
     stage.release(3)
@@ -113,8 +113,8 @@ class Asker:
         self.cut = int(rng.integers(1, length)) if length > 1 else 0
         root = length - 1
         self.tree = Tree(root, root - 1, self.text.tokens[-1], root, fed=True)
-        self.tree.append(np.array([ROOT]), np.array([[1, 2]]), np.array([[-0.2, -0.9]]))
-        self.tree.append(np.array([1]), np.array([[3, 4]]), np.array([[-0.2, -0.9]]))
+        self.tree.add_children(np.array([ROOT]), np.array([[1, 2]]), np.array([[-0.2, -0.9]]))
+        self.tree.add_children(np.array([1]), np.array([[3, 4]]), np.array([[-0.2, -0.9]]))
         self.hit = Verdict(request, length, (1,))
         self.miss = Verdict(request, length + 1, (9,))
         self.missed = Tree(8000, int(self.tree.id[1]), 9, length + 1, fed=False)
@@ -180,7 +180,9 @@ def test_one_product_with_the_head_decides_for_all_requests(model):
     stage = SliceRunner(model, NUM_SLOTS)
     askers = [Asker(request, length) for request, length in ((1, 5), (2, 9), (3, 1))]
     verifiers = {
-        a.request: Verifier(Opening(a.request, a.request, 0, len(a.text.tokens), pack(GREEDY, ())))
+        a.request: SamplingState(
+            SequenceStart(a.request, a.request, 0, len(a.text.tokens), pack(GREEDY, ()))
+        )
         for a in askers
     }
     parts = [a.text.rows(0) for a in askers]
@@ -189,7 +191,7 @@ def test_one_product_with_the_head_decides_for_all_requests(model):
     hook = model._model.lm_head.register_forward_hook(
         lambda _, given, __: products.append(given[0].shape[-2])
     )
-    found = stage.verdicts(batch, verifiers.__getitem__)
+    found = stage.verify(batch, verifiers.__getitem__)
     hook.remove()
     assert products == [3], "a row of each request, in one product"
     assert [verdict.sequence for verdict in found] == [1, 2, 3]
@@ -205,11 +207,11 @@ def test_masks_see_their_node_and_one_another_and_leave_no_slot_behind(model):
     """Each computes what it would at the end of a text by itself; then nothing of it is left."""
     text, mask = [3, 1, 4, 1, 5], 60
     tree = Tree(4, 3, text[-1], position=4, fed=True)
-    tree.append(np.array([ROOT]), np.array([[7, 9]]), np.log([[0.5, 0.4]]))
-    tree.append(np.array([1]), np.array([[2, 6]]), np.log([[0.5, 0.4]]))
-    parallel = Parallel(mask, tokens=4, end=NUM_SLOTS)
+    tree.add_children(np.array([ROOT]), np.array([[7, 9]]), np.log([[0.5, 0.4]]))
+    tree.add_children(np.array([1]), np.array([[2, 6]]), np.log([[0.5, 0.4]]))
+    parallel = ParallelDraft(mask, tokens=4, end_position=NUM_SLOTS)
     nodes = np.arange(len(tree))
-    masks = parallel.rows(tree, 1, nodes)
+    masks = parallel.mask_rows(tree, 1, nodes)
     context = Context(1, text, list(range(len(text))))
     stage = SliceRunner(model, NUM_SLOTS)
     rows = np.concatenate((context.rows(0), tree.rows(1, nodes[1:]), masks))
@@ -246,7 +248,7 @@ def test_a_batch_without_rows_passes_through(model):
     stage = SliceRunner(model, NUM_SLOTS)
     done = stage.compute(Batch(3))
     assert len(done) == len(stage.prune(done)) == 0
-    assert stage.verdicts(done, verifier_of=lambda _: pytest.fail("nobody asked")) == []
+    assert stage.verify(done, state_of=lambda _: pytest.fail("nobody asked")) == []
 
 
 def test_a_full_pool_says_so(model):

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from pipespec.engine import tokenizer
 from pipespec.engine.tokenizer import BackendTokenizer, render
 from pipespec.errors import ModelError
-from pipespec.system.resources import resource_dir
+from pipespec.system.folders import resource_dir
 
 DEMO = resource_dir("demo")
 THEIRS = AutoTokenizer.from_pretrained(DEMO / "target")

@@ -1,4 +1,4 @@
-"""The head's loop in one thread: it sends what the scheduler says, and logs what was accepted.
+"""The head's loop in one thread: it sends what the scheduler chooses, and logs the accepted tokens.
 
 The stages are a story: they decide what a text says, n steps after a row was fed.
 """
@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipespec.controller.graph import Kind, Layout
-from pipespec.controller.guesses import NO_MORE
-from pipespec.controller.requests import CANCELLED
+from pipespec.controller.draft_tokens import END_OF_SEQUENCE
+from pipespec.controller.request_log import CANCELLED
+from pipespec.controller.task_graph import Layout, TaskKind
 from pipespec.core import (
+    DRAFT,
     EXACT,
     GRAMMAR,
-    GUESS,
     KIND,
     PARENT,
     RELAXED,
@@ -26,33 +26,34 @@ from pipespec.core import (
     TOKEN,
     Batch,
     Request,
-    Sampling,
+    SamplingParams,
 )
-from pipespec.emulation import Pace, TimeCurve
-from pipespec.head.feed.best_first import BestFirst
-from pipespec.head.feed.level import Level
-from pipespec.head.feed.policy import FeedPolicy
-from pipespec.head.feed.root import Root
-from pipespec.head.feed.static_tree import StaticTree
-from pipespec.head.loop import HeadLoop, HeadSettings
+from pipespec.head.head_loop import HeadLoop, HeadSettings
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.level import Level
+from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.policies.root import Root
+from pipespec.head.policies.static_tree import StaticTree
+from pipespec.head.proposers.async_proposer import AsyncProposer, AsyncResult
+from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.scheduler import Scheduler
-from pipespec.head.scoring import MID_ROWS
-from pipespec.head.source.beside import Answered, Beside
-from pipespec.head.source.synthetic import Accuracy, SyntheticSource
-from pipespec.head.work import SchedulerConfig
-from pipespec.planning.simulation import VOCABULARY, Machine, SimulatedPipeline
+from pipespec.head.scheduler_types import SchedulerConfig
+from pipespec.head.scoring import MID_ROWS, Scoring
+from pipespec.instruments.emulation.machine import TimeCurve
+from pipespec.instruments.emulation.synthetic_proposer import Accuracy, SyntheticProposer
+from pipespec.instruments.plan.simulation import VOCABULARY, Machine, SimulatedPipeline
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.trace import Timeline
 from tests.helpers.grammar import OneOf, compiled
 from tests.helpers.story import StoryController, StoryLink, StoryOver, StoryStages
 
 NUM_STAGES = 4
-DRAFT = Accuracy({1: 0.7, 4: 0.95}, spread=0.5)
+ACCURACY = Accuracy({1: 0.7, 4: 0.95}, spread=0.5)
 TEXT = np.random.default_rng(5).integers(VOCABULARY, size=120).tolist()
 
 
 def head(
-    policy: FeedPolicy,
+    policy: SpeculationPolicy,
     requests: list[Request],
     texts: dict[int, list[int]],
     *,
@@ -61,13 +62,15 @@ def head(
     at_once: int = 1,
     most: int = 1000,
     compile_grammar: Compile | None = None,
-    mid: Beside | None = None,
+    mid: AsyncProposer | None = None,
     **told: object,
 ) -> tuple[HeadLoop, StoryLink, StoryController]:
     """A head whose stages decide what the texts say, what it sends, and what it logs."""
     link = StoryLink(0, most=most)
     stages = StoryStages(link, NUM_STAGES, texts)
     controller = StoryController(requests, stages.verdicts, **told)
+    draft = SyntheticProposer(ACCURACY, list(texts.values()), VOCABULARY, 1)
+    cascade = None if mid is None else CascadeProposer(draft, mid, Scoring(MID_ROWS, 1000))
     loop = HeadLoop(
         Scheduler(
             SchedulerConfig(
@@ -77,17 +80,16 @@ def head(
                 chunk,
                 1000,
                 at_once,
-                mid_rows=0 if mid is None else MID_ROWS,
-            )
+            ),
+            cascade,
         ),
-        SyntheticSource(DRAFT, list(texts.values()), VOCABULARY, 1),
+        cascade or draft,
         link,
         controller,
         HeadSettings(
-            Layout(NUM_STAGES), lambda request: lambda token: False, Pace(), 0.0, compile_grammar
+            Layout(NUM_STAGES), lambda request: lambda token: False, compile_grammar=compile_grammar
         ),
         Timeline(),
-        mid,
     )
     return loop, link, controller
 
@@ -95,28 +97,25 @@ def head(
 def run(*story: object, **settings: object) -> tuple[list[Batch], StoryController]:
     """What a head has sent and logged when its story is over."""
     loop, link, controller = head(*story, **settings)
-    loop.run()
+    loop.run_until_done()
     return link.sent, controller
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
 @pytest.mark.parametrize(
     "policy",
-    [Root(), StaticTree([1, 2, 1]), Level(16, 4), BestFirst(16, 4)],
+    [Root(), StaticTree([1, 2, 1]), Level(16, 4), BestFirst(16, 4, row_cost=0.0)],
     ids=lambda policy: type(policy).__name__,
 )
-def test_the_head_feeds_what_the_simulation_says(policy: FeedPolicy, rounds: int):
-    """One scheduler: with the same verdicts both choose the same rows in every step.
-
-    (`adaptive` goes by measured times, which differ.)
-    """
+def test_head_feeds_the_same_rows_as_the_simulation(policy: SpeculationPolicy, rounds: int):
+    """One scheduler: with the same verdicts both choose the same rows in every step."""
     curve = TimeCurve(((1, 10.0),))
-    simulated = SimulatedPipeline(policy, Machine((curve,) * NUM_STAGES), DRAFT, rounds, 40, 1)
+    simulated = SimulatedPipeline(policy, Machine((curve,) * NUM_STAGES), ACCURACY, rounds, 40, 1)
     (text,) = simulated.texts
     request = Request(0, tuple(text[:1]), max_new_tokens=len(text))
     loop, link, _ = head(policy, [request], {0: text}, rounds=rounds, most=40)
     with pytest.raises(StoryOver):
-        loop.run()
+        loop.run_until_done()
     compared = 0
     for batch in link.sent:
         expected = simulated.step()
@@ -126,57 +125,57 @@ def test_the_head_feeds_what_the_simulation_says(policy: FeedPolicy, rounds: int
     assert compared >= 10
 
 
-class AtOnce(Beside):
+class AtOnce(AsyncProposer):
     """What it is asked it has answered when it is looked at next."""
 
-    def answer(self) -> Answered | None:
+    def poll(self) -> AsyncResult | None:
         wait(self._doing)
-        return super().answer()
+        return super().poll()
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_the_head_asks_a_mid_size_model_as_the_simulation_does(rounds: int):
+def test_head_requests_the_same_scores_of_a_mid_size_model_as_the_simulation(rounds: int):
     curve, better = TimeCurve(((1, 10.0),)), Accuracy({1: 0.9, 4: 0.98}, spread=0.5)
-    policy, machine = BestFirst(16, 4), Machine((curve,) * NUM_STAGES)
-    simulated = SimulatedPipeline(policy, machine, DRAFT, rounds, 60, 1, mid=better)
+    policy, machine = BestFirst(16, 4, row_cost=0.0), Machine((curve,) * NUM_STAGES)
+    simulated = SimulatedPipeline(policy, machine, ACCURACY, rounds, 60, 1, mid=better)
     (text,) = simulated.texts
     request = Request(0, tuple(text[:1]), max_new_tokens=len(text))
-    mid = AtOnce(SyntheticSource(better, [text], VOCABULARY, 1))
+    mid = AtOnce(SyntheticProposer(better, [text], VOCABULARY, 1))
     loop, link, _ = head(policy, [request], {0: text}, rounds=rounds, most=60, mid=mid)
     with pytest.raises(StoryOver):
-        loop.run()
+        loop.run_until_done()
     mid.close()
     for batch in link.sent:
         assert batch.rows.tolist() == simulated.step().rows.tolist()
     assert loop.scheduler.totals.mid_passes >= len(link.sent), "every step asks at least once"
 
 
-def test_what_is_accepted_is_logged_and_the_request_ends_with_its_report():
+def test_accepted_tokens_are_logged_before_the_request_finishes_with_its_report():
     request = Request(3, tuple(TEXT[:10]), max_new_tokens=20)
     sent, controller = run(BestFirst(16, 4), [request], {3: TEXT}, chunk=4)
     assert controller.accepted == {3: TEXT[10:30]}
     assert controller.finished == {3: "length"}
     report = controller.reports[3]
     assert report["completion_tokens"] == 20 and report["counts"]["rounds"] > 0
-    assert [opening.request for batch in sent for opening in batch.opened] == [3]
-    assert [batch.released for batch in sent if batch.released] == [(0,)]
+    assert [opening.request for batch in sent for opening in batch.started] == [3]
+    assert [batch.finished for batch in sent if batch.finished] == [(0,)]
     assert sent[-1].stop and not any(batch.stop for batch in sent[:-1])
     assert [batch.step for batch in sent] == list(range(len(sent)))
     # The tasks of every step until the last batch has passed all stages are laid out.
     assert controller.submitted == list(range(sent[-1].step + NUM_STAGES + 1))
     kinds = {task.kind for task in controller.completed}
-    assert kinds == {Kind.COMPUTE, Kind.PRUNE, Kind.TRANSFER}
+    assert kinds == {TaskKind.COMPUTE, TaskKind.PRUNE, TaskKind.TRANSFER}
 
 
-def test_requests_follow_one_another_without_a_gap():
+def test_next_request_starts_in_the_step_after_the_last_one_ended():
     requests = [Request(i, tuple(TEXT[i : i + 3]), max_new_tokens=5) for i in (1, 2)]
     sent, controller = run(Level(8, 4), requests, {i: TEXT[i:] for i in (1, 2)}, chunk=8)
     assert controller.accepted == {i: TEXT[i + 3 : i + 8] for i in (1, 2)}
-    released = next(batch.step for batch in sent if batch.released == (0,))
+    released = next(batch.step for batch in sent if batch.finished == (0,))
     assert sent[released + 1].rows[:, KIND].tolist() == [1, 1, 2]
 
 
-def test_what_a_step_decides_for_several_requests_is_logged_at_once():
+def test_verdicts_of_one_step_are_logged_in_one_call():
     requests = [Request(i, tuple(TEXT[i : i + 3]), max_new_tokens=5) for i in range(3)]
     texts = {i: TEXT[i:] for i in range(3)}
     _, controller = run(Root(), requests, texts, chunk=16, at_once=3)
@@ -185,7 +184,7 @@ def test_what_a_step_decides_for_several_requests_is_logged_at_once():
     assert all(controller.logged)
 
 
-def test_an_answer_of_an_earlier_epoch_is_read_like_the_prompt():
+def test_answer_of_an_earlier_epoch_is_read_like_the_prompt():
     request = Request(3, tuple(TEXT[:4]), max_new_tokens=10)
     answers = {3: tuple(TEXT[4:9])}
     sent, controller = run(Root(), [request], {3: TEXT}, chunk=64, answers=answers)
@@ -193,37 +192,37 @@ def test_an_answer_of_an_earlier_epoch_is_read_like_the_prompt():
     assert controller.accepted == {3: TEXT[9:14]}
 
 
-def test_a_request_that_nobody_waits_for_is_dropped():
+def test_cancelled_request_never_enters_the_pipeline():
     request = Request(3, tuple(TEXT[:4]), max_new_tokens=50)
     sent, controller = run(Level(8, 4), [request], {3: TEXT}, chunk=8, cancels=[3])
     assert controller.finished == {3: CANCELLED}
     assert controller.accepted == {}
     assert sum(len(batch) for batch in sent) == 0
-    assert not any(batch.released for batch in sent), "the stages have not heard of it"
+    assert not any(batch.finished for batch in sent), "the stages have not heard of it"
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_of_a_lossy_request_every_step_is_told_until_it_is_over(cancelled: bool):
+def test_draft_tokens_of_lossy_requests_are_sent_in_every_step_until_they_end(cancelled: bool):
     requests = [
-        Request(i, tuple(TEXT[:9]), max_new_tokens=12, sampling=Sampling(acceptance=kind))
+        Request(i, tuple(TEXT[:9]), max_new_tokens=12, sampling=SamplingParams(acceptance=kind))
         for i, kind in enumerate((RELAXED, EXACT, STRICT))
     ]
     texts = dict.fromkeys(range(3), TEXT)
     cancels = [0] if cancelled else []
     sent, controller = run(Level(8, 4), requests, texts, chunk=4, cancels=cancels)
-    assert controller.guesses.keys() == {0, 2}, "sequences are numbered as they are opened"
-    for number, told in controller.guesses.items():
+    assert controller.draft_tokens.keys() == {0, 2}, "sequences are numbered as they are opened"
+    for number, told in controller.draft_tokens.items():
         steps = [guesses.step for guesses in told[:-1]]
-        assert told[-1] is NO_MORE
+        assert told[-1] is END_OF_SEQUENCE
         assert steps == list(range(steps[0], steps[0] + len(steps))) if steps else cancelled
         # What is told are the guesses of that step's batch, as they were sent.
         for guesses in told[:-1]:
             rows = sent[guesses.step].rows
-            mine = rows[(rows[:, SEQUENCE] == number) & (rows[:, KIND] == GUESS)]
+            mine = rows[(rows[:, SEQUENCE] == number) & (rows[:, KIND] == DRAFT)]
             assert guesses.parents.tolist() == mine[:, PARENT].tolist()
             assert guesses.tokens.tolist() == mine[:, TOKEN].tolist()
             assert (guesses.logps <= 0).all()
-    told = controller.guesses[2]
+    told = controller.draft_tokens[2]
     assert sum(len(guesses.tokens) for guesses in told) > 20
 
 
@@ -233,14 +232,14 @@ FORM = [FORMED[3:-1], [200, *FORMED[4:-1]]]
 
 
 def formed(number: int = 1) -> Request:
-    return Request(number, (7, 8, 9), 50, eos=(EOS,), sampling=Sampling(grammar="form"))
+    return Request(number, (7, 8, 9), 50, eos=(EOS,), sampling=SamplingParams(grammar="form"))
 
 
 @pytest.mark.parametrize("policy", [StaticTree([1, 2, 1]), Level(4, 2), BestFirst(4, 2)])
-def test_a_text_with_a_form_is_faster_and_guesses_nothing_outside_it(policy: FeedPolicy):
+def test_grammar_saves_steps_and_keeps_draft_tokens_within_it(policy: SpeculationPolicy):
     steps = {}
     for grammar in ("", "form"):
-        asked = replace(formed(), sampling=Sampling(grammar=grammar))
+        asked = replace(formed(), sampling=SamplingParams(grammar=grammar))
         sent, controller = run(
             policy,
             [asked],
@@ -251,12 +250,12 @@ def test_a_text_with_a_form_is_faster_and_guesses_nothing_outside_it(policy: Fee
         assert controller.accepted == {1: FORMED[3:]} and controller.finished == {1: "stop"}
         steps[grammar] = len(sent)
         if grammar:
-            guessed = np.concatenate([batch.rows[batch.rows[:, KIND] == GUESS] for batch in sent])
+            guessed = np.concatenate([batch.rows[batch.rows[:, KIND] == DRAFT] for batch in sent])
             assert set(guessed[:, TOKEN].tolist()) <= {200, *FORMED}
     assert steps["form"] < steps[""]
 
 
-def test_requests_do_not_wait_for_a_grammar_that_is_being_compiled():
+def test_requests_do_not_wait_for_the_grammar_of_another():
     requests = [formed(1), Request(2, tuple(TEXT[:3]), max_new_tokens=5)]
     later: Future[Matcher] = Future()
     loop, _, controller = head(
@@ -276,12 +275,12 @@ def test_requests_do_not_wait_for_a_grammar_that_is_being_compiled():
             later.set_result(OneOf(FORM, EOS))
 
     controller.finish = finished
-    loop.run()
+    loop.run_until_done()
     assert order == [2, 1]
     assert controller.accepted == {1: FORMED[3:], 2: TEXT[3:8]}
 
 
-def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone():
+def test_grammar_that_cannot_be_compiled_ends_only_its_request():
     requests = [formed(1), Request(2, tuple(TEXT[:3]), max_new_tokens=5)]
     _, controller = run(
         BestFirst(4, 2),
@@ -294,15 +293,15 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone():
     assert controller.accepted == {2: TEXT[3:8]}
 
 
-def test_a_verdict_that_failed_ends_its_request_with_what_was_decided():
+def test_failed_verdict_ends_the_request_with_the_tokens_decided_so_far():
     loop, _, controller = head(
         BestFirst(4, 2),
         [formed(1)],
         {1: FORMED},
         compile_grammar=lambda _: compiled(OneOf(FORM, EOS)),
     )
-    tell = controller._verdicts
-    controller._verdicts = lambda step: [replace(each, failed=True) for each in tell(step)]
-    loop.run()
+    tell = controller.verdicts
+    controller.verdicts = lambda step: [replace(each, failed=GRAMMAR) for each in tell(step)]
+    loop.run_until_done()
     assert controller.finished == {1: GRAMMAR}
     assert controller.accepted[1] == FORMED[3 : 3 + len(controller.accepted[1])]

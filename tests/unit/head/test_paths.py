@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.core import Request, Verdict
-from pipespec.head.feed.best_first import BestFirst
-from pipespec.head.feed.level import Level
-from pipespec.head.feed.static_tree import StaticTree
 from pipespec.head.paths import Paths
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.level import Level
+from pipespec.head.policies.static_tree import StaticTree
+from pipespec.head.proposers.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
-from pipespec.head.source.protocol import Candidates
-from pipespec.head.tree import ROOT, SMALLEST, Tree
-from pipespec.head.work import SchedulerConfig
+from pipespec.head.scheduler_types import SchedulerConfig
+from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree
 
 VOCABULARY = 4
 Text = tuple[int, ...]
@@ -41,7 +41,7 @@ class Plain:
         """`below`: guesses of several levels, by text, those above first."""
         self.expanded |= set(asked)
         for above, row in zip(asked, rows, strict=True):
-            left = max(1 - sum(np.exp([*row.values()])), SMALLEST)
+            left = max(1 - sum(np.exp([*row.values()])), MIN_PROBABILITY)
             bound = min([*row.values(), float(np.log(left))])
             for text in [text for text in self.logp if text and text[:-1] == above]:
                 self.logp[text] = min(self.logp[text], bound)
@@ -60,7 +60,7 @@ def row_of(rng: np.random.Generator, count: int) -> dict[int, float]:
 
 def grow(tree: Tree, plain: Plain, rng: np.random.Generator) -> None:
     """One round: the best nodes are expanded, with guesses of several levels below some."""
-    best = tree.best(np.flatnonzero(~tree.expanded), int(rng.integers(1, 4)))
+    best = tree.most_probable(np.flatnonzero(~tree.expanded), int(rng.integers(1, 4)))
     by_index = {i: text for text, i in texts(tree).items()}
     asked = [by_index[i] for i in best.tolist()]
     children = int(rng.integers(1, VOCABULARY))
@@ -86,11 +86,11 @@ def grow(tree: Tree, plain: Plain, rng: np.random.Generator) -> None:
     stated = np.array([[*row.values()] for row in rows]).reshape(shape)
     plain.expand(asked, rows, below)
     before = len(tree)
-    assert tree.append(best, candidates, stated, paths=paths) == len(tree) - before
+    assert tree.add_children(best, candidates, stated, paths=paths) == len(tree) - before
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 10))
-def test_rounds_of_several_levels_make_one_tree(seed, rounds):
+def test_rounds_of_several_levels_build_one_tree(seed, rounds):
     rng = np.random.default_rng(seed)
     tree, plain = Tree(7, 6, token=1, position=10, fed=True), Plain()
     for _ in range(rounds):
@@ -112,7 +112,7 @@ def test_trimming_leaves_no_node_without_its_parent(seed, rounds, capacity):
     tree, plain = Tree(7, 6, token=1, position=10, fed=True), Plain()
     for _ in range(rounds):
         grow(tree, plain, rng)
-        tree.feed(tree.best(np.flatnonzero(~tree.fed), int(rng.integers(0, 4))))
+        tree.mark_fed(tree.most_probable(np.flatnonzero(~tree.fed), int(rng.integers(0, 4))))
         held = set(tree.id[tree.fed | tree.expanded].tolist())
         tree.trim(capacity)
         tree.check()
@@ -124,42 +124,44 @@ def test_trimming_leaves_no_node_without_its_parent(seed, rounds, capacity):
 def test_equal_nodes_are_trimmed_from_below():
     tree = Tree(0, -1, 0, 0, fed=True)
     paths = Paths(np.array([0, 1, 2]), np.array([5, 6, 7]), np.zeros(3))
-    tree.append(np.array([ROOT]), np.array([[4]]), np.zeros((1, 1)), paths=paths)
+    tree.add_children(np.array([ROOT]), np.array([[4]]), np.zeros((1, 1)), paths=paths)
     tree.trim(3)
     tree.check()
     assert tree.token.tolist() == [0, 4, 5]
 
 
-def test_paths_from_nodes_above_one_another_meet():
+def test_paths_from_a_node_and_its_ancestor_merge():
     """What both say stands once, as the longer of them says."""
     tree = Tree(0, -1, 9, 0, fed=True)
     one = np.array([[1]])
-    tree.append(np.array([ROOT]), one, np.log([[0.9]]))
+    tree.add_children(np.array([ROOT]), one, np.log([[0.9]]))
     guesses = Paths(np.array([0, 1]), np.array([2, 3]), np.log([0.8, 0.8]))
-    tree.append(np.array([1]), one, np.log([[0.9]]), paths=guesses)
+    tree.add_children(np.array([1]), one, np.log([[0.9]]), paths=guesses)
     asked = np.array([texts(tree)[1, 1], texts(tree)[1, 1, 2]])
     assert not tree.expanded[asked].any()
     # Below the child that stands already, and below its own child, the same is guessed.
     meeting = Paths(np.array([0, 2, 1, 4]), np.array([3, 5, 5, 6]), np.log([0.5, 0.4, 0.3, 0.2]))
-    tree.append(asked, np.array([[2], [3]]), np.log([[0.9], [0.9]]), paths=meeting)
+    tree.add_children(asked, np.array([[2], [3]]), np.log([[0.9], [0.9]]), paths=meeting)
     held = texts(tree)
     assert held.keys() >= {(1, 1, 2, 3), (1, 1, 2, 3, 5), (1, 1, 2, 3, 5, 6)}
     assert tree.logp[held[1, 1, 2, 3, 5]] == pytest.approx(np.log(0.4))
 
 
-def test_a_guess_below_none_is_none():
+def test_draft_token_below_padding_is_padding():
     tree = Tree(0, -1, 0, 0, fed=True)
     logps = np.array([-0.5, -0.5, -np.inf, -0.5])
     paths = Paths(np.array([1, 0, 3, 4]), np.array([5, 6, 7, 8]), logps)
-    tree.append(np.array([ROOT]), np.array([[1, 2]]), np.array([[-1.0, -np.inf]]), paths=paths)
+    tree.add_children(
+        np.array([ROOT]), np.array([[1, 2]]), np.array([[-1.0, -np.inf]]), paths=paths
+    )
     tree.check()
     assert [*texts(tree)] == [(), (1,), (1, 6)]
 
 
-def test_candidates_by_their_level():
+def test_levels_lists_paths_by_depth():
     paths = Paths(np.array([0, 3, 1, 4]), np.arange(4), np.zeros(4))
     assert [level.tolist() for level in paths.levels(3)] == [[0, 2], [1], [3]]
-    with pytest.raises(AssertionError, match="stands before"):
+    with pytest.raises(AssertionError, match="comes before"):
         [*Paths(np.array([4]), np.zeros(1), np.zeros(1)).levels(3)]
 
 
@@ -171,22 +173,22 @@ def test_candidates_by_their_level():
         (StaticTree(shape=[1, 1], children=2), False),
     ],
 )
-def test_a_round_takes_several_levels_where_the_policy_does(policy, deep):
+def test_only_policies_that_keep_unfed_nodes_request_paths(policy, deep):
     config = SchedulerConfig(policy, num_steps=2, rounds=1, prefill_chunk=4, context_limit=64)
     scheduler = Scheduler(config)
     scheduler.add(Request(1, (1, 2), 16), lambda _: False, 0)
     (sequence,) = scheduler.admit()
-    scheduler.begin()
+    scheduler.begin_step()
     scheduler.next_batch(0.0)
     scheduler.apply(Verdict(sequence.number, 2, (9,)), 1)
-    scheduler.begin()
-    work = scheduler.expansion(0.0)
+    scheduler.begin_step()
+    work = scheduler.next_expansion(0.0)
     assert work is not None
     (part,) = work.parts
-    assert part.asked.deeper == (2 if deep else 0)
-    found = Candidates(part.nodes, np.array([[3, 4]]), np.log([[0.5, 0.25]]))
+    assert part.request.max_path_tokens == (2 if deep else 0)
+    found = Proposal(part.nodes, np.array([[3, 4]]), np.log([[0.5, 0.25]]))
     paths = Paths(np.array([0, 2]), np.array([5, 6]), np.log([0.5, 0.5]))
-    scheduler.graft(work, [replace(found, paths=paths)], 1.0)
+    scheduler.add_proposals(work, [replace(found, paths=paths)], 1.0)
     tree = sequence.tree
     tree.check()
     fed = [(3,), (4,), *([(3, 5), (3, 5, 6)] if deep else [])]

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.core import (
-    DECIDED,
-    GUESS,
+    COMMITTED,
+    DRAFT,
     KIND,
-    LAST_DECIDED,
+    LAST_COMMITTED,
     NODE,
     PARENT,
     POSITION,
@@ -23,21 +23,23 @@ from pipespec.core import (
     Request,
     Verdict,
 )
-from pipespec.head.feed.best_first import BestFirst
-from pipespec.head.feed.level import Level
-from pipespec.head.feed.policy import FeedPolicy
-from pipespec.head.feed.root import Root
-from pipespec.head.feed.static_tree import StaticTree
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.level import Level
+from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.policies.root import Root
+from pipespec.head.proposers.proposer import Proposal
 from pipespec.head.scheduler import Scheduler
+from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.sequence import Sequence
-from pipespec.head.source.protocol import Candidates
-from pipespec.head.work import DraftWork, SchedulerConfig
+from tests.helpers.policies import small_policies
 
 NUM_STEPS = 3
-POLICIES = [Root(), StaticTree([1, 2]), Level(8, 2), BestFirst(4, 2)]
+POLICIES = small_policies(width=8)
 
 
-def scheduler(policy: FeedPolicy, rounds: int = 1, chunk: int = 4, context: int = 500) -> Scheduler:
+def scheduler(
+    policy: SpeculationPolicy, rounds: int = 1, chunk: int = 4, context: int = 500
+) -> Scheduler:
     return Scheduler(SchedulerConfig(policy, NUM_STEPS, rounds, chunk, context))
 
 
@@ -47,39 +49,39 @@ def opened(on: Scheduler, length: int = 1, tokens: int = 50, answer: tuple[int, 
     return sequence
 
 
-def candidates(work: DraftWork) -> list[Candidates]:
+def candidates(work: ProposalBatch) -> list[Proposal]:
     """Every node's guesses are the tokens 1, 2, ..., each half as likely as the one before."""
     found = []
     for part in work.parts:
         tokens = np.tile(np.arange(1, work.children + 1), (len(part.nodes), 1))
-        found.append(Candidates(part.nodes, tokens, np.log(0.5) * tokens))
+        found.append(Proposal(part.nodes, tokens, np.log(0.5) * tokens))
     return found
 
 
 def grow(on: Scheduler) -> int:
     rounds = 0
-    while work := on.expansion(0.0):
-        on.graft(work, candidates(work), 1.0)
+    while work := on.next_expansion(0.0):
+        on.add_proposals(work, candidates(work), 1.0)
         rounds += 1
     return rounds
 
 
 def step(on: Scheduler, *tokens: int):
     """One step in which the verdict on the open request holds these tokens."""
-    on.begin()
+    on.begin_step()
     grow(on)
     progress = None
     if tokens:
         base = len(on.sequences[0].context.tokens)
         progress = on.apply(Verdict(0, base, tokens), now=on.step)
-    on.heard(0.0, 1.0)
-    while isinstance(batch := on.next_batch(0.0), DraftWork):
-        on.graft(batch, candidates(batch), 1.0)
-    on.end(1.0)
+    on.end_verdicts(0.0, 1.0)
+    while isinstance(batch := on.next_batch(0.0), ProposalBatch):
+        on.add_proposals(batch, candidates(batch), 1.0)
+    on.end_step(1.0)
     return batch, progress
 
 
-def test_a_prompt_enters_in_chunks_and_guesses_follow_it():
+def test_prompt_enters_in_chunks_and_draft_tokens_follow_it():
     on = scheduler(Level(8, 2), chunk=4)
     opened(on, length=10)
     sizes, kinds = [], []
@@ -88,12 +90,12 @@ def test_a_prompt_enters_in_chunks_and_guesses_follow_it():
         sizes.append(len(batch))
         kinds.append(set(batch.rows[:, KIND].tolist()))
     assert sizes[:3] == [4, 4, 2]
-    assert kinds[:2] == [{DECIDED}] * 2 and kinds[2] == {DECIDED, LAST_DECIDED}
-    assert kinds[3] == {GUESS}
+    assert kinds[:2] == [{COMMITTED}] * 2 and kinds[2] == {COMMITTED, LAST_COMMITTED}
+    assert kinds[3] == {DRAFT}
     assert [on.step, on.draining] == [4, True]
 
 
-def test_a_hit_keeps_what_was_fed_and_a_miss_feeds_the_token_at_once():
+def test_hit_feeds_nothing_again_and_miss_feeds_the_token_at_once():
     on = scheduler(Level(8, 2))
     sequence = opened(on)
     for _ in range(NUM_STEPS):
@@ -108,7 +110,7 @@ def test_a_hit_keeps_what_was_fed_and_a_miss_feeds_the_token_at_once():
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_the_root_is_fed_before_anything_below_it(policy: FeedPolicy):
+def test_the_root_is_fed_before_anything_below_it(policy: SpeculationPolicy):
     on = scheduler(policy)
     sequence = opened(on)
     step(on)
@@ -117,15 +119,15 @@ def test_the_root_is_fed_before_anything_below_it(policy: FeedPolicy):
         assert batch.rows[0, NODE] == sequence.context.nodes[-1]
 
 
-def test_no_more_rounds_than_are_allowed():
+def test_step_has_at_most_the_configured_draft_rounds():
     on = scheduler(BestFirst(4, 2), rounds=3)
     opened(on)
-    on.begin()
+    on.begin_step()
     assert grow(on) == 3
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
-def test_what_is_counted_is_what_was_fed_and_decided(policy: FeedPolicy):
+def test_counts_equal_the_rows_fed_and_tokens_decided(policy: SpeculationPolicy):
     """Against a list of when each node was fed, kept beside it."""
     on = scheduler(policy, rounds=2)
     sequence = opened(on, length=10, tokens=60)
@@ -140,7 +142,7 @@ def test_what_is_counted_is_what_was_fed_and_decided(policy: FeedPolicy):
         for node in sequence.context.nodes[len(sequence.context.nodes) - accepted :]:
             hits[fed_at.get(node, 0)] += 1
         root = len(sequence.context.tokens) - 1
-        guesses = batch.rows[batch.rows[:, KIND] == GUESS]
+        guesses = batch.rows[batch.rows[:, KIND] == DRAFT]
         for node, position in zip(guesses[:, NODE], guesses[:, POSITION], strict=True):
             fed_at[int(node)] = int(position) - root
             fed[int(position) - root] += 1
@@ -159,54 +161,54 @@ def test_what_is_counted_is_what_was_fed_and_decided(policy: FeedPolicy):
 
     assert labelled("fed") == fed
     assert labelled("step_tokens") == sizes
-    assert (counts["root_rows"], counts["guess_rows"]) == (fed[0], sum(fed.values()) - fed[0])
+    assert (counts["root_rows"], counts["draft_rows"]) == (fed[0], sum(fed.values()) - fed[0])
     assert (counts["prompt_rows"], counts["tokens"]) == (10, 60)
     assert labelled("hits") == hits
     assert counts["hits/0"] == 60 - sequence.hits
 
 
-def test_the_end_of_a_text_cuts_the_verdict_and_frees_the_request():
+def test_verdict_is_cut_at_the_end_of_the_text_and_the_request_is_freed():
     on = scheduler(Root())
     opened(on, tokens=3)
     step(on)
     batch, progress = step(on, 4, 5, 6, 7)
     assert progress.accepted.tokens == (4, 5, 6)
     assert progress.reason == "length"
-    assert batch.released == (0,) and not len(batch)
+    assert batch.finished == (0,) and not len(batch)
     assert on.idle and on.draining
     assert on.apply(Verdict(0, 4, (7,)), now=0) is None, "late word of a closed request"
     for _ in range(NUM_STEPS):
         batch, _ = step(on)
-        assert batch.released == ()
+        assert batch.finished == ()
     assert not on.draining
 
 
-def test_an_answer_that_was_whole_never_enters_the_pipeline():
+def test_complete_answer_of_an_earlier_epoch_never_enters_the_pipeline():
     on = scheduler(Root())
     sequence = opened(on, tokens=2, answer=(3, 4))
     assert sequence.ended == "length" and on.idle
     batch, _ = step(on)
-    assert batch.released == batch.opened == () and not len(batch)
+    assert batch.finished == batch.started == () and not len(batch)
 
 
-def test_a_cancelled_request_is_released_once_and_another_is_not_touched():
+def test_cancelled_request_is_freed_once():
     on = scheduler(Level(8, 2))
     sequence = opened(on)
     step(on)
     assert on.cancel(8) is None and not on.idle
     assert on.cancel(7) is sequence and on.idle
-    assert step(on)[0].released == (0,)
+    assert step(on)[0].finished == (0,)
     assert on.cancel(7) is None
 
 
-def test_there_is_work_exactly_if_a_batch_would_carry_something():
+def test_has_work_is_true_exactly_if_a_batch_would_have_rows_or_changes():
     on = scheduler(Root())
     assert not on.has_work(0.0)
     opened(on, length=2, tokens=2)
     assert on.has_work(0.0), "a prompt"
     step(on)
     assert not on.has_work(0.0), "its only row is on its way"
-    on.begin()
+    on.begin_step()
     on.apply(Verdict(0, 2, (9,)), now=0)
     assert on.has_work(0.0), "a root that was not fed"
     on.cancel(7)
@@ -214,8 +216,8 @@ def test_there_is_work_exactly_if_a_batch_would_carry_something():
 
 
 @given(st.data(), st.sampled_from(POLICIES), st.integers(1, 3))
-def test_whatever_is_decided_nothing_is_fed_twice_and_no_row_before_its_parent(
-    data: st.DataObject, policy: FeedPolicy, rounds: int
+def test_no_row_is_fed_twice_or_before_its_parent(
+    data: st.DataObject, policy: SpeculationPolicy, rounds: int
 ):
     on = scheduler(policy, rounds=rounds, chunk=2)
     sequence: Sequence = opened(on, length=data.draw(st.integers(1, 5)), tokens=30)

@@ -8,14 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.core import NODE, PARENT, Batch, Request, Verdict
-from pipespec.head.feed.best_first import BestFirst
-from pipespec.head.feed.level import Level
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.level import Level
+from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.proposers.async_proposer import AsyncResult
+from pipespec.head.proposers.cascade import CascadeProposer
+from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
 from pipespec.head.scheduler import Scheduler
-from pipespec.head.scoring import ScorePart, ScoreWork
+from pipespec.head.scheduler_types import SchedulerConfig
+from pipespec.head.scoring import Scoring
 from pipespec.head.sequence import Sequence
-from pipespec.head.source.protocol import Asked, Candidates
-from pipespec.head.tree import ROOT, SMALLEST, Tree
-from pipespec.head.work import SchedulerConfig
+from pipespec.head.tree import MIN_PROBABILITY, ROOT, Tree
+from pipespec.instruments.emulation.synthetic_proposer import Accuracy, SyntheticProposer
 
 VOCABULARY = 5
 Text = tuple[int, ...]
@@ -25,6 +29,38 @@ Said = dict[Text, dict[int, float]]
 
 def text_of(tree: Tree, node: int) -> Text:
     return tuple(tree.token[tree.path(node)[1:]].tolist())
+
+
+class Mid:
+    """A mid-size model whose passes end when the test answers them."""
+
+    def __init__(self) -> None:
+        self.requests: list[ProposalRequest] = []  # of the pass under way
+        self._result: AsyncResult | None = None
+
+    def submit(self, requests: list[ProposalRequest], children: int) -> None:
+        assert not self.requests, "a pass is under way"
+        self.requests = requests
+
+    def answer(self, proposal: Proposal | None) -> None:
+        self.requests, self._result = [], AsyncResult([proposal], paced=True)
+
+    def poll(self) -> AsyncResult | None:
+        result, self._result = self._result, None
+        return result
+
+    def start_sequence(self, context: Context) -> None: ...
+    def accept_verdict(self, verdict: Verdict) -> None: ...
+    def end_sequence(self, sequence: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def scheduler_with(
+    mid: Mid, policy: SpeculationPolicy, rounds: int, context_limit: int
+) -> Scheduler:
+    draft = SyntheticProposer(Accuracy({1: 0.5}, spread=0.5), [[1]], VOCABULARY, 0)
+    config = SchedulerConfig(policy, 3, rounds=rounds, prefill_chunk=1, context_limit=context_limit)
+    return Scheduler(config, CascadeProposer(draft, mid, Scoring(3, context_limit)))
 
 
 class Plain:
@@ -37,7 +73,7 @@ class Plain:
 
     def said(self, said: Said) -> None:
         for above, row in said.items():
-            left = max(1 - sum(np.exp([*row.values()])), SMALLEST)
+            left = max(1 - sum(np.exp([*row.values()])), MIN_PROBABILITY)
             bound = min([*row.values(), float(np.log(left))])
             for text in [text for text in self.logp if text and text[:-1] == above]:
                 self.logp[text] = min(self.logp[text], bound)
@@ -57,7 +93,9 @@ class Plain:
         assert hit or len(self.logp) == 1
 
 
-def answer(asked: Asked, nodes: np.ndarray, rng: np.random.Generator) -> tuple[Candidates, Said]:
+def answer(
+    asked: ProposalRequest, nodes: np.ndarray, rng: np.random.Generator
+) -> tuple[Proposal, Said]:
     """What a model may say of some of the nodes that it was asked about."""
     children = int(rng.integers(1, VOCABULARY))
     tokens = np.array([rng.permutation(VOCABULARY)[:children] for _ in nodes]).reshape(-1, children)
@@ -67,7 +105,7 @@ def answer(asked: Asked, nodes: np.ndarray, rng: np.random.Generator) -> tuple[C
         text_of(asked.tree, node): dict(zip(row.tolist(), logp.tolist(), strict=True))
         for node, row, logp in zip(nodes.tolist(), tokens, logps, strict=True)
     }
-    return Candidates(nodes, tokens, logps), said
+    return Proposal(nodes, tokens, logps), said
 
 
 class Story:
@@ -76,15 +114,13 @@ class Story:
     def __init__(self, seed: int, capacity: int = 64) -> None:
         self.rng = np.random.default_rng(seed)
         policy = BestFirst(width=4, children=VOCABULARY, capacity=capacity, row_cost=0.0)
-        self.scheduler = Scheduler(
-            SchedulerConfig(policy, 3, rounds=1000, prefill_chunk=1, context_limit=60, mid_rows=3)
-        )
+        self.mid = Mid()
+        self.scheduler = scheduler_with(self.mid, policy, 1000, 60)
         self.scheduler.add(Request(0, (1,), max_new_tokens=50), lambda token: False, now=0)
         (self.sequence,) = self.scheduler.admit()
         self.plain = Plain()
-        self.asked: ScoreWork | None = None
         self.batch = self.fed()
-        self.scheduler.begin()
+        self.scheduler.begin_step()
 
     @property
     def tree(self) -> Tree:
@@ -101,11 +137,11 @@ class Story:
         return batch
 
     def draft(self) -> None:
-        if work := self.scheduler.expansion(0.0):
-            (asked,) = work.asked
+        if work := self.scheduler.next_expansion(0.0):
+            (asked,) = work.requests
             found, said = answer(asked, asked.nodes, self.rng)
             self.plain.said(said)
-            self.scheduler.graft(work, [found], 1.0)
+            self.scheduler.add_proposals(work, [found], 1.0)
 
     def feed(self) -> None:
         """Of all that is not fed, what is likeliest is."""
@@ -125,30 +161,30 @@ class Story:
             assert row[PARENT] in earlier, "a row came before its parent"
             earlier.add(row[NODE])
         self.plain.fed |= new
-        self.scheduler.begin()
+        self.scheduler.begin_step()
 
     def ask(self) -> None:
-        if self.asked is None and (work := self.scheduler.scoring()):
-            (asked,) = work.asked
+        if self.mid.requests:
+            return
+        self.scheduler.refine()
+        for asked in self.mid.requests:
             texts = {text_of(asked.tree, node) for node in asked.nodes.tolist()}
             assert not texts & self.plain.scored, "a node is asked about twice"
             self.plain.scored |= texts
             assert {text[:-1] for text in texts} <= self.plain.scored | {()}
-            self.asked = work
 
     def hear(self) -> None:
         """The pass ends: all, some or none of its nodes are answered."""
-        if self.asked is None:
+        if not self.mid.requests:
             return
-        work, self.asked = self.asked, None
-        (asked,) = work.asked
+        (asked,) = self.mid.requests
         count = int(self.rng.integers(0, len(asked.nodes) + 2))
         ids = asked.tree.id
         now = {node: text for text, i in self.texts().items() for node in [int(self.tree.id[i])]}
         if count > len(asked.nodes):
             found, said, nodes = None, {}, asked.nodes[:0]
         else:
-            nodes = asked.tree.best(asked.nodes, count)
+            nodes = asked.tree.most_probable(asked.nodes, count)
             found, then = answer(asked, nodes, self.rng)
             said = {
                 now[int(ids[node])]: row
@@ -158,7 +194,8 @@ class Story:
         unsaid = set(ids[asked.nodes].tolist()) - set(ids[nodes].tolist())
         self.plain.scored -= {now[node] for node in unsaid if node in now}
         before = self.scheduler.totals.scored
-        self.scheduler.rescore(work, [found])
+        self.mid.answer(found)
+        self.scheduler.take_scores()
         count = self.scheduler.totals.scored - before
         assert count in (0, len(said)), "a part of an answer was taken"
         if count:  # else the mid-size model has been wrong too often to be believed
@@ -187,7 +224,7 @@ class Story:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([12, 64, 1000]), st.integers(1, 60))
-def test_what_is_scored_late_is_in_the_tree_whatever_came_between(seed, capacity, count):
+def test_late_scores_are_added_to_a_tree_that_has_changed(seed, capacity, count):
     story = Story(seed, capacity)
     for deed in story.rng.choice(["draft", "draft", "feed", "ask", "hear", "decide"], count):
         getattr(story, deed)()
@@ -196,46 +233,47 @@ def test_what_is_scored_late_is_in_the_tree_whatever_came_between(seed, capacity
         assert held <= capacity, "what stays whatever comes is more than the tree may hold"
 
 
-def scored(scheduler: Scheduler, sequence: Sequence) -> ScoreWork:
-    work = scheduler.scoring()
-    assert work is not None and [part.sequence for part in work.parts] == [sequence]
-    return work
+def requested(scheduler: Scheduler, mid: Mid, sequence: Sequence) -> ProposalRequest:
+    scheduler.refine()
+    (asked,) = mid.requests
+    assert asked.context is sequence.context
+    return asked
 
 
-def test_of_a_request_that_has_ended_nothing_is_scored():
+def test_scores_of_a_cancelled_request_are_dropped():
     story = Story(0)
     story.draft()
-    work = scored(story.scheduler, story.sequence)
-    (asked,) = work.asked
+    asked = requested(story.scheduler, story.mid, story.sequence)
     found, _ = answer(asked, asked.nodes, story.rng)
     story.scheduler.cancel(0)
     before = len(story.tree)
-    story.scheduler.rescore(work, [found])
+    story.mid.answer(found)
+    story.scheduler.take_scores()
     assert len(story.tree) == before
     assert story.scheduler.totals.scored == 0
 
 
-def test_who_was_right_is_believed():
+def test_scores_are_used_while_the_mid_size_model_predicts_better():
     """The text is always token 1: the small draft gives it an even chance, the mid-size model
     little, later much."""
     policy = BestFirst(width=4, children=2, row_cost=0.0)
-    scheduler = Scheduler(
-        SchedulerConfig(policy, 3, rounds=1, prefill_chunk=1, context_limit=200, mid_rows=3)
-    )
+    mid = Mid()
+    scheduler = scheduler_with(mid, policy, 1, 200)
     scheduler.add(Request(0, (1,), max_new_tokens=190), lambda token: False, now=0)
     (sequence,) = scheduler.admit()
 
     def taken(chance: float) -> bool:
         """One token later: whether what the mid-size model said of the root is in the tree."""
-        scheduler.begin()
+        scheduler.begin_step()
         tree, root = sequence.tree, np.array([ROOT])
-        even = Candidates(root, np.array([[0, 1]]), np.log([[0.5, 0.5]]))
-        tree.append(even.parents, even.tokens, even.logps)
-        (asked,) = scored(scheduler, sequence).asked
+        even = Proposal(root, np.array([[0, 1]]), np.log([[0.5, 0.5]]))
+        tree.add_children(even.parents, even.tokens, even.logps)
+        asked = requested(scheduler, mid, sequence)
         assert asked.nodes[0] == ROOT
-        found = Candidates(root, np.array([[0, 1]]), np.log([[1 - chance, chance]]))
+        found = Proposal(root, np.array([[0, 1]]), np.log([[1 - chance, chance]]))
         before = scheduler.totals.scored
-        scheduler.rescore(ScoreWork((ScorePart(sequence, tree, asked),), 2), [found])
+        mid.answer(found)
+        scheduler.take_scores()
         scheduler.next_batch(0.0)
         base = len(sequence.context.tokens)
         scheduler.apply(Verdict(sequence.number, base, (1,)), now=0)
@@ -247,11 +285,11 @@ def test_who_was_right_is_believed():
     assert not right[0] and right[-1]
 
 
-def test_a_level_is_not_scored():
+def test_level_policy_requests_no_scores():
     """Its nodes are fed level by level: children of what was fed would come too late."""
-    scheduler = Scheduler(
-        SchedulerConfig(Level(4, 4), 3, rounds=1, prefill_chunk=1, context_limit=60, mid_rows=3)
-    )
+    mid = Mid()
+    scheduler = scheduler_with(mid, Level(4, 4), 1, 60)
     scheduler.add(Request(0, (1,), max_new_tokens=50), lambda token: False, now=0)
     list(scheduler.admit())
-    assert scheduler.scoring() is None
+    scheduler.refine()
+    assert not mid.requests

@@ -1,4 +1,4 @@
-"""The head's book of one request, above all one whose answer began in an earlier epoch.
+"""The head's record of one request, above all one whose answer began in an earlier epoch.
 
 Token ids are the code points of letters here, so that a text stands for its tokens.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipespec.core import DECIDED, KIND, LAST_DECIDED, NODE, PARENT, Request
-from pipespec.head.feed.policy import PipelineState
+from pipespec.core import COMMITTED, KIND, LAST_COMMITTED, NODE, PARENT, Request
+from pipespec.head.policies.policy import PipelineState
 from pipespec.head.sequence import Sequence
 from pipespec.head.tree import ROOT
 from pipespec.text import StopChecker
@@ -41,54 +41,54 @@ def opened(
     prompt = tuple(map(ord, PROMPT))
     request = Request(7, prompt, max_new_tokens, eos=tuple(map(ord, eos)), stop=tuple(stop))
     stops = StopChecker(Letters(), stop, prompt)
-    sequence = Sequence.open(request, stops, context, THEN, tuple(map(ord, answer)))
-    sequence.begin(NUMBER)
+    sequence = Sequence.create(request, stops, context, THEN, tuple(map(ord, answer)))
+    sequence.enter_pipeline(NUMBER)
     return sequence
 
 
 def guess(sequence: Sequence, letter: str, *, fed: bool) -> None:
     """A child of the root."""
     token, logp = np.array([[ord(letter)]]), np.array([[-0.5]])
-    sequence.tree.append(np.array([ROOT]), token, logp)
+    sequence.tree.add_children(np.array([ROOT]), token, logp)
     if fed:
-        sequence.tree.feed(np.array([len(sequence.tree) - 1]))
+        sequence.tree.mark_fed(np.array([len(sequence.tree) - 1]))
 
 
 # --- what is known ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("answer", ["", "o", "once"])
-def test_an_earlier_answer_follows_the_prompt_as_if_it_were_part_of_it(answer: str) -> None:
+def test_answer_of_an_earlier_epoch_is_part_of_the_committed_text(answer: str) -> None:
     sequence = opened(answer)
     known = PROMPT + answer
     assert "".join(map(chr, sequence.context.tokens)) == known
     assert sequence.context.nodes == list(range(len(known)))
-    assert sequence.context.sequence == sequence.opening.sequence == NUMBER
-    assert (sequence.opening.prompt, sequence.opening.known) == (len(PROMPT), len(known))
+    assert sequence.context.sequence == sequence.start.sequence == NUMBER
+    assert (sequence.start.prompt_len, sequence.start.committed_len) == (len(PROMPT), len(known))
     root = len(known) - 1
     assert (sequence.tree.id[ROOT], sequence.tree.parent_id[ROOT]) == (root, root - 1)
     assert (chr(sequence.tree.token[ROOT]), sequence.tree.position[ROOT]) == (known[-1], root)
     assert sequence.tree.fed[ROOT], "its row is the last decided one"
     assert len(sequence.tree) == 1
     rows = sequence.context.rows(0)
-    assert rows[:, KIND].tolist() == [DECIDED] * root + [LAST_DECIDED]
+    assert rows[:, KIND].tolist() == [COMMITTED] * root + [LAST_COMMITTED]
     assert rows[1:, PARENT].tolist() == rows[:-1, NODE].tolist()
 
 
 @pytest.mark.parametrize("answer", ["", "o", "once"])
-def test_all_that_is_known_is_read_before_anything_is_decoded(answer: str) -> None:
+def test_committed_text_is_read_before_decoding_begins(answer: str) -> None:
     sequence = opened(answer)
-    assert sequence.known == len(PROMPT) + len(answer)
-    for prefilled in range(sequence.known):
+    assert sequence.committed_len == len(PROMPT) + len(answer)
+    for prefilled in range(sequence.committed_len):
         sequence.prefilled = prefilled
         assert sequence.prompt_left
-    sequence.prefilled = sequence.known
+    sequence.prefilled = sequence.committed_len
     assert not sequence.prompt_left
     assert not sequence.decoding
     sequence.accept(ord("x"), LATER)
     assert sequence.decoding
     assert not sequence.prompt_left
-    assert sequence.known == len(PROMPT) + len(answer)
+    assert sequence.committed_len == len(PROMPT) + len(answer)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_the_last_position_does_not_depend_on_where_an_epoch_ended(
     sequence = opened(answer, max_new_tokens=max_new_tokens, context=context)
     assert sequence.last_position == last
     # Nothing follows the token at the last position, so its logits are of no use.
-    root = sequence.known - 1
+    root = sequence.committed_len - 1
     for position in range(root + 1, last + 1):
         deepest = len(sequence.tree) - 1
-        sequence.tree.append(np.array([deepest]), np.array([[position]]), np.array([[-0.1]]))
+        sequence.tree.add_children(np.array([deepest]), np.array([[position]]), np.array([[-0.1]]))
     nodes = np.arange(len(sequence.tree))
-    assert sequence.tree.position[sequence.useful(nodes)].tolist() == list(range(root, last))
+    assert sequence.tree.position[sequence.drop_past_end(nodes)].tolist() == list(range(root, last))
 
 
 # --- how it ends ------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ ENDINGS = pytest.mark.parametrize(
 
 
 @ENDINGS
-def test_wherever_an_epoch_ended_the_request_ends_at_the_same_token(
+def test_request_ends_at_the_same_token_after_a_lost_epoch(
     text: str, reason: str, asked: dict
 ) -> None:
     for border in range(len(text) + 1):
@@ -142,7 +142,9 @@ def test_wherever_an_epoch_ended_the_request_ends_at_the_same_token(
 
 
 @ENDINGS
-def test_it_has_ended_only_if_its_last_token_is_known(text: str, reason: str, asked: dict) -> None:
+def test_request_has_ended_only_if_its_last_token_is_known(
+    text: str, reason: str, asked: dict
+) -> None:
     assert [opened(text[:border], **asked).ended for border in range(len(text) + 1)] == [
         *[None] * len(text),
         reason,
@@ -158,9 +160,9 @@ def test_a_stop_string_that_the_prompt_ends_with_does_not_count() -> None:
 # --- what is counted --------------------------------------------------------------------------
 
 
-def test_replayed_tokens_count_as_decided_when_the_session_began() -> None:
+def test_replayed_tokens_get_the_time_at_which_the_sequence_was_added() -> None:
     sequence = opened("one")
-    sequence.prefilled = sequence.known
+    sequence.prefilled = sequence.committed_len
     for at, letter in enumerate("ce"):
         sequence.accept(ord(letter), LATER + at)
     assert sequence.token_ns == [THEN, THEN, THEN, LATER, LATER + 1]
@@ -177,7 +179,7 @@ def test_replayed_tokens_count_as_decided_when_the_session_began() -> None:
     }
 
 
-def test_a_request_that_had_ended_has_a_time_for_every_token() -> None:
+def test_request_that_ended_before_has_a_time_for_every_token() -> None:
     sequence = opened("once", max_new_tokens=4)
     assert sequence.ended == "length"
     statistics = sequence.statistics()
@@ -187,7 +189,7 @@ def test_a_request_that_had_ended_has_a_time_for_every_token() -> None:
     assert sequence.misses_per_step == 0
 
 
-def test_the_first_token_is_the_first_of_this_session() -> None:
+def test_first_token_counts_are_those_of_this_epoch() -> None:
     sequence = opened("one")
     sequence.counts["steps"], sequence.counts["rows"] = 5, 9
     sequence.accept(ord("x"), LATER)
@@ -196,14 +198,14 @@ def test_the_first_token_is_the_first_of_this_session() -> None:
     assert sequence.first_token == {"steps": 5, "rows": 9, "rounds": 0, "overruns": 0}
 
 
-def test_only_tokens_of_this_session_are_hits_or_misses() -> None:
+def test_replayed_tokens_are_neither_hits_nor_misses() -> None:
     sequence = opened("one")
     assert sequence.misses_per_step == 0
     guess(sequence, "c", fed=True)
-    assert sequence.guesses_in_flight
+    assert sequence.has_drafts_in_flight
     sequence.accept(ord("c"), LATER)  # was on its way
     guess(sequence, "e", fed=False)
-    assert not sequence.guesses_in_flight
+    assert not sequence.has_drafts_in_flight
     sequence.accept(ord("e"), LATER)  # was guessed, but not sent
     guess(sequence, "x", fed=True)
     sequence.accept(ord(" "), LATER)  # was not guessed
@@ -212,7 +214,7 @@ def test_only_tokens_of_this_session_are_hits_or_misses() -> None:
     assert sequence.misses_per_step == 2 / 8
 
 
-def test_misses_before_the_first_step_are_those_of_one_step() -> None:
+def test_misses_before_the_first_step_count_as_those_of_one_step() -> None:
     sequence = opened("one")
     sequence.accept(ord("x"), LATER)
     sequence.accept(ord("y"), LATER)
@@ -220,12 +222,12 @@ def test_misses_before_the_first_step_are_those_of_one_step() -> None:
 
 
 @pytest.mark.parametrize(("left", "useful"), [(1, 0), (2, 1), (3, 2), (9, 2)])
-def test_nodes_matter_up_to_the_last_token_but_one(left: int, useful: int) -> None:
+def test_nodes_at_the_last_position_are_dropped(left: int, useful: int) -> None:
     """A root and a guess below it, with so many tokens to come after the prompt."""
     sequence = opened(context=len(PROMPT) + left - 1)
     guess(sequence, "a", fed=False)
     state = PipelineState(num_stages=4, step=0)
-    seen = sequence.own(state)
+    seen = sequence.policy_state(state)
     nodes = np.arange(2)
     ends = np.count_nonzero(sequence.tree.position < seen.end)
-    assert len(sequence.useful(nodes)) == ends == useful
+    assert len(sequence.drop_past_end(nodes)) == ends == useful

@@ -1,4 +1,4 @@
-"""When a batch is due, told in seconds for readability."""
+"""When a batch is due, in seconds for readability."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ def steady(stage_s: float, verdict_s: float, rows: int = 8) -> tuple[SendTiming,
     timing = SendTiming()
     now = S
     for step in range(20):
-        timing.sent(rows)
-        timing.due(step, now, now, 0.0)
-        timing.heard(step, now + round(verdict_s * S))
+        timing.add_batch(rows)
+        timing.deadline(step, now, now, 0.0)
+        timing.add_verdict(step, now + round(verdict_s * S))
         now += round(stage_s * S)
-    timing.sent(rows)
+    timing.add_batch(rows)
     return timing, now
 
 
-def test_before_anything_is_known_it_waits_for_the_verdict():
+def test_batch_waits_for_the_verdict_before_anything_is_measured():
     timing = SendTiming()
-    timing.sent(8)
-    assert timing.due(0, S, S, 0.0) is None
+    timing.add_batch(8)
+    assert timing.deadline(0, S, S, 0.0) is None
 
 
-def test_behind_an_empty_batch_the_first_stage_is_free_at_once():
+def test_batch_is_due_at_once_after_an_empty_batch():
     timing, now = steady(0.5, 0.3)
-    timing.sent(0)
-    assert timing.due(20, now, now, 0.0) == now
+    timing.add_batch(0)
+    assert timing.deadline(20, now, now, 0.0) == now
 
 
-def test_a_verdict_that_comes_while_the_first_stage_works_is_waited_for():
+def test_batch_waits_for_a_verdict_that_arrives_while_the_first_stage_works():
     timing, now = steady(0.5, 0.3)
-    assert timing.due(20, now, now, 0.0) == now + round(0.5 * S)
+    assert timing.deadline(20, now, now, 0.0) == now + round(0.5 * S)
 
 
-def test_a_verdict_that_comes_too_late_is_not():
+def test_batch_does_not_wait_for_a_verdict_that_is_too_late():
     timing, now = steady(0.5, 0.9)
-    due = timing.due(20, now, now, 0.1)
+    due = timing.deadline(20, now, now, 0.1)
     assert abs(due - (now + (1 - EARLY) * 0.5 * S)) < 2
 
 
-def test_misses_make_it_worth_waiting():
+def test_batch_waits_longer_with_more_misses():
     timing, now = steady(0.5, 0.9)
-    assert timing.due(20, now, now, 1.0) == now + S
+    assert timing.deadline(20, now, now, 1.0) == now + S
 
 
-def test_another_machines_clock_is_not_believed():
+def test_moment_by_the_clock_of_another_machine_is_ignored():
     timing, now = steady(0.5, 0.3)
     other = now - 3600 * S
-    assert timing.due(20, other, now, 0.0) == now + round(0.5 * S)
+    assert timing.deadline(20, other, now, 0.0) == now + round(0.5 * S)

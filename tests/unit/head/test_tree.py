@@ -22,7 +22,7 @@ def grown(seed: int, rounds: int, limit: int | None = None) -> Tree:
         parents = np.sort(rng.choice(unexpanded, count, replace=False))
         children = rng.integers(1, VOCABULARY)
         tokens = np.array([rng.permutation(VOCABULARY)[:children] for _ in parents])
-        tree.append(parents, tokens, -rng.exponential(size=tokens.shape), limit)
+        tree.add_children(parents, tokens, -rng.exponential(size=tokens.shape), limit)
         tree.check()
     return tree
 
@@ -84,7 +84,7 @@ def test_advance_moves_to_the_child_or_starts_anew(tree, token):
 def test_trimming_spares_what_others_hold_and_drops_the_least_probable(tree, capacity, random):
     for i in range(1, len(tree)):  # feed some, ancestors first
         if tree.fed[tree.parent[i]] and random.random() < 0.3:
-            tree.feed(np.array([i]))
+            tree.mark_fed(np.array([i]))
     held = set(tree.id[tree.fed | tree.expanded].tolist())
     loose = sorted(tree.cum[~(tree.fed | tree.expanded)].tolist())
     excess = max(0, len(tree) - capacity)
@@ -99,19 +99,19 @@ def test_trimming_spares_what_others_hold_and_drops_the_least_probable(tree, cap
 def test_a_limit_keeps_the_most_probable_candidates(seed, limit):
     rng = np.random.default_rng(seed)
     tree = Tree(0, -1, 0, 0, fed=True)
-    tree.append(np.array([ROOT]), np.array([[1, 2, 3]]), -rng.exponential(size=(1, 3)))
+    tree.add_children(np.array([ROOT]), np.array([[1, 2, 3]]), -rng.exponential(size=(1, 3)))
     parents = np.array([1, 2, 3])
     tokens = np.tile(np.arange(4), (3, 1))
     logps = -rng.exponential(size=(3, 4))
     best = np.sort((tree.cum[parents][:, None] + logps).ravel())[::-1][:limit]
-    assert tree.append(parents, tokens, logps, limit) == min(limit, 12)
+    assert tree.add_children(parents, tokens, logps, limit) == min(limit, 12)
     tree.check()
     assert np.allclose(np.sort(tree.cum[4:])[::-1], best)
 
 
 @given(trees, st.integers(1, 20))
 def test_the_best_of_all_nodes_is_closed_under_ancestors(tree, count):
-    chosen = tree.best(np.arange(len(tree)), count)
+    chosen = tree.most_probable(np.arange(len(tree)), count)
     assert len(chosen) == min(count, len(tree))
     assert set(tree.parent[chosen].tolist()) <= set(chosen.tolist())
     assert tree.cum[chosen].min() >= np.delete(tree.cum, chosen).max(initial=-np.inf)
@@ -119,7 +119,7 @@ def test_the_best_of_all_nodes_is_closed_under_ancestors(tree, count):
 
 def test_a_candidate_of_no_probability_is_none():
     tree = Tree(0, -1, 0, 0, fed=True)
-    added = tree.append(np.array([ROOT]), np.array([[1, 2]]), np.array([[-1.0, -np.inf]]))
+    added = tree.add_children(np.array([ROOT]), np.array([[1, 2]]), np.array([[-1.0, -np.inf]]))
     assert added == 1 and tree.token.tolist() == [0, 1]
 
 
@@ -127,4 +127,4 @@ def test_a_candidate_of_no_probability_is_none():
 def test_nodes_before_an_end_are_chosen_by_position(tree, end, seed):
     chosen = np.random.default_rng(seed).random(len(tree)) < 0.5
     expected = [i for i in range(len(tree)) if chosen[i] and tree.position[i] < end]
-    assert tree.before(end, chosen).tolist() == expected
+    assert tree.nodes_before(end, chosen).tolist() == expected

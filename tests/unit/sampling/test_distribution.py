@@ -1,4 +1,4 @@
-"""From logits to the distribution that a token is drawn from."""
+"""From logits to the distribution from which a token is drawn."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from transformers import (
 )
 from transformers.generation import SequenceBiasLogitsProcessor
 
-from pipespec.core import Sampling
-from pipespec.sampling.distribution import Tally, adjust, distribution, logprobs
+from pipespec.core import SamplingParams
+from pipespec.sampling.distribution import TokenCounts, adjust, distribution, logprobs
 from pipespec.sampling.draw import SORTED_FIRST
-from pipespec.sampling.spec import MAX_REPETITION, MIN_REPETITION, check_sampling
+from pipespec.sampling.params import MAX_REPETITION, MIN_REPETITION, check_sampling
 from tests.helpers.sampling import VOCAB, sample, some_logits
 
 PROMPT, ANSWER = (3, 5, 5, 60, 61), (7, 5, 7, 7)
 CPU = torch.device("cpu")
 
 
-def ours(logits: torch.Tensor, asked: Sampling) -> torch.Tensor:
-    return distribution(adjust(logits, asked, Tally(PROMPT, ANSWER, len(logits), CPU)), asked)
+def ours(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    return distribution(
+        adjust(logits, params, TokenCounts(PROMPT, ANSWER, len(logits), CPU)), params
+    )
 
 
 def theirs(logits: torch.Tensor, *processors: object) -> torch.Tensor:
@@ -38,7 +40,7 @@ def theirs(logits: torch.Tensor, *processors: object) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("asked", "processors"),
+    ("params", "processors"),
     [
         ({"temperature": 0.3}, [TemperatureLogitsWarper(0.3)]),
         ({"temperature": 4.0}, [TemperatureLogitsWarper(4.0)]),
@@ -91,83 +93,83 @@ def theirs(logits: torch.Tensor, *processors: object) -> torch.Tensor:
     # The same in every process that collects them, which a processor's `str` is not.
     ids=lambda value: str(value) if isinstance(value, dict) else str(len(value)),
 )
-def test_the_distribution_is_that_of_transformers(asked, processors):
+def test_distribution_equals_that_of_transformers(params, processors):
     for seed in range(20):
         logits = some_logits(seed)
-        mine = ours(logits, Sampling(**{"temperature": 1.0, **asked}))
+        mine = ours(logits, SamplingParams(**{"temperature": 1.0, **params}))
         expected = theirs(logits, *processors)
         assert torch.equal(mine.isfinite(), expected.isfinite())
         assert torch.allclose(mine.exp(), expected.exp(), atol=1e-12)
 
 
 @pytest.mark.parametrize("scale", [0.1, 3.0])  # the nucleus is nearly everything, or little
-def test_top_p_over_a_large_vocabulary_is_that_of_transformers(scale):
+def test_top_p_over_a_large_vocabulary_equals_that_of_transformers(scale):
     logits = scale * some_logits(0, 5 * SORTED_FIRST)
     for top_p in (0.1, 0.9, 0.999):
-        mine = ours(logits, Sampling(1.0, top_p=top_p))
+        mine = ours(logits, SamplingParams(1.0, top_p=top_p))
         expected = theirs(logits, TopPLogitsWarper(top_p))
         assert torch.equal(mine.isfinite(), expected.isfinite())
 
 
-def test_presence_and_frequency_penalties_look_at_the_answer_alone():
+def test_presence_and_frequency_penalties_ignore_the_prompt():
     """The definition of the OpenAI API, which vLLM follows."""
     logits = some_logits(1)
-    asked = Sampling(presence_penalty=0.7, frequency_penalty=-0.25)
+    params = SamplingParams(presence_penalty=0.7, frequency_penalty=-0.25)
     expected = logits.double()
     for token in range(VOCAB):
         count = ANSWER.count(token)
         expected[token] -= -0.25 * count + 0.7 * (count > 0)
-    mine = adjust(logits, asked, Tally(PROMPT, ANSWER, VOCAB, CPU))
+    mine = adjust(logits, params, TokenCounts(PROMPT, ANSWER, VOCAB, CPU))
     assert torch.allclose(mine, expected, atol=1e-12)
     assert mine[3] == logits[3] and mine[7] != logits[7]
 
 
-def test_penalties_follow_the_repetition_penalty_and_the_bias():
+def test_penalties_apply_after_bias_and_repetition_penalty():
     """vLLM: bias, then repetition, then frequency and presence."""
     logits = torch.tensor([-1.0, 2.0, 0.5])
-    asked = Sampling(
+    params = SamplingParams(
         logit_bias=((0, 3.0), (1, -3.0)),
         repetition_penalty=2.0,
         presence_penalty=0.5,
         frequency_penalty=0.25,
     )
-    mine = adjust(logits, asked, Tally([1], [0, 0], 3, CPU))
+    mine = adjust(logits, params, TokenCounts([1], [0, 0], 3, CPU))
     assert mine.tolist() == [2.0 / 2 - 2 * 0.25 - 0.5, -1.0 * 2, 0.5]
 
 
-def test_a_tally_that_grows_is_that_of_the_whole_text():
-    grown = Tally(PROMPT, (), VOCAB, CPU)
+def test_appended_token_counts_equal_those_of_the_whole_text():
+    grown = TokenCounts(PROMPT, (), VOCAB, CPU)
     for token in ANSWER:
         grown.append(token)
-    whole = Tally(PROMPT, ANSWER, VOCAB, CPU)
+    whole = TokenCounts(PROMPT, ANSWER, VOCAB, CPU)
     assert torch.equal(grown.seen, whole.seen) and torch.equal(grown.counts, whole.counts)
 
 
-def test_the_logits_given_are_left_alone():
+def test_adjusting_leaves_the_given_logits_unchanged():
     logits = some_logits(0).double()
     before = logits.clone()
-    ours(logits, Sampling(1.0, 5, 0.5, 0.1, 1.5, 1.0, 1.0, ((1, 2.0),)))
+    ours(logits, SamplingParams(1.0, 5, 0.5, 0.1, 1.5, 1.0, 1.0, ((1, 2.0),)))
     assert torch.equal(logits, before)
 
 
-def test_equals_at_the_edge_of_top_k_stay_and_of_top_p_go_by_token_id():
+def test_ties_at_the_edge_of_top_k_stay_and_of_top_p_go_by_token_id():
     tied = torch.tensor([1.0, 1.0, 1.0, 1.0])
-    assert distribution(tied.double(), Sampling(1.0, top_k=2)).isfinite().all()
-    kept = distribution(tied.double(), Sampling(1.0, top_p=0.5)).isfinite()
+    assert distribution(tied.double(), SamplingParams(1.0, top_k=2)).isfinite().all()
+    kept = distribution(tied.double(), SamplingParams(1.0, top_p=0.5)).isfinite()
     assert kept.tolist() == [True, True, False, False]
 
 
 @given(
     st.floats(1e-300, 1e6), st.integers(0, 9), st.floats(1e-9, 1), st.floats(0, 1), st.integers()
 )
-def test_every_setting_in_range_leaves_a_distribution(temperature, top_k, top_p, min_p, seed):
+def test_every_allowed_setting_leaves_a_distribution(temperature, top_k, top_p, min_p, seed):
     logits = some_logits(seed % 1000, 8)
-    result = distribution(logits.double(), Sampling(temperature, top_k, top_p, min_p))
+    result = distribution(logits.double(), SamplingParams(temperature, top_k, top_p, min_p))
     assert float(result.exp().sum()) == pytest.approx(1)
     assert result.argmax() == logits.argmax()
 
 
-def test_log_probabilities_are_those_of_the_target_itself():
+def test_logprobs_are_those_of_unadjusted_logits():
     logits = some_logits(5)
     expected = logits.double().log_softmax(0)
     (found,) = logprobs(logits[None], [13], 3)
@@ -186,12 +188,12 @@ def test_log_probabilities_are_those_of_the_target_itself():
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1.0, 1e308])
 @pytest.mark.parametrize("repetition_penalty", [MIN_REPETITION, 1.0, MAX_REPETITION])
 @pytest.mark.parametrize("cut", [{"top_p": 5e-324}, {"min_p": 1.0}, {"top_k": 1}, {}])
-def test_there_is_something_to_draw_whatever_is_allowed(
+def test_allowed_settings_leave_a_token_to_draw(
     temperature: float, repetition_penalty: float, cut: dict[str, float]
 ) -> None:
     """A rank that could not draw would end the epoch, and meet the request again in the next."""
-    asked = Sampling(temperature, repetition_penalty=repetition_penalty, seed=1, **cut)
-    check_sampling(asked)
+    params = SamplingParams(temperature, repetition_penalty=repetition_penalty, seed=1, **cut)
+    check_sampling(params)
     logits = some_logits(3)
-    tally = Tally((1, 2), (3, 3), len(logits), logits.device)
-    assert 0 <= sample(logits, asked, 5, tally) < len(logits)
+    counts = TokenCounts((1, 2), (3, 3), len(logits), logits.device)
+    assert 0 <= sample(logits, params, 5, counts) < len(logits)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.core import Sampling
+from pipespec.core import SamplingParams
 from pipespec.sampling.distribution import distribution
 from pipespec.sampling.draw import SORTED_FIRST, draw, uniforms
 from tests.helpers.sampling import VOCAB, allowed, sample, some_logits
@@ -28,17 +28,17 @@ def splitmix(state: int):
         yield z ^ (z >> 31)
 
 
-def test_the_stream_of_a_position_is_splitmix64():
+def test_random_stream_of_a_position_is_splitmix64():
     first = list(islice(splitmix(1234567), 3))
     assert first == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    for seed, position in ((0, 0), (42, 7), (2**63 - 1, 131071)):
+    for seed, position in ((0, 0), (42, 7), (2**63 - 1, 131071), (-1, 3), (-(2**63), 9)):
         key = next(splitmix(seed))  # hashed once, then again with the position
         state = next(splitmix((key + position * 0x9E3779B97F4A7C15) % 2**64))
         expected = [((z >> 12) + 0.5) / 2**52 for z in islice(splitmix(state), 40)]
         assert uniforms([seed], [position], torch.arange(40)[None])[0].tolist() == expected
 
 
-def test_a_number_depends_on_seed_position_and_token_alone():
+def test_noise_depends_on_seed_position_and_token_alone():
     ids = torch.tensor([90, 3, 41])
     whole = uniforms([5], [9], torch.arange(100)[None])[0]
     state = torch.random.get_rng_state()
@@ -57,13 +57,13 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("along", ["seeds", "positions"])
-def test_draws_follow_the_distribution_and_do_not_depend_on_each_other(along):
+def test_draws_follow_the_distribution_and_are_independent(along):
     logprobs = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]).double().log()
     num = 12_000
     seeds = [i if along == "seeds" else 3 for i in range(num)]
     positions = [3 if along == "seeds" else i for i in range(num)]
-    asked = [Sampling(1.0, seed=seed) for seed in seeds]
-    drawn = torch.tensor(draw(logprobs.expand(num, -1), asked, positions))
+    params = [SamplingParams(1.0, seed=seed) for seed in seeds]
+    drawn = torch.tensor(draw(logprobs.expand(num, -1), params, positions))
     assert abs(chi_square(drawn.bincount(minlength=5), logprobs.exp())) < 5
     pairs = drawn[:-1] * 5 + drawn[1:]
     joint = (logprobs[:, None] + logprobs[None]).exp().flatten()
@@ -71,90 +71,90 @@ def test_draws_follow_the_distribution_and_do_not_depend_on_each_other(along):
 
 
 SETTINGS = st.builds(
-    Sampling,
+    SamplingParams,
     st.sampled_from([0.05, 0.7, 1.0, 30.0]),
     st.sampled_from([0, 1, 3, 50, 10**6]),
     st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-6]),
     st.sampled_from([0.0, 0.02, 1.0]),
-    seed=st.integers(0, 2**63 - 1),
+    seed=st.integers(-(2**63), 2**63 - 1),
 )
 
 
 @given(st.lists(SETTINGS, min_size=1, max_size=5), st.data())
-def test_rows_that_are_drawn_together_are_drawn_as_each_by_itself(
-    asked: list[Sampling], data: st.DataObject
+def test_rows_drawn_together_get_the_tokens_they_get_alone(
+    params: list[SamplingParams], data: st.DataObject
 ) -> None:
-    """Whatever the others want; with few levels of logits, of which many are equal, and of more
-    tokens than are looked at first."""
+    """Whatever the parameters of the others; with many equal logits, and more tokens than are
+    sorted first."""
     size = data.draw(st.sampled_from([7, VOCAB, 3 * SORTED_FIRST]))
     levels = data.draw(st.sampled_from([1, 3, 40, 10**6]))
     seed = data.draw(st.integers(0, 1000))
-    rows = torch.stack([some_logits(seed + i, size) for i in range(len(asked))])
+    rows = torch.stack([some_logits(seed + i, size) for i in range(len(params))])
     rows = ((rows * levels).round() / levels).double()
     rows[0, : size // 2] = -torch.inf  # which a bias can do
-    positions = [10 * i + seed for i in range(len(asked))]
-    expected = [sample(*each) for each in zip(rows, asked, positions, strict=True)]
-    assert draw(rows, asked, positions) == expected
-    for row, one in zip(rows, asked, strict=True):
+    positions = [10 * i + seed for i in range(len(params))]
+    expected = [sample(*each) for each in zip(rows, params, positions, strict=True)]
+    assert draw(rows, params, positions) == expected
+    for row, one in zip(rows, params, strict=True):
         assert torch.equal(distribution(row, one).isfinite(), allowed(row, one))
 
 
-def test_a_flat_row_is_cut_though_its_edge_lies_beyond_what_is_looked_at() -> None:
-    """Also beside one for which the most probable tokens do."""
+def test_cut_offs_of_a_flat_row_beyond_the_sorted_tokens_are_exact() -> None:
+    """Also beside a row for which the most probable tokens suffice."""
     size = 4 * SORTED_FIRST
     flat, steep = torch.zeros(size).double(), torch.linspace(0, -9000, size).double()
-    asked = [Sampling(1.0, top_p=0.5, seed=seed) for seed in range(40)]
-    drawn = draw(torch.stack([flat, steep] * 20), asked, [3] * 40)
+    params = [SamplingParams(1.0, top_p=0.5, seed=seed) for seed in range(40)]
+    drawn = draw(torch.stack([flat, steep] * 20), params, [3] * 40)
     assert drawn[:6] == [
-        sample(*each, 3) for each in zip([flat, steep] * 3, asked[:6], strict=True)
+        sample(*each, 3) for each in zip([flat, steep] * 3, params[:6], strict=True)
     ]
     assert set(drawn[1::2]) == {0}
     assert SORTED_FIRST < max(drawn[::2]) < size // 2
 
 
-def test_what_cannot_be_drawn_never_is():
+def test_tokens_that_are_cut_off_are_never_drawn():
     logits = some_logits(2)
-    asked = Sampling(1.0, top_k=4)
+    params = SamplingParams(1.0, top_k=4)
     allowed = set(logits.topk(4).indices.tolist())
-    drawn = {sample(logits, replace(asked, seed=s), 0) for s in range(300)}
+    drawn = {sample(logits, replace(params, seed=s), 0) for s in range(300)}
     assert drawn == allowed
 
 
-def test_a_few_last_bits_of_the_logits_do_not_change_a_draw():
+def test_rounding_of_logits_does_not_change_a_draw():
     """Logits depend in their last bits on the shape of the batch they were computed in."""
     wide = some_logits(3, 20_000)
     noise = 1e-5 * torch.randn(20_000, generator=torch.Generator().manual_seed(0))
-    asked = Sampling(1.5, top_p=0.95)
+    params = SamplingParams(1.5, top_p=0.95)
     seeds = range(100)
-    wanted = [replace(asked, seed=seed) for seed in seeds]
+    wanted = [replace(params, seed=seed) for seed in seeds]
     drawn = [
         draw(row.double().expand(len(wanted), -1), wanted, seeds) for row in (wide, wide + noise)
     ]
     assert drawn[0] == drawn[1]
 
 
-def test_temperature_zero_is_the_arg_max_of_the_adjusted_logits():
+def test_temperature_zero_takes_the_arg_max_of_adjusted_logits():
     logits = some_logits(4)
     best = int(logits.argmax())
-    assert sample(logits, Sampling(top_k=3, seed=9), 0) == best
-    banned = Sampling(logit_bias=((best, -100.0),))
+    assert sample(logits, SamplingParams(top_k=3, seed=9), 0) == best
+    banned = SamplingParams(logit_bias=((best, -100.0),))
     assert sample(logits, banned, 0) == int(logits.topk(2).indices[1])
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_what_a_cpu_draws() -> None:
-    """The uniforms bit for bit; the last bit of a logarithm may differ, which shows in no token."""
+def test_gpu_draws_what_a_cpu_draws() -> None:
+    """The uniforms bit for bit; the last bit of a logarithm may differ, which changes no token."""
     ids = torch.randint(0, 2**20, (3, 5000), generator=torch.Generator().manual_seed(1))
     seeds, positions = [0, 7, 2**63 - 1], [0, 131071, 9]
     assert torch.equal(
         uniforms(seeds, positions, ids.cuda()).cpu(), uniforms(seeds, positions, ids)
     )
     kinds = [
-        Sampling(1.0),
-        Sampling(0.7, 50, 0.9),
-        Sampling(1.3, min_p=0.02),
-        Sampling(2, top_p=0.99),
+        SamplingParams(1.0),
+        SamplingParams(0.7, 50, 0.9),
+        SamplingParams(1.3, min_p=0.02),
+        SamplingParams(2, top_p=0.99),
     ]
-    asked = [replace(kind, seed=seed) for kind in kinds for seed in range(50)]
-    rows = torch.stack([some_logits(i, 4 * SORTED_FIRST) for i in range(len(asked))]).double()
-    assert draw(rows.cuda(), asked, range(200)) == draw(rows, asked, range(200))
+    params = [replace(kind, seed=seed) for kind in kinds for seed in range(50)]
+    rows = torch.stack([some_logits(i, 4 * SORTED_FIRST) for i in range(len(params))]).double()
+    assert draw(rows.cuda(), params, range(200)) == draw(rows, params, range(200))

@@ -1,4 +1,4 @@
-"""What the dashboard's page is told of figures and steps."""
+"""The events that the dashboard's page receives."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from pipespec.cluster.rank_assignment import RankAssignment
-from pipespec.controller.keys import Keys
-from pipespec.controller.overview import Overview, Unfinished, unfinished, unfinished_questions
-from pipespec.head.watching import STEP, ShownStep, ShownTree
+from pipespec.controller.cluster_status import (
+    ClusterStatus,
+    Unfinished,
+    parse_unfinished,
+    unfinished_commands,
+)
+from pipespec.controller.redis_keys import RedisKeys
+from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.app import make_loading_app
-from pipespec.server.dashboard import Fields, steps_of
+from pipespec.server.dashboard import StepEntry, steps_event
 from pipespec.server.metrics import Metrics
 from pipespec.server.options import ServerOptions
 from tests.unit.server.test_metrics import COMPUTING, COUNTS, LABELS, PAST, STATE
 
-ASSIGNED = RankAssignment(("a/0", "a/1", "b/0"), (range(4), range(4, 6)), "10.0.0.1").encode()
-SEEN = Overview(5, 3, 4, 2, 9, None, STATE, COUNTS, PAST, COMPUTING, ASSIGNED)
+ASSIGNED = RankAssignment(("a/0", "a/1", "b/0"), (range(4), range(4, 6))).encode()
+SEEN = ClusterStatus(5, 3, 4, 2, 9, None, STATE, COUNTS, PAST, COMPUTING, ASSIGNED)
 
 
 @pytest.mark.parametrize("seen", [SEEN, None])
-def test_the_figures_of_the_page_are_those_of_metrics(seen: Overview | None) -> None:
+def test_dashboard_figures_equal_metrics(seen: ClusterStatus | None) -> None:
     metrics = Metrics("m")
-    told = json.loads(json.dumps(metrics.figures(seen)))
+    result = json.loads(json.dumps(metrics.samples_by_name(seen)))
     found = {
         (name, *sorted(labels.items())): value
-        for name, samples in told.items()
+        for name, samples in result.items()
         for labels, value in samples
     }
     prefix = "pipespec_"
@@ -39,7 +44,7 @@ def test_the_figures_of_the_page_are_those_of_metrics(seen: Overview | None) -> 
             sample.name.removeprefix(prefix),
             *sorted(sample.labels.items() - LABELS.items()),
         ): sample.value
-        for family in text_string_to_metric_families(metrics.show(seen).decode())
+        for family in text_string_to_metric_families(metrics.prometheus_text(seen).decode())
         for sample in family.samples
         if sample.name.startswith(prefix)
     }
@@ -47,8 +52,8 @@ def test_the_figures_of_the_page_are_those_of_metrics(seen: Overview | None) -> 
     assert found["cluster_up",] == (seen is not None)
 
 
-def test_where_each_rank_is_stands_among_them() -> None:
-    places = [labels for labels, _ in Metrics("m").figures(SEEN)["rank_place_info"]]
+def test_dashboard_figures_have_host_and_layers_of_each_rank() -> None:
+    places = [labels for labels, _ in Metrics("m").samples_by_name(SEEN)["rank_place_info"]]
     assert [(each["rank"], each["host"], each["layers"]) for each in places] == [
         ("0", "a", ""),
         ("1", "a", "0-3"),
@@ -56,39 +61,39 @@ def test_where_each_rank_is_stands_among_them() -> None:
     ]
 
 
-def test_unfinished_requests_are_those_that_the_head_has_then_those_that_wait() -> None:
-    assert len(unfinished_questions(Keys("n"), 10)) == 4
+def test_unfinished_requests_list_running_before_waiting_ones() -> None:
+    assert len(unfinished_commands(RedisKeys("n"), 10)) == 4
     replies = [[b"7", b"30", b"20"], [b"8", b"5", b"5", b"3", b"9", None]]
-    assert unfinished(replies) == [
+    assert parse_unfinished(replies) == [
         Unfinished(7, True, 30, 20),
         Unfinished(8, False, 5, 5),
         Unfinished(3, False, 9, None),
     ]
 
 
-def fields(epoch: int, step: ShownStep, **trees: ShownTree) -> Fields:
-    told = {request.strip("_"): tree.pack() for request, tree in trees.items()}
-    told |= {STEP: step.pack(), "epoch": str(epoch).encode()}
-    return {name.encode(): payload for name, payload in told.items()}
+def fields(epoch: int, step: StepSnapshot, **trees: TreeSnapshot) -> StepEntry:
+    result = {request.strip("_"): tree.pack() for request, tree in trees.items()}
+    result |= {STEP: step.pack(), "epoch": str(epoch).encode()}
+    return {name.encode(): payload for name, payload in result.items()}
 
 
-def tree(accepted: Sequence[int], tokens: Sequence[int]) -> ShownTree:
+def tree(accepted: Sequence[int], tokens: Sequence[int]) -> TreeSnapshot:
     numbers = np.arange(len(tokens))
-    return ShownTree(
+    return TreeSnapshot(
         *(40, 99, tuple(accepted), numbers + 10, np.maximum(numbers - 1, 0)),
         *(np.array(tokens), numbers % 2, -numbers / 4),
     )
 
 
-def test_of_steps_that_come_together_the_newest_tree_is_told_and_all_that_was_accepted() -> None:
+def test_steps_event_has_the_newest_tree_and_all_accepted_tokens() -> None:
     came = [
-        fields(2, ShownStep(7, 1, 15, 0), _5=tree([1], [3, 4])),
-        fields(2, ShownStep(8, 0, 16, 0), _5=tree([2, 3], [4, 6, 7]), _6=tree([9], [9])),
-        fields(2, ShownStep(9, 0, 4, 12)),
+        fields(2, StepSnapshot(7, 1, 15, 0), _5=tree([1], [3, 4])),
+        fields(2, StepSnapshot(8, 0, 16, 0), _5=tree([2, 3], [4, 6, 7]), _6=tree([9], [9])),
+        fields(2, StepSnapshot(9, 0, 4, 12)),
     ]
-    told = steps_of(came, 5, lambda token: f"<{token}>")
-    assert told["steps"] == [[2, 7, 1, 15, 0], [2, 8, 0, 16, 0], [2, 9, 0, 4, 12]]
-    assert json.loads(json.dumps(told["tree"])) == {
+    result = steps_event(came, 5, lambda token: f"<{token}>")
+    assert result["steps"] == [[2, 7, 1, 15, 0], [2, 8, 0, 16, 0], [2, 9, 0, 4, 12]]
+    assert json.loads(json.dumps(result["tree"])) == {
         "epoch": 2,
         "step": 8,
         "request": 5,
@@ -103,10 +108,10 @@ def test_of_steps_that_come_together_the_newest_tree_is_told_and_all_that_was_ac
         "accepted": [1, 2, 3],
         "accepted_texts": ["<1>", "<2>", "<3>"],
     }
-    assert steps_of(came, None, str)["tree"] is None
+    assert steps_event(came, None, str)["tree"] is None
 
 
-def test_while_the_cluster_loads_the_page_is_there_and_its_events_are_not() -> None:
+def test_loading_server_serves_the_page_without_events() -> None:
     http = TestClient(make_loading_app(ServerOptions(("demo",), api_keys=("key",))))
     assert "/page/main.js" in http.get("/").text
     assert http.get("/page/main.js").status_code == 200

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipespec.controller.overview import Overview
-from pipespec.core import Sampling
-from pipespec.server.asking import Ask
+from pipespec.controller.cluster_status import ClusterStatus
+from pipespec.core import SamplingParams
 from pipespec.server.metrics import Metrics
+from pipespec.server.request_parsing import ParsedRequest
 
-ASK = Ask(
+ASK = ParsedRequest(
     prompts=((1, 2, 3), (4, 5)),
-    texts=(),
+    echo_texts=(),
     n=2,
-    samplings=(Sampling(),) * 4,
+    sampling_params=(SamplingParams(),) * 4,
     max_tokens=(16, 7),
     stop=(),
     eos=(),
@@ -44,7 +43,7 @@ COUNTS = {
     "cache_hits": 30,
     "root_rows": 2,
     "prompt_rows": 30,
-    "guess_rows": 12,
+    "draft_rows": 12,
     "fed/0": 2,
     "fed/1": 8,
     "fed/2": 4,
@@ -77,7 +76,7 @@ COMPUTING = {
     1: {"attention": "triton", "graph_rows": [16, 64], "compiled": False, "refused": []},
     2: {"attention": "sdpa", "graph_rows": [], "compiled": True, "refused": ["It is old."]},
 }
-SEEN = Overview(5, 3, 4, 2, 9, None, STATE, COUNTS, PAST, COMPUTING)
+SEEN = ClusterStatus(5, 3, 4, 2, 9, None, STATE, COUNTS, PAST, COMPUTING)
 
 
 class Read:
@@ -106,52 +105,52 @@ class Read:
         return self.families[name].type
 
 
-def test_figures_of_a_cluster_are_what_it_says_under_both_prefixes() -> None:
-    read = Read(Metrics("m").show(SEEN))
+def test_cluster_metrics_are_exported_under_both_prefixes() -> None:
+    read = Read(Metrics("m").prometheus_text(SEEN))
     for prefix in ("pipespec_", "vllm:"):
-        told = lambda name, prefix=prefix, **labels: read.value(prefix + name, **labels)  # noqa: E731
-        assert (told("num_requests_running"), told("num_requests_waiting")) == (3, 3)
-        assert told("kv_cache_usage_perc") == 0.25
-        assert told("cache_config_info", block_size="1", num_gpu_blocks="200") == 1
-        assert told("num_preemptions_total") == 1
-        assert told("prefix_cache_queries_total") == 40
-        assert told("prefix_cache_hits_total") == 30
-        assert told("spec_decode_num_drafts_total") == 4
-        assert told("spec_decode_num_draft_tokens_total") == 12
-        assert told("spec_decode_num_accepted_tokens_total") == 44
+        value_of = lambda name, prefix=prefix, **labels: read.value(prefix + name, **labels)  # noqa: E731
+        assert (value_of("num_requests_running"), value_of("num_requests_waiting")) == (3, 3)
+        assert value_of("kv_cache_usage_perc") == 0.25
+        assert value_of("cache_config_info", block_size="1", num_gpu_blocks="200") == 1
+        assert value_of("num_preemptions_total") == 1
+        assert value_of("prefix_cache_queries_total") == 40
+        assert value_of("prefix_cache_hits_total") == 30
+        assert value_of("spec_decode_num_drafts_total") == 4
+        assert value_of("spec_decode_num_draft_tokens_total") == 12
+        assert value_of("spec_decode_num_accepted_tokens_total") == 44
         by_position = "spec_decode_num_accepted_tokens_per_pos_total"
-        assert told(by_position, position="0") == 43
-        assert told(by_position, position="2") == 1
+        assert value_of(by_position, position="0") == 43
+        assert value_of(by_position, position="2") == 1
         assert read.kind(f"{prefix}num_preemptions") == "counter"
         assert read.kind(f"{prefix}iteration_tokens_total") == "histogram"
-        assert told("iteration_tokens_total_count") == 110
-        assert told("iteration_tokens_total_sum") == 33 + 66
+        assert value_of("iteration_tokens_total_count") == 110
+        assert value_of("iteration_tokens_total_sum") == 33 + 66
         sizes = [("1.0", 5), ("2.0", 105), ("4.0", 109), ("4096.0", 109), ("+Inf", 110)]
         for most, steps in sizes:
-            assert told("iteration_tokens_total_bucket", le=most) == steps
+            assert value_of("iteration_tokens_total_bucket", le=most) == steps
     assert read.value("pipespec_cluster_up") == 1
     assert (read.value("pipespec_epoch"), read.value("pipespec_ranks")) == (5, 3)
     assert (read.value("pipespec_kv_slots"), read.value("pipespec_kv_slots_held")) == (200, 50)
     assert read.value("pipespec_kv_slots_retained") == 90
     assert read.value("pipespec_steps_total") == 110
     assert read.value("pipespec_decided_tokens_total") == 66
-    rows = [read.value("pipespec_rows_total", kind=k) for k in ("decided", "prompt", "guess")]
+    rows = [read.value("pipespec_rows_total", kind=k) for k in ("decided", "prompt", "draft")]
     assert rows == [2, 33, 12]
-    assert read.value("pipespec_guess_rows_total", depth="2") == 4
-    assert read.value("pipespec_guess_hits_total", depth="1") == 43
-    assert not read.has("vllm:guess_hits_total")
+    assert read.value("pipespec_draft_rows_total", depth="2") == 4
+    assert read.value("pipespec_draft_hits_total", depth="1") == 43
+    assert not read.has("vllm:draft_hits_total")
     assert not read.has("pipespec_mid_scored_total")
 
 
-def test_a_cascade_tells_what_its_mid_size_model_has_done() -> None:
+def test_cascade_exports_metrics_of_its_mid_size_model() -> None:
     counts = COUNTS | {"mid_passes": 2, "scored": 90}
-    read = Read(Metrics("m").show(replace(SEEN, counts=counts)))
+    read = Read(Metrics("m").prometheus_text(replace(SEEN, counts=counts)))
     assert read.value("pipespec_mid_passes_total") == 2
     assert read.value("pipespec_mid_scored_total") == 90
 
 
-def test_what_stages_and_the_launcher_say_is_told_too() -> None:
-    read = Read(Metrics("m").show(SEEN))
+def test_metrics_of_stages_and_of_the_launcher_are_exported() -> None:
+    read = Read(Metrics("m").prometheus_text(SEEN))
     assert read.value("pipespec_stage_busy_share", stage="1") == 0.75
     assert read.value("pipespec_stage_busy_share", stage="2") == 0.25
     assert read.value("pipespec_stage_busy_seconds_total", stage="1") == pytest.approx(10)
@@ -170,56 +169,56 @@ def test_what_stages_and_the_launcher_say_is_told_too() -> None:
     assert read.value("pipespec_resumption_seconds_count") == 0
 
 
-def test_what_cannot_be_known_is_left_out() -> None:
-    away = Read(Metrics("m").show(None))
+def test_unknown_values_are_left_out() -> None:
+    away = Read(Metrics("m").prometheus_text(None))
     assert away.value("pipespec_cluster_up") == 0
     for name in ("num_requests_running", "num_preemptions_total", "kv_cache_usage_perc"):
         assert not away.has(f"pipespec_{name}")
         assert not away.has(f"vllm:{name}")
     assert away.value("vllm:generation_tokens_total") == 0  # of this server it is known
-    # An epoch in which nobody has said anything: what was counted before stays.
-    begun = Read(Metrics("m").show(Overview(6, 1, 0, 2, 9, None, {}, {}, PAST)))
+    # An epoch without reports: the counts of earlier epochs stay.
+    begun = Read(Metrics("m").prometheus_text(ClusterStatus(6, 1, 0, 2, 9, None, {}, {}, PAST)))
     assert begun.value("pipespec_steps_total") == 100
     assert begun.value("vllm:num_requests_waiting") == 2
     for name in ("pipespec_kv_slots", "vllm:kv_cache_usage_perc", "pipespec_stage_busy_share"):
         assert not begun.has(name)
 
 
-def test_no_figure_is_named_twice_and_all_have_both_labels() -> None:
+def test_metric_names_are_unique_and_all_have_both_labels() -> None:
     names = set()
-    for family in text_string_to_metric_families(Metrics("m").show(SEEN).decode()):
+    for family in text_string_to_metric_families(Metrics("m").prometheus_text(SEEN).decode()):
         assert family.name not in names
         names.add(family.name)
         for sample in family.samples:
             assert LABELS.items() <= sample.labels.items()
 
 
-def test_every_figure_is_explained() -> None:
-    """docs/serving.md names each, without prefix in its tables."""
-    text = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
-    for family in text_string_to_metric_families(Metrics("m").show(SEEN).decode()):
+def test_every_metric_is_documented() -> None:
+    """docs/metrics.md names each, under our prefix."""
+    text = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    for family in text_string_to_metric_families(Metrics("m").prometheus_text(SEEN).decode()):
         name = family.name.removeprefix("pipespec_").removeprefix("vllm:")
         name = f"{name}_total" if family.type == "counter" else name
         if not name.endswith("_created"):  # Prometheus' package adds these
-            assert re.search(rf"`{name}[`{{]", text), name
+            assert f"`pipespec_{name}`" in text, name
 
 
-def test_the_times_of_an_answer_add_up() -> None:
+def test_times_of_a_request_add_up() -> None:
     now = [100.0]
     metrics = Metrics("m", clock=lambda: now[0])
-    first, second, third, fourth = metrics.asked(ASK)
+    first, second, third, fourth = metrics.request_arrived(ASK)
     assert metrics.unfinished == 4
     now[0] += 5
-    first.heard(2)
-    second.heard(1)
+    first.add_tokens(2)
+    second.add_tokens(1)
     now[0] += 3
-    first.heard(3)
-    first.ended("stop", 4 * 10**9)
-    first.ended("abort")  # it has ended before
-    second.ended("length")  # by a head that does not know what its first token took
-    third.ended("abort")
-    fourth.ended("abort")
-    read = Read(metrics.show(None))
+    first.add_tokens(3)
+    first.finished("stop", 4 * 10**9)
+    first.finished("abort")  # it has ended before
+    second.finished("length")  # by a head that does not know what its first token took
+    third.finished("abort")
+    fourth.finished("abort")
+    read = Read(metrics.prometheus_text(None))
     for prefix in ("pipespec_", "vllm:"):
 
         def summed(name: str, prefix: str = prefix) -> tuple[float, float]:

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from pipespec.controller.graph import Kind, Layout
-from pipespec.controller.verdict import unpack
-from pipespec.core import NODE, NUM_COLUMNS, Batch, Opening, Sampling, Verdict
-from pipespec.emulation import Pace
-from pipespec.engine.model import ModelSlice
+from pipespec.controller.task_graph import Layout, TaskKind
+from pipespec.controller.verdict_exchange import unpack_verdicts
+from pipespec.core import NODE, NUM_COLUMNS, Batch, SamplingParams, SequenceStart, Verdict
+from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.runner import SliceRunner
 from pipespec.errors import RankFailed
-from pipespec.head.source.protocol import Context
-from pipespec.sampling.terms import pack
-from pipespec.stage.loop import StageLoop, StageSettings
-from pipespec.stats import together
+from pipespec.head.proposers.proposer import Context
+from pipespec.sampling.wire_format import pack
+from pipespec.stage.stage_loop import StageLoop, StageSettings
+from pipespec.stats import merge_periods
 from pipespec.trace import Timeline
 from tests.helpers import models
 from tests.helpers.story import StoryController, StoryLink
@@ -28,7 +27,7 @@ NUM_SLOTS = 64
 PROMPT = [3, 1, 4]
 TIP = len(PROMPT) - 1
 # The seventh sequence is the one life of the fifth request.
-OPENING = Opening(7, 5, len(PROMPT), len(PROMPT), pack(Sampling(), ()))
+OPENING = SequenceStart(7, 5, len(PROMPT), len(PROMPT), pack(SamplingParams(), ()))
 A, B, BELOW_A, BELOW_B = 10, 11, 12, 13  # nodes
 
 
@@ -48,7 +47,7 @@ def last(folder: Path) -> ModelSlice:
 
 
 def prompt(step: int) -> Batch:
-    return Batch(step, Context(7, PROMPT, [0, 1, 2]).rows(0), opened=(OPENING,))
+    return Batch(step, Context(7, PROMPT, [0, 1, 2]).rows(0), started=(OPENING,))
 
 
 def guesses(step: int, *rows: tuple[int, int, int, int]) -> Batch:
@@ -73,8 +72,8 @@ def ran(
     controller = StoryController(verdicts=lambda step: told.get(step, []))
     link = StoryLink(rank, [*batches, *stop])
     stage = SliceRunner(model, NUM_SLOTS)
-    settings = StageSettings(layout or Layout(2), Pace(), 0.0)
-    StageLoop(stage, link, controller, settings, Timeline()).run()
+    settings = StageSettings(layout or Layout(2))
+    StageLoop(stage, link, controller, settings, Timeline()).run_until_stop()
     stage.check_integrity()
     return link.sent, controller, stage
 
@@ -91,36 +90,38 @@ class CutLink(StoryLink):
 
 @pytest.mark.parametrize("stopped", [True, False])
 @pytest.mark.parametrize("loses", [True, False])
-def test_however_an_epoch_ends_a_slot_without_an_owner_is_noticed(
+def test_lost_kv_slot_is_detected_however_the_epoch_ends(
     first: ModelSlice, stopped: bool, loses: bool
 ):
     stage = SliceRunner(first, NUM_SLOTS)
     if loses:
         stage.slots.allocate(1)
     batches = [prompt(0), *([Batch(1, stop=True)] if stopped else [])]
-    settings = StageSettings(Layout(2), Pace(), 0.0)
+    settings = StageSettings(Layout(2))
     loop = StageLoop(stage, CutLink(1, batches), StoryController(), settings, Timeline())
     if loses:
         with pytest.raises(AssertionError, match="other owners than are counted"):
-            loop.run()
+            loop.run_until_stop()
     elif stopped:
-        loop.run()
+        loop.run_until_stop()
     else:
         with pytest.raises(RankFailed, match="the neighbour is gone"):
-            loop.run()
+            loop.run_until_stop()
 
 
-def test_a_batch_leaves_in_the_step_after_it_was_sent(first):
+def test_batch_is_sent_on_in_the_step_after_it_arrived(first):
     sent, controller, _ = ran(first, 1, [prompt(0)])
     assert [batch.step for batch in sent] == list(range(len(sent)))
     assert [len(batch) for batch in sent] == [0, 3, 0, 0]
     assert sent[1].hidden.shape == (3, first.hidden_size)
     assert sent[-1].stop
-    steps = {kind: [t.step for t in controller.completed if t.kind is kind] for kind in Kind}
-    assert steps[Kind.COMPUTE] == steps[Kind.PRUNE] == steps[Kind.TRANSFER] == [0, 1, 2, 3]
+    steps = {kind: [t.step for t in controller.completed if t.kind is kind] for kind in TaskKind}
+    assert (
+        steps[TaskKind.COMPUTE] == steps[TaskKind.PRUNE] == steps[TaskKind.TRANSFER] == [0, 1, 2, 3]
+    )
 
 
-def test_rows_that_a_verdict_ruled_out_are_not_sent_on(first):
+def test_pruned_rows_are_not_sent_on(first):
     level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
     below = guesses(2, (BELOW_A, A, 7, 4), (BELOW_B, B, 8, 4))
     verdict = {2: [Verdict(7, 3, (6,))]}  # the token of B
@@ -131,7 +132,7 @@ def test_rows_that_a_verdict_ruled_out_are_not_sent_on(first):
     assert controller.reports == {}
 
 
-def test_a_miss_leaves_nothing_of_the_tree(first):
+def test_miss_prunes_the_whole_tree(first):
     level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
     root = guesses(2, (20, TIP, 9, 3))
     sent, _, stage = ran(first, 1, [prompt(0), level, root], {2: [Verdict(7, 3, (9,))]})
@@ -140,39 +141,39 @@ def test_a_miss_leaves_nothing_of_the_tree(first):
     assert len(stage.slots.free()) == NUM_SLOTS - 4
 
 
-def test_a_released_request_holds_nothing_and_is_reported(first):
-    over = Batch(1, released=(7,))
+def test_finished_sequence_frees_its_kv_slots_and_is_reported(first):
+    over = Batch(1, finished=(7,))
     sent, controller, stage = ran(first, 1, [prompt(0), over])
     assert len(stage.slots.free()) == NUM_SLOTS
-    assert sent[2].released == (7,)
+    assert sent[2].finished == (7,)
     report = controller.reports[5]
     assert (report["rank"], report["rows"], report["dropped"]) == (1, 3, 0)
 
 
-def test_a_sequence_that_was_put_back_holds_nothing_and_reports_nothing(first):
+def test_preempted_sequence_frees_its_kv_slots_without_a_report(first):
     again = replace(OPENING, sequence=8)
     rows = Context(8, PROMPT, [0, 1, 2]).rows(0)
-    back = Batch(1, rows, opened=(again,), preempted=(7,))
+    back = Batch(1, rows, started=(again,), preempted=(7,))
     sent, controller, stage = ran(first, 1, [prompt(0), back])
     assert len(stage.slots.free()) == NUM_SLOTS - 3
-    assert (sent[2].preempted, sent[2].opened, len(sent[2])) == ((7,), (again,), 3)
+    assert (sent[2].preempted, sent[2].started, len(sent[2])) == ((7,), (again,), 3)
     assert controller.reports == {}
 
 
-def test_text_stays_as_long_as_is_said_and_is_shared_before_anything_is_freed(first):
+def test_retained_prefix_is_shared_before_any_slot_is_freed(first):
     """The newcomer shares with one whose text is cut in the same batch."""
-    again = replace(OPENING, sequence=8, parent=7, shared=2)
+    again = replace(OPENING, sequence=8, parent=7, shared_len=2)
     context = Context(8, PROMPT, [0, 1, 2])
     batches = [
         prompt(0),
-        Batch(1, released=(7,), kept=((7, 3),)),
-        Batch(2, context.rows(2), opened=(again,), kept=((7, 1),)),
-        Batch(3, released=(8,)),
+        Batch(1, finished=(7,), retained_prefixes=((7, 3),)),
+        Batch(2, context.rows(2), started=(again,), retained_prefixes=((7, 1),)),
+        Batch(3, finished=(8,)),
     ]
     sent, controller, stage = ran(first, 1, batches)
-    assert [batch.kept for batch in sent[1:4]] == [(), ((7, 3),), ((7, 1),)]
+    assert [batch.retained_prefixes for batch in sent[1:4]] == [(), ((7, 3),), ((7, 1),)]
     assert len(sent[3]) == 1 and controller.reports[5]["rows"] == 1
-    assert stage.retained == {7: 1}
+    assert stage.cached == {7: 1}
     assert len(stage.slots.free()) == NUM_SLOTS - 1
 
 
@@ -185,24 +186,24 @@ def test_slots_are_freed_before_they_are_needed(first):
             Batch(
                 1,
                 Context(8, PROMPT, [0, 1, 2]).rows(0),
-                opened=(replace(OPENING, sequence=8),),
-                released=(7,),
+                started=(replace(OPENING, sequence=8),),
+                finished=(7,),
             ),
             Batch(2, stop=True),
         ],
     )
     controller = StoryController()
-    settings = StageSettings(Layout(2), Pace(), 0.0)
-    StageLoop(pool, link, controller, settings, Timeline()).run()
+    settings = StageSettings(Layout(2))
+    StageLoop(pool, link, controller, settings, Timeline()).run_until_stop()
     assert controller.reports[5]["rows"] == 3
     assert pool.length(8) == 3
 
 
-def test_the_last_stage_says_what_follows_and_forgets_what_it_ruled_out(first, last):
+def test_last_stage_decides_tokens_and_prunes_its_tree(first, last):
     (_, computed, *_), _, _ = ran(first, 1, [prompt(0)])
     computed.step = 0
     _, controller, stage = ran(last, 2, [computed])
-    said = [unpack(payload)[0] for payload in controller.payloads]
+    said = [unpack_verdicts(payload)[0] for payload in controller.payloads]
     (verdict,) = [verdict for verdicts in said for verdict in verdicts]
     logits = last.logits(last_hidden(last, computed))
     assert verdict == Verdict(7, 3, (int(logits[-1].argmax()),))
@@ -213,18 +214,18 @@ def last_hidden(model: ModelSlice, batch: Batch) -> torch.Tensor:
     return SliceRunner(model, NUM_SLOTS).compute(batch).hidden
 
 
-def test_the_head_is_told_how_long_batches_take(first):
+def test_stage_publishes_how_long_batches_take(first):
     seconds = iter(range(1000))
     timeline = Timeline(clock=lambda: next(seconds) * 10**8)
     controller = StoryController()
     link = StoryLink(1, [prompt(0), Batch(1), Batch(2, stop=True)])
-    settings = StageSettings(Layout(2), Pace(), 0.0)
-    StageLoop(SliceRunner(first, NUM_SLOTS), link, controller, settings, timeline).run()
+    settings = StageSettings(Layout(2))
+    StageLoop(SliceRunner(first, NUM_SLOTS), link, controller, settings, timeline).run_until_stop()
     ((rows, ms),) = controller.times.points
     assert rows == 3 and ms > 0
 
 
-def test_what_a_stage_did_is_told_when_it_becomes_idle_and_idle_time_is_none_of_it(first):
+def test_stage_publishes_its_work_when_it_becomes_idle_without_idle_time(first):
     class Clock:
         now = 0
 
@@ -242,14 +243,14 @@ def test_what_a_stage_did_is_told_when_it_becomes_idle_and_idle_time_is_none_of_
             return super().recv()
 
     again = replace(OPENING, sequence=8)
-    second = Batch(3, Context(8, PROMPT, [0, 1, 2]).rows(0), opened=(again,))
-    batches = [prompt(0), Batch(1, released=(7,)), Batch(2), second, Batch(4, released=(8,))]
+    second = Batch(3, Context(8, PROMPT, [0, 1, 2]).rows(0), started=(again,))
+    batches = [prompt(0), Batch(1, finished=(7,)), Batch(2), second, Batch(4, finished=(8,))]
     controller = StoryController()
     link = Link(1, [*batches, Batch(5, stop=True)])
-    settings = StageSettings(Layout(2), Pace(), 0.0)
+    settings = StageSettings(Layout(2))
     StageLoop(
         SliceRunner(first, NUM_SLOTS), link, controller, settings, Timeline(clock=clock)
-    ).run()
+    ).run_until_stop()
     assert told[0] == {}, "nothing yet"
     assert told[2] == told[3], "nothing new while it is idle"
     assert controller.counts.keys() == {"active_ns", "busy_ns", "receive_ns", "send_ns"}
@@ -259,32 +260,32 @@ def test_what_a_stage_did_is_told_when_it_becomes_idle_and_idle_time_is_none_of_
     assert parts < told[2]["active_ns"]
 
 
-def test_inside_a_group_a_batch_goes_on_within_its_step(first):
+def test_batch_passes_a_group_within_one_step(first):
     grouped = Layout(3, groups=(1, 2))
     level = guesses(1, (A, TIP, 5, 3), (B, TIP, 6, 3))
     sent, _, _ = ran(first, 2, [prompt(0), level], {2: [Verdict(7, 3, (6,))]}, grouped)
     assert [len(batch) for batch in sent[1:3]] == [3, 2], "it was sent before the verdict came"
 
 
-def test_what_is_done_for_several_requests_at_once_is_told_as_one_period(first):
+def test_concurrent_requests_report_one_common_period(first):
     def begins(step: int, request: int) -> Batch:
         opening = replace(OPENING, sequence=request, request=request)
-        return Batch(step, Context(request, PROMPT, [0, 1, 2]).rows(0), opened=(opening,))
+        return Batch(step, Context(request, PROMPT, [0, 1, 2]).rows(0), started=(opening,))
 
     batches = [
         begins(0, 7),
         begins(1, 8),
-        Batch(2, released=(7,)),
-        Batch(3, released=(8,)),
+        Batch(2, finished=(7,)),
+        Batch(3, finished=(8,)),
         begins(4, 9),
-        Batch(5, released=(9,)),
+        Batch(5, finished=(9,)),
     ]
     _, controller, _ = ran(first, 1, batches)
     told = controller.reports
     assert [told[request]["steps"] for request in (7, 8, 9)] == [2, 2, 1]
     periods = [told[request]["period"] for request in (7, 8, 9)]
     assert periods[0]["since_ns"] == periods[1]["since_ns"] < periods[2]["since_ns"]
-    whole = together(periods)
+    whole = merge_periods(periods)
     assert (whole["steps"], whole["rows"]) == (3 + 1, 9)
     assert whole["elapsed_ns"] == periods[1]["elapsed_ns"] + periods[2]["elapsed_ns"]
     assert 0 < whole["busy_ns"] < whole["elapsed_ns"]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipespec.core import MAX_OPENED_BYTES, NUM_COLUMNS, Batch, Opening
+from pipespec.core import MAX_STARTED_BYTES, NUM_COLUMNS, Batch, SequenceStart
 from pipespec.errors import RankFailed, StaleEpoch
 from pipespec.transport.wire import Wire, token
 
@@ -21,7 +21,7 @@ int64s = st.integers(-(2**63), 2**63 - 1)
 
 def wire(**changes) -> Wire:
     fields = {"epoch": 1, "max_rows": 8, "hidden_size": HIDDEN, "dtype": torch.float32}
-    return Wire(**{**fields, "max_released": MAX_RELEASED, "max_kept": MAX_KEPT, **changes})
+    return Wire(**{**fields, "max_finished": MAX_RELEASED, "max_retained": MAX_KEPT, **changes})
 
 
 def batch_of(rows: int, dtype: torch.dtype | None = torch.float32, **fields) -> Batch:
@@ -32,8 +32,8 @@ def batch_of(rows: int, dtype: torch.dtype | None = torch.float32, **fields) -> 
 
 def assert_same(got: Batch, sent: Batch) -> None:
     assert (got.step, got.stop) == (sent.step, sent.stop)
-    assert (got.released, got.preempted) == (sent.released, sent.preempted)
-    assert (got.kept, got.opened) == (sent.kept, sent.opened)
+    assert (got.finished, got.preempted) == (sent.finished, sent.preempted)
+    assert (got.retained_prefixes, got.started) == (sent.retained_prefixes, sent.started)
     assert got.rows.dtype == np.int64
     assert np.array_equal(got.rows, sent.rows)
     if sent.hidden is None:
@@ -53,7 +53,7 @@ def assert_same(got: Batch, sent: Batch) -> None:
     preempted=st.lists(int64s, max_size=4).map(tuple),
     kept=st.lists(st.tuples(int64s, int64s), max_size=MAX_KEPT).map(tuple),
     opened=st.lists(
-        st.builds(Opening, *[int64s] * 4, st.binary(max_size=99), int64s, int64s), max_size=5
+        st.builds(SequenceStart, *[int64s] * 4, st.binary(max_size=99), int64s, int64s), max_size=5
     ),
     stop=st.booleans(),
 )
@@ -75,10 +75,12 @@ def test_a_batch_comes_back_as_it_was_sent(
 
 def test_the_largest_batch_fills_the_capacity():
     link = wire()
-    fixed = Opening(1, 2, 3, 4, b"").num_bytes
-    opened = (Opening(1, 2, 3, 4, bytes(MAX_OPENED_BYTES - fixed)),)
+    fixed = SequenceStart(1, 2, 3, 4, b"").num_bytes
+    opened = (SequenceStart(1, 2, 3, 4, bytes(MAX_STARTED_BYTES - fixed)),)
     kept = ((1, 2),) * MAX_KEPT
-    largest = batch_of(8, released=tuple(range(MAX_RELEASED)), kept=kept, opened=opened)
+    largest = batch_of(
+        8, finished=tuple(range(MAX_RELEASED)), retained_prefixes=kept, started=opened
+    )
     assert len(link.pack(largest)) == link.capacity
 
 
@@ -115,7 +117,7 @@ def test_hidden_states_that_are_not_contiguous_are_packed_by_value():
     assert_same(link.unpack(link.pack(sent)), sent)
 
 
-def test_apart_from_the_message_only_their_presence_is_told():
+def test_separate_hidden_states_leave_only_a_flag_in_the_message():
     link = wire(inline=False)
     for rows, dtype in [(3, torch.float32), (0, torch.float32), (3, None)]:
         sent = batch_of(rows, dtype)
@@ -136,7 +138,7 @@ def test_a_sender_without_the_secret_is_refused():
     ours = wire(token=token("secret", 1))
     assert ours.unpack(wire(token=token("secret", 1)).pack(batch_of(1))).step == 3
     strangers = [(0, 0), token("", 1), token("other", 1), token("secret", 2)]
-    for stranger in [*strangers, token("secret", 1, "meeting"), (token("secret", 1)[0], 0)]:
+    for stranger in [*strangers, (token("secret", 1)[0], 0)]:
         with pytest.raises(RankFailed, match="does not hold the cluster's secret"):
             ours.unpack(wire(token=stranger).pack(batch_of(1)))
 
@@ -145,9 +147,9 @@ def test_a_sender_without_the_secret_is_refused():
     "batch",
     [
         batch_of(9),
-        batch_of(1, released=tuple(range(MAX_RELEASED)), preempted=(1,)),
-        batch_of(1, kept=((1, 2),) * (MAX_KEPT + 1)),
-        batch_of(1, opened=(Opening(1, 2, 3, 4, bytes(MAX_OPENED_BYTES)),)),
+        batch_of(1, finished=tuple(range(MAX_RELEASED)), preempted=(1,)),
+        batch_of(1, retained_prefixes=((1, 2),) * (MAX_KEPT + 1)),
+        batch_of(1, started=(SequenceStart(1, 2, 3, 4, bytes(MAX_STARTED_BYTES)),)),
         batch_of(1, torch.bfloat16),
         Batch(0, np.zeros((2, NUM_COLUMNS), np.int64), torch.zeros(1, HIDDEN)),
         Batch(0, np.zeros((2, NUM_COLUMNS - 1), np.int64)),

@@ -1,0 +1,1 @@
+"""Programs that measure what README and docs/ state; their results are in `benchmarks/results/`."""

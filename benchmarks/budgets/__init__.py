@@ -1,0 +1,1 @@
+"""What single parts cost beside the design's budget: head, stage, controller, transport, memory."""

@@ -1,0 +1,249 @@
+"""Memory of every rank, predicted and measured, and the share of the tree: SpecPipe's Table 1.
+
+    python -m benchmarks.budgets.rank_memory [--stages 8] [--json FILE] [--plot PATH]
+
+Each rank loads its part of the demo pair, computes a batch of 64 rows, and then reports its
+tensors, its unique memory (USS) and its mapped memory (RSS, which counts the shared libraries of
+torch in every rank again). Budget beyond weights and KV pool: 300 MiB.
+
+The prediction is arithmetic on the model's shape: a slice's weights, and a KV slot for every
+token of the context, every row of the steps in flight and one batch on its way in. The same for
+Llama-3.1-70B in bfloat16 is COMPUTED, not measured.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from benchmarks.common import experiment, plot
+from pipespec.cluster import rank_components
+from pipespec.cluster.deployment import Deployment, decide
+from pipespec.cluster.worker_group import launch
+from pipespec.config.compose import compose
+from pipespec.core import Batch
+from pipespec.engine.precision import ITEM_BYTES
+from pipespec.engine.runner import SliceRunner
+from pipespec.head.proposers.proposer import Context
+from pipespec.placement.slices import split_evenly
+from tools.inflate import Shape, read_config
+
+MIB, GIB = 2**20, 2**30
+ROWS = 64
+# The published config.json of meta-llama/Llama-3.1-70B.
+LLAMA_70B = Shape(
+    hidden=8192,
+    layers=80,
+    intermediate=28672,
+    heads=64,
+    kv_heads=8,
+    head_dim=128,
+    vocab=128256,
+    tied=False,
+)
+BFLOAT16 = 2
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes that one rank needs: weights, and KV by the use of its slots."""
+
+    weights: int
+    context: int
+    tree: int
+    batch: int
+
+    @property
+    def kv(self) -> int:
+        return self.context + self.tree + self.batch
+
+
+def predict(
+    shape: Shape, layers: range, item: int, *, context: int, tree: int, batch: int
+) -> Memory:
+    """A slice of a Llama whose numbers take `item` bytes; the slots of each kind are given."""
+    attention = 2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads)
+    layer = attention + 3 * shape.hidden * shape.intermediate + 2 * shape.hidden
+    first, last = layers.start == 0, layers.stop == shape.layers
+    # A tied head is the embedding, but a rank that lacks the first layer has to hold it too.
+    embeddings = first + (last and not (first and shape.tied))
+    weights = len(layers) * layer + embeddings * shape.vocab * shape.hidden + last * shape.hidden
+    slot = len(layers) * 2 * shape.kv_heads * shape.head_dim
+    return Memory(weights * item, *(slots * slot * item for slots in (context, tree, batch)))
+
+
+def tree_slots(stages: int, width: int) -> int:
+    """Rows that a stage may hold besides the text: a batch per rank, and one more."""
+    return (stages + 2) * width
+
+
+def measure(deployment: Deployment) -> dict[str, float]:
+    """The entrypoint of every rank: bytes after one batch."""
+    rank = int(os.environ["RANK"])
+    model = rank_components.load_model(deployment, rank)
+    assert model is not None
+    context = Context(1, [1] * ROWS, list(range(ROWS)))
+    hidden = None if rank < 2 else torch.zeros(ROWS, model.hidden_size, dtype=model.dtype)
+    SliceRunner(model, model.num_slots).compute(Batch(0, context.rows(0), hidden))
+    with torch.inference_mode():
+        for state in model._attentions:  # pages count once they are used
+            assert state.pool is not None
+            state.pool.keys.zero_()
+            state.pool.values.zero_()
+    memory = psutil.Process().memory_full_info()
+    return {
+        "rank": rank,
+        "weights": model.num_weight_bytes,
+        "kv": model.num_kv_bytes,
+        "uss": memory.uss,
+        "rss": memory.rss,
+    }
+
+
+def row(deployment: Deployment, found: dict[str, float]) -> dict[str, str | float]:
+    """A rank's line of the table, in MiB."""
+    rank = int(found["rank"])
+    info = deployment.target if rank else deployment.draft
+    assert info is not None
+    policy = deployment.config.policy
+    # The draft computes every node that it expands.
+    held_nodes = policy.max_held(deployment.num_ranks)
+    expected = predict(
+        Shape.of(read_config(info.path)),
+        deployment.layers[rank - 1] if rank else range(info.num_layers),
+        ITEM_BYTES[deployment.dtype],
+        context=deployment.context,
+        tree=tree_slots(len(deployment.layers), policy.max_rows) if rank else held_nodes,
+        batch=deployment.max_rows,
+    )
+    held = found["weights"] + found["kv"]
+    return {
+        "rank": f"stage {rank}" if rank else "head",
+        "weights_predicted": expected.weights / MIB,
+        "weights_held": found["weights"] / MIB,
+        "kv_predicted": expected.kv / MIB,
+        "kv_held": found["kv"] / MIB,
+        "kv_of_tree": expected.tree / MIB,
+        "kv_of_context": expected.context / MIB,
+        "uss_beyond": (found["uss"] - held) / MIB,
+        "rss_beyond": (found["rss"] - held) / MIB,
+    }
+
+
+def computed(stages: int, width: int, context: int, chunk: int) -> list[dict[str, str | float]]:
+    """Llama-3.1-70B in bfloat16 over `stages` stages, GiB."""
+    rows: list[dict[str, str | float]] = []
+    for number, layers in enumerate(split_evenly(LLAMA_70B.layers, stages), 1):
+        need = predict(
+            LLAMA_70B,
+            layers,
+            BFLOAT16,
+            context=context,
+            tree=tree_slots(stages, width),
+            batch=max(width, chunk),
+        )
+        rows.append(
+            {
+                "rank": f"stage {number}",
+                "weights": need.weights / GIB,
+                "kv_of_context": need.context / GIB,
+                "kv_of_tree": need.tree / GIB,
+                "kv_of_batch": need.batch / GIB,
+                "sum": (need.weights + need.kv) / GIB,
+                "tree_share": need.tree / (need.weights + need.kv),
+            }
+        )
+    return rows
+
+
+def draw(
+    rows: list[dict[str, Any]], large: list[dict[str, Any]], titles: list[str], path: Path
+) -> None:
+    with plot.figure(
+        path,
+        "Memory per rank",
+        columns=2,
+        size=(10.4, 3.6),
+        note="Left: unique memory of a rank, without libraries that all ranks share. "
+        "Right: KV of the tree and of one batch are too small to see.",
+    ) as (left, right):
+        plot.stack(
+            left,
+            [str(row["rank"]).removeprefix("stage ") for row in rows],
+            {
+                "weights": [row["weights_held"] for row in rows],
+                "KV pool": [row["kv_held"] for row in rows],
+                "beyond": [row["uss_beyond"] for row in rows],
+            },
+            xlabel="rank",
+            ylabel="MiB",
+        )
+        plot.stack(
+            right,
+            [str(row["rank"]).removeprefix("stage ") for row in large],
+            {
+                "weights": [row["weights"] for row in large],
+                "KV: context": [row["kv_of_context"] for row in large],
+                "KV: tree, batch": [row["kv_of_tree"] + row["kv_of_batch"] for row in large],
+            },
+            xlabel="stage",
+            ylabel="GiB",
+        )
+        for axes, title in zip((left, right), titles, strict=True):
+            axes.set_title(title, loc="left", fontsize=8.5)
+
+
+def main() -> None:
+    parser = experiment.parser(__doc__, plot=True)
+    parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--width", type=int, default=64, help="(64)")
+    parser.add_argument("--context", type=int, default=32768, help="of the 70B, tokens (32768)")
+    options = experiment.parse(parser)
+    stages = 2 if options.quick else options.stages
+    overrides = [
+        f"cluster.stages={stages}",
+        "cluster.devices=[cpu]",
+        f"policy.width={options.width}",
+        "scheduler.max_num_seqs=1",  # of which the shape is predicted
+    ]
+    config = compose(overrides)
+    deployment = decide(config)
+    # A script's own functions cannot be found by the ranks; the module's can.
+    from benchmarks.budgets.rank_memory import measure as entrypoint
+
+    with launch(entrypoint, (deployment,), num_ranks=deployment.num_ranks) as cluster:
+        rows = [row(deployment, found) for found in cluster.wait()]
+    chunk = config.decode.prefill_chunk
+    large = computed(options.stages, options.width, options.context, chunk)
+    large_title = (
+        f"COMPUTED, GiB: Llama-3.1-70B in bfloat16, {options.stages} stages, width "
+        f"{options.width}, context {options.context}"
+    )
+    title = (
+        f"Measured, MiB: demo pair, {stages} stages, width {options.width}, "
+        f"context {deployment.context}"
+    )
+    experiment.publish(
+        options,
+        f"{title} (budget beyond weights and KV pool: 300)",
+        rows,
+        draw=partial(draw, rows, large, [title, large_title]),
+        unit="MiB",
+        computed={"title": large_title, "unit": "GiB", "rows": large},
+        overrides=overrides,
+        settings=experiment.settings(config),
+    )
+    experiment.show(large_title, large)
+    beyond = float(np.median([line["uss_beyond"] for line in rows]))
+    print(f"Median of a rank's unique memory beyond weights and KV: {beyond:.0f} MiB.")
+
+
+if __name__ == "__main__":
+    main()

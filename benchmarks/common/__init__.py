@@ -1,0 +1,1 @@
+"""What several benchmarks share: options, stored results, plots, the demo pair, traces."""

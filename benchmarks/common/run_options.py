@@ -1,0 +1,224 @@
+"""Options that several benchmarks share, and the overrides that they stand for.
+
+They state four things: the machine that is emulated, the proposer, the method, and the prompts.
+Ranks are real processes; each stage and each draft round is held to a stated time, so that two
+cores can show how the runtime behaves with a machine per rank. All such times are EMULATED.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.common.experiment import ROOT, names
+from pipespec.config.method_registry import policy_class
+from pipespec.instruments.bench.dataset import Sample, load
+from pipespec.instruments.bench.reference import record_reference
+from pipespec.system.folders import resource_dir
+from tools import inflate
+
+METHODS = ("root", "static_tree", "level", "best_first")
+CURVE = "1:0.74,32:0.99"  # SpecPipe's 1B draft; its top-1 share is assumed
+DATA = ROOT / "benchmarks" / "data"
+DEMO = resource_dir("demo")
+TARGET = DEMO / "target"
+PARALLEL = f"model.draft={DEMO / 'draft_pard'}"
+# Proposers for the demo target, and their overrides.
+PROPOSERS = {
+    "demo": ("proposer=draft_model",),
+    "parallel": ("proposer=draft_model", PARALLEL),
+    "suffix": ("proposer=suffix",),
+    "hybrid": ("proposer=hybrid",),
+    "parallel_hybrid": ("proposer=hybrid", PARALLEL),
+}
+# With those whose proposals depend on how long they take, so that their counts have a meaning in
+# emulated time only.
+ALL_PROPOSERS = {**PROPOSERS, "cascade": ("proposer=cascade",)}
+SYNTHETIC = "synthetic"
+
+
+# --- the machine --------------------------------------------------------------------------------
+
+
+def add_cluster(parser: argparse.ArgumentParser, *, machine: str, stages: int = 8) -> None:
+    """Options of the cluster and of the machine that is emulated."""
+    parser.add_argument("--stages", type=int, default=stages, help=f"({stages})")
+    parser.add_argument("--machine", default=machine, help=f"of conf/emulate/ ({machine})")
+    parser.add_argument("--stage-ms", help='of one stage by its rows, as in "1:20 64:60"')
+    parser.add_argument("--draft-ms", type=float, help="a draft round (as the machine says)")
+    parser.add_argument("--scale", type=float, default=1.0, help="emulate so much slower (1)")
+    parser.add_argument("--link", default="none", help="a file of conf/emulate_link/ (none)")
+    parser.add_argument("--sync", default="lockstep", help="lockstep or free (lockstep)")
+
+
+def cluster(options: argparse.Namespace) -> list[str]:
+    """The overrides of `add_cluster`'s options."""
+    settings = [
+        f"cluster.stages={options.stages}",
+        "cluster.devices=[cpu]",
+        f"cluster.sync={options.sync}",
+        f"emulate={options.machine}",
+        f"emulate_link={options.link}",
+    ]
+    if options.machine != "none":
+        settings.append(f"emulate.scale={options.scale:g}")
+    if options.stage_ms is not None:
+        settings.append(f'emulate.stage_ms=["{options.stage_ms}"]')
+    if options.draft_ms is not None:
+        settings.append(f"emulate.draft_ms={options.draft_ms:g}")
+    return settings
+
+
+def target(stages: int, folder: Path) -> list[str]:
+    """The overrides that name a model with a layer for every stage: the demo target, or one in
+    `folder` with further layers that change nothing (`tools.inflate`)."""
+    shape = inflate.Shape.of(inflate.read_config(TARGET))
+    if stages <= shape.layers:
+        return []
+    larger = folder / f"target_{stages}"
+    if not larger.exists():
+        new = shape.grow(shape.hidden, stages, shape.intermediate)
+        inflate.write(TARGET, larger, new, torch.float32)
+    return [f"model.target={larger}"]
+
+
+# --- the proposer -------------------------------------------------------------------------------
+
+
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    """Options of the proposer."""
+    parser.add_argument(
+        "--proposer",
+        choices=(*ALL_PROPOSERS, SYNTHETIC),
+        default="demo",
+        help="(demo)",
+    )
+    parser.add_argument("--curve", default=CURVE, help="of the synthetic draft")
+    parser.add_argument("--spread", type=float, default=0.8, help="of its confidence (0.8)")
+    parser.add_argument("--rounds", default="auto", help="draft rounds per step: auto or n (auto)")
+
+
+def draft(options: argparse.Namespace, truth: Path | None) -> list[str]:
+    """The overrides of `add_draft`'s options; a synthetic draft needs the reference `truth`."""
+    proposer = [*ALL_PROPOSERS.get(options.proposer, ())]
+    if is_synthetic(options):
+        assert truth is not None
+        proposer = synthetic(truth, options.curve, options.spread, options.proposer)
+    return [*proposer, f"proposer.rounds={options.rounds}"]
+
+
+def is_synthetic(options: argparse.Namespace) -> bool:
+    """Whether draft tokens are made from the answer."""
+    return options.proposer not in ALL_PROPOSERS
+
+
+def synthetic(truth: Path, curve: str, spread: float, proposer: str = SYNTHETIC) -> list[str]:
+    """The overrides of a draft that makes its tokens from the answers in `truth`, with the accuracy
+    of `curve`."""
+    return [
+        f"proposer={proposer}",
+        f"proposer.truth={truth}",
+        f"proposer.curve=[{curve}]",
+        f"proposer.spread={spread}",
+    ]
+
+
+def record(options: argparse.Namespace, folder: Path, prompts: Sequence[Sample]) -> Path | None:
+    """Record the target's answers in a file, if the draft of `add_draft` needs them."""
+    if not is_synthetic(options):
+        return None
+    file = folder / "truth.jsonl"
+    record_reference(prompts, file, *answer(options.tokens), prompt_tokens=options.prompt_tokens)
+    return file
+
+
+# --- the method ---------------------------------------------------------------------------------
+
+
+def add_size(parser: argparse.ArgumentParser, *, width: int = 64) -> None:
+    """Options of the tree's size."""
+    parser.add_argument("--width", type=int, default=width, help=f"({width})")
+    parser.add_argument("--children", type=int, default=16, help="(16)")
+
+
+def add_methods(
+    parser: argparse.ArgumentParser, methods: Sequence[str] = METHODS, *, width: int = 64
+) -> None:
+    """Options of the methods that are compared, root first."""
+    parser.add_argument("--methods", type=_methods, default=methods, help=f"({','.join(methods)})")
+    add_size(parser, width=width)
+
+
+def _methods(text: str) -> list[str]:
+    methods = names(text)
+    if methods[0] != "root":
+        raise argparse.ArgumentTypeError("must begin with root, with which others are compared.")
+    return methods
+
+
+def method(name: str, options: argparse.Namespace) -> list[str]:
+    """The overrides of a decoding method, in the size of `add_size`'s options; `root` and
+    `static_tree` have sizes of their own."""
+    if policy_class(name).has_fixed_size:
+        return [f"policy={name}"]
+    return [
+        f"policy={name}",
+        f"policy.width={options.width}",
+        f"policy.children={options.children}",
+    ]
+
+
+# --- the prompts --------------------------------------------------------------------------------
+
+
+def add_prompts(
+    parser: argparse.ArgumentParser, *, prompts: int, tokens: int, prompt_tokens: int = 96
+) -> None:
+    """Options of prompts and answers."""
+    parser.add_argument("--dataset", type=Path, default=DATA, help="file or folder (the shipped)")
+    parser.add_argument("--num-prompts", type=int, default=prompts, help=f"of all ({prompts})")
+    parser.add_argument("--tokens", type=int, default=tokens, help=f"for each ({tokens})")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=prompt_tokens, help=f"cut to ({prompt_tokens})"
+    )
+
+
+def samples(options: argparse.Namespace) -> list[Sample]:
+    """The prompts of `add_prompts`' options, evenly from all data sets."""
+    return load(options.dataset, options.num_prompts)
+
+
+def answer(tokens: int) -> list[str]:
+    """The overrides of answers of `tokens` tokens, which no end of text ends."""
+    return [f"decode.max_new_tokens={tokens}", "decode.ignore_eos=true"]
+
+
+# --- titles -------------------------------------------------------------------------------------
+
+
+def tags(options: argparse.Namespace) -> str:
+    """What a title must say about the origin of its times.
+
+    A benchmark without `add_cluster`'s options emulates a machine of its own.
+    """
+    words = []
+    if not hasattr(options, "machine"):
+        words.append("EMULATED")
+    elif options.machine != "none" or options.link != "none":
+        given = [name for name in (options.machine, options.link) if name != "none"]
+        given += [f"{options.scale:g} times slower"] if options.scale != 1 else []
+        given += [options.sync] if options.sync != "lockstep" else []
+        words.append(f"EMULATED ({', '.join(given)})")
+    if is_synthetic(options):
+        words.append(f"SYNTHETIC draft ({options.curve})")
+    elif options.proposer != "demo":
+        words.append(f"proposer {options.proposer}")
+    return ", ".join(words) or "Measured"
+
+
+def short(benchmark: str) -> str:
+    """A data set's name without the part in brackets."""
+    return benchmark.partition(" (")[0]

@@ -1,0 +1,92 @@
+"""How often the target's token is among a draft's k best, per data set: SpecPipe's Figure 7.
+
+    python -m benchmarks.drafts.accuracy_curves --json benchmarks/results/curves.json \\
+        --plot benchmarks/results/curves
+
+The target answers greedily (one stage, no draft tokens); then the draft reads the same text, and
+its rank of every token of the answer is counted. Measured; the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from benchmarks.common import comparison, experiment, plot, run_options
+from benchmarks.common.comparison import ALL
+from benchmarks.common.demo_pair import RANKS, DraftAccuracy, Pair
+from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+
+SHOWN = (1, 2, 4, 8, 16)
+
+
+def curve(accuracy: DraftAccuracy) -> list[tuple[int, float]]:
+    """(k, share of tokens among the k best), k from 1."""
+    return [*Accuracy.parse(accuracy.curve, accuracy.spread).curve.items()]
+
+
+def draw(title: str, curves: Mapping[str, list[tuple[int, float]]], path: Path) -> None:
+    series = {run_options.short(name): points for name, points in curves.items()}
+    sets = [name for name in series if name != ALL]
+    with plot.figure(path, title, size=(6.0, 3.8)) as (axes,):
+        plot.lines(
+            axes,
+            series,
+            colours=dict(zip(sets, plot.COLOURS, strict=False)),
+            xlabel="k",
+            ylabel="target's token among the draft's k best",
+            dashed=[ALL],
+        )
+        axes.set_xticks(range(1, RANKS + 1))
+        axes.set_ylim(0, 1)
+
+
+def main() -> None:
+    parser = experiment.parser(__doc__, plot=True)
+    run_options.add_prompts(parser, prompts=48, tokens=64, prompt_tokens=128)
+    options = experiment.parse(parser, num_prompts=8, tokens=32)
+
+    plain = ["cluster.stages=1", "cluster.devices=[cpu]", "policy=root", "proposer=suffix"]
+    case_run = comparison.run(
+        "the target's answers",
+        [*plain, *run_options.answer(options.tokens)],
+        run_options.samples(options),
+        prompt_tokens=options.prompt_tokens,
+    )
+    sets = list(dict.fromkeys(request.benchmark for request in case_run.requests))
+    pair = Pair()
+    accuracies: dict[str, DraftAccuracy] = {}
+    tokens: dict[str, int] = {}
+    for name in [*sets, ALL]:
+        requests = [request for request in case_run.requests if name in (request.benchmark, ALL)]
+        tokens[name] = sum(len(request.token_ids) for request in requests)
+        accuracies[name] = pair.accuracy(
+            [r.prompt_ids for r in requests], [r.token_ids for r in requests]
+        )
+    rows = []
+    for name, accuracy in accuracies.items():
+        found = dict(curve(accuracy))
+        rows.append(
+            {"data_set": run_options.short(name), "tokens": tokens[name]}
+            | {f"top_{k}": found[k] for k in SHOWN}
+            | {"confidence": accuracy.confidence, "spread": accuracy.spread}
+        )
+    title = (
+        f"Draft accuracy of the demo pair, {len(case_run.requests)} prompts × "
+        f"{options.tokens} greedy tokens"
+    )
+    curves = {name: curve(accuracy) for name, accuracy in accuracies.items()}
+    experiment.publish(
+        options,
+        title,
+        rows,
+        draw=partial(draw, title, curves),
+        curves=curves,
+        overrides=case_run.overrides,
+        settings=case_run.settings,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Many requests at once: throughput, long prompts, shared prefixes, and equal texts."""

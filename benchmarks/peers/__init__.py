@@ -1,0 +1,1 @@
+"""pipespec beside other engines on one machine."""

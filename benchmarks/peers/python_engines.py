@@ -1,0 +1,173 @@
+"""The engines written in Python: pipespec and Hugging Face `generate`.
+
+The types of an engine's input and output are here too; `benchmarks.peers.server_engines` has the
+other engines.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+from pipespec.config.compose import compose
+from pipespec.errors import PipespecError
+from pipespec.instruments.bench.dataset import Sample
+from pipespec.instruments.bench.measurement import bench
+
+
+class PeerFailed(PipespecError):
+    """An engine ended, or said nothing sensible."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every engine does. The first prompt is for warming up; `prompts` are token ids."""
+
+    target: Path
+    draft: Path
+    samples: list[Sample]
+    prompts: list[list[int]]
+    prompt_tokens: int
+    tokens: int
+    cores: list[int]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: its token ids, and the milliseconds until the first and the last of them."""
+
+    tokens: list[int]
+    first_ms: float
+    last_ms: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine, once: seconds until it could take a prompt, and an answer per prompt."""
+
+    load_s: float
+    answers: list[Answer]
+
+    @property
+    def ttft_ms(self) -> float:
+        """The mean over the prompts that count."""
+        return statistics.fmean(answer.first_ms for answer in self.answers[1:])
+
+    @property
+    def tbt_ms(self) -> float:
+        """Per token after the first: tokens weigh alike."""
+        counted = self.answers[1:]
+        spent = sum(answer.last_ms - answer.first_ms for answer in counted)
+        return spent / sum(len(answer.tokens) - 1 for answer in counted)
+
+
+Engine = Callable[[Job], Run]
+
+
+# --- pipespec ---------------------------------------------------------------------------------
+
+
+def pipespec(job: Job, overrides: Sequence[str]) -> Run:
+    """The product as `pipespec bench` runs it: one process per rank."""
+    config = compose(
+        [
+            f"model.target={job.target}",
+            f"model.draft={job.draft}",
+            f"model.dtype={job.dtype}",
+            "cluster.devices=[cpu]",
+            f"decode.max_new_tokens={job.tokens}",
+            *overrides,
+        ]
+    )
+    ready: list[float] = []
+    began = time.perf_counter()
+    result = bench(
+        config,
+        job.samples,
+        prompt_tokens=job.prompt_tokens,
+        on_done=lambda done, of: ready.append(time.perf_counter()),
+    )
+    assert [request.prompt_ids for request in result.requests] == job.prompts
+    answers = [Answer(r.token_ids, r.ttft_ms, r.token_ms[-1]) for r in result.requests]
+    return Run(ready[0] - began, answers)
+
+
+# --- Hugging Face -----------------------------------------------------------------------------
+
+
+class Clock(BaseStreamer):
+    """When tokens came, in seconds; several may come at once."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.arrivals.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def hugging_face(job: Job, assisted: bool, began: float) -> Run:
+    """`generate`, with the draft as `assistant_model` if assisted. Runs in a child that was
+    started at `began` of the clock that all processes share.
+    """
+    torch.set_num_threads(len(job.cores))
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    load = partial(AutoModelForCausalLM.from_pretrained, dtype=getattr(torch, job.dtype))
+    model = load(job.target)
+    assistant = load(job.draft) if assisted else None
+    load_s = time.perf_counter() - began
+    answers = []
+    for prompt in job.prompts:
+        ids = torch.tensor([prompt])
+        clock = Clock()
+        began = time.perf_counter()
+        text = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=assistant,
+            do_sample=False,
+            max_new_tokens=job.tokens,
+            streamer=clock,
+        )
+        _, first, *_, last = [*clock.arrivals, clock.arrivals[-1]]  # the prompt comes first
+        ids = text[0, len(prompt) :].tolist()
+        answers.append(Answer(ids, (first - began) * 1e3, (last - began) * 1e3))
+    return Run(load_s, answers)
+
+
+def in_child(function: Callable[..., Run], job: Job, **options: Any) -> Run:
+    """`function` in a fresh process, which never outlives the call. Raises PeerFailed."""
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    call = partial(function, job, began=time.perf_counter(), **options)
+    child = context.Process(target=_send, args=(sender, call), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        run: Run = receiver.recv()
+        return run
+    except EOFError as error:
+        raise PeerFailed(f"{function.__name__} ended without an answer; see above.") from error
+    finally:
+        child.kill()
+        child.join()
+
+
+def _send(sender: Connection, call: Callable[[], Run]) -> None:
+    sender.send(call())

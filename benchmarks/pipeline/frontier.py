@@ -1,0 +1,218 @@
+"""The default policy beside every fixed one, over stages, stage times, drafts and requests.
+
+    python -m benchmarks.pipeline.frontier --requests 1 --cells 24 --resume build/frontier.jsonl
+
+SIMULATED with the head's own scheduler. A cell is a number of stages, a curve of stage times by
+rows, a draft's accuracy, its speed and a number of requests. In each, the policies of `FIXED`
+decode the same texts with the same random numbers; the fastest two of them, the default and `root`
+then decode fresh ones, by which they are compared: a ratio above 1 means that the default is
+faster. Its 95 % interval is over the seeds.
+
+Cells come in an order that is random, and the same in every run: a smaller number of them is a
+sample of all. Those that the file of --resume holds from the same commit are not run again.
+
+The times of a mixture of experts are those of `with_experts`, for rows that choose independently.
+That is ASSUMED, and so are the shares of a stage's time that the experts of one row take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from statistics import fmean, geometric_mean, stdev
+from typing import Any
+
+from benchmarks.common import experiment
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.level import Level
+from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.policies.root import Root
+from pipespec.head.policies.static_tree import StaticTree
+from pipespec.instruments.emulation.machine import TimeCurve, with_experts
+from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+from pipespec.instruments.plan.simulation import Machine, simulate
+
+REQUESTS = (1, 8, 64)
+# Rows of a batch, of all requests.
+MAX_ROWS = 64
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+FIRST_MS = 10.0  # of a stage for one row
+DEFAULT = BestFirst()
+FIXED: Mapping[str, SpeculationPolicy] = {
+    "root": Root(),
+    "static_tree": StaticTree(),
+    **{f"level {width}": Level(width) for width in (4, 16, 64)},
+    **{f"best_first {width}": BestFirst(width, row_cost=0.0) for width in WIDTHS},
+}
+# Those that decode fresh texts, and how many of these there are; with TOKENS_PER_REQUEST there are
+# enough tokens for the pipeline to be full most of the time.
+FINALISTS, SEEDS, TOKENS, TOKENS_PER_REQUEST = 2, 5, 1000, 64
+# Of Student's distribution with SEEDS - 1 degrees of freedom, for an interval of 95 %.
+STUDENT = 2.776
+
+
+ONE_ROW = TimeCurve(((1, FIRST_MS),))
+CURVES = {
+    "flat": TimeCurve(((1, FIRST_MS), (64, 1.085 * FIRST_MS))),
+    "8 of 256": with_experts(ONE_ROW, 256, 8, 0.22),
+    "4 of 128": with_experts(ONE_ROW, 128, 4, 0.22),
+    "2 of 8": with_experts(ONE_ROW, 8, 2, 0.9),
+    "CPU": TimeCurve(((1, FIRST_MS), (64, 13.6 * FIRST_MS))),
+}
+# By how often the first token of a draft is the target's.
+DRAFTS = {
+    0.6: Accuracy({1: 0.6, 32: 0.97}, 0.8),
+    0.74: Accuracy({1: 0.74, 32: 0.99}, 0.8),
+    0.85: Accuracy({1: 0.85, 8: 0.99}, 0.8),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where policies are compared. `draft_steps`: a draft round, in times of a stage for a row."""
+
+    stages: int
+    curve: str
+    draft: float
+    draft_steps: float
+    requests: int
+
+    @property
+    def machine(self) -> Machine:
+        return Machine((CURVES[self.curve],) * self.stages, draft_ms=FIRST_MS * self.draft_steps)
+
+    def ms_per_token(self, policy: SpeculationPolicy, seed: int, tokens: int) -> float:
+        """The time between tokens of all requests together."""
+        found = simulate(
+            policy,
+            self.machine,
+            DRAFTS[self.draft],
+            rounds="auto",
+            num_tokens=max(tokens, TOKENS_PER_REQUEST * self.requests),
+            seed=seed,
+            num_requests=self.requests,
+            max_rows=MAX_ROWS,
+        )
+        return found.ms / found.tokens
+
+
+def all_cells(requests: Sequence[int] = REQUESTS) -> list[Cell]:
+    """Every cell with these numbers of requests, in the order in which they are run."""
+    found = [
+        Cell(*values)
+        for values in product((1, 2, 4, 8, 14), CURVES, DRAFTS, (0.1, 0.45, 1.2), requests)
+    ]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def compare(cell: Cell, tokens: int) -> dict[str, Any]:
+    """The default beside the fixed policies in a cell."""
+    first = {name: cell.ms_per_token(policy, 0, tokens) for name, policy in FIXED.items()}
+    names = {*sorted(first, key=first.__getitem__)[:FINALISTS], "root"}
+    seeds = range(1, 1 + SEEDS)
+    default = [cell.ms_per_token(DEFAULT, seed, tokens) for seed in seeds]
+    again = {
+        name: [cell.ms_per_token(FIXED[name], seed, tokens) for seed in seeds] for name in names
+    }
+    best = min(again, key=lambda name: fmean(again[name]))
+    return {
+        **asdict(cell),
+        "default": fmean(default),
+        "best": best,
+        **_ratios("over_best", again[best], default),
+        **_ratios("over_root", again["root"], default),
+        "first": {"default": cell.ms_per_token(DEFAULT, 0, tokens), **first},
+    }
+
+
+def _ratios(name: str, other: Sequence[float], default: Sequence[float]) -> dict[str, float]:
+    """How many times as fast the default is, and the lower end of the interval."""
+    found = [theirs / ours for theirs, ours in zip(other, default, strict=True)]
+    low = fmean(found) - STUDENT * stdev(found) / math.sqrt(len(found))
+    return {name: fmean(found), f"{name}_low": low}
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The comparison of each cell, as it is known."""
+    commit = experiment.provenance()["commit"]
+    known = {}
+    if options.resume and options.resume.exists():
+        for line in options.resume.read_text().splitlines():
+            found = json.loads(line)
+            if (found.pop("commit"), found.pop("tokens")) == (commit, options.tokens):
+                known[_key(found)] = found
+    cells = all_cells(options.requests)[: options.cells]
+    with ProcessPoolExecutor(options.jobs) as pool:
+        futures = {
+            cell: pool.submit(compare, cell, options.tokens)
+            for cell in cells
+            if _key(asdict(cell)) not in known
+        }
+        for number, cell in enumerate(cells, 1):
+            future = futures.get(cell)
+            found = known[_key(asdict(cell))] if future is None else future.result()
+            if future is not None and options.resume:
+                line = json.dumps({**found, "commit": commit, "tokens": options.tokens})
+                with options.resume.open("a") as file:
+                    file.write(line + "\n")
+            print(
+                f"{number}/{len(cells)} {cell}: {found['over_best']:.3f} of {found['best']}",
+                flush=True,
+            )
+            yield found
+
+
+def _key(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(values[name] for name in Cell.__dataclass_fields__)
+
+
+def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What holds over the cells.
+
+    `best_single` is the fixed policy that is fastest in the geometric mean over them, and
+    `over_best_single` how many times as fast the default is.
+    """
+    over = {
+        name: geometric_mean(each["first"][name] / each["first"]["default"] for each in found)
+        for name in FIXED
+    }
+    single = min(over, key=over.__getitem__)
+    return {
+        "cells": len(found),
+        "mean_over_best": fmean(each["over_best"] for each in found),
+        "least_over_best": min(each["over_best"] for each in found),
+        "at_least_097": sum(each["over_best"] >= 0.97 for each in found),
+        "least_over_root": min(each["over_root"] for each in found),
+        "best_single": single,
+        "over_best_single": over[single],
+    }
+
+
+def main() -> None:
+    """Run the cells, show and store."""
+    parser = experiment.parser(__doc__)
+    parser.add_argument("--cells", type=int, help="how many of them (all)")
+    parser.add_argument("--requests", type=experiment.numbers, default=REQUESTS, help="(1,8,64)")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each seed, at least")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument("--resume", type=Path, help="file that keeps what is known of cells")
+    options = experiment.parse(parser, cells=2, tokens=100)
+    found = list(run(options))
+    rows = [{k: v for k, v in each.items() if k != "first"} for each in found]
+    rows.sort(key=lambda row: row["over_best"])
+    title = f"SIMULATED: the default beside the best fixed policy in {len(rows)} cells"
+    whole = summary(found)
+    experiment.publish(options, title, rows, summary=whole, first=found, unit="ms")
+    experiment.show("Over all cells", [whole])
+
+
+if __name__ == "__main__":
+    main()

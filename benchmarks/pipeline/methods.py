@@ -1,0 +1,230 @@
+"""Tokens per step of every method, policy × width × children (SpecPipe's Figure 10), and of every
+proposer.
+
+    python -m benchmarks.pipeline.methods --json benchmarks/results/methods.json
+    python -m benchmarks.pipeline.methods --prompts 4 --tokens 32 --widths 16,64 --children 8
+    python -m benchmarks.pipeline.methods --proposers demo,suffix,hybrid --policy best_first
+    python -m benchmarks.pipeline.methods --stored methods.json --plot methods    # only draws it
+    python -m benchmarks.pipeline.methods --quick --check benchmarks/results/methods_quick.json
+
+Every figure comes from whole runs of the product on the demo pair with the shipped prompts of all
+four kinds; the answers are compared with those of `root`, token for token. A step's number of draft
+rounds is fixed and the cost of a row is stated, so no figure depends on the speed of the machine.
+Therefore a change that should leave decoding as it is can be checked: `--check FILE` compares every
+count with that of a stored run of the same prompts, and ends with exit code 1 if any differs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.progress import track
+
+from benchmarks.common import experiment, plot
+from benchmarks.common.demo_pair import Pair
+from benchmarks.common.experiment import names, numbers
+from benchmarks.common.run_options import PROPOSERS
+from pipespec.config.compose import compose
+from pipespec.controller.embedded_redis import EmbeddedRedis
+
+# Methods whose size this table does not vary.
+LABELS = ("policy", "source", "width", "children", "rounds")
+COUNTS = ("tokens_per_step", "hit_rate", "rows_per_step", "rounds_per_step")
+FIXED = ("root", "static_tree")
+# SpecPipe's cut of a level; `level` by itself is PipeDec's (docs/policies.md).
+CUT_BEFORE = "level, cut before"
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table, before it is measured."""
+
+    policy: str
+    width: int
+    children: int
+    rounds: int
+    settings: tuple[str, ...] = ()
+    proposer: str = "demo"
+
+    @property
+    def overrides(self) -> list[str]:
+        policy = self.policy.partition(",")[0]
+        proposer = PROPOSERS[self.proposer]
+        return [f"policy={policy}", *proposer, f"proposer.rounds={self.rounds}", *self.settings]
+
+
+def methods(
+    widths: list[int], children: list[int], rounds: list[int], proposers: list[str]
+) -> Iterator[Method]:
+    """Every row of the table: all policies with the first proposer; `best_first` with the most
+    children for the others."""
+    yield Method("root", 1, 0, 1, (), proposers[0])
+    first, *others = proposers
+    yield Method("static_tree", 21, 8, max(rounds), (), first)
+    for width in widths:
+        for count in children:
+            size = (f"policy.width={width}", f"policy.children={count}")
+            yield Method("level", width, count, 1, size, first)
+            if count == max(children):
+                yield Method(CUT_BEFORE, width, count, 1, (*size, "policy.cut=before"), first)
+            for most in rounds:
+                # A stated cost: with a measured one the counts would depend on the machine's speed.
+                costs = (*size, "policy.row_cost=0.0001")
+                yield Method("best_first", width, count, most, costs, first)
+                if count == max(children):
+                    for proposer in others:
+                        yield Method("best_first", width, count, most, costs, proposer)
+
+
+def draw(title: str, rows: list[dict[str, Any]], path: Path) -> None:
+    """Tokens per step over the width and over the children, with the largest value of the other.
+
+    Methods of a fixed size are dashed lines.
+    """
+    fixed = {row["policy"]: row for row in rows if row["policy"] in FIXED}
+    of_first = [row for row in rows if row.get("source") == rows[0].get("source")]
+    sized = [row for row in of_first if row["policy"] not in FIXED]
+    if not sized:
+        raise SystemExit("Only level and best_first can be drawn, and there is neither.")
+    named: dict[str, list[dict[str, Any]]] = {}
+    for row in sized:
+        rounds = f", rounds {row['rounds']}" if row["policy"] == "best_first" else ""
+        named.setdefault(row["policy"] + rounds, []).append(row)
+    colours = dict(zip(named, plot.COLOURS[4::-2], strict=False)) | plot.METHODS
+    with plot.figure(path, title, columns=2, size=(8.4, 3.6)) as panels:
+        for axes, varies, other in (
+            (panels[0], "width", "children"),
+            (panels[1], "children", "width"),
+        ):
+            most = max(row[other] for row in sized)
+            lines = {
+                name: [(row[varies], row["tokens_per_step"]) for row in mine if row[other] == most]
+                for name, mine in named.items()
+            }
+            ends = sorted({row[varies] for row in sized})
+            level = {
+                name: [(end, row["tokens_per_step"]) for end in (ends[0], ends[-1])]
+                for name, row in fixed.items()
+            }
+            plot.lines(
+                axes,
+                lines | level,
+                xlabel=f"{varies} ({other} {most})",
+                ylabel="tokens per step",
+                colours=colours,
+                log_x=True,
+                dashed=[*level],
+                legend=varies == "width",
+            )
+
+
+def differences(
+    stored: Mapping[str, Any], title: str, rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """How the counts of `rows` differ from those of a stored run, a sentence for each.
+
+    Rows that the stored run has besides these are ignored.
+    """
+    if stored["title"] != title:
+        return [f"The stored run is of {stored['title']!r}, this one of {title!r}."]
+    known = {tuple(row[name] for name in LABELS): row for row in stored["rows"]}
+    found = []
+    for row in rows:
+        label = tuple(row[name] for name in LABELS)
+        name = ", ".join(map(str, label))
+        if label not in known:
+            found.append(f"{name}: not in the stored run.")
+            continue
+        found += [
+            f"{name}: {count} is {row[count]!r}, stored {known[label][count]!r}."
+            for count in COUNTS
+            if not math.isclose(row[count], known[label][count], rel_tol=1e-9)
+        ]
+    return found
+
+
+def main() -> None:
+    parser = experiment.parser(__doc__, plot=True)
+    parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--widths", type=numbers, default=[4, 8, 16, 32, 64])
+    parser.add_argument("--children", type=numbers, default=[2, 4, 8, 16])
+    parser.add_argument("--rounds", type=numbers, default=[1, 3], help="per step (1,3)")
+    parser.add_argument("--prompts", type=int, help="how many of the shipped prompts (all)")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="cut prompts to (128)")
+    parser.add_argument("--tokens", type=int, default=64, help="decoded after each prompt (64)")
+    parser.add_argument("--policy", help="only this one, and root")
+    parser.add_argument(
+        "--proposers", type=names, default=["demo"], help=f"of {', '.join(PROPOSERS)} (demo)"
+    )
+    parser.add_argument("--stored", type=Path, help="draw this stored result and run nothing")
+    parser.add_argument("--check", type=Path, help="compare the counts with this stored result")
+    options = experiment.parse(parser, prompts=4, tokens=16, widths=[16, 64], children=[8])
+    if options.stored:
+        if not options.plot:
+            parser.error("--stored FILE draws a stored result; add --plot PATH.")
+        stored = json.loads(options.stored.read_text())
+        draw(stored["title"], stored["rows"], options.plot)
+        return
+
+    if unknown := set(options.proposers) - PROPOSERS.keys():
+        parser.error(
+            f"--proposers names {', '.join(sorted(unknown))}; choose of {', '.join(PROPOSERS)}."
+        )
+    pair = Pair()
+    prompts = pair.prompts(options.prompts, options.prompt_tokens)
+    rows = []
+    expected: list[list[int]] | None = None
+    chosen = [
+        method
+        for method in methods(options.widths, options.children, options.rounds, options.proposers)
+        if method.policy == "root" or options.policy in (None, method.policy)
+    ]
+    overrides = [[f"cluster.stages={options.stages}", *method.overrides] for method in chosen]
+    with EmbeddedRedis() as server:
+        for method, given in track([*zip(chosen, overrides, strict=True)], "decoding"):
+            decoded = pair.decode(server, prompts, options.tokens, *given)
+            expected = expected or decoded.answers
+            assert decoded.answers == expected, f"{method} changed the text"
+            rows.append(
+                {
+                    "policy": method.policy,
+                    "source": method.proposer,
+                    "width": method.width,
+                    "children": method.children,
+                    "rounds": method.rounds,
+                    "tokens_per_step": decoded.tokens_per_step,
+                    "hit_rate": decoded.mean("hit_rate"),
+                    "rows_per_step": decoded.mean("rows_per_step"),
+                    "rounds_per_step": decoded.mean("draft_rounds_per_step"),
+                }
+            )
+    title = (
+        f"{options.stages} stages, demo pair, {len(prompts)} prompts × {options.tokens} tokens, "
+        "equal text in all rows"
+    )
+    differing = []
+    if options.check:
+        differing = differences(json.loads(options.check.read_text()), title, rows)
+    experiment.publish(
+        options,
+        title,
+        rows,
+        draw=partial(draw, title, rows),
+        overrides=[experiment.overrides(given) for given in overrides],
+        settings=[experiment.settings(compose(given)) for given in overrides],
+    )
+    if differing:
+        sys.exit("\n".join(differing))
+    if options.check:
+        print(f"All counts of {len(rows)} rows are those of {options.check}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The Python interface: `LLM` and `AsyncLLM`, with names as vLLM has them."""

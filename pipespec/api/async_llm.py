@@ -1,0 +1,307 @@
+"""`AsyncLLM`: a cluster of this process, or one that is up, for an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from pipespec.api.cluster_settings import check_policy, overrides_of
+from pipespec.api.cluster_thread import ClusterThread
+from pipespec.api.outputs import RequestOutput
+from pipespec.api.pending_request import PendingRequest, output_of
+from pipespec.api.prompts import (
+    Conversation,
+    Message,
+    Prompt,
+    Tokenized,
+    tokenize_chats,
+    tokenize_prompts,
+)
+from pipespec.api.sampling_params import SamplingParams
+from pipespec.client import registry
+from pipespec.client.answers import fresh_seed
+from pipespec.client.async_answer import AsyncAnswer
+from pipespec.client.async_client import AsyncClient, attach
+from pipespec.client.model_info import ModelInfo
+from pipespec.client.registry import RunningCluster
+from pipespec.client.request_settings import RequestSettings
+from pipespec.client.sync_client import PATIENCE_S
+from pipespec.clock import monotonic_ns
+from pipespec.cluster.deployment import Deployment, decide
+from pipespec.config.compose import compose
+from pipespec.core import SamplingParams as RequestParams
+from pipespec.errors import PipespecError, RankFailed
+from pipespec.sampling.params import check_vocabulary
+
+if TYPE_CHECKING:  # it imports torch
+    from pipespec.head.policies.policy import SpeculationPolicy
+
+
+class AsyncLLM:
+    """Generates texts with a model on a cluster of this process. For the tasks of one event loop.
+
+        async with AsyncLLM("org/model", draft="org/draft", stages=4) as llm:
+            outputs = await llm.generate(["Once upon a time"], SamplingParams(max_tokens=64))
+            async for piece in llm.stream("Once upon a time"):
+                print(piece, end="")
+
+    Any number of calls may run at once; the cluster decodes `scheduler.max_num_seqs` requests at
+    the same time, the others wait in its queue. A call that is cancelled cancels its requests.
+
+    Args:
+        model: a folder, a GGUF file or a hub id; None: the demo pair.
+        draft: the draft model; None: that of the demo pair, and for a model of your own none
+            (`proposer=suffix`), unless `settings` say otherwise.
+        stages: how many ranks the model's layers are cut over, on this machine.
+        hosts: a hosts file, for several machines; not together with `stages`.
+        settings: further settings by name, as {"policy": "level", "policy.width": 64}.
+        policy: a speculation policy of your own instead of `settings["policy"]`; its class is in a
+            module that the ranks can import, in the working folder or on PYTHONPATH.
+
+    Raises ConfigError for settings that are wrong; what fails later is raised by `start`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        draft: str | os.PathLike[str] | None = None,
+        stages: int | None = None,
+        hosts: str | os.PathLike[str] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        policy: SpeculationPolicy | None = None,
+    ):
+        self._overrides = overrides_of(model, draft, stages, hosts, settings or {})
+        check_policy(policy, settings or {})
+        self._policy = policy
+        self._running: RunningCluster | None = None  # one that another process runs
+        self._own: ClusterThread | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._ending: asyncio.Event
+        self._client: AsyncClient
+        self._defaults: RequestSettings
+
+    @classmethod
+    def connect(cls, name: str | None = None) -> AsyncLLM:
+        """The cluster that `pipespec up` has started under this name; None: the only one.
+
+        Raises ConfigError if there is none, or it is not ready.
+        """
+        llm = cls()
+        llm._running = registry.find(registry.entry(name).name)
+        return llm
+
+    async def start(self) -> None:
+        """Start the cluster, or connect to it; `async with` does it too.
+
+        Raises:
+            ConfigError, Unreachable, HostFailed: before any rank starts.
+            RankFailed: a rank failed while it loaded.
+        """
+        if self._serving is not None:
+            raise PipespecError("The LLM was started before; make a new one.")
+        started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ending = asyncio.Event()
+        self._serving = asyncio.create_task(self._serve(started))
+        try:
+            await started
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Cancel what is under way and end the cluster, if it is of this process; harmless when
+        called again."""
+        if self._serving is None:
+            return
+        self._ending.set()
+        await asyncio.wait([self._serving])
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    # --- texts --------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """The answers to one prompt or several, in their order.
+
+        A prompt is a text or a list of token ids. Without `sampling_params` the cluster's own
+        settings `decode` and `sampling` hold.
+
+        Raises:
+            PromptError: a prompt is empty or too long; ConfigError: a parameter is out of range.
+            RankFailed, Unreachable: the cluster has ended, or its Redis.
+        """
+        return await self._answer(tokenize_prompts(self.model_info, prompts), sampling_params)
+
+    async def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[RequestOutput]:
+        """The next message of one conversation or of several, by the model's chat template.
+
+        A conversation is a list of {"role": ..., "content": ...}. Raises as `generate`.
+        """
+        return await self._answer(tokenize_chats(self.model_info, messages), sampling_params)
+
+    async def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[str]:
+        """The answer to one prompt, piece by piece; joined they are its text.
+
+        Closing the iterator cancels the request. Raises as `generate`.
+        """
+        async for piece in self._pieces(tokenize_prompts(self.model_info, prompt), sampling_params):
+            yield piece
+
+    async def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> AsyncGenerator[str]:
+        """The next message of a conversation, piece by piece."""
+        async for piece in self._pieces(tokenize_chats(self.model_info, messages), sampling_params):
+            yield piece
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """The model: its tokenizer, context and end tokens. Raises PipespecError if the LLM is not
+        started or closed, RankFailed if its cluster has ended."""
+        if self._serving is None or self._serving.done() or self._ending.is_set():
+            raise PipespecError("The LLM is closed, or was not started; make a new one.")
+        if self._own is not None:
+            self._own.check()
+        return self._client.served
+
+    # --- the cluster --------------------------------------------------------------------------
+
+    async def _serve(self, started: asyncio.Future[None]) -> None:
+        """Hold the cluster and a client of it open."""
+        try:
+            async with (
+                self._cluster() as running,
+                attach(running, PATIENCE_S, follows_restarts=False, own=self._own) as client,
+            ):
+                await client.look()  # whether its Redis answers
+                self._client = client
+                self._defaults = RequestSettings.on(running, ())
+                if not started.done():
+                    started.set_result(None)
+                await self._ending.wait()
+        except asyncio.CancelledError:  # the event loop ends
+            started.cancel()
+            raise
+        except BaseException as error:
+            if isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            if not started.done():
+                started.set_exception(error)
+            elif not started.cancelled():  # else the caller has given the start up
+                raise
+
+    @asynccontextmanager
+    async def _cluster(self) -> AsyncIterator[RunningCluster]:
+        if self._running is not None:
+            yield self._running
+            return
+        deployment = await asyncio.to_thread(self._deployment)
+        cluster = self._own = ClusterThread(deployment, self._overrides)
+        ready: asyncio.Future[Any] = asyncio.wrap_future(cluster.ready)
+        # A caller that gives the start up does not read why it failed.
+        ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+        ending: asyncio.Future[Any] = asyncio.ensure_future(self._ending.wait())
+        try:
+            await asyncio.wait({ready, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                raise RankFailed("The LLM was closed before its cluster was ready.")
+            yield ready.result()
+        finally:
+            ending.cancel()
+            cluster.stop()
+            await asyncio.shield(asyncio.wrap_future(cluster.ended))
+
+    def _deployment(self) -> Deployment:
+        config = compose(self._overrides)
+        return decide(config if self._policy is None else replace(config, policy=self._policy))
+
+    # --- requests -----------------------------------------------------------------------------
+
+    async def _answer(
+        self, asked: Sequence[Tokenized], sampling_params: SamplingParams | None
+    ) -> list[RequestOutput]:
+        params = self._params(sampling_params)
+        async with self._client.follow() as followed:
+            requests = [
+                [await self._submit(followed, prompt, one, sampling_params) for one in params]
+                for prompt in asked
+            ]
+            by_number = {one.number: one for ones in requests for one in ones}
+            while len(followed):
+                for number, event in await followed.next():
+                    by_number[number].receive(event)
+            outputs = []
+            for prompt, ones in zip(asked, requests, strict=True):
+                finished = [(one, await self._client.reports(one.number)) for one in ones]
+                outputs.append(output_of(self.model_info, prompt, finished))
+            return outputs
+
+    async def _pieces(
+        self, asked: Sequence[Tokenized], sampling_params: SamplingParams | None
+    ) -> AsyncGenerator[str]:
+        (prompt,) = asked
+        one, *more = self._params(sampling_params)
+        if more:
+            raise PipespecError(f"A stream has one answer, but n is {1 + len(more)}; leave it out.")
+        async with self._client.follow() as followed:
+            request = await self._submit(followed, prompt, one, sampling_params)
+            while len(followed):
+                for _, event in await followed.next():
+                    if piece := request.receive(event):
+                        yield piece
+
+    def _params(self, chosen: SamplingParams | None) -> list[RequestParams]:
+        """How the tokens of each answer are drawn. Raises ConfigError."""
+        seed = fresh_seed()
+        if chosen is None:
+            return [self._defaults.params(fresh_seed=seed)]
+        params = chosen.answers(seed)
+        check_vocabulary(params[0], self.model_info.vocab_size, section="")
+        return params
+
+    async def _submit(
+        self,
+        followed: AsyncAnswer,
+        prompt: Tokenized,
+        params: RequestParams,
+        chosen: SamplingParams | None,
+    ) -> PendingRequest:
+        served, decode, began = self.model_info, self._defaults.decode, monotonic_ns()
+        if chosen is None:
+            number = await followed.ask(self._defaults, prompt.token_ids, params)
+            return PendingRequest(served, prompt, params, number, began, decode.stop)
+        eos = () if chosen.ignore_eos else served.eos
+        most = chosen.max_tokens
+        number = await followed.submit(
+            prompt.token_ids,
+            params,
+            max_new_tokens=decode.max_new_tokens if most is None else most,
+            stop=chosen.stop,
+            eos=(*eos, *(token for token in chosen.stop_token_ids if token not in eos)),
+            priority=chosen.priority,
+        )
+        return PendingRequest(served, prompt, params, number, began, chosen.stop)

@@ -1,0 +1,121 @@
+"""What the Python interface returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipespec.core import TokenLogprobs
+from pipespec.text import Tokenizer, token_text
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token that is or might have been at a place of a text, as in vLLM.
+
+    Attributes:
+        logprob: its natural log-probability in the target's own distribution.
+        rank: 1 for the most probable token of the place; None for a token that is not among the
+            most probable ones that were asked for.
+        decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# By token id: the token of the place first, then the most probable ones.
+LogprobsAtPlace = dict[int, Logprob]
+
+
+def logprobs_by_place(
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    reported: Sequence[TokenLogprobs],
+    most: int | None,
+) -> list[LogprobsAtPlace] | None:
+    """Of each of the tokens of a text, and of the `most` most probable ones there; None: not asked
+    for."""
+    if most is None:
+        return None
+    return [
+        _at_place(tokenizer, token, report, most)
+        for token, report in zip(tokens, reported, strict=True)
+    ]
+
+
+def _at_place(
+    tokenizer: Tokenizer, token: int, reported: TokenLogprobs, most: int
+) -> LogprobsAtPlace:
+    ranks = {each: rank for rank, (each, _) in enumerate(reported.top, 1)}
+    values = {token: reported.logprob} | dict(reported.top[:most])
+    return {
+        each: Logprob(value, ranks.get(each), token_text(tokenizer, each))
+        for each, value in values.items()
+    }
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer to a prompt.
+
+    Attributes:
+        index: its number among the answers to the prompt.
+        text: without what ended it.
+        token_ids: all tokens, the end token included.
+        cumulative_logprob: the sum of the log-probabilities of its tokens, if asked for.
+        logprobs: for every token its own `Logprob` and those of the most probable tokens at its
+            place, by token id, if asked for.
+        finish_reason: "stop" (an end token or a stop text) or "length".
+        metrics: times in milliseconds, tokens per step and so on (docs/statistics.md).
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[LogprobsAtPlace] | None
+    finish_reason: str
+    metrics: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The answers to one prompt.
+
+    Attributes:
+        request_id: the number of the first answer's request in the cluster, as text.
+        prompt: its text; None if it was given as token ids.
+        prompt_token_ids: its tokens.
+        prompt_logprobs: for each of them as `CompletionOutput.logprobs`, None for the first; None
+            if not asked for.
+        outputs: one for each of `SamplingParams.n`.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[LogprobsAtPlace | None] | None
+    outputs: list[CompletionOutput]
+
+    @property
+    def text(self) -> str:
+        """The text of the first answer."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the first answer."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first answer ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The statistics of the first answer."""
+        return self.outputs[0].metrics

@@ -1,0 +1,168 @@
+"""Measured times of batches by their rows and by the KV slots that they read, as exponential moving
+averages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+# Samples that an average remembers: a newer one weighs 1/MEMORY.
+MEMORY = 64
+
+# KV slots must explain this share of the variance of times, or their effect counts as chance.
+LEAST_EXPLAINED = 0.1
+# Reading KV slots must take this share of a batch's time, or it counts as free.
+LEAST_SHARE = 0.01
+
+# Rows and milliseconds, by rising rows.
+Points = tuple[tuple[int, float], ...]
+
+
+class BatchTimes(NamedTuple):
+    """The measured times of batches.
+
+    Attributes:
+        points: mean milliseconds by rows, without the time for KV slots.
+        slot_ms: milliseconds that each KV slot adds.
+        slots: KV slots that a batch reads on average."""
+
+    points: Points = ()
+    slot_ms: float = 0.0
+    slots: float = 0.0
+
+    def with_slots(self) -> Points:
+        """The mean milliseconds by rows, with the time for the average number of KV slots."""
+        return tuple((rows, ms + self.slot_ms * self.slots) for rows, ms in self.points)
+
+
+NO_TIMES = BatchTimes()
+
+
+@dataclass(slots=True)
+class Ema:
+    """An exponential moving average; the first `memory` samples have equal weights."""
+
+    memory: int = MEMORY
+    value: float | None = None
+    samples: int = 0
+
+    def add(self, sample: float) -> None:
+        self.samples += 1
+        old = sample if self.value is None else self.value
+        self.value = old + (sample - old) / min(self.samples, self.memory)
+
+
+def size_bucket(rows: int) -> int:
+    """The largest batch in the same bucket as one of so many rows: buckets end at powers of two, as
+    GPUs take about the same time up to these."""
+    return 1 << (rows - 1).bit_length()
+
+
+@dataclass(slots=True)
+class _SizeStats:
+    """The batches of one bucket: means and covariances of rows, slots and times."""
+
+    samples: int = 0
+    mean: np.ndarray = field(default_factory=lambda: np.zeros(3))
+    covariance: np.ndarray = field(default_factory=lambda: np.zeros((3, 3)))
+
+    def add(self, rows: int, slots: int, ms: float) -> None:
+        self.samples += 1
+        new = 1 / min(self.samples, MEMORY)
+        delta = (rows, slots, ms) - self.mean
+        self.mean = self.mean + new * delta
+        self.covariance = (1 - new) * (self.covariance + np.outer(new * delta, delta))
+
+
+class RowTimes:
+    """Measures the times of batches, averaged by bucket (`size_bucket`)."""
+
+    def __init__(self) -> None:
+        self._by_size: dict[int, _SizeStats] = {}
+        self._slots = Ema()
+
+    def add(self, rows: int, ms: float, slots: int = 0) -> None:
+        """Add a batch of one row or more that read so many KV slots."""
+        self._by_size.setdefault(size_bucket(rows), _SizeStats()).add(rows, slots, ms)
+        self._slots.add(slots)
+
+    def points(self, slot_ms: float = 0.0) -> Points:
+        """The mean times without the time for KV slots; monotonic in the rows."""
+        means = [size.mean.tolist() for size in self._by_size.values()]
+        return _rising((rows, max(ms - slot_ms * slots, 0.0)) for rows, slots, ms in means)
+
+    def measured(self) -> BatchTimes:
+        """The measurements so far."""
+        slot_ms = self._slot_ms()
+        return BatchTimes(self.points(slot_ms), slot_ms, self._slots.value or 0.0)
+
+    def _slot_ms(self) -> float:
+        """Milliseconds per KV slot, by least squares of times on rows and slots within buckets.
+
+        0 where the slots explain hardly anything, only correlate with the rows, or take hardly any
+        time.
+        """
+        sizes = self._by_size.values()
+        total = sum((size.covariance for size in sizes), np.zeros((3, 3)))
+        (rows, rows_slots, rows_ms), (_, slots_slots, slots_ms), (*_, ms_ms) = total.tolist()
+        share = rows_slots / rows if rows else 0.0
+        slots = slots_slots - share * rows_slots
+        ms = slots_ms - share * rows_ms
+        left = ms_ms - (rows_ms**2 / rows if rows else 0.0)
+        if slots <= 0 or ms <= 0 or ms * ms <= LEAST_EXPLAINED * slots * left:
+            return 0.0
+        share = ms / slots * (self._slots.value or 0.0) / max(float(size.mean[2]) for size in sizes)
+        return ms / slots if share >= LEAST_SHARE else 0.0
+
+
+def merge_times(measured: Iterable[BatchTimes]) -> BatchTimes:
+    """Merge the measurements of several stages: the mean for each bucket.
+
+    The first stage computes whole batches, later ones the rows that verdicts have left, so together
+    they have measured more sizes.
+    """
+    by_size: dict[int, list[tuple[int, float]]] = {}
+    found = list(measured)
+    for each in found:
+        for rows, ms in each.points:
+            by_size.setdefault(size_bucket(rows), []).append((rows, ms))
+    means = _rising(
+        (sum(rows for rows, _ in like) / len(like), sum(ms for _, ms in like) / len(like))
+        for like in by_size.values()
+    )
+    count = max(len(found), 1)
+    return BatchTimes(
+        means,
+        sum(each.slot_ms for each in found) / count,
+        sum(each.slots for each in found) / count,
+    )
+
+
+def _rising(points: Iterable[tuple[float, float]]) -> Points:
+    found: list[tuple[int, float]] = []
+    highest = 0.0
+    for rows, ms in sorted(points):
+        highest = max(highest, ms)
+        found.append((round(rows), highest))
+    return tuple(found)
+
+
+def pack(measured: BatchTimes) -> str:
+    """As a string without spaces, such as "1:5.25,16:8;0.0001;350"; empty without measurements."""
+    if not measured.points:
+        return ""
+    points = ",".join(f"{rows}:{ms:.6g}" for rows, ms in measured.points)
+    return f"{points};{measured.slot_ms:.6g};{measured.slots:.6g}"
+
+
+def unpack(packed: str) -> BatchTimes:
+    """The inverse of `pack`."""
+    if not packed:
+        return NO_TIMES
+    points, slot_ms, slots = packed.split(";")
+    pairs = (part.split(":") for part in points.split(",") if part)
+    known = tuple((int(rows), float(ms)) for rows, ms in pairs)
+    return BatchTimes(known, float(slot_ms), float(slots))

@@ -1,0 +1,144 @@
+"""The requests of one user of an `AsyncClient`, and what arrives of their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pipespec.client.request_settings import RequestSettings
+from pipespec.controller.log_records import Event, Finished
+from pipespec.core import SamplingParams
+
+if TYPE_CHECKING:
+    from pipespec.client.async_client import AsyncClient
+
+# From so many events of one request that wait here for a slow reader on no more are read; the log
+# keeps them.
+MOST_EVENTS = 256
+
+
+class AsyncAnswer:
+    """Requests of one user, whose events are received as they come. For one task."""
+
+    def __init__(self, client: AsyncClient):
+        self._client = client
+        self._open: dict[int, int] = {}  # events that wait here, of each that has not finished
+        self._events: list[tuple[int, Event]] = []
+        self._loop = asyncio.get_running_loop()
+        self._news = asyncio.Event()
+        self._error: Exception | None = None
+
+    def __len__(self) -> int:
+        """How many have not finished, as far as was received."""
+        return len(self._open)
+
+    async def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        max_new_tokens: int,
+        stop: Sequence[str] = (),
+        eos: Sequence[int] = (),
+        priority: int = 0,
+        policy: str = "",
+        cache_salt: str = "",
+    ) -> int:
+        """Put a request in the queue and follow it; its number.
+
+        `prompt` are token ids; prompt and answer must fit into the model's context, which ends
+        an answer that does not. `stop` are texts and `eos` tokens that end it earlier. Of requests
+        that wait, those of the least `priority` are served first. `policy` is one of those that
+        the cluster was started with, "": its own. A request shares KV only with requests of the
+        same `cache_salt`. Raises Unreachable.
+        """
+        return await self._client.submit_for(
+            self,
+            prompt,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            stop=tuple(stop),
+            eos=tuple(eos),
+            priority=priority,
+            policy=policy,
+            cache_salt=cache_salt,
+        )
+
+    async def ask(
+        self, settings: RequestSettings, prompt: Sequence[int], sampling: SamplingParams
+    ) -> int:
+        """`submit` with the lengths and ends that settings name."""
+        decode = settings.decode
+        return await self.submit(
+            prompt,
+            sampling,
+            max_new_tokens=decode.max_new_tokens,
+            stop=decode.stop,
+            eos=() if decode.ignore_eos else self._client.served.eos,
+            priority=decode.priority,
+            policy=settings.policy,
+        )
+
+    async def add(self, request: int) -> None:
+        """Follow a request that is in the log, from its first event on."""
+        await self._client.add_for(self, request, known=False)
+
+    async def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
+        """The next events, each with its request; [] if none comes within `timeout` seconds.
+
+        Raises RankFailed or Unreachable if the cluster is gone for good.
+        """
+        if not self._news.is_set():
+            # `asyncio.timeout` takes as long as all else here, and this is once for every token.
+            waking = timeout is not None and self._loop.call_later(timeout, self._news.set)
+            try:
+                await self._news.wait()
+            finally:
+                if waking:
+                    waking.cancel()
+        if self._error:
+            raise self._error
+        events, self._events = self._events, []
+        self._news.clear()
+        for request, event in events:
+            if isinstance(event, Finished):
+                del self._open[request]
+        full = [request for request, count in self._open.items() if count >= MOST_EVENTS]
+        self._open = dict.fromkeys(self._open, 0)
+        for request in full:
+            # One that has failed meanwhile is followed no more, which `next` says next.
+            await self._client.release(request)
+        return events
+
+    def interrupt(self, error: Exception) -> None:
+        """Have `next` raise an error; what has not finished is still to be left."""
+        self._error = error
+        self._news.set()
+
+    def leave(self) -> None:
+        """Cancel what has not finished."""
+        for request in self._open:
+            self._client.leave(request)
+        self._open.clear()
+
+    # --- for the client -----------------------------------------------------------------------
+
+    def expect(self, request: int) -> None:
+        """Events of a request will come."""
+        self._open[request] = 0
+
+    def waiting(self, request: int) -> int:
+        """How many events of a request were not taken."""
+        return self._open.get(request, 0)
+
+    def push(self, request: int, event: Event) -> None:
+        """An event has come."""
+        self._open[request] += 1
+        self._events.append((request, event))
+        self._news.set()
+
+    def fail(self, request: int, error: Exception) -> None:
+        """Nothing more will come of a request."""
+        self._open.pop(request, None)
+        self.interrupt(error)

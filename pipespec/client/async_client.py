@@ -1,0 +1,350 @@
+"""Submits requests to a cluster, follows their answers, cancels them and collects reports.
+
+    async with attach(running, patience=600) as client, client.follow() as followed:
+        request = await followed.submit(prompt, sampling, max_new_tokens=64)
+        while len(followed):
+            for request, event in await followed.next():
+                ...
+
+One client serves any number of tasks of one event loop: all requests are followed over one
+connection. A task that leaves the block of `follow` cancels what has not finished. Callers without
+an event loop have the same in `pipespec.client.sync_client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
+
+from pipespec.client import registry
+from pipespec.client.async_answer import MOST_EVENTS, AsyncAnswer
+from pipespec.client.model_info import ModelInfo
+from pipespec.client.registry import RunningCluster
+from pipespec.clock import monotonic_ns
+from pipespec.controller.async_request_log import AsyncRequestLog, AsyncStreams, Forgotten
+from pipespec.controller.cluster_status import ClusterStatus, Unfinished
+from pipespec.controller.log_records import Accepted, Event, Finished
+from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RETRY_S, password
+from pipespec.controller.telemetry_store import TelemetryReader
+from pipespec.errors import ConfigError, ControllerError, RankFailed, Unreachable
+from pipespec.stats import Report, empty_report
+
+# How long all requests may be silent before the cluster is looked at, and if it is our own.
+HEARTBEAT_S = 0.5
+OWN_HEARTBEAT_S = 0.05
+# How long the ranks may take to report at the end, and if some of them may be lost.
+REPORTS_TIMEOUT_S = 60.0
+LOST_REPORTS_S = 2.0
+# Requests whose first token's arrival is remembered until their reports are read.
+MOST_FIRST_TOKENS = 1 << 16
+
+
+class OwnCluster(Protocol):
+    """A cluster that this process runs (`ClusterSession`), asked from the client's thread."""
+
+    def check(self) -> None:
+        """Raise RankFailed if it has ended, so that no open request will finish."""
+        ...
+
+    def reporters(self) -> tuple[int, bool]:
+        """How many ranks report on a request, and whether some reports may be lost."""
+        ...
+
+
+class AsyncClient:
+    """A client of one cluster, for the tasks of one event loop.
+
+    When the cluster's Redis is away, requests wait for it for up to `patience` seconds. With
+    `follows_restarts` they also wait so long for a cluster that has ended: one that is started
+    again under the same name with the same data (`controller.data`) goes on with them; of one that
+    is another they fail. Without it they fail at once.
+
+    Times in its reports are those of this machine's clock: where the cluster's is another, they
+    are moved by the least delay with which a first token arrived here, so that they include the
+    way of that token.
+
+    Args:
+        own: the cluster, if this process runs it.
+        clock: nanoseconds, as `pipespec.clock.monotonic_ns`.
+    """
+
+    def __init__(
+        self,
+        running: RunningCluster,
+        patience: float,
+        *,
+        follows_restarts: bool = True,
+        own: OwnCluster | None = None,
+        clock: Callable[[], int] = monotonic_ns,
+    ):
+        self.running = running
+        self.patience = patience
+        self.away = False  # whether the cluster is known not to answer
+        self._follows_restarts = follows_restarts
+        self._own = own
+        self._clock = clock
+        self._connect()
+        self._readers: dict[int, AsyncAnswer] = {}  # of every request that is followed
+        self._leaving: set[asyncio.Task[None]] = set()  # cancellations that are under way
+        self._first_seen: dict[int, int] = {}  # request: when its first token came here
+        self._offset_ns: int | None = None  # what moves the cluster's times to this clock
+
+    @property
+    def served(self) -> ModelInfo:
+        return self.running.served
+
+    @property
+    def connected(self) -> bool:
+        """Whether Redis answered the last command."""
+        return self._log.connected
+
+    @asynccontextmanager
+    async def follow(self) -> AsyncIterator[AsyncAnswer]:
+        """Requests of one user; what has not finished at the end is cancelled."""
+        followed = AsyncAnswer(self)
+        try:
+            yield followed
+        finally:
+            followed.leave()
+
+    async def look(self) -> ClusterStatus | None:
+        """How the cluster is doing; None: nothing is known of it. Raises Unreachable."""
+        return await self._log.look()
+
+    async def unfinished(self, most: int) -> list[Unfinished]:
+        """The first `most` requests that the cluster has, and as many of those that wait, of all
+        users. Raises Unreachable."""
+        return await self._log.unfinished(most)
+
+    async def cancel(self, request: int) -> None:
+        """End a request of any user; one that has finished stays as it is. Raises Unreachable, or
+        ControllerError if it is not in the log."""
+        await self._log.cancel(request)
+
+    async def reports(self, request: int) -> list[Report]:
+        """What every rank says of a finished request whose events were read, the head's first.
+
+        One that was lost with what it had to say has a blank report. Raises Unreachable, or
+        ControllerError if ranks do not report.
+        """
+        count, partial = await self._reporters()
+        timeout = LOST_REPORTS_S if partial else REPORTS_TIMEOUT_S
+        found = await self._log.reports(request, count, timeout, partial=partial)
+        head, *stages = (found.get(rank) or empty_report(rank) for rank in range(count))
+        seen = self._first_seen.pop(request, None)
+        if seen is not None and head["token_ns"]:
+            late = seen - head["token_ns"][0]
+            self._offset_ns = late if self._offset_ns is None else min(self._offset_ns, late)
+        offset = self._offset_ns or 0
+        return [{**head, "token_ns": [at + offset for at in head["token_ns"]]}, *stages]
+
+    def watch(self, request: int | None) -> TelemetryReader:
+        """The steps of the cluster as they come, with the tree of a request if one is named."""
+        running = self.running
+        return TelemetryReader(running.url, namespace=running.namespace, request=request)
+
+    # --- for AsyncAnswer ----------------------------------------------------------------------
+
+    async def submit_for(
+        self, followed: AsyncAnswer, prompt: Sequence[int], **asked: object
+    ) -> int:
+        """Put a request, given as the fields of `Request`, in the queue and follow it; its
+        number."""
+        assert 0 < len(prompt) < self.served.context, "the KV pools are made for no more"
+        log = self._log
+        asking = asyncio.ensure_future(log.enqueue(prompt=tuple(prompt), **asked))
+        try:
+            # Its number must be known, or it could not be cancelled.
+            request = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._meanwhile(self._cancel_late(log, asking))
+            raise
+        if log is not self._log:  # meanwhile the cluster has become another
+            raise self._ended()
+        await self.add_for(followed, request, known=True)
+        return request
+
+    async def add_for(self, followed: AsyncAnswer, request: int, *, known: bool) -> None:
+        """Follow a request of the log; `known`: it is there for certain."""
+        self._readers[request] = followed
+        followed.expect(request)
+        await self._streams.add(request, known=known)
+
+    def leave(self, request: int) -> None:
+        """No task waits for a request any more."""
+        self._readers.pop(request, None)
+        self._first_seen.pop(request, None)
+        self._streams.drop(request)
+        self._meanwhile(self._cancel(self._log, request))
+
+    def _meanwhile(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work for which only the end of this client waits."""
+        task = asyncio.ensure_future(work)
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    @staticmethod
+    async def _cancel(log: AsyncRequestLog, request: int) -> None:
+        # A cluster that is gone decodes nothing, and a log that has forgotten it neither.
+        with suppress(ControllerError):
+            await log.cancel(request)
+
+    @staticmethod
+    async def _cancel_late(log: AsyncRequestLog, asking: asyncio.Future[int]) -> None:
+        with suppress(ControllerError):
+            await log.cancel(await asking)
+
+    async def release(self, request: int) -> None:
+        """There is room for more events of a request."""
+        await self._streams.release(request)
+
+    # --- the one reader -----------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        running = self.running
+        self._log = AsyncRequestLog(
+            running.url, namespace=running.namespace, patience=self.patience
+        )
+        self._streams = AsyncStreams(running.url, self._log, namespace=running.namespace)
+
+    async def _disconnect(self) -> None:
+        await self._streams.close()
+        await self._log.close()
+
+    async def _read(self) -> None:
+        """Hand events to the tasks that wait for them, and find the cluster again when it was
+        away."""
+        since: float | None = None
+        while True:
+            problem: Unreachable | None = None
+            events: list[tuple[int, Event]] = []
+            busy = self._own is not None and self._readers
+            try:
+                events = await self._streams.next(OWN_HEARTBEAT_S if busy else HEARTBEAT_S)
+            except Forgotten as error:
+                self._fail([error.request], self._ended())
+            except Unreachable as error:
+                problem = error
+            for request, event in events:
+                self._hand(request, event)
+            end = None if events else await self._end()
+            if problem is None and end is None:
+                since, self.away = None, False
+                continue
+            self.away = True
+            since = since or time.monotonic()
+            if self._follows_restarts and await self._found_again():
+                continue
+            late = time.monotonic() - since > self.patience
+            if late or (end is not None and not self._follows_restarts):
+                self._fail([*self._readers], end or problem or self._ended())
+            await asyncio.sleep(RETRY_S)
+
+    def _hand(self, request: int, event: Event) -> None:
+        followed = self._readers.get(request)
+        if followed is None:
+            return
+        if isinstance(event, Finished):
+            del self._readers[request]
+        elif isinstance(event, Accepted) and not self.running.owner.here:
+            self._saw_first(request)
+        followed.push(request, event)
+        if followed.waiting(request) == MOST_EVENTS:
+            self._streams.hold(request)
+
+    def _saw_first(self, request: int) -> None:
+        """A token of a request came from a machine with another clock."""
+        self._first_seen.setdefault(request, self._clock())
+        if len(self._first_seen) > MOST_FIRST_TOKENS:  # the reports are not read
+            del self._first_seen[next(iter(self._first_seen))]
+
+    async def _end(self) -> RankFailed | None:
+        """Why no open request will finish, as far as can be known while Redis answers."""
+        if self._own is not None:
+            try:
+                self._own.check()
+            except RankFailed as error:
+                return error
+            return None
+        if self.running.owner.here:
+            return self._ended() if self.running.owner.gone else None
+        try:
+            return self._ended() if await self._log.look() is None else None
+        except Unreachable:
+            return None  # the next read says so
+
+    async def _reporters(self) -> tuple[int, bool]:
+        if self._own is not None:
+            return self._own.reporters()
+        now = await self._log.epoch()
+        return self.running.num_ranks, now is not None and now > self.running.epoch
+
+    async def _found_again(self) -> bool:
+        """Whether the cluster's name now belongs to one that was started again."""
+        try:
+            found = await asyncio.to_thread(registry.find, self.running.name)
+        except ConfigError:  # it is not up, or not yet
+            return False
+        if found == self.running:
+            return False
+        before, self.running = self.running, found
+        if _log_of(found) == _log_of(before):
+            await self._log.move(found.url)
+            await self._streams.move(found.url)
+        else:
+            self._fail([*self._readers], self._ended())
+            self._log.patience = 0
+            await self._disconnect()
+            self._connect()
+        return True
+
+    def _fail(self, requests: Sequence[int], error: Exception) -> None:
+        for request in requests:
+            if followed := self._readers.pop(request, None):
+                self._streams.drop(request)
+                followed.fail(request, error)
+
+    def _ended(self) -> RankFailed:
+        return RankFailed(
+            f"The cluster {self.running.name!r} on {self.running.host} ended before the request "
+            "was finished; ask again when it is up."
+        )
+
+    async def _close(self) -> None:
+        """Once no task follows anything: see to it that what was cancelled is, if Redis answers."""
+        self._log.patience = 0
+        if self._leaving:
+            _, late = await asyncio.wait(self._leaving, timeout=ANSWER_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        await self._disconnect()
+
+
+@asynccontextmanager
+async def attach(
+    running: RunningCluster,
+    patience: float,
+    *,
+    follows_restarts: bool = True,
+    own: OwnCluster | None = None,
+    clock: Callable[[], int] = monotonic_ns,
+) -> AsyncIterator[AsyncClient]:
+    """A client of a running cluster, for as long as the block lasts; see `AsyncClient`."""
+    client = AsyncClient(running, patience, follows_restarts=follows_restarts, own=own, clock=clock)
+    async with asyncio.TaskGroup() as tasks:  # should the reader fail, so does the block
+        reading = tasks.create_task(client._read())
+        try:
+            yield client
+        finally:
+            reading.cancel()
+            await client._close()
+
+
+def _log_of(running: RunningCluster) -> tuple[str | None, str]:
+    """The identity of a request log: that of a private Redis is its password, and elsewhere
+    every cluster has a namespace of its own."""
+    return password(running.url), running.namespace

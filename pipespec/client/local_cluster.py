@@ -1,0 +1,78 @@
+"""A client of a cluster that this process starts."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.client.request_settings import group
+from pipespec.client.sync_client import PATIENCE_S, Client, connected
+from pipespec.cluster import session
+from pipespec.cluster.deployment import Deployment
+from pipespec.cluster.session import ClusterSession
+
+
+class Running(NamedTuple):
+    """A cluster that this process runs, and a client of it."""
+
+    cluster: ClusterSession
+    client: Client
+
+
+def running_cluster(
+    name: str, cluster: ClusterSession, served: ModelInfo, settings: Sequence[str] = ()
+) -> RunningCluster:
+    """The registry's entry of a cluster of this process, made by `settings`."""
+    return RunningCluster(
+        name=name,
+        url=cluster.redis.worker_url,
+        namespace=cluster.namespace,
+        epoch=cluster.epoch,
+        owner=Owner.this(),
+        host=socket.gethostname(),
+        # Those of the controller may hold a password, and `url` says it all.
+        overrides=tuple(text for text in settings if group(text) != "controller"),
+        served=served,
+        num_ranks=cluster.deployment.num_ranks,
+        started=time.time(),
+    )
+
+
+def own_entry(
+    cluster: ClusterSession, served: ModelInfo, settings: Sequence[str] = ()
+) -> RunningCluster:
+    """The same for clients in this process alone."""
+    namespace = cluster.deployment.config.controller.namespace
+    return replace(running_cluster(namespace, cluster, served, settings), url=cluster.url)
+
+
+@contextmanager
+def asking(cluster: ClusterSession, served: ModelInfo) -> Iterator[Client]:
+    """A client of a cluster that runs. What it has not read to the end may stay open."""
+    with connected(own_entry(cluster, served), PATIENCE_S, own=cluster) as client:
+        yield client
+
+
+@contextmanager
+def running(
+    deployment: Deployment,
+    on_loaded: Callable[[int, int], None] = lambda ranks, of: None,
+    on_log: Callable[[str, str], None] | None = None,
+) -> Iterator[Running]:
+    """Start the cluster of a deployment and ask it; it ends with the block.
+
+    Raises what `session.prepare`, `session.start` and `ModelInfo.of` do.
+    """
+    with session.start_agents(deployment) as agents:
+        served = ModelInfo.of(deployment)
+        with (
+            session.start_cluster(deployment, agents, on_loaded, on_log) as cluster,
+            asking(cluster, served) as client,
+        ):
+            yield Running(cluster, client)

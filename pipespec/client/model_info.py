@@ -1,0 +1,160 @@
+"""What a client needs to know of a cluster's model, so that it reads no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.engine import tokenizer
+from pipespec.engine.llguidance_backend import Grammars
+from pipespec.engine.tokenizer import LONGEST_REASON, BackendTokenizer, ChatTokenizer
+from pipespec.engine.vocabulary import compare_vocabularies
+from pipespec.errors import ModelError, PromptError
+from pipespec.system.validation import is_whole
+
+# A text with more characters than this per token of the context is looked at in part first.
+CHARACTERS = 16
+
+if TYPE_CHECKING:  # `pipespec status` can do without
+    from pipespec.cluster.deployment import Deployment
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model of a cluster, as its users see it.
+
+    Attributes:
+        target: the folder or hub id of the model, where the cluster was started.
+        vocab_size: rows of its embedding.
+        context: tokens of prompt and answer at most.
+        eos: tokens that end a text.
+        backend: its tokenizer; None: Transformers must read `target` on the machine that asks.
+        time_scale: how many times longer everything takes than is reported (`Config.time_scale`).
+        synthetic: whether draft tokens are made from the answer.
+    """
+
+    target: str
+    vocab_size: int
+    context: int
+    eos: tuple[int, ...]
+    backend: BackendTokenizer | None = field(repr=False)
+    time_scale: float | None = None
+    synthetic: bool = False
+
+    @classmethod
+    def of(cls, deployment: Deployment) -> ModelInfo:
+        """The model of a cluster that is about to start, whose drafts have the same tokens.
+
+        Raises ModelError.
+        """
+        found = tokenizer.load(deployment.target.path)
+        for _, info in deployment.models[1:]:
+            compare_vocabularies(found, tokenizer.load(info.path))
+        return cls(
+            target=full_name(deployment.config.model.target),
+            vocab_size=deployment.target.vocab_size,
+            context=deployment.context,
+            eos=deployment.target.eos,
+            backend=found if isinstance(found, BackendTokenizer) else None,
+            time_scale=deployment.config.time_scale,
+            synthetic=deployment.config.proposer.synthetic,
+        )
+
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """Raises ModelError if this machine has not the model that it must be read from."""
+        if self.backend is not None:
+            return self.backend
+        return tokenizer.load(Path(self.target))
+
+    def grammars(self) -> Grammars:
+        """What compiles grammars for its tokens, to see that they can be followed."""
+        grammars = Grammars(lambda: self.tokenizer, self.vocab_size, self.eos)
+        grammars.warm()
+        return grammars
+
+    def encode(self, prompt: str, *, chat: bool = False, bounded: bool = True) -> list[int]:
+        """The token ids of a prompt, with `chat` in the model's chat template.
+
+        Raises PromptError, also for one that leaves no room for an answer if `bounded`, and
+        ModelError for a template that fails.
+        """
+        if not prompt:
+            raise PromptError("The prompt is empty; pass --prompt TEXT or --prompt-file FILE.")
+        text = self._as_chat(prompt) if chat else prompt
+        look = CHARACTERS * self.context
+        if bounded and len(text) > look:
+            # Megabytes take seconds; their beginning is enough.
+            begins = self.tokenizer.encode(text[:look], add_special_tokens=not chat)
+            if len(begins) >= 2 * self.context:
+                raise self._too_long(f"more than {len(begins) // 2}")
+        ids = self.tokenizer.encode(text, add_special_tokens=not chat)
+        if not ids:
+            raise PromptError("The prompt has no tokens; pass a longer one.")
+        if max(ids) >= self.vocab_size:
+            raise PromptError(
+                f"The prompt has the token id {max(ids)}, but the embedding of {self.target} has "
+                f"{self.vocab_size} rows; leave that token out, or correct the tokenizer."
+            )
+        if bounded and len(ids) >= self.context:
+            raise self._too_long(str(len(ids)))
+        return ids
+
+    def _too_long(self, tokens: str) -> PromptError:
+        return PromptError(
+            f"The prompt has {tokens} tokens, but the context holds {self.context} and needs room "
+            "for an answer; shorten the prompt or raise model.context."
+        )
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        answering: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The text of a conversation, with `answering` up to where the model's answer begins.
+
+        `tools` are functions that it may call, as Transformers gives them to templates. Raises
+        TemplateFailed, also if the model has no chat template.
+        """
+        if not self.tokenizer.chat_template:
+            raise TemplateFailed("there is none")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=answering,
+                tokenize=False,
+            )
+        except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
+            raise TemplateFailed(why) from None
+        if not isinstance(text, str) or not is_whole(text):
+            raise TemplateFailed("what it makes is no text")
+        return text
+
+    def _as_chat(self, prompt: str) -> str:
+        if not self.tokenizer.chat_template:
+            raise PromptError(
+                f"--chat needs a chat template, but the tokenizer of {self.target} has none."
+            )
+        try:
+            return self.render([{"role": "user", "content": prompt}])
+        except TemplateFailed as error:
+            raise ModelError(
+                f"The chat template of {self.target} fails ({error}); correct it, or leave --chat "
+                "out."
+            ) from None
+
+
+class TemplateFailed(Exception):
+    """Why a chat template made no text, as a clause."""
+
+
+def full_name(target: str) -> str:
+    """A model that was set by `target`: the whole path of its folder or file, or its id on the
+    hub."""
+    return str(Path(target).absolute() if Path(target).exists() else target)

@@ -1,0 +1,86 @@
+"""The settings of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipespec.client.registry import RunningCluster
+from pipespec.config.compose import compose_sections
+from pipespec.config.schema import Config, DecodeConfig
+from pipespec.core import SamplingParams
+from pipespec.engine.llguidance_backend import (
+    grammar_from_json_schema,
+    grammar_from_regex,
+    require_installed,
+    validate,
+)
+from pipespec.errors import ConfigError
+from pipespec.sampling.grammar import GrammarFailed
+from pipespec.sampling.params import SamplingConfig
+from pipespec.system.validation import Unreadable, read_json
+
+# What a request may choose, and what looks alike but was settled when the cluster started.
+PER_REQUEST = ("decode", "sampling")
+SETTLED = ("decode.prefill_chunk",)
+
+
+@dataclass(frozen=True)
+class RequestSettings:
+    """How a prompt is read, how long the answer may be, how its tokens are drawn, what it must
+    fit (`pipespec.engine.llguidance_backend`; "": anything), and by which of the cluster's policies
+    it is decoded (`Request.policy`)."""
+
+    decode: DecodeConfig
+    sampling: SamplingConfig
+    grammar: str = ""
+    policy: str = ""
+
+    def params(self, fresh_seed: int) -> SamplingParams:
+        """How tokens are drawn; by `fresh_seed` if no seed is set."""
+        return replace(self.sampling.params(fresh_seed), grammar=self.grammar)
+
+    @classmethod
+    def of(cls, config: Config) -> RequestSettings:
+        """Those of a run that starts a cluster of its own. Raises ConfigError."""
+        return cls(config.decode, config.sampling, grammar_of(config.decode))
+
+    @classmethod
+    def on(cls, running: RunningCluster, settings: Sequence[str]) -> RequestSettings:
+        """Those of a request to a running cluster: its defaults, and `settings` on top.
+
+        Raises ConfigError for a setting that is not one of a request.
+        """
+        for text in settings:
+            key = text.partition("=")[0]
+            if group(text) not in PER_REQUEST or key in SETTLED:
+                raise ConfigError(
+                    f"{key!r} was settled when the cluster {running.name!r} started; a request to "
+                    "it may set decode.* and sampling.* only (decode.prefill_chunk not)."
+                )
+        kept = [text for text in running.overrides if group(text) in PER_REQUEST]
+        decode, sampling = compose_sections(PER_REQUEST, [*kept, *settings])
+        return cls(decode, sampling, grammar_of(decode))
+
+
+def grammar_of(decode: DecodeConfig) -> str:
+    """What the settings hold an answer to; "": nothing. Raises ConfigError."""
+    if (name := decode.form) is None:
+        return ""
+    require_installed(name)
+    try:
+        if decode.json_schema is None:
+            found = grammar_from_regex(decode.regex or "")
+        else:
+            found = grammar_from_json_schema(read_json(decode.json_schema))
+        validate(found)
+    except Unreadable as error:
+        raise ConfigError(f"The schema {decode.json_schema!r} cannot be read: {error}.") from None
+    except GrammarFailed as error:
+        raise ConfigError(f"{name} cannot be followed: {error}.") from None
+    return found
+
+
+def group(setting: str) -> str:
+    """The part of the configuration that `group.name=value` or `group=choice` belongs to."""
+    return setting.partition("=")[0].partition(".")[0]

@@ -1,0 +1,185 @@
+"""`AsyncClient` for callers that block.
+
+    with attach(running) as client:
+        request = client.submit(prompt, sampling, max_new_tokens=64)
+        for event in client.events(request):
+            ...
+
+With several requests `client.follow()` yields the events of all of them as they come. Nothing here
+decides anything: each call runs its counterpart of the asynchronous client on an event loop in
+another thread (`LoopThread`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from pipespec.client import async_client
+from pipespec.client.async_answer import AsyncAnswer
+from pipespec.client.async_client import AsyncClient, OwnCluster
+from pipespec.client.loop_thread import LoopThread
+from pipespec.client.model_info import ModelInfo
+from pipespec.client.registry import RunningCluster
+from pipespec.client.request_settings import RequestSettings
+from pipespec.controller.log_records import Event, Finished, failure_of
+from pipespec.core import SamplingParams
+from pipespec.errors import Unreachable
+from pipespec.stats import Report
+
+# How long a user waits for a Redis that is away.
+PATIENCE_S = 30.0
+
+
+class Client:
+    """A client of one cluster. Not for several threads."""
+
+    def __init__(self, thread: LoopThread[AsyncClient]):
+        self._thread = thread
+        self._client = thread.resource
+        self._submitted: dict[int, Answers] = {}  # each request that `events` has not read yet
+
+    @property
+    def served(self) -> ModelInfo:
+        return self._client.served
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, **asked: Any) -> int:
+        """Put a request in the queue; its number. As `AsyncAnswer.submit`."""
+        return self._submit(lambda answers: answers.submit(prompt, sampling, **asked))
+
+    def ask(
+        self, settings: RequestSettings, prompt: Sequence[int], sampling: SamplingParams
+    ) -> int:
+        """`submit` with the lengths and ends that settings name."""
+        return self._submit(lambda answers: answers.ask(settings, prompt, sampling))
+
+    def _submit(self, submit: Callable[[Answers], int]) -> int:
+        answers = self._answers()
+        try:
+            request = submit(answers)
+            self._submitted[request] = answers
+        except KeyboardInterrupt:  # it may be in the queue already, and its number unknown
+            answers.leave()
+            raise
+        return request
+
+    def events(self, request: int) -> Iterator[Event]:
+        """The events of a request, from its first on; Finished is the last.
+
+        Raises RankFailed if the cluster ends before the request does, or the request was given up,
+        and GrammarError.
+        """
+        answers = self._submitted.get(request)
+        if answers is None:  # it was read before, or submitted by another client
+            answers = self._answers()
+            answers.add(request)
+        while len(answers):
+            for _, event in answers.next():
+                if isinstance(event, Finished):
+                    self._submitted.pop(request, None)
+                    if failure := failure_of(event.reason):
+                        raise failure
+                yield event
+
+    @contextmanager
+    def follow(self) -> Iterator[Answers]:
+        """Requests that are followed together; what has not finished at the end is cancelled."""
+        answers = self._answers()
+        try:
+            yield answers
+        finally:
+            answers.leave()
+
+    def cancel(self, request: int) -> None:
+        """End a request of any user. Raises Unreachable, or ControllerError if it is not in the
+        log."""
+        self._thread.run(self._client.cancel(request))
+
+    def reports(self, request: int) -> list[Report]:
+        """As `AsyncClient.reports`."""
+        return self._thread.run(self._client.reports(request))
+
+    def leave(self) -> None:
+        """Cancel what was submitted and not read to its end."""
+        for answers in self._submitted.values():
+            answers.leave()
+        self._submitted.clear()
+
+    def _answers(self) -> Answers:
+        return Answers(self._thread, self._thread.run(_new_answer(self._client)))
+
+
+class Answers:
+    """Requests whose events are received as they come, until each has finished."""
+
+    def __init__(self, thread: LoopThread[AsyncClient], answer: AsyncAnswer):
+        self._thread = thread
+        self._answer = answer
+
+    def __len__(self) -> int:
+        """How many have not finished."""
+        return len(self._answer)
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, **asked: Any) -> int:
+        """As `AsyncAnswer.submit`."""
+        return self._thread.run(self._answer.submit(prompt, sampling, **asked))
+
+    def ask(
+        self, settings: RequestSettings, prompt: Sequence[int], sampling: SamplingParams
+    ) -> int:
+        """`submit` with the lengths and ends that settings name."""
+        return self._thread.run(self._answer.ask(settings, prompt, sampling))
+
+    def add(self, request: int) -> None:
+        """As `AsyncAnswer.add`."""
+        self._thread.run(self._answer.add(request))
+
+    def next(self, timeout: float | None = None) -> list[tuple[int, Event]]:
+        """As `AsyncAnswer.next`."""
+        return self._thread.run(self._answer.next(timeout))
+
+    def leave(self) -> None:
+        """Cancel what has not finished."""
+        self._thread.run(_leave(self._answer))
+
+
+@contextmanager
+def attach(running: RunningCluster) -> Iterator[Client]:
+    """Connect to a running cluster, whose ranks are loaded. Raises Unreachable without answer.
+
+    What was submitted and has not finished at the end of the block is cancelled.
+    """
+    with connected(running, PATIENCE_S) as client:
+        try:
+            yield client
+        finally:
+            client.leave()
+
+
+@contextmanager
+def connected(
+    running: RunningCluster, patience: float, own: OwnCluster | None = None
+) -> Iterator[Client]:
+    """A client that leaves open what it has not read to the end; `own`: as for `AsyncClient`."""
+    thread = LoopThread(
+        lambda: async_client.attach(running, patience, follows_restarts=False, own=own)
+    )
+    try:
+        try:
+            thread.run(thread.resource.look())
+        except Unreachable as error:
+            raise Unreachable(
+                f"The cluster {running.name!r} on {running.host} does not answer: {error}"
+            ) from error
+        yield Client(thread)
+    finally:
+        thread.close()
+
+
+async def _new_answer(client: AsyncClient) -> AsyncAnswer:
+    return AsyncAnswer(client)
+
+
+async def _leave(answer: AsyncAnswer) -> None:
+    answer.leave()

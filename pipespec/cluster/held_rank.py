@@ -1,0 +1,66 @@
+"""A rank that a worker holds in one epoch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pipespec.cluster.deployment import ControllerAddress, Deployment
+from pipespec.cluster.heartbeat import Heartbeat
+from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.config.cluster import AUTO
+from pipespec.config.hosts import Host
+from pipespec.system.cores import SHARES_CORES, CoreShares, num_cores, share_cores
+
+
+@dataclass(frozen=True)
+class HeldRank:
+    """A rank in one epoch, for a worker of that rank.
+
+    Attributes:
+        deployment: with the layers and devices of this epoch, and the paths of this host.
+        member: which of the workers that compute the rank this one is; 0 leads them.
+    """
+
+    deployment: Deployment
+    where: ControllerAddress
+    rank: int
+    member: int
+    assignment: RankAssignment
+    hosts: Mapping[str, Host]
+    heartbeat: Heartbeat
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The workers that compute the rank."""
+        return self.assignment.members(self.rank)
+
+    def num_workers_on(self, device: str) -> int:
+        """How many workers of this epoch compute on a device of this worker's host."""
+        host = self.hosts[self.members[self.member]]
+        return sum(
+            self.hosts[each].name == host.name and self.deployment.device_of(each) == device
+            for each in self.assignment.everyone
+        )
+
+    def core_shares(self) -> CoreShares:
+        """The shares of the ranks of this worker's host in its cores, in this epoch."""
+        here = self.hosts[self.members[self.member]].name
+
+        def on_this_cpu(worker: str) -> bool:
+            return self.hosts[worker].name == here and self.deployment.device_of(worker) == "cpu"
+
+        stages = range(1, self.deployment.num_ranks)
+        num_stages = sum(
+            on_this_cpu(each) for rank in stages for each in self.assignment.members(rank)
+        )
+        has_head = any(map(on_this_cpu, self.assignment.members(0)))
+        threads = self.deployment.config.cluster.threads
+        if threads == AUTO and SHARES_CORES not in os.environ:
+            threads = torch.get_num_threads()  # OMP_NUM_THREADS
+        if threads == AUTO:
+            return share_cores(num_cores(), num_stages, has_head=has_head)
+        return CoreShares.equal(num_cores(), num_stages, threads)

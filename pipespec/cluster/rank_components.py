@@ -1,0 +1,291 @@
+"""Makes the components of a rank from a deployment: models, proposer, settings of its loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from pipespec.cluster import memory
+from pipespec.cluster.deployment import Deployment, quantization_of
+from pipespec.config.hosts import Host
+from pipespec.config.schema import Config
+from pipespec.core import Request
+from pipespec.engine import tokenizer
+from pipespec.engine.attention.select import AUTO, SDPA
+from pipespec.engine.autotune import autotune
+from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.runner import SliceRunner
+from pipespec.engine.tensor_parallel import TPRank
+from pipespec.engine.tp_worker import TPBroadcastGroup, TPDriver, negotiate, run_tp_worker
+from pipespec.errors import ConfigError
+from pipespec.head.proposers.async_proposer import AsyncProposer
+from pipespec.head.proposers.cascade import CascadeProposer
+from pipespec.head.proposers.draft_model import DraftModelProposer
+from pipespec.head.proposers.parallel import ParallelDraft
+from pipespec.head.proposers.proposer import Proposer
+from pipespec.head.scheduler_types import SchedulerConfig
+from pipespec.head.scoring import Scoring
+from pipespec.head.sequence import StopCheck
+from pipespec.placement.measurements import draft_slots
+from pipespec.text import StopChecker
+
+log = logging.getLogger(__name__)
+
+
+def on_this_host(deployment: Deployment, host: Host) -> Deployment:
+    """The deployment with the checkpoints at their paths on this host. Raises ConfigError."""
+
+    def here(path: Path, given: str | None, kind: str) -> Path:
+        found = Path(given).expanduser() if given else path
+        if not (found.is_dir() or (is_gguf(found) and found.is_file())):
+            what = "file" if is_gguf(found) else "folder"
+            raise ConfigError(
+                f"Host {host.name} has no {what} {found}; put the {kind} model there, or name its "
+                f"{what} as {kind} of that host in the hosts file."
+            )
+        return found
+
+    folder = here(Path(deployment.target.path), host.target, "target")
+    if str(folder) != str(deployment.target.path):
+        target = inspect(str(folder))
+        if target.kind != deployment.target.kind:
+            raise ConfigError(
+                f"Host {host.name} has another target in {folder} than the other hosts "
+                f"({target.kind}, not {deployment.target.kind}); put the same there."
+            )
+        deployment = replace(deployment, target=target)
+    for kind, info in deployment.models[1:]:
+        if (given := getattr(host, kind)) is not None:
+            own = inspect(str(here(Path(info.path), given, kind)))
+            deployment = deployment.with_model(kind, own)
+    return deployment
+
+
+def load_model(
+    deployment: Deployment,
+    rank: int,
+    sharing: int = 1,
+    *,
+    mid: bool = False,
+    tp_rank: TPRank | None = None,
+) -> ModelSlice | None:
+    """Load a stage's part of the target, or the draft model at rank 0. None: it has no model.
+
+    Args:
+        sharing: models on the device, this one included; each takes its share of free memory.
+        mid: load the mid-size model beside the head in place of the draft model.
+        tp_rank: which part to load, of a rank that several workers compute.
+    """
+    info = memory.model_of(deployment, rank, mid=mid)
+    if info is None:
+        return None
+    device = memory.device_of(deployment, rank, mid=mid)
+    slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing), mid=mid)
+    name = quantization_of(deployment.name_of(info))
+    info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
+    settings = deployment.config.model
+    model = ModelSlice.load(
+        info.path,
+        memory.layers_of(deployment, info, rank),
+        dtype=getattr(torch, deployment.dtype_of(info)),
+        quantization=deployment.weight_format(info),
+        device=device,
+        num_slots=slots,
+        attention=settings.attention,
+        group=tp_rank,
+    )
+    if settings.compile:
+        model.compile()
+    else:
+        model.swap_products()
+    if model.device.type == "cuda" and settings.attention == AUTO:
+        autotune(model, settings.graph_rows)
+    elif model.device.type == "cuda" and model.attention != SDPA:
+        model.capture_graphs(settings.graph_rows)
+    for sentence in model.refused:
+        log.warning("rank %d: %s", rank, sentence)
+    return model
+
+
+class Weights:
+    """A model or a part of one that this worker has loaded, kept from one epoch to the next."""
+
+    def __init__(self) -> None:
+        self._loaded: tuple[object, ...] | None = None
+        self._model: ModelSlice | None = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether a model was ever loaded. The device may then keep memory that is free."""
+        return self._loaded is not None
+
+    def of(
+        self,
+        deployment: Deployment,
+        rank: int,
+        sharing: int,
+        *,
+        mid: bool = False,
+        member: int = 0,
+        size: int = 1,
+    ) -> ModelSlice | None:
+        """The model of a rank, loaded unless it is the one in memory.
+
+        Args:
+            sharing: models on its device, this one included.
+            mid: the mid-size model beside the head in place of the draft.
+            member: which part to load, of a rank that `size` workers compute.
+        """
+        layers = deployment.layers[rank - 1] if rank else None
+        device = memory.device_of(deployment, rank, mid=mid)
+        info = memory.model_of(deployment, rank, mid=mid)
+        held = None if info is None else deployment.weight_format(info)
+        share = (member, size)
+        key = (rank > 0, layers, device, deployment.num_ranks, deployment.dtype, held, share)
+        if key != self._loaded:
+            self.drop()  # first: the device may not hold both
+            tp_rank = TPRank(member, size) if size > 1 else None
+            self._model = load_model(deployment, rank, sharing, mid=mid, tp_rank=tp_rank)
+            self._loaded = key
+        return self._model
+
+    def drop(self) -> None:
+        """Free the model."""
+        if self._model is not None:
+            self._model = self._loaded = None
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # before free memory is measured
+
+
+@contextmanager
+def leading_tp_group(model: ModelSlice, group: TPBroadcastGroup) -> Iterator[int]:
+    """Lead the other members of a tensor-parallel rank within the block.
+
+    Yields the number of KV slots that all of them have.
+    """
+    assert isinstance(model.group, TPRank)
+    with model.group.joined(group):
+        leader = TPDriver(group)
+        slots = negotiate(model, group)
+        model.set_driver(leader)
+        try:
+            yield slots
+            leader.end()
+        finally:
+            model.set_driver(None)
+
+
+def follow_tp_leader(model: ModelSlice, group: TPBroadcastGroup) -> None:
+    """Compute what the leader of a tensor-parallel rank computes, until it ends."""
+    assert isinstance(model.group, TPRank)
+    with model.group.joined(group):
+        negotiate(model, group)
+        run_tp_worker(model, group)
+
+
+def num_profiled_rows(config: Config) -> int:
+    """The largest number of rows for which a stage profiles its batches before the first request.
+
+    It is that of the largest batch if requests run concurrently, so that prefill need not slow down
+    running requests to measure it; else that of draft tokens, if a policy needs their cost.
+    """
+    if config.scheduler.max_num_seqs > 1:
+        return config.max_rows
+    needed = any(each.row_cost is None for each in config.policies)
+    return config.fed_rows if needed else 0
+
+
+def scheduler_config(
+    deployment: Deployment, kv_tokens: int, *, apart: bool = True
+) -> SchedulerConfig:
+    """The settings of the scheduler. Every rank has KV slots for `kv_tokens` tokens of text.
+
+    `apart`: the head has cores that no stage uses (`pipespec.system.cores`). Emulated hosts have.
+    """
+    config = deployment.config
+    overlap = config.proposer.overlap
+    for_drafts = draft_slots(config, num_ranks=deployment.num_ranks, head=False)
+    return SchedulerConfig(
+        policy=config.policy,
+        num_steps=deployment.layout.num_steps,
+        rounds=config.proposer.rounds,
+        prefill_chunk=config.decode.prefill_chunk,
+        context_limit=deployment.context,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_rows=config.max_rows,
+        num_slots=kv_tokens + for_drafts,
+        max_retained=config.scheduler.max_retained,
+        overlap=overlap == "yes" or (overlap == "auto" and (apart or bool(config.clock))),
+        request_policies=config.request_policies,
+    )
+
+
+def make_proposer(
+    deployment: Deployment, runner: SliceRunner | None, mid: ModelSlice | None
+) -> Proposer:
+    """The proposer; `runner` holds the draft model and `mid` is the mid-size model of a cascade,
+    where there is one."""
+    draft = None
+    if deployment.draft is not None:
+        assert runner is not None
+        draft = draft_proposer(deployment, deployment.draft, runner, deployment.parallel)
+    target = deployment.target
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.load(target.path).encode(text, add_special_tokens=False)
+
+    config = deployment.config
+    proposer = config.proposer.make(draft, target.vocab_size, encode)
+    if not config.mid_rows:
+        return proposer
+    mid_proposer = None
+    if deployment.mid is not None:
+        assert mid is not None
+        mid_proposer = draft_proposer(deployment, deployment.mid, SliceRunner(mid, mid.num_slots))
+    beside = config.proposer.make_mid(mid_proposer, target.vocab_size)
+    scoring = Scoring(config.mid_rows, deployment.context)
+    return CascadeProposer(proposer, AsyncProposer(beside, config.clock), scoring)
+
+
+def draft_proposer(
+    deployment: Deployment,
+    info: CheckpointInfo,
+    runner: SliceRunner,
+    parallel: ParallelDraft | None = None,
+) -> DraftModelProposer:
+    """The proposer that runs a draft model or a mid-size one."""
+    config = deployment.config
+    return DraftModelProposer(
+        runner,
+        config.decode.prefill_chunk,
+        min(deployment.target.vocab_size, info.vocab_size),
+        foresight=config.proposer.foresight,
+        max_retained=config.scheduler.max_retained,
+        parallel=parallel,
+    )
+
+
+def stop_check(deployment: Deployment) -> Callable[[Request], StopCheck]:
+    """A factory of the stop-string checks of requests."""
+
+    def never(_: int) -> bool:
+        return False
+
+    def make(request: Request) -> StopCheck:
+        if not request.stop:
+            return never
+        return StopChecker(
+            tokenizer.load(deployment.target.path),
+            request.stop,
+            request.prompt,
+            request.sampling.min_tokens,
+        )
+
+    return make

@@ -1,0 +1,105 @@
+"""The Redis of a cluster: a private one, or one that the user names."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from pipespec.cluster.deployment import Deployment
+from pipespec.config.hosts import Host
+from pipespec.controller import epoch_control
+from pipespec.controller.certificate import tls_of
+from pipespec.controller.data_folder import KeptModel, check_model, write_model
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.redis_connection import check_server
+from pipespec.errors import ConfigError
+from pipespec.system.network_interfaces import source_address
+
+
+def require_same_model(
+    deployment: Deployment, remedy: str = "remove that folder, or name another controller.data"
+) -> None:
+    """Raise ConfigError, which ends with `remedy`, if `controller.data` holds requests of
+    another model."""
+    data = deployment.config.controller.data
+    if data is not None:
+        check_model(Path(data), kept_model(deployment), remedy)
+
+
+def kept_model(deployment: Deployment) -> KeptModel:
+    """The properties of the target that determine the texts of requests, and its context."""
+    target, model = deployment.target, deployment.config.model
+    held = deployment.weight_format(target)
+    quantized = "" if held is None else f" quantised to {held}"
+    return KeptModel(
+        f"{target.path} ({target.kind}{quantized}, {deployment.dtype})",
+        # Of a cluster for one request the pools hold less; the next may hold more.
+        model.context or target.context,
+    )
+
+
+class ClusterRedis(NamedTuple):
+    """The Redis of one cluster. Both URLs hold the password.
+
+    Attributes:
+        url: for this process.
+        worker_url: for the workers, some of which may be on other hosts.
+        namespace: the prefix of the cluster's keys.
+        server: the private server; None for one that the user names.
+    """
+
+    url: str
+    worker_url: str
+    namespace: str
+    server: EmbeddedRedis | None
+
+
+@contextmanager
+def cluster_redis(deployment: Deployment) -> Iterator[ClusterRedis]:
+    """The Redis that the user names, once it has answered, or a private one that ends with the
+    block.
+
+    In a Redis that others use too, the keys of this cluster have a namespace of their own, which
+    is deleted after it. Raises ConfigError, ControllerError.
+    """
+    address = own_address(deployment.hosts)
+    config = deployment.config.controller
+    if config.url is None:
+        data = None if config.data is None else Path(config.data)
+        with EmbeddedRedis(
+            addresses=() if address is None else (address,),
+            port=None if address is None else config.port,
+            data=data,
+            tls=tls_of(config.tls),
+        ) as server:
+            if data is not None:
+                write_model(data, kept_model(deployment))
+            worker_url = server.url if address is None else server.url_at(address)
+            yield ClusterRedis(server.url, worker_url, config.namespace, server)
+        return
+    check_server(config.url, namespace=config.namespace)
+    namespace = f"{config.namespace}:{secrets.token_hex(4)}"
+    try:
+        yield ClusterRedis(config.url, config.url, namespace, None)
+    finally:
+        epoch_control.delete_namespace(config.url, namespace)
+
+
+def own_address(hosts: Sequence[Host]) -> str | None:
+    """This machine's address towards the other hosts; None if there are none.
+
+    Raises ConfigError if no route leads to them.
+    """
+    far = next((host.address for host in hosts if not host.local), None)
+    if far is None:
+        return None
+    try:
+        return source_address(far, socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(
+            f"This machine has no route to {far} ({error.strerror}); correct the address."
+        ) from error

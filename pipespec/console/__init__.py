@@ -1,0 +1,1 @@
+"""What every command uses: the argument parser, and printing to the terminal."""

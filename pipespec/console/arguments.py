@@ -1,0 +1,91 @@
+"""What the commands' arguments have in common: a parser whose complaints are ours, overrides."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pipespec.errors import ConfigError
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction["Parser"]
+
+STDIN = "-"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose complaints are ConfigErrors.
+
+    With `show_settings` its help ends with the settings of `conf/`, read only when asked for.
+    """
+
+    def __init__(self, *, show_settings: bool = False, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+        self._show_settings = show_settings
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            f"{message[:1].upper()}{message[1:].rstrip('.')}; see {self.prog} --help."
+        )
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if not self._show_settings:
+            return text
+
+        from pipespec.config.choices import settings
+
+        lines = [f"  {s.name}={s.default}".ljust(34) + f"  {s.note}".rstrip() for s in settings()]
+        return "\n".join([text, "settings and their defaults:", *lines, ""])
+
+
+def finish(
+    command: Parser,
+    run: Callable[[argparse.Namespace, list[str]], int],
+    *,
+    starts: bool = False,
+) -> None:
+    """Add what every command has: `--json`, what runs it, and which options it knows.
+
+    `starts`: it starts ranks on this machine, unless `--on` is given.
+    """
+    command.add_argument(
+        "--json", action="store_true", help="print one JSON object and nothing else"
+    )
+    known = [name for action in command._actions for name in action.option_strings]
+    command.set_defaults(command=run, known_options=known, starts=starts)
+
+
+def add_on(command: Parser) -> None:
+    """Add `--on`, for commands that can ask a cluster that is up already."""
+    command.add_argument(
+        "--on",
+        metavar="NAME",
+        help="ask the cluster that `pipespec up` started under this name; only decode.* and "
+        "sampling.* may then be set",
+    )
+
+
+def list_of(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """An argparse type: values with commas between them."""
+
+    def parse(text: str) -> list[Any]:
+        return [kind(part.strip()) for part in text.split(",")]
+
+    parse.__name__ = f"list of {kind.__name__.lstrip('_')}"
+    return parse
+
+
+def overrides(
+    rest: list[str], known_options: Sequence[str], *, stdin_allowed: bool = False
+) -> list[str]:
+    """What argparse did not know, as overrides; an unknown option is refused."""
+    for argument in rest:
+        if argument.startswith("-") and not (argument == STDIN and stdin_allowed):
+            name = argument.partition("=")[0]
+            near = get_close_matches(name, known_options, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see --help."
+            raise ConfigError(f"The option {name!r} does not exist; {hint}")
+    return [argument for argument in rest if argument != STDIN]

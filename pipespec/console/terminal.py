@@ -1,0 +1,157 @@
+"""What the commands print, and how."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pipespec.errors import PipespecError
+from pipespec.system.exit_codes import OutputClosedError
+from pipespec.system.validation import MOST_BYTES, Unreadable, decode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def write(text: str) -> None:
+    """Show text at once. Raises OutputClosedError if its reader has closed it."""
+    with output():
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def show(*parts: str | Table, stderr: bool = False) -> None:
+    """Show sentences and tables as they are: nothing in them is taken for markup.
+
+    Raises OutputClosedError if its reader has closed it.
+    """
+    with output("Standard error" if stderr else "Standard output"):
+        out = _console(stderr=stderr)
+        for part in parts:
+            # A sentence may be copied, and is wrapped by the terminal.
+            out.print(part, soft_wrap=isinstance(part, str))
+
+
+def standard_input() -> str:
+    """All that comes through standard input. Raises Unreadable."""
+    if sys.stdin is None:
+        raise Unreadable("it is closed")
+    try:
+        data = sys.stdin.buffer.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise Unreadable(error.strerror or "unknown error") from None
+    if len(data) > MOST_BYTES:
+        raise Unreadable(f"it has more than {MOST_BYTES} bytes")
+    return decode(data)
+
+
+def _console(*, stderr: bool) -> Console:
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise OutputClosedError
+
+    return Plain(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+
+@contextmanager
+def output(name: str = "Standard output") -> Iterator[None]:
+    """Around whatever writes to standard output: its failures, in our words."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise OutputClosedError from error
+    except OSError as error:
+        raise PipespecError(f"{name} cannot be written: {error.strerror}.") from error
+    except UnicodeEncodeError as error:
+        raise PipespecError(
+            f"{name} cannot be written: it takes {error.encoding} alone; set PYTHONUTF8=1."
+        ) from error
+
+
+def on_terminal() -> bool:
+    """Whether standard output is a terminal, where what stands there can be renewed."""
+    return _console(stderr=False).is_terminal
+
+
+def columns() -> int:
+    """How many characters a line of standard output has."""
+    return _console(stderr=False).width
+
+
+@contextmanager
+def live() -> Iterator[Callable[..., None]]:
+    """A place on the terminal for sentences and tables, which stay when it ends.
+
+    Yields a function that replaces what is shown. That raises OutputClosedError if its reader has
+    closed it.
+    """
+    from rich.console import Group
+    from rich.live import Live
+
+    with Live(
+        console=_console(stderr=False),
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as place:
+
+        def renew(*parts: str | Table) -> None:
+            with output():
+                place.update(Group(*parts), refresh=True)
+
+        yield renew
+
+
+@contextmanager
+def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
+    """Bars on a terminal, one per name, that go when all are full; else nothing.
+
+    Yields what moves each bar: how much is done, and of how much.
+    """
+    from rich.progress import Progress
+
+    console = _console(stderr=True)
+    with Progress(
+        console=console, transient=True, redirect_stdout=False, disable=not console.is_terminal
+    ) as bars:
+
+        def mover(name: str) -> Callable[[int, int], None]:
+            bar = bars.add_task(name, total=None)
+
+            def move(done: int, of: int) -> None:
+                bars.update(bar, completed=done, total=of)
+                if bars.finished:
+                    bars.stop()
+
+            return move
+
+        yield [mover(name) for name in names]
+
+
+def labelled(labels: Mapping[str, Any]) -> str:
+    """What a title must say of its figures (`client.answers.labels`); "" if they are plain.
+
+    Times of an emulated machine never look like measured ones, draft tokens that were made from the
+    answer never like those of a draft, and a text that the target alone might not have said
+    never like one that it would.
+    """
+    emulated = ", times EMULATED" if labels["emulated"] else ""
+    synthetic = ", draft tokens SYNTHETIC" if labels["synthetic"] else ""
+    lossy = ", text LOSSY by the verifier" if labels["lossy"] else ""
+    return emulated + synthetic + lossy
+
+
+def shown(value: Any) -> str:
+    """A statistic as text."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {shown(item)}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return " ".join(shown(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    return "-" if value is None else str(value)

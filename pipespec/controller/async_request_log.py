@@ -1,0 +1,360 @@
+"""The request log as users of a cluster see it, from an event loop: one connection submits and
+cancels, another follows any number of requests.
+
+What is sent and what replies mean is in `request_log` (enqueue, cancel), `answer_stream` (reading
+many streams) and `overview`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import redis
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from pipespec.controller.answer_stream import AnswerStreams, block_ms
+from pipespec.controller.cluster_status import (
+    ClusterStatus,
+    Unfinished,
+    parse_status,
+    parse_unfinished,
+    status_commands,
+    unfinished_commands,
+)
+from pipespec.controller.log_records import Event, entries_of
+from pipespec.controller.lua_scripts import ScriptsLost, load_scripts, translate
+from pipespec.controller.redis_connection import (
+    ANSWER_TIMEOUT_S,
+    RETRY_S,
+    explain,
+    lost,
+    options_of,
+)
+from pipespec.controller.redis_keys import RedisKeys
+from pipespec.controller.request_log import cancelling, enqueuing
+from pipespec.controller.tls_client import AsyncPinnedConnection, is_pinned
+from pipespec.core import Request
+from pipespec.errors import ControllerError, Unreachable
+from pipespec.stats import empty_report
+
+# How long Redis keeps the stream that wakes a listener who is gone.
+KEEP_LISTENER_S = 3600
+# A blocking read is renewed this often, so that a silent Redis is noticed.
+LISTEN_S = 5.0
+
+
+class AsyncRedisConnection:
+    """A connection that is made when it is needed. Its callers take turns.
+
+    Raises Unreachable whenever Redis is gone; the next call connects again.
+    """
+
+    def __init__(self, url: str, *, scripts: bool = False):
+        """`scripts`: load the Lua scripts on every connection."""
+        self.url = url
+        self._scripts = scripts
+        self._turn = asyncio.Lock()
+        self._connection: AbstractConnection | None = None
+        self._answered = False
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
+
+    async def call(self, *command: Any, timeout: float = 0.0) -> Any:
+        """The reply to a command, which itself may block for `timeout` seconds."""
+        return (await self.batch([command], timeout))[-1]
+
+    async def batch(self, commands: Sequence[tuple[Any, ...]], timeout: float = 0.0) -> list[Any]:
+        """The replies to commands that are sent together. Raises what an error among them
+        means."""
+        async with self._turn:
+            try:
+                if self._connection is None:
+                    await self._open()
+                return await self._exchange(commands, timeout)
+            except BaseException as error:
+                # A call that is cancelled leaves unread replies behind.
+                if not isinstance(error, ControllerError) or isinstance(error, Unreachable):
+                    await self._disconnect()
+                raise
+
+    async def close(self) -> None:
+        async with self._turn:
+            await self._disconnect()
+
+    async def _open(self) -> None:
+        self._answered = False
+        # Time is limited here: what the package does about it swallows cancellations in Python
+        # 3.11, and takes a late reply for none.
+        options = options_of(self.url, ANSWER_TIMEOUT_S) | {"socket_timeout": None}
+        pool = ConnectionPool.from_url(self.url, retry=Retry(NoBackoff(), 0), **options)
+        if is_pinned(self.url):
+            pool.connection_class = AsyncPinnedConnection
+        self._connection = pool.make_connection()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                await self._connection.connect()
+        except (redis.RedisError, OSError) as error:
+            raise self._explained(error) from None
+        if self._scripts:
+            loading = [("SCRIPT", "LOAD", s.source) for s in load_scripts().values()]
+            await self._exchange(loading, 0.0)
+
+    async def _exchange(self, commands: Sequence[tuple[Any, ...]], timeout: float) -> list[Any]:
+        connection = self._connection
+        assert connection is not None
+        replies: list[Any] = []
+        refused: ControllerError | None = None
+        try:
+            async with asyncio.timeout(timeout + ANSWER_TIMEOUT_S):
+                packed = connection.pack_commands(commands)
+                await connection.send_packed_command(packed, check_health=False)
+                for _ in commands:
+                    try:
+                        replies.append(await connection.read_response(disable_decoding=True))
+                    except redis.ResponseError as error:
+                        refused = refused or translate(error)
+        except (redis.RedisError, OSError) as error:
+            raise self._explained(error) from None
+        self._answered = True
+        if refused:
+            raise refused
+        return replies
+
+    async def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(redis.RedisError, OSError):
+                await connection.disconnect(nowait=True)
+
+    def _explained(self, error: Exception) -> Unreachable:
+        if self._answered and not isinstance(error, (redis.TimeoutError, TimeoutError)):
+            return lost(self.url)
+        return explain(self.url, error, ANSWER_TIMEOUT_S)
+
+
+class AsyncRequestLog:
+    """Submits requests, cancels them, and reads what the ranks report. For the tasks of one event
+    loop.
+
+    When Redis goes away, a call connects again and repeats itself for up to `patience` seconds;
+    after that Unreachable is raised.
+    """
+
+    def __init__(self, url: str, *, namespace: str, patience: float):
+        self.patience = patience
+        self._keys = RedisKeys(namespace)
+        self._pipe = AsyncRedisConnection(url, scripts=True)
+        self._reports = AsyncRedisConnection(url)  # on which a wait for reports holds up no request
+
+    @property
+    def connected(self) -> bool:
+        """Whether Redis answered the last command."""
+        return self._pipe.connected
+
+    async def close(self) -> None:
+        await self._pipe.close()
+        await self._reports.close()
+
+    async def move(self, url: str) -> None:
+        """The same log is found elsewhere now."""
+        self._pipe.url = self._reports.url = url
+        await self.close()
+
+    async def enqueue(self, **fields: Any) -> int:
+        """Puts a request, given as the fields of `Request` except `id`, in the queue; its id."""
+        command = enqueuing(self._keys, Request(id=0, **fields))
+        request: int = await self._patiently(self._pipe, command)
+        return request
+
+    async def cancel(self, request: int) -> None:
+        """Ends a request whose client no longer waits, with the reason "cancelled": at once
+        if it is in the queue, else as soon as the head receives the cancellation.
+
+        One that has finished stays as it is. Raises ControllerError if it is not in the log.
+        """
+        await self._patiently(self._pipe, cancelling(self._keys, request))
+
+    async def reports(
+        self, request: int, count: int, timeout: float, *, partial: bool = False
+    ) -> dict[int, dict[str, Any]]:
+        """The report of every rank on a request, by rank; a later report replaces an earlier.
+
+        Waits for `count` ranks; of a request that never reached the stages only the head reports.
+        If they take longer than `timeout` seconds it raises ControllerError or, if `partial`,
+        returns what there is.
+        """
+        deadline = time.monotonic() + timeout
+        found: dict[int, dict[str, Any]] = {}
+        position = "0"
+        while len(found) < count:
+            left = deadline - time.monotonic()
+            if left <= 0 and partial:
+                break
+            if left <= 0:
+                raise ControllerError(
+                    f"Only {len(found)} of {count} ranks ({sorted(found)}) reported on request "
+                    f"{request} within {timeout:g} seconds."
+                )
+            block = block_ms(min(left, LISTEN_S))
+            command = ("XREAD", "BLOCK", block, "STREAMS", self._keys.reports(request), position)
+            reply = await self._patiently(self._reports, command, block / 1000)
+            for entry, fields in entries_of(reply[0][1]) if reply else []:
+                position = entry
+                found[int(fields[b"rank"])] = json.loads(fields[b"report"])
+            if found.get(0, {}).get("alone"):
+                found = {rank: empty_report(rank) for rank in range(count)} | found
+        return dict(sorted(found.items()))
+
+    async def wake(self, listener: str) -> None:
+        """End the wait of a listener. Nothing is repeated: one that must connect again needs
+        not to be woken."""
+        key = self._keys.listener(listener)
+        with suppress(Unreachable):
+            await self._pipe.batch(
+                [("XADD", key, "MAXLEN", 1, "*", "more", ""), ("EXPIRE", key, KEEP_LISTENER_S)]
+            )
+
+    async def epoch(self) -> int | None:
+        """The number of the cluster's epoch; None: nothing is known of the cluster."""
+        found = await self._patiently(self._pipe, ("GET", self._keys.epoch))
+        return None if found is None else int(found)
+
+    async def look(self) -> ClusterStatus | None:
+        """As `pipespec.controller.cluster_status.look`, without patience."""
+        epoch = await self._pipe.call("GET", self._keys.epoch)
+        if epoch is None:
+            return None
+        replies = await self._pipe.batch(status_commands(self._keys, int(epoch)))
+        return parse_status(int(epoch), replies[-1])
+
+    async def unfinished(self, most: int) -> list[Unfinished]:
+        """The first `most` requests that the head has, and as many of those that wait, in their
+        order; without patience."""
+        replies = await self._pipe.batch(unfinished_commands(self._keys, most))
+        return parse_unfinished(replies[-1])
+
+    async def _patiently(
+        self, pipe: AsyncRedisConnection, command: tuple[Any, ...], timeout: float = 0.0
+    ) -> Any:
+        since: float | None = None
+        while True:
+            try:
+                return await pipe.call(*command, timeout=timeout)
+            except (Unreachable, ScriptsLost):
+                await pipe.close()
+                now = time.monotonic()
+                since = since or now
+                if now - since >= self.patience:  # which may have become less meanwhile
+                    raise
+                await asyncio.sleep(RETRY_S)
+
+
+class AsyncStreams:
+    """The events of requests as they come, over one connection. One task calls `next`.
+
+    Others may `add`, `drop`, `hold` and `release` meanwhile. To follow one more takes effect at
+    once: a read that is under way is ended by an entry in a stream of this listener's own, which
+    it reads too.
+    """
+
+    def __init__(self, url: str, log: AsyncRequestLog, *, namespace: str):
+        self._following = AnswerStreams(namespace)
+        self._log = log
+        self._pipe = AsyncRedisConnection(url)
+        self._name = secrets.token_hex(8)
+        self._stream = RedisKeys(namespace).listener(self._name)
+        self._position = "0"
+        self._reading = False
+        self._changed = False  # since the read that is under way began
+
+    async def close(self) -> None:
+        await self._pipe.close()
+
+    async def move(self, url: str) -> None:
+        """The same log is found elsewhere now."""
+        self._pipe.url = url
+        await self._pipe.close()
+
+    def __len__(self) -> int:
+        """How many requests are followed."""
+        return len(self._following)
+
+    @property
+    def reading(self) -> bool:
+        """Whether a read waits for events."""
+        return self._reading
+
+    async def add(self, request: int, *, known: bool = True) -> None:
+        """Follow a request, from its first event on; `known`: it is in the log for certain."""
+        self._following.add(request, known=known)
+        await self._wake()
+
+    def drop(self, request: int) -> None:
+        """Follow a request no more, if it still is."""
+        self._following.drop(request)
+
+    def hold(self, request: int) -> None:
+        """Read nothing more of a request until `release`."""
+        self._following.hold(request)
+
+    async def release(self, request: int) -> None:
+        """Read on where `hold` has stopped."""
+        self._following.release(request)
+        await self._wake()
+
+    async def next(self, timeout: float) -> list[tuple[int, Event]]:
+        """The next events, each with its request; [] if none comes within `timeout` seconds.
+
+        Raises Unreachable, at once; the next call connects again and goes on where this one was.
+        Raises Forgotten if a request is not in the log any more; the others are still followed.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            if not self._pipe.connected:
+                self._following.reconnected()
+            while found := self._following.look_up():
+                request, command = found
+                if not await self._pipe.call(*command):
+                    raise Forgotten(request, str(self._following.missing(request)))
+            left = max(0.0, deadline - time.monotonic())
+            command = self._following.read(left, (self._stream, self._position))
+            self._reading, self._changed = True, False
+            try:
+                reply = await self._pipe.call(*command, timeout=block_ms(left) / 1000)
+            finally:
+                self._reading = False
+            events = self._following.events(self._woken(reply))
+            if events or time.monotonic() >= deadline:
+                return events
+
+    def _woken(self, reply: list[Any] | None) -> list[Any]:
+        """The reply without what was there to wake."""
+        name = self._stream.encode()
+        for stream, entries in reply or []:
+            if stream == name:
+                self._position = entries[-1][0].decode()
+        return [part for part in reply or [] if part[0] != name]
+
+    async def _wake(self) -> None:
+        """Have a read that is under way begin anew; the first to want it is enough."""
+        if self._reading and not self._changed:
+            self._changed = True
+            await self._log.wake(self._name)
+
+
+class Forgotten(ControllerError):
+    """A request is not in the log any more."""
+
+    def __init__(self, request: int, message: str):
+        super().__init__(message)
+        self.request = request

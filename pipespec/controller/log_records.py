@@ -1,0 +1,132 @@
+"""The records of the request log: their types, and their format in Redis."""
+
+from __future__ import annotations
+
+import json
+import typing
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any
+
+from pipespec.core import GRAMMAR, NOT_FINITE, PromptLogprobs, Request, TokenLogprobs
+from pipespec.errors import GrammarError, NonFiniteLogits, PipespecError, RankFailed
+
+# The reason of a request that its client has cancelled.
+CANCELLED = "cancelled"
+# The reason of a request with which several clusters in a row have failed, and its message.
+FAILED = "failed"
+GIVEN_UP = (
+    "The request was given up: several clusters in a row have failed while they decoded it, "
+    "without a new token."
+)
+NO_GRAMMAR = (
+    "The text could not be held to its grammar any further: it is too dear to follow, or a host of "
+    "the cluster lacks llguidance (the worker's log says which); simplify it, or install "
+    "pipespec[grammar] there."
+)
+# The id and the fields of an entry of a Redis stream.
+Entry = tuple[str, dict[bytes, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Tokens joined a request's sequence, which had `base` tokens (prompt included).
+
+    `logprobs` has one entry per token if the request asked for them, else none.
+    """
+
+    base: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+# Optional fields of the last event of a request.
+OPTIONAL_FIELDS = ("prefill_ns", "cached")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request ended. The last event of its stream.
+
+    `prefill_ns` is the time at the head from the start of the request to its first token; `cached`
+    counts the prompt tokens that were in the prefix cache. None: not known. Two events are equal
+    whatever these fields are.
+    """
+
+    reason: str
+    prefill_ns: int | None = field(default=None, compare=False)
+    cached: int | None = field(default=None, compare=False)
+
+
+Event = PromptLogprobs | Accepted | Finished
+
+
+def failure_of(reason: str) -> PipespecError | None:
+    """The error that a client gets for the end of a request; None: it did not fail."""
+    if reason == FAILED:
+        return RankFailed(GIVEN_UP)
+    if reason == NOT_FINITE:
+        return NonFiniteLogits()
+    return GrammarError(NO_GRAMMAR) if reason == GRAMMAR else None
+
+
+def entries_of(found: list[Any]) -> list[Entry]:
+    """The entries of a stream, from what Redis replies."""
+    return [
+        (entry.decode(), dict(zip(pairs[::2], pairs[1::2], strict=True))) for entry, pairs in found
+    ]
+
+
+def event_from(fields: dict[bytes, bytes]) -> Event:
+    """The event in an entry of a request's stream."""
+    if b"reason" in fields:
+        known = {
+            name: int(fields[name.encode()]) for name in OPTIONAL_FIELDS if name.encode() in fields
+        }
+        return Finished(fields[b"reason"].decode(), **known)
+    base = int(fields[b"base"])
+    logprobs = tuple(map(unpack_logprobs, fields.get(b"logprobs", b"").decode().split()))
+    if b"tokens" not in fields:
+        return PromptLogprobs(base, logprobs)
+    return Accepted(base, tuple(map(int, fields[b"tokens"].split())), logprobs)
+
+
+def pack_logprobs(logprobs: TokenLogprobs) -> str:
+    """As text without spaces: the token's log-probability, then id:log-probability of the top."""
+    pairs = (f"{token}:{value!r}" for token, value in logprobs.top)
+    return ",".join((repr(logprobs.logprob), *pairs))
+
+
+def unpack_logprobs(text: str) -> TokenLogprobs:
+    """The inverse of `pack_logprobs`."""
+    own, *pairs = text.split(",")
+    split = (pair.split(":") for pair in pairs)
+    return TokenLogprobs(float(own), tuple((int(token), float(value)) for token, value in split))
+
+
+def pack_request(request: Request) -> str:
+    """All of a request but its number, as JSON."""
+    spec = asdict(request)
+    del spec["id"]
+    return json.dumps(spec)
+
+
+def unpack_request(request: int, spec: bytes) -> Request:
+    """The request of that number, from what `pack_request` made of it."""
+    return _build(Request, {**json.loads(spec), "id": request})
+
+
+def _build(kind: Any, values: dict[str, Any]) -> Any:
+    """A dataclass of `kind` from what JSON made of it: lists to tuples, dicts to dataclasses."""
+    hints = typing.get_type_hints(kind)
+
+    def revive(hint: Any, value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(revive(None, item) for item in value)
+        if isinstance(value, dict):
+            # The annotation may be `Sampling | None`.
+            for option in (hint, *typing.get_args(hint)):
+                if is_dataclass(option):
+                    return _build(option, value)
+        return value
+
+    return kind(**{name: revive(hints[name], value) for name, value in values.items()})

@@ -1,0 +1,115 @@
+"""The transitions in `lua/`: loading them, and what their errors mean.
+
+A line `--- @include "name"` stands for the file `lua/includes/name.lua`, once per script.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import redis
+
+from pipespec.errors import ControllerError, GraphError, StaleEpoch
+from pipespec.system.folders import resource_dir
+
+if TYPE_CHECKING:  # it looks up here what errors mean
+    from pipespec.controller.redis_connection import RedisConnection
+
+# The one table of codes: the first word of an error that a transition replies.
+ERRORS: Mapping[str, type[ControllerError]] = {
+    "STALE": StaleEpoch,
+    "GRAPH": GraphError,
+    "REQUEST": ControllerError,
+}
+
+
+class ScriptsLost(ControllerError):
+    """Redis does not know a transition any more. It has not run."""
+
+
+class WritesRefused(ControllerError):
+    """Redis reads, but writes nothing."""
+
+
+# Why a Redis that answers writes nothing, and what helps; by the word with which it says so.
+WRITES_REFUSED: Mapping[str, str] = {
+    "OOM": "its memory is full (maxmemory): raise maxmemory, or let it evict other keys",
+    "READONLY": "it is a read-only replica: name its primary",
+    "MISCONF": "it cannot save its data to disk: look at its log, then free or correct its folder",
+    "NOREPLICAS": "too few of its replicas are connected: start them",
+}
+_REFUSED = re.compile(rf"\b({'|'.join(WRITES_REFUSED)})\b")
+
+_INCLUDE = re.compile(r'^--- @include "(\w+)"\n', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Script:
+    """One transition, its includes resolved. `sha` is the name under which Redis runs it."""
+
+    name: str
+    source: str
+
+    @cached_property
+    def sha(self) -> str:
+        return hashlib.sha1(self.source.encode()).hexdigest()
+
+
+@cache
+def load_scripts() -> Mapping[str, Script]:
+    """Every transition by name: one per file in `lua/`."""
+    folder = resource_dir("lua")
+    return {path.stem: Script(path.stem, resolve(path)) for path in sorted(folder.glob("*.lua"))}
+
+
+def resolve(path: Path) -> str:
+    """The text of a transition with its includes in place, each once."""
+    included: set[str] = set()
+
+    def text(file: Path) -> str:
+        return _INCLUDE.sub(include, file.read_text())
+
+    def include(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in included:
+            return ""
+        included.add(name)
+        return text(path.parent / "includes" / f"{name}.lua")
+
+    return text(path)
+
+
+def load(pipe: RedisConnection) -> None:
+    """Gives Redis every transition."""
+    for script in load_scripts().values():
+        pipe.send("SCRIPT", "LOAD", script.source)
+    pipe.flush()
+
+
+def evalsha(script: str, keys: Sequence[str], *arguments: Any) -> tuple[Any, ...]:
+    """The command that runs a transition."""
+    return ("EVALSHA", load_scripts()[script].sha, len(keys), *keys, *arguments)
+
+
+def translate(error: redis.ResponseError) -> ControllerError:
+    """The exception that an error reply of Redis stands for."""
+    if isinstance(error, redis.exceptions.NoScriptError):
+        return ScriptsLost(
+            "Redis has lost the scripts of this epoch (it was restarted, or its scripts were "
+            "flushed); the next epoch loads them again."
+        )
+    # A script's error has the word somewhere inside; the client takes the first two off.
+    kinds = {redis.exceptions.OutOfMemoryError: "OOM", redis.exceptions.ReadOnlyError: "READONLY"}
+    refused = _REFUSED.search(f"{kinds.get(type(error), '')} {error}")
+    if refused:
+        return WritesRefused(f"Redis refuses writes: {WRITES_REFUSED[refused[1]]}.")
+    code, _, detail = str(error).partition(" ")
+    if code in ERRORS:
+        return ERRORS[code](f"Redis refused: {detail}.")
+    return ControllerError(f"Redis failed: {error}")

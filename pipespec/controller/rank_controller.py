@@ -1,0 +1,348 @@
+"""The controller as one rank sees it: the task graph in Redis, and the request log."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipespec.batch_times import NO_TIMES, BatchTimes
+from pipespec.batch_times import pack as pack_times
+from pipespec.batch_times import unpack as unpack_times
+from pipespec.controller.draft_tokens import END_OF_SEQUENCE, pack_draft_tokens, unpack_draft_tokens
+from pipespec.controller.log_records import entries_of, unpack_request
+from pipespec.controller.redis_connection import RedisConnection
+from pipespec.controller.request_log import KEEP_FINISHED_S, RequestLog
+from pipespec.controller.task_graph import Graph, Task, TaskKind
+from pipespec.core import DraftTokens, Request
+from pipespec.errors import ControllerError, StaleEpoch
+from pipespec.system.spin_wait import spin_until
+
+# More open steps than this are a bug (a rank completes nothing), not a deep pipeline.
+MAX_OPEN_STEPS = 1024
+# How often a waiting rank checks whether an earlier command of its own was refused.
+LOOK_S = 0.5
+# How long the ready lists of an old epoch keep the entry that ends its ranks.
+KEEP_STALE_S = 60
+# How often the last stage polls for draft tokens that the head is about to publish.
+AGAIN_S = 0.0005
+# How many steps the stream for dashboards holds, and for how long after the last one.
+MAX_PUBLISHED_STEPS = 256
+KEEP_PUBLISHED_S = 10
+# The entry of a ready list that lua/cancel.lua makes, before the number of a request.
+CANCEL = b"CANCEL "
+# The entry of a ready list that lua/includes/notify_head.lua makes.
+ARRIVED = b"ARRIVED"
+
+
+class Controller(RequestLog):
+    """One rank's client, for one epoch. Not for several threads.
+
+    `submit` and `complete` do not wait for Redis: an error of theirs surfaces at a later
+    call, or at once if Redis was quick. A second connection always has a blocking pop of the
+    rank's ready list under way before it is needed, so an announced task costs its owner half
+    a round trip.
+
+    Args:
+        kv_tokens: how many tokens of text fit the rank's KV cache; None: it has none.
+        row_times: the times of its batches by their rows, as far as they are measured.
+        spins: see `pipespec.system.spin_wait`.
+        computing: its attention backend and other choices (`ModelSlice.outcome`), for
+            `pipespec status`; None: the rank holds no model.
+
+    Raises Unreachable or StaleEpoch.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        namespace: str,
+        epoch: int,
+        rank: int,
+        kv_tokens: int | None = None,
+        row_times: BatchTimes = NO_TIMES,
+        spins: bool = False,
+        computing: Mapping[str, Any] | None = None,
+    ):
+        # An epoch ends with a rank's connection.
+        super().__init__(url, namespace=namespace, epoch=epoch)
+        self.rank = rank
+        self._graph = (
+            self._keys.epoch,
+            self._keys.graph(epoch),
+            self._keys.ready(epoch),
+        )
+        self._ready: dict[str, bytes] = {}
+        # The newest step whose task of a kind this rank has completed; it completes them in
+        # order, so an announcement of an older one comes too late to be of use.
+        self._completed: dict[TaskKind, int] = {}
+        keys = (
+            self._keys.epoch,
+            self._keys.ranks(epoch),
+            self._keys.kv_tokens(epoch),
+            self._keys.row_times(epoch),
+            self._keys.computing(epoch),
+        )
+        packed_computing = "" if computing is None else json.dumps(computing)
+        tokens = "" if kv_tokens is None else kv_tokens
+        self._call(
+            "join_epoch",
+            keys,
+            epoch,
+            rank,
+            os.getpid(),
+            tokens,
+            pack_times(row_times),
+            packed_computing,
+        )
+        self._announcements = RedisConnection(url)
+        self._spins = spins
+        self._pop_pending = False
+        self._cancelled: set[int] = set()
+        # Whether the queue may hold a request, and whether it was empty and closed when the head
+        # read it last. A new epoch begins without a notification, so the head reads once.
+        self._arrived = True
+        self._closed = False
+        # Of each lossy sequence: the last entry of its draft tokens that was read, and its step.
+        self._draft_positions: dict[int, tuple[str, int]] = {}
+        self._send_blocking_pop()
+
+    def close(self) -> None:
+        self._announcements.close()
+        super().close()
+
+    def submit(self, graph: Graph) -> None:
+        """Adds the tasks of a step; each step of an epoch follows the one before."""
+        flags = {TaskKind.JOIN: "v"}
+        tasks = " ".join(
+            f"{task.id} {'a' if task in graph.announced else flags.get(task.kind, 't')}"
+            for task in graph.tasks
+        )
+        edges = " ".join(f"{source.id} {target.id}" for source, target in graph.controller_edges)
+        self._send("submit", self._graph, self._epoch, graph.step, MAX_OPEN_STEPS, tasks, edges)
+
+    def complete(self, tasks: Sequence[Task], payload: bytes = b"") -> None:
+        """Records tasks of this rank as complete, each with `payload`.
+
+        A rank completes its tasks of one kind in the order of their steps. It may complete
+        a task before everything in front of it is complete, and before it was submitted.
+        """
+        ids = [task.id for task in tasks]
+        self._send("complete", self._graph, self._epoch, MAX_OPEN_STEPS, payload, *ids)
+        for task in tasks:
+            self._completed[task.kind] = task.step
+            self._ready.pop(task.id, None)
+        self._send_blocking_pop()
+
+    def wait(self, task: Task, timeout: float | None = None) -> bytes:
+        """Waits until an announced task of this rank is ready; returns its payload.
+
+        That is the payloads of what came before it, concatenated in the order of completion.
+        Each task can be waited for once. Raises StaleEpoch when a new epoch has begun, and
+        ControllerError after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (payload := self._take(task)) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise ControllerError(
+                    f"Task {task.id} was not ready within {timeout:g} seconds: a rank before it "
+                    "may have stopped."
+                )
+            # Replies of earlier commands are read here too: one that was refused may be the
+            # reason why nothing comes.
+            self._pipe.drain()
+            left = LOOK_S if deadline is None else min(LOOK_S, deadline - time.monotonic())
+            self._read_announcement(max(0.0, left))
+        return payload
+
+    def poll(self, task: Task, timeout: float = 0.0) -> bytes | None:
+        """The payload of an announced task of this rank if it is ready within `timeout` seconds,
+        else None."""
+        deadline = time.monotonic() + timeout
+        while (payload := self._take(task)) is None:
+            if not self._read_announcement(max(0.0, deadline - time.monotonic())):
+                self._pipe.drain()
+                return None
+        return payload
+
+    def kv_tokens(self, stages: int) -> int:
+        """How many tokens of text fit the KV cache of every rank, once so many stages have joined.
+
+        Raises StaleEpoch.
+        """
+        while True:
+            found = self._pipe.call("HGETALL", self._keys.kv_tokens(self._epoch))
+            held = {int(rank): int(n) for rank, n in zip(found[::2], found[1::2], strict=True)}
+            if len(held.keys() - {0}) >= stages:
+                return min(held.values())
+            self._read_announcement(LOOK_S / 10)
+
+    def next_requests(
+        self, count: int, *, wait: bool
+    ) -> list[tuple[Request, tuple[int, ...]]] | None:
+        """Takes up to `count` requests off the queue, each with the tokens that an earlier epoch
+        has accepted. Only for the head.
+
+        Redis is queried only after a notification that a request has arrived. With `wait` this
+        waits for at least one request; otherwise it may return []. None: the queue is empty and
+        closed. Raises StaleEpoch when a new epoch has begun.
+        """
+        while self._read_announcement(0.0):
+            pass
+        while True:
+            if self._arrived and (found := self._admit(count)):
+                return found
+            if self._closed:
+                return None
+            if not wait:
+                return []
+            self._pipe.drain()
+            self._read_announcement(LOOK_S, idle=True)
+
+    def report(self, request: int, stats: dict[str, Any]) -> None:
+        """Adds the report of this rank on a request (anything that JSON can represent)."""
+        self._send_report(self.rank, request, stats)
+
+    def publish_draft_tokens(self, sequence: int, draft: DraftTokens) -> None:
+        """Publishes the draft tokens that the head schedules of a lossy sequence in a step."""
+        key = self._keys.draft_tokens(self._epoch, sequence)
+        self._pipe.send(
+            "XADD", key, "MAXLEN", "~", MAX_OPEN_STEPS, "*", "draft", pack_draft_tokens(draft)
+        )
+        self._pipe.send(
+            "EXPIRE", key, KEEP_STALE_S if draft is END_OF_SEQUENCE else KEEP_FINISHED_S
+        )
+        self._pipe.drain()
+
+    def read_draft_tokens(self, sequence: int, until: int | None) -> list[DraftTokens]:
+        """The draft tokens of a sequence that the head has published since the last call.
+
+        Waits for those of the step `until`; None: does not wait. Raises StaleEpoch.
+        """
+        key = self._keys.draft_tokens(self._epoch, sequence)
+        found: list[DraftTokens] = []
+        while True:
+            seen = self._draft_positions.get(sequence, ("0", -1))
+            reply = self._pipe.call("XREAD", "STREAMS", key, seen[0])
+            for entry, fields in entries_of(reply[0][1]) if reply else []:
+                found.append(unpack_draft_tokens(fields[b"draft"]))
+                self._draft_positions[sequence] = seen = entry, found[-1].step
+            if until is None or seen[1] >= until:
+                return found
+            self._read_announcement(AGAIN_S)
+
+    def publish_statistics(self, statistics: Mapping[str, int], counts: Mapping[str, int]) -> None:
+        """Publishes the head's state, and its counts since the epoch began, for `pipespec status`
+        and /metrics."""
+        self._set_epoch_fields(self._keys.statistics(self._epoch), statistics)
+        self._set_epoch_fields(self._keys.counts(self._epoch), counts)
+
+    def publish_stage_stats(self, measured: BatchTimes, counts: Mapping[str, int]) -> None:
+        """Publishes the times of this stage's batches for the head, and its counts since the epoch
+        began for `pipespec status` and /metrics."""
+        if measured.points:
+            self._set_epoch_fields(
+                self._keys.row_times(self._epoch), {str(self.rank): pack_times(measured)}
+            )
+        if counts:
+            own = {f"{name}/{self.rank}": count for name, count in counts.items()}
+            self._set_epoch_fields(self._keys.counts(self._epoch), own)
+
+    def _set_epoch_fields(self, key: str, fields: Mapping[str, Any]) -> None:
+        pairs = [item for pair in fields.items() for item in pair]
+        self._send("set_epoch_fields", (self._keys.epoch, key), self._epoch, *pairs)
+
+    def row_times(self) -> list[BatchTimes]:
+        """The times of batches by rows that the stages have published so far."""
+        found = self._pipe.call("HVALS", self._keys.row_times(self._epoch))
+        return [unpack_times(packed.decode()) for packed in found]
+
+    def watched_requests(self, requests: Sequence[int]) -> set[int] | None:
+        """Those of the requests whose trees a dashboard shows; None: no dashboard is open."""
+        own = map(self._keys.watched_request, requests)
+        any_dashboard, *found = self._pipe.call("MGET", self._keys.watched, *own)
+        if any_dashboard is None:
+            return None
+        return {request for request, mark in zip(requests, found, strict=True) if mark is not None}
+
+    def publish_step(self, fields: Mapping[str, bytes]) -> None:
+        """Publishes a step of the head to dashboards."""
+        pairs = [item for pair in fields.items() for item in pair]
+        names = (self._keys.epoch, self._keys.published_steps)
+        self._send(
+            "publish_step", names, self._epoch, MAX_PUBLISHED_STEPS, KEEP_PUBLISHED_S, *pairs
+        )
+
+    def finish(
+        self,
+        request: int,
+        reason: str,
+        prefill_ns: int | None = None,
+        cached: int | None = None,
+    ) -> None:
+        super().finish(request, reason, prefill_ns, cached)
+        self._cancelled.discard(request)
+
+    def drop_draft_tokens(self, sequence: int) -> None:
+        """Drops the reading position of a sequence that has ended."""
+        self._draft_positions.pop(sequence, None)
+
+    def cancelled(self, request: int) -> bool:
+        """Whether the head has received a cancellation of the request."""
+        return request in self._cancelled
+
+    def _admit(self, count: int) -> list[tuple[Request, tuple[int, ...]]]:
+        keys = self._keys
+        names = (
+            keys.epoch,
+            keys.queue,
+            keys.admitted,
+            keys.requests,
+            keys.closed(self._epoch),
+            keys.finished,
+            keys.arrived(self._epoch),
+        )
+        closed, *taken = self._call("admit", names, self._epoch, KEEP_FINISHED_S, count)
+        self._arrived, self._closed = len(taken) == count, bool(closed)
+        found = []
+        for number, spec, length in taken:
+            request = unpack_request(number, spec)
+            resumed = length > len(request.prompt)
+            found.append((request, self.tokens(number) if resumed else ()))
+        return found
+
+    def _take(self, task: Task) -> bytes | None:
+        assert task.rank == self.rank, f"task {task.id} is not of rank {self.rank}"
+        return self._ready.pop(task.id, None)
+
+    def _send_blocking_pop(self) -> None:
+        if not self._pop_pending:
+            self._announcements.send("BLPOP", f"{self._graph[2]}:{self.rank}", 0)
+            self._pop_pending = True
+
+    def _read_announcement(self, timeout: float, *, idle: bool = False) -> bool:
+        """Reads one announcement if it arrives within `timeout` seconds; `idle`: no step is under
+        way, so it does not spin."""
+        self._send_blocking_pop()
+        if self._spins and timeout and not idle:
+            spin_until(self._announcements.readable, timeout)
+        if not self._announcements.readable(timeout):
+            return False
+        self._pop_pending = False
+        _, item = self._announcements.read()
+        if item == b"STALE":
+            raise StaleEpoch(f"Epoch {self._epoch} is over: a newer one has begun.")
+        if item == ARRIVED:
+            self._arrived = True
+            return True
+        if item.startswith(CANCEL):
+            self._cancelled.add(int(item[len(CANCEL) :]))
+            return True
+        name, _, payload = item.partition(b" ")
+        task = Task.parse(name.decode())
+        if task.step > self._completed.get(task.kind, -1):
+            self._ready[task.id] = payload
+        return True

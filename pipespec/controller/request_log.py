@@ -1,0 +1,186 @@
+"""The request log: requests and their answers, stored in Redis.
+
+It is the only durable state of a cluster; everything else can be rebuilt from it.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+from pipespec.controller.answer_stream import not_in_log
+from pipespec.controller.log_records import (
+    CANCELLED,
+    Accepted,
+    entries_of,
+    event_from,
+    pack_logprobs,
+    pack_request,
+    unpack_request,
+)
+from pipespec.controller.lua_scripts import evalsha, load
+from pipespec.controller.redis_connection import RedisConnection
+from pipespec.controller.redis_keys import RedisKeys
+from pipespec.core import PromptLogprobs, Request
+
+# How long a finished request can still be read.
+KEEP_FINISHED_S = 3600
+# How long Redis remembers that it has taken a request; longer than anybody's patience.
+KEEP_TICKET_S = 600
+
+
+class RequestLog:
+    """The request log as the processes of a cluster use it, for one epoch. Not for several
+    threads. (Users of a cluster have `pipespec.client`.)
+
+    The head takes requests (`Controller.next_requests`), accepts tokens and finishes; every rank
+    reports. What a stale epoch writes is refused with StaleEpoch. `accept`, `add_prompt_logprobs`,
+    `finish` and `report` do not wait for Redis: an error of theirs surfaces at a later call. When
+    Redis goes away, every call raises Unreachable, and nothing is repeated.
+    """
+
+    def __init__(self, url: str, *, namespace: str, epoch: int):
+        self._keys = RedisKeys(namespace)
+        self._epoch = epoch
+        self._pipe = RedisConnection(url)
+        load(self._pipe)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                # Redis drops what a closed connection sent and it has not read yet.
+                self._pipe.flush()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._pipe.close()
+
+    def enqueue(self, **fields: Any) -> int:
+        """Puts a request, given as the fields of `Request` except `id`, in the queue; its id."""
+        return self._pipe.call(*enqueuing(self._keys, Request(id=0, **fields)))
+
+    def cancel(self, request: int) -> None:
+        """As `AsyncRequestLog.cancel`."""
+        self._pipe.call(*cancelling(self._keys, request))
+
+    def request(self, request: int) -> Request:
+        """The request of a number. Raises ControllerError if it is not in the log."""
+        spec = self._pipe.call("HGET", self._keys.request(request), "spec")
+        if spec is None:
+            raise not_in_log(request)
+        return unpack_request(request, spec)
+
+    def tokens(self, request: int) -> tuple[int, ...]:
+        """The tokens accepted so far, prompt excluded."""
+        entries = entries_of(self._pipe.call("XRANGE", self._keys.events(request), "-", "+"))
+        events = [event_from(fields) for _, fields in entries]
+        return tuple(t for event in events if isinstance(event, Accepted) for t in event.tokens)
+
+    def close_queue(self) -> None:
+        """Says that no request will follow those that are in the queue, in this epoch."""
+        keys, epoch = self._keys, self._epoch
+        self._call("close_queue", (keys.epoch, keys.closed(epoch)), epoch, keys.epochs)
+
+    def accept(self, pieces: Iterable[tuple[int, Accepted]]) -> None:
+        """Appends tokens to requests, each named with what joins its sequence.
+
+        Positions that the sequence already has are skipped. A base beyond its end, and new
+        tokens of a finished request, are refused; then nothing of all this is written.
+        """
+        words: list[int | str] = []
+        for request, piece in pieces:
+            tokens = " ".join(map(str, piece.tokens))
+            words += (request, piece.base, tokens, " ".join(map(pack_logprobs, piece.logprobs)))
+        self._send("accept", (self._keys.epoch, self._keys.requests), self._epoch, *words)
+
+    def add_prompt_logprobs(self, request: int, scored: PromptLogprobs) -> None:
+        """Publishes log-probabilities of a request's prompt to its readers.
+
+        Positions that were published before are skipped, and so are finished requests.
+        """
+        keys = self._keys
+        logprobs = " ".join(map(pack_logprobs, scored.logprobs))
+        names = (keys.epoch, keys.request(request), keys.events(request))
+        self._send("add_prompt_logprobs", names, self._epoch, scored.base, logprobs)
+
+    def finish(
+        self,
+        request: int,
+        reason: str,
+        prefill_ns: int | None = None,
+        cached: int | None = None,
+    ) -> None:
+        """Ends a request (`Finished`). The first reason stays."""
+        keys = self._keys
+        self._send(
+            "finish",
+            (
+                keys.epoch,
+                keys.request(request),
+                keys.events(request),
+                keys.queue,
+                keys.admitted,
+                keys.finished,
+            ),
+            self._epoch,
+            request,
+            reason,
+            KEEP_FINISHED_S,
+            *("" if known is None else known for known in (prefill_ns, cached)),
+        )
+
+    def _send_report(self, rank: int, request: int, stats: dict[str, Any]) -> None:
+        keys = self._keys
+        self._send(
+            "report",
+            (keys.epoch, keys.request(request), keys.reports(request)),
+            self._epoch,
+            rank,
+            json.dumps(stats),
+            KEEP_FINISHED_S,
+        )
+
+    def _send(self, script: str, keys: Sequence[str], *arguments: Any) -> None:
+        """Runs a transition without waiting. Raises what the replies that came so far mean."""
+        # Sent first: somebody may be waiting for what this brings about.
+        self._pipe.send(*evalsha(script, keys, *arguments))
+        self._pipe.drain()
+
+    def _call(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
+        return self._pipe.call(*evalsha(script, keys, *arguments))
+
+
+# --- what users ask for, as commands that may run twice ----------------------------------------
+
+
+def enqueuing(keys: RedisKeys, request: Request) -> tuple[Any, ...]:
+    """Puts a request in the queue; the reply is its number. `request.id` is not looked at."""
+    return evalsha(
+        "enqueue",
+        (keys.epoch, keys.counter, keys.queue, keys.requests),
+        keys.epochs,
+        pack_request(request),
+        len(request.prompt),
+        # If the reply is lost with the connection, the second try finds the first.
+        secrets.token_hex(8),
+        KEEP_TICKET_S,
+        request.priority,
+    )
+
+
+def cancelling(keys: RedisKeys, request: int) -> tuple[Any, ...]:
+    """Ends a request whose client no longer waits. Refused if it is not in the log."""
+    return evalsha(
+        "cancel",
+        (keys.epoch, keys.request(request), keys.events(request), keys.queue, keys.finished),
+        keys.epochs,
+        request,
+        CANCELLED,
+        KEEP_FINISHED_S,
+    )

@@ -1,0 +1,217 @@
+"""The task graph of one step, laid out from the shape of the pipeline.
+
+One step of a lockstep pipeline with two stages; every arrow is an edge, and the arrows that
+leave on the right lead into the next step:
+
+    rank 0   compute ── prune ── transfer ─┬─> compute(0, t+1)
+                          ^                └─> compute(1, t+1)
+    rank 1   compute ── prune ── transfer ─┬─> compute(1, t+1)
+                          ^                └─> compute(2, t+1)
+    rank 2   compute ─────┴──── prune ───────> compute(2, t+1)
+                                join <── the last task of every rank
+
+The compute of the last rank is followed by every prune: that edge carries the verdict. Running
+free, a transfer waits for no prune, but for the compute of the next rank in the step before:
+once that is over, the link is empty.
+The counterpart in PipeDec is appendix B. Everything here is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from pipespec.errors import ConfigError
+
+
+class TaskKind(StrEnum):
+    """What a task does; the value is the first part of a task's id.
+
+    A batch mixes prompt chunks and tree nodes, so prefill and decode are one kind, COMPUTE.
+    """
+
+    COMPUTE = "c"
+    PRUNE = "p"
+    TRANSFER = "x"
+    # Virtual: no rank runs it. It is complete when all its predecessors are.
+    JOIN = "j"
+
+
+class Task(NamedTuple):
+    """One thing that one rank does in one step."""
+
+    kind: TaskKind
+    rank: int
+    step: int
+
+    @property
+    def id(self) -> str:
+        """The name of the task in Redis, such as "c:3:17"."""
+        return f"{self.kind.value}:{self.rank}:{self.step}"
+
+    @classmethod
+    def parse(cls, name: str) -> Task:
+        """The task of an id. Raises ValueError."""
+        kind, rank, step = name.split(":")
+        return cls(TaskKind(kind), int(rank), int(step))
+
+
+Edge = tuple[Task, Task]
+
+
+def compute(rank: int, step: int) -> Task:
+    return Task(TaskKind.COMPUTE, rank, step)
+
+
+def prune(rank: int, step: int) -> Task:
+    return Task(TaskKind.PRUNE, rank, step)
+
+
+def transfer(rank: int, step: int) -> Task:
+    return Task(TaskKind.TRANSFER, rank, step)
+
+
+def join(step: int) -> Task:
+    return Task(TaskKind.JOIN, 0, step)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape of the pipeline.
+
+    `groups` are PipeDec's G_i: the number of consecutive stages that together form one
+    pipeline step, in order; None makes every stage a group of its own. `sync` is "lockstep"
+    (a send waits for the verdict of its step) or "free" (it does not; verdicts are applied
+    in order whenever they come). Raises ConfigError.
+    """
+
+    num_stages: int
+    groups: tuple[int, ...] | None = None
+    sync: str = "lockstep"
+
+    def __post_init__(self) -> None:
+        if self.num_stages < 1:
+            raise ConfigError(f"{self.num_stages} stages cannot hold a model: use at least 1.")
+        if self.sync not in ("lockstep", "free"):
+            raise ConfigError(f"sync={self.sync!r} is unknown: use 'lockstep' or 'free'.")
+        if self.groups is not None and (
+            min(self.groups, default=0) < 1 or sum(self.groups) != self.num_stages
+        ):
+            raise ConfigError(
+                f"The groups {self.groups} do not add up to {self.num_stages} stages: "
+                "give one positive size per group."
+            )
+
+    @property
+    def ranks(self) -> range:
+        """The head and the stages."""
+        return range(self.num_stages + 1)
+
+    @property
+    def last(self) -> int:
+        """The rank that draws the verdict."""
+        return self.num_stages
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that a batch takes from the head through the last stage: the groups."""
+        return len(self.groups) if self.groups is not None else self.num_stages
+
+    @cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """The pipeline step of every rank; the head is a group of its own."""
+        sizes = (1, *(self.groups or (1,) * self.num_stages))
+        return tuple(group for group, size in enumerate(sizes) for _ in range(size))
+
+    def same_group(self, rank: int) -> bool:
+        """Whether what `rank` sends is computed by the next rank in the same step."""
+        return self.group_of[rank] == self.group_of[rank + 1]
+
+    def asks_for_link(self, rank: int, step: int) -> bool:
+        """Whether `rank` may send only once the next rank has taken the batch before.
+
+        So a link between steps holds at most one batch, and draft tokens do not pile up before a
+        slow stage. In lockstep the wait for the verdict ensures that.
+        """
+        free = self.sync == "free" and step > 0
+        return free and rank != self.last and not self.same_group(rank)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The tasks of one step and the edges that lead into them, from this step or the last.
+
+    `announced` are the tasks for which the controller notifies the owner when they are ready; the
+    owner of any other task knows it from the link or from its own program order.
+    """
+
+    step: int
+    tasks: tuple[Task, ...]
+    edges: tuple[Edge, ...]
+    announced: frozenset[Task] = frozenset()
+
+    @property
+    def controller_edges(self) -> Iterator[Edge]:
+        """The edges that the controller needs: those into announced and virtual tasks.
+
+        A rank runs its own tasks in order, so edges between them are left out. That also keeps
+        Redis off the critical path: an early verdict is announced at once and waits at the rank,
+        instead of in Redis until the rank reports that it has computed.
+        """
+        for source, target in self.edges:
+            if target.kind is TaskKind.JOIN or (
+                target in self.announced and source.rank != target.rank
+            ):
+                yield source, target
+
+
+def step_graph(layout: Layout, step: int) -> Graph:
+    """The graph of step `step` (from 0); an edge from step - 1 is in the graph of `step`."""
+    tasks: list[Task] = []
+    edges: list[Edge] = []
+
+    def edge(source: Task, target: Task) -> None:
+        if source.step >= 0:
+            edges.append((source, target))
+
+    for rank in layout.ranks:
+        computed, pruned, sent = compute(rank, step), prune(rank, step), transfer(rank, step)
+        tasks += [computed, pruned]
+        edge(computed, pruned)
+        if layout.asks_for_link(rank, step):
+            edge(compute(rank + 1, step - 1), sent)
+        if rank != layout.last:
+            tasks.append(sent)
+            edge(compute(layout.last, step), pruned)  # the verdict
+            edge(computed if _sends_early(layout, rank) else pruned, sent)
+            departure = step if layout.same_group(rank) else step - 1
+            edge(transfer(rank, departure), compute(rank + 1, step))
+        for previous in _ends(layout, rank, step - 1):
+            late = layout.sync == "free" and rank != layout.last and previous.kind is TaskKind.PRUNE
+            edge(previous, pruned if late else computed)
+        for end in _ends(layout, rank, step):
+            edge(end, join(step))
+    tasks.append(join(step))
+    announced = {prune(rank, step) for rank in layout.ranks if rank != layout.last}
+    announced |= {transfer(rank, step) for rank in layout.ranks if layout.asks_for_link(rank, step)}
+    return Graph(step, tuple(tasks), tuple(edges), frozenset(announced))
+
+
+def _sends_early(layout: Layout, rank: int) -> bool:
+    """Whether `rank` sends before it knows the verdict of the step.
+
+    Inside a group the batch has to move on before there can be a verdict.
+    """
+    return layout.sync == "free" or layout.same_group(rank)
+
+
+def _ends(layout: Layout, rank: int, step: int) -> list[Task]:
+    """The tasks of `rank` in a step that no other task of the rank in that step follows."""
+    if rank == layout.last:
+        return [prune(rank, step)]
+    if _sends_early(layout, rank):
+        return [prune(rank, step), transfer(rank, step)]
+    return [transfer(rank, step)]

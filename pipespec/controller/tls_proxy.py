@@ -1,0 +1,244 @@
+"""TLS in front of a Redis that was built without it.
+
+    hosts ── TLS ── the proxy, a process of its own ── Unix socket ── Redis
+
+Redis itself then listens on no TCP port. A trip takes some 0.1 ms longer than with the TLS of
+redis-server, which is used where it has it (`pipespec.controller.embedded_redis`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from pipespec.controller.certificate import TlsFiles
+from pipespec.controller.listen_address import listener_at
+from pipespec.errors import ControllerError
+from pipespec.system.process_identity import die_with_parent
+
+START_TIMEOUT_S = 30.0
+# A process that writes nothing for SILENCE_S hangs; it writes a sign of life this often.
+SILENCE_S, SIGN_OF_LIFE_S = 5.0, 1.0
+# Before a process that has ended is replaced.
+PAUSE_S = 0.1
+HANDSHAKE_S = 5.0
+LOG = "tls.log"
+
+log = logging.getLogger(__name__)
+
+
+class TlsProxy:
+    """A process that accepts TLS connections and passes them on to Redis; replaced if it ends or
+    hangs, with the same addresses and certificate.
+
+    Its listening sockets are made here and stay open meanwhile, so no other process takes the port.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        target: Path,
+        files: TlsFiles,
+        *,
+        hold: int,
+    ):
+        """Listens on `addresses`, IP addresses with a port, for the Unix socket `target`.
+        `hold` is a descriptor for the process to inherit.
+
+        Raises ConfigError (not an address of this machine) or PortInUse.
+        """
+        self._target, self._files, self._hold = target, files, hold
+        self._changing = threading.Lock()
+        self._closed = threading.Event()
+        self._settled = threading.Event()  # it serves, or has ended before it did
+        self._serves = False
+        self._failure = ""  # why it does not serve
+        self._process: subprocess.Popen[bytes] | None = None
+        # Linux ends the process with the thread that made it.
+        self._thread = threading.Thread(target=self._keep_running, daemon=True)
+        self._log = target.parent / LOG
+        with ExitStack() as opened:
+            self._listeners = [
+                opened.enter_context(listener_at(address, port)) for address, port in addresses
+            ]
+            self._opened = opened.pop_all()
+
+    @property
+    def pid(self) -> int:
+        """The process that serves now."""
+        assert self._process, "the proxy is not started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Returns when it serves. Raises ControllerError if it does not."""
+        self._thread.start()
+        self._settled.wait(START_TIMEOUT_S)
+        if not self._serves:
+            self.close()
+            reason = self._failure or f"it did not answer within {START_TIMEOUT_S:g} seconds"
+            raise ControllerError(f"The TLS proxy in front of Redis did not start: {reason}.")
+
+    def close(self) -> None:
+        """End the process; harmless when called again."""
+        with self._changing:
+            self._closed.set()
+            if self._process is not None:
+                self._process.kill()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._opened.close()
+
+    def _keep_running(self) -> None:
+        while True:
+            try:
+                with open(self._log, "w+b") as output:
+                    process = self._spawn(output.fileno())
+                    if process is None:
+                        return
+                    reason = self._watch(process)
+                    output.seek(0)
+                    lines = output.read().decode(errors="replace").splitlines()
+                    self._failure = f"{reason} ({lines[-1]})" if lines else reason
+            except OSError as error:
+                self._failure = str(error)
+            self._settled.set()
+            if self._closed.is_set() or not self._serves:
+                return
+            log.warning("The TLS proxy in front of Redis: %s; it is started again.", self._failure)
+            self._closed.wait(PAUSE_S)
+
+    def _spawn(self, output: int) -> subprocess.Popen[bytes] | None:
+        """The process; None: the proxy is closed."""
+        descriptors = [listener.fileno() for listener in self._listeners]
+        files = map(str, (self._target, self._files.cert, self._files.key))
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        with self._changing:
+            if self._closed.is_set():
+                return None
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, *files, *map(str, descriptors)],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                cwd="/",
+                pass_fds=(self._hold, *descriptors),
+                # Ctrl-C on the terminal is for us; we end the process last.
+                start_new_session=True,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+            return self._process
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> str:
+        """Wait for the end of the process, and kill it if it hangs; returns how it ended."""
+        assert process.stdout is not None
+        reason = "it ended"
+        with process.stdout as output:
+            while True:
+                # Its first sign of life may take long, as it imports modules.
+                patience = SILENCE_S if self._settled.is_set() else START_TIMEOUT_S
+                if not select.select([output], [], [], patience)[0]:
+                    reason = "it hung"
+                    process.kill()
+                    break
+                if not os.read(output.fileno(), 4096):
+                    break
+                self._serves = True
+                self._settled.set()
+        process.wait()
+        return reason
+
+
+class _ProxyEnd(asyncio.Protocol):
+    """One of two connections, each of which gets what comes from the other."""
+
+    other: _ProxyEnd
+    transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if self.other.transport is not None:
+            self.other.transport.write(data)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        if self.other.transport is not None:
+            self.other.transport.close()
+
+    def pause_writing(self) -> None:
+        if self.other.transport is not None:
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other.transport is not None:
+            self.other.transport.resume_reading()
+
+
+class _HostEnd(_ProxyEnd):
+    """The side of a host, whose handshake is done."""
+
+    def __init__(self, target: str, tasks: set[asyncio.Task[None]]):
+        self.other = _ProxyEnd()
+        self.other.other = self
+        self._target, self._tasks = target, tasks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert self.transport is not None
+        self.transport.pause_reading()
+        task = asyncio.get_running_loop().create_task(self._connect())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self) -> None:
+        assert self.transport is not None
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.create_unix_connection(lambda: self.other, self._target)
+        except OSError:  # Redis is being started again; the host tries again, too
+            self.transport.close()
+            return
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+        elif self.other.transport is not None:
+            self.other.transport.close()
+
+
+async def _serve(target: str, cert: str, key: str, descriptors: Sequence[int]) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_cert_chain(cert, key)
+    loop = asyncio.get_running_loop()
+    tasks: set[asyncio.Task[None]] = set()
+    for descriptor in descriptors:
+        await loop.create_server(
+            lambda: _HostEnd(target, tasks),
+            sock=socket.socket(fileno=descriptor),
+            ssl=context,
+            ssl_handshake_timeout=HANDSHAKE_S,
+        )
+    while True:
+        os.write(sys.stdout.fileno(), b".")
+        await asyncio.sleep(SIGN_OF_LIFE_S)
+
+
+def main() -> None:
+    """Serve until the end of the process."""
+    target, cert, key, *descriptors = sys.argv[1:]
+    asyncio.run(_serve(target, cert, key, [int(text) for text in descriptors]))
+
+
+if __name__ == "__main__":
+    main()

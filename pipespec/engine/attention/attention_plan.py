@@ -1,0 +1,182 @@
+"""What the rows of a batch may attend to, and the interface of attention backends.
+
+An `AttentionPlan` describes one batch on one stage. Its slots index the KV pool of every layer of
+the slice (`[slots, kv_heads, head_dim]`), so one plan serves all layers:
+
+    write                     the batch's rows store their K and V here first
+    segment                   one request's rows: what they share, and what each of them sees
+      prefix  p0 p1 p2 ...    committed text that all of them see; its positions are 0, 1, 2, ...
+      tree    t0 t1 t2 ...    live tree nodes, or the prompt chunk; `mask` says which row sees which
+
+A row attends to all of its segment's prefix and to the tree keys that its mask row allows, within
+the layer's sliding window if it has one. Prefix and tree keys include the rows themselves. A
+backend gets the plan only; it knows neither trees nor requests.
+
+The plan consists of columns: the rows, tree keys and masks of all segments are concatenated, with
+offsets; prefixes stay in the page table, which outlives the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """The rows of one request in one batch, and the keys they see.
+
+    `rows` is the segment's contiguous part of the batch; `positions` int64 `[rows]`. `prefix`
+    int64 `[p]` holds the slots of positions 0..p-1; `tree` int64 `[t]` those of the tree keys at
+    `tree_positions` int64 `[t]`; `mask` bool `[rows, t]` is True where a row sees a tree key.
+    """
+
+    rows: slice
+    positions: np.ndarray
+    prefix: np.ndarray
+    tree: np.ndarray
+    tree_positions: np.ndarray
+    mask: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """Where one batch's rows store their K and V, and what they attend to.
+
+    Arrays are int64 but for `mask`. Segment i has the rows `row_start[i]` to `row_start[i + 1]`
+    and the tree keys `tree_start[i]` to `tree_start[i + 1]`.
+
+    Attributes:
+        write, positions: slot and position of each row, `[rows]`. row_start, tree_start: `[segments
+        + 1]`. pages: the page table (`pipespec.engine.kv.PageTable`), `[sequences, positions]`. The
+        part that a
+            segment reads does not change while the plan is used.
+        page_row, prefix_length: the segment's row of the page table, and how many positions of it
+            the segment reads, `[segments]`.
+        tree, tree_positions: slot and position of each tree key, `[keys]`.
+        mask: for each segment, bool `[rows, tree keys]`; flattened and concatenated.
+    """
+
+    write: np.ndarray
+    positions: np.ndarray
+    row_start: np.ndarray
+    pages: np.ndarray
+    page_row: np.ndarray
+    prefix_length: np.ndarray
+    tree: np.ndarray
+    tree_positions: np.ndarray
+    tree_start: np.ndarray
+    mask: np.ndarray
+
+    def segments(self) -> Iterator[Segment]:
+        """The segments, in the order of their rows; nothing is copied."""
+        seen = 0
+        bounds = zip(
+            pairwise(self.row_start.tolist()),
+            pairwise(self.tree_start.tolist()),
+            self.page_row.tolist(),
+            self.prefix_length.tolist(),
+            strict=True,
+        )
+        for (row, end), (key, last), page, length in bounds:
+            first, seen = seen, seen + (end - row) * (last - key)
+            yield Segment(
+                rows=slice(row, end),
+                positions=self.positions[row:end],
+                prefix=self.pages[page, :length],
+                tree=self.tree[key:last],
+                tree_positions=self.tree_positions[key:last],
+                mask=self.mask[first:seen].reshape(end - row, last - key),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerOptions:
+    """The attention parameters of a layer.
+
+    `window`: a row at position q sees keys at positions greater than q - window. `softcap`
+    bounds the scores by `softcap * tanh(score / softcap)`. `sinks` `[heads]` are learned scores
+    that take part in the softmax without a value.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LayerPool:
+    """K `[slots, kv_heads, head_dim]` and V `[slots, kv_heads, value_dim]` of one layer. The last
+    slot belongs to no sequence: rows of padding store there."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def allocate(cls, num_slots: int, key: Tensor, value: Tensor) -> LayerPool:
+        """A pool of `num_slots` slots for rows like those of `key` and `value`
+        (`[rows, kv_heads, dim]`), and one more for padding."""
+        return cls(_zeros(num_slots + 1, key), _zeros(num_slots + 1, value))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slots without that of padding."""
+        return self.keys[:-1].nbytes + self.values[:-1].nbytes
+
+
+def _zeros(num_slots: int, like: Tensor) -> Tensor:
+    """Zeros like `like`. In main memory, pages are allocated lazily: many pools are larger than the
+    requests that arrive ever need."""
+    shape = (num_slots, *like.shape[1:])
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    pages = np.zeros(math.prod(shape) * like.itemsize, np.uint8)
+    return torch.from_numpy(pages).view(like.dtype).view(shape)
+
+
+class AttentionBackend(Protocol):
+    """The attention of the layers of one slice. It is used by one thread."""
+
+    def prepare(self, plan: AttentionPlan) -> None:
+        """Use this plan from now on. What all layers share is computed once, at the latest in the
+        first layer. The plan's arrays must not change before the next call."""
+        ...
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions
+    ) -> Tensor:
+        """Store the rows' K and V in the pool, then attend.
+
+        `query` `[rows, heads, head_dim]`, `key`/`value` `[rows, kv_heads, dim]` -> `[rows, heads,
+        value_dim]`. Heads are grouped: query head h reads KV head h * kv_heads // heads.
+        """
+        ...
+
+
+def causal_plan(prefix: np.ndarray, write: np.ndarray) -> AttentionPlan:
+    """The plan of a chunk of a prompt: each row sees `prefix` and the rows up to itself.
+
+    `prefix` int64 `[p]` and `write` int64 `[rows]` are slots; the rows' positions are p, p+1, ...
+    """
+    length, rows = len(prefix), len(write)
+    positions = np.arange(length, length + rows)
+    return AttentionPlan(
+        write=write,
+        positions=positions,
+        row_start=np.array([0, rows]),
+        pages=prefix[None],
+        page_row=np.array([0]),
+        prefix_length=np.array([length]),
+        tree=write,
+        tree_positions=positions,
+        tree_start=np.array([0, rows]),
+        mask=np.tri(rows, dtype=bool).ravel(),
+    )

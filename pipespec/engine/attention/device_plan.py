@@ -1,0 +1,225 @@
+"""An attention plan in a fixed buffer on the device.
+
+Backends that compute on the device alone, and CUDA graphs, read this instead of an
+`AttentionPlan`: the addresses never change, and one copy transfers the plan of a step. All columns
+are by row, so that a row's keys are found without its segment:
+
+    key i of a row      slot `slots[first + i]`, for i < prefix + tree
+    i < prefix          the committed token at position i; the row sees it
+    i = prefix + j      tree key j, at position `tree_positions[tree_first + j]`; the row sees it if
+                        bit j of its words in `mask` is set
+
+Both are limited to the layer's window. Rows of padding store into the last slot of the pools, which
+belongs to no sequence, and see only that slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipespec.engine.attention.attention_plan import AttentionPlan
+
+# Bits of a word of `mask`.
+WORD = 32
+# Tree keys of one row that a reserved buffer has room for.
+MOST_TREE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCapacity:
+    """The size of a buffer: rows, tree keys of one row, tree keys of all segments, and keys of all
+    segments."""
+
+    rows: int
+    tree: int
+    trees: int
+    keys: int
+
+    @classmethod
+    def of(cls, plan: AttentionPlan) -> PlanCapacity:
+        """The capacity that a plan needs."""
+        tree = np.diff(plan.tree_start)
+        keys = len(plan.tree) + int(plan.prefix_length.sum())
+        return cls(len(plan.write), int(tree.max()), len(plan.tree), keys)
+
+    def holds(self, other: PlanCapacity) -> bool:
+        """Whether a plan that needs `other` fits."""
+        return (
+            self.rows >= other.rows
+            and self.tree >= other.tree
+            and self.trees >= other.trees
+            and self.keys >= other.keys
+        )
+
+    def grown(self, other: PlanCapacity) -> PlanCapacity:
+        """A capacity for both, rounded up to powers of two so that it rarely grows."""
+
+        def room(mine: int, theirs: int) -> int:
+            return max(mine, 1 << (theirs - 1).bit_length())
+
+        return PlanCapacity(
+            room(self.rows, other.rows),
+            room(self.tree, other.tree),
+            room(self.trees, other.trees),
+            room(self.keys, other.keys),
+        )
+
+
+class DevicePlan:
+    """The buffer and its columns, int32 tensors on the device.
+
+    Attributes:
+        write, positions: slot and position of each row, `[rows]`.
+        first, prefix, tree, tree_first: where a row's keys start, how many of them are committed
+            tokens and how many are tree keys, and where the positions of the tree keys start,
+            `[rows]`.
+        mask: `[rows, words]`.
+        tree_positions: `[trees]`.
+        slots: `[keys]`.
+        tiles: groups of up to `tile` consecutive rows of one segment: the first row and their
+            number, `[rows, 2]`; unused entries have 0 rows.
+        longest: the largest number of keys of a row, on the host.
+    """
+
+    write: Tensor
+    positions: Tensor
+    first: Tensor
+    prefix: Tensor
+    tree: Tensor
+    tree_first: Tensor
+    tiles: Tensor
+    mask: Tensor
+    tree_positions: Tensor
+    slots: Tensor
+
+    _ROWS = ("write", "positions", "first", "prefix", "tree", "tree_first")
+
+    def __init__(
+        self, capacity: PlanCapacity, trash: int, device: torch.device | str, tile: int = 1
+    ) -> None:
+        """`trash` is the slot for rows of padding."""
+        self.capacity = capacity
+        self.tile = tile
+        self.longest = 0
+        self._trash = trash
+        rows = capacity.rows
+        words = -(-capacity.tree // WORD)
+        shapes = dict.fromkeys(self._ROWS, (rows,)) | {
+            "tiles": (rows, 2),
+            "mask": (rows, words),
+            "tree_positions": (capacity.trees,),
+            # The last column, as only the used part of it is copied; the key of padding comes
+            # first.
+            "slots": (1 + capacity.keys,),
+        }
+        sizes = [int(np.prod(shape)) for shape in shapes.values()]
+        on_device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        pinned = on_device.device.type == "cuda"
+        self._staging = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+        self._device = on_device
+        self._host: dict[str, np.ndarray] = {}
+        parts = zip(shapes.items(), on_device.split(sizes), self._staging.split(sizes), strict=True)
+        for (name, shape), there, here in parts:
+            setattr(self, name, there.view(shape))
+            self._host[name] = here.view(shape).numpy()
+        self._copied = torch.cuda.Event() if pinned else None
+
+    def fill(self, plan: AttentionPlan) -> None:
+        """Copy a plan to the device. It must fit (`PlanCapacity.holds`)."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the staging buffer is still read until then
+        host, rows = self._host, len(plan.write)
+        count = np.diff(plan.row_start)
+        trees = np.diff(plan.tree_start)
+        keys = np.concatenate(([0], np.cumsum(plan.prefix_length + trees)))
+        columns = {
+            "write": plan.write,
+            "positions": plan.positions,
+            "first": np.repeat(1 + keys[:-1], count),
+            "prefix": np.repeat(plan.prefix_length, count),
+            "tree": np.repeat(trees, count),
+            "tree_first": np.repeat(plan.tree_start[:-1], count),
+        }
+        padding = {"write": self._trash, "prefix": 1}
+        for name in self._ROWS:
+            host[name][:rows] = columns[name]
+            host[name][rows:] = padding.get(name, 0)
+        host["tiles"][...] = 0
+        tiles = self._tiles(plan)
+        host["tiles"][: len(tiles)] = tiles
+        host["mask"][:rows] = _words(plan, np.repeat(trees, count), host["mask"].shape[1])
+        host["tree_positions"][: len(plan.tree)] = plan.tree_positions
+        slots = host["slots"]
+        slots[0] = self._trash
+        bounds = zip(
+            plan.page_row.tolist(),
+            plan.prefix_length.tolist(),
+            plan.tree_start.tolist(),
+            trees.tolist(),
+            (1 + keys[:-1]).tolist(),
+            strict=False,
+        )
+        for page, length, start, tree, at in bounds:
+            slots[at : at + length] = plan.pages[page, :length]
+            slots[at + length : at + length + tree] = plan.tree[start : start + tree]
+        self.longest = int((plan.prefix_length + trees).max())
+        used = len(self._staging) - len(slots) + 1 + int(keys[-1])
+        self._device[:used].copy_(self._staging[:used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def _tiles(self, plan: AttentionPlan) -> np.ndarray:
+        """The tiles, `[tiles, 2]`; each row of padding is a tile of its own."""
+        rows, end = self.capacity.rows, int(plan.row_start[-1])
+        count = np.diff(plan.row_start)
+        of = -(-count // self.tile)
+        nth = np.arange(of.sum()) - np.repeat(np.cumsum(of) - of, of)
+        first = np.repeat(plan.row_start[:-1], of) + nth * self.tile
+        until = np.minimum(first + self.tile, np.repeat(plan.row_start[1:], of))
+        padding = np.arange(end, rows)
+        return np.stack(
+            (np.append(first, padding), np.append(until - first, np.ones_like(padding))), 1
+        )
+
+
+class DevicePlanBackend:
+    """The base class of backends that read a `DevicePlan`; `flat` is the current one."""
+
+    TILE = 1  # rows of one segment that are computed together
+
+    def __init__(self, device: torch.device | str, num_slots: int):
+        self._device, self._num_slots = device, num_slots
+        self._growing = self._buffer(PlanCapacity(1, 1, 1, 1))
+        self.flat = self._growing
+
+    def prepare(self, plan: AttentionPlan, flat: DevicePlan | None = None) -> None:
+        """See `AttentionBackend`. `flat`: a buffer that is large enough; None: one that grows."""
+        if flat is None:
+            needed = PlanCapacity.of(plan)
+            if not self._growing.capacity.holds(needed):
+                self._growing = self._buffer(self._growing.capacity.grown(needed))
+            flat = self._growing
+        self.flat = flat
+        flat.fill(plan)
+
+    def reserve(self, rows: int) -> DevicePlan:
+        """A buffer of fixed size for plans of so many rows and all slots."""
+        tree = min(MOST_TREE, self._num_slots)
+        return self._buffer(PlanCapacity(rows, tree, self._num_slots, self._num_slots))
+
+    def _buffer(self, capacity: PlanCapacity) -> DevicePlan:
+        return DevicePlan(capacity, self._num_slots, self._device, self.TILE)
+
+
+def _words(plan: AttentionPlan, trees: np.ndarray, words: int) -> np.ndarray:
+    """The mask of each row as bits, `[rows, words]`; `trees` are the tree keys of each row."""
+    rows = len(plan.write)
+    seen = np.zeros((rows, words * WORD), bool)
+    row = np.repeat(np.arange(rows), trees)
+    column = np.arange(len(row)) - np.repeat(np.cumsum(trees) - trees, trees)
+    seen[row, column] = plan.mask
+    return np.packbits(seen, axis=1, bitorder="little").view("<i4")

@@ -1,0 +1,63 @@
+"""Weights as integers in groups, each with a scale and a zero point."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipespec.engine.formats.packing import WORD
+
+
+@dataclass(frozen=True)
+class GroupedWeights:
+    """A matrix `[out, in]`: a weight is `(code - zero) * scale`, with zero and scale of its group.
+
+    Attributes:
+        codes: uint8 `[out, in]`.
+        scales: `[out, groups]`, in the type that weights are rounded to.
+        zeros: int16 `[out, groups]`.
+        group_of: the group of each input, int64 `[in]`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group_of: Tensor
+
+    def dense(self) -> Tensor:
+        """The weights `[out, in]` in the type of the scales, rounded as the quantisers' code
+        does."""
+        out, inputs = self.codes.shape
+        groups = self.zeros.shape[1]
+        if self.in_order and inputs % groups == 0:
+            shape = (out, groups, inputs // groups)
+            weights = self.codes.view(shape).to(self.scales.dtype)
+            weights -= self.zeros.unsqueeze(-1)  # small integers, which every type holds
+            weights *= self.scales.unsqueeze(-1)
+            return weights.view(out, inputs)
+        weights = self.codes.to(self.scales.dtype)
+        weights -= self.zeros[:, self.group_of]
+        weights *= self.scales[:, self.group_of]
+        return weights
+
+    @property
+    def in_order(self) -> bool:
+        """Whether groups are consecutive inputs, all groups of the same size."""
+        inputs, groups = len(self.group_of), self.zeros.shape[1]
+        size = -(-inputs // groups)
+        return bool((self.group_of == torch.arange(inputs) // size).all())
+
+
+def unpack(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Unpack the codes in words of 32 bits, the lowest first, to uint8, along `dim`.
+
+    `order`: the place of each code in its word, if not in order.
+    """
+    places = order or range(WORD // bits)
+    words = words.movedim(dim, -1)
+    codes = torch.empty((*words.shape, len(places)), dtype=torch.uint8)
+    for i, place in enumerate(places):
+        codes[..., i] = (words >> (place * bits)) & ((1 << bits) - 1)
+    return codes.flatten(-2).movedim(-1, dim)

@@ -1,0 +1,226 @@
+"""The packed matrices of AWQ, GPTQ and compressed-tensors checkpoints.
+
+For each format: which tensors a matrix has in the files, and how they become `GroupedWeights`.
+Verified against the packing code of autoawq, auto_gptq and compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.engine.safetensors_headers import Tensor
+from pipespec.errors import ModelError
+from pipespec.system.validation import Unreadable, typed
+
+if TYPE_CHECKING:  # headers are read without them
+    import torch
+
+    from pipespec.engine.formats.groups import GroupedWeights
+
+AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
+WORD = 32  # bits of the integers into which codes are packed
+# The place in a word of each of eight neighbouring columns in AWQ.
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+PACKED = "pack-quantized"
+# Formats of compressed-tensors that are not packed, which Transformers dequantises.
+WHOLE = ("naive-quantized", "int-quantized", "float-quantized")
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the matrices of a checkpoint folder are packed.
+
+    Attributes:
+        bits: of a weight.
+        group: inputs that share a scale; None: all inputs.
+        reordered: groups are not of consecutive inputs (act-order).
+        suffix: of the name of the tensor with the codes of a matrix.
+        parts: suffixes of the other tensors that a matrix must have.
+        plus: added to a stored zero point.
+    """
+
+    path: Path
+    method: str
+    bits: int
+    group: int | None
+    reordered: bool
+    suffix: str
+    parts: tuple[str, ...]
+    plus: int = 0
+
+    def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        """The shape `(out, in)` of a matrix, from the headers. Raises ModelError."""
+        try:
+            return self._shape(name, tensors)
+        except ValueError as error:
+            raise ModelError(
+                f"{self.path} does not fit its config.json: {error}; fetch the checkpoint again"
+            ) from error
+
+    def _shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+        codes = tensors[name + self.suffix].shape
+        per_word = WORD // self.bits
+        if len(codes) != 2:
+            raise ValueError(f"{name}{self.suffix} is no matrix")
+        if self.method == AWQ:
+            out, inputs = codes[1] * per_word, codes[0]
+        elif self.method == GPTQ:
+            out, inputs = codes[1], codes[0] * per_word
+        else:
+            out, inputs = codes[0], codes[1] * per_word
+        for part in self.parts:
+            if name + part not in tensors:
+                raise ValueError(f"{name}{part} is missing")
+        groups = -(-inputs // (self.group or inputs))
+        for part, expected in self._expected(out, groups).items():
+            found = tensors.get(name + part)
+            if found is not None and found.shape != expected:
+                raise ValueError(
+                    f"{name}{part} is {list(found.shape)}, but must be {list(expected)} for groups "
+                    f"of {self.group or inputs}"
+                )
+        return out, inputs
+
+    def _expected(self, out: int, groups: int) -> dict[str, tuple[int, int]]:
+        per_word = WORD // self.bits
+        if self.method == COMPRESSED:
+            words = (-(-out // per_word), groups)
+            return {".weight_scale": (out, groups), ".weight_zero_point": words}
+        return {".scales": (groups, out), ".qzeros": (groups, -(-out // per_word))}
+
+    def read(self, name: str, load: Callable[[str], torch.Tensor | None]) -> GroupedWeights:
+        """Read a matrix; `load` returns the tensor of a name, or None."""
+        import torch
+
+        from pipespec.engine.formats.groups import GroupedWeights, unpack
+
+        def need(part: str) -> torch.Tensor:
+            found = load(name + part)
+            assert found is not None, "the headers contain it"
+            return found
+
+        words = need(self.suffix)
+        if self.method == COMPRESSED:
+            codes, scales = unpack(words, self.bits, 1), need(".weight_scale")
+            packed = load(name + ".weight_zero_point")
+            middle = torch.full(scales.shape, 1 << (self.bits - 1), dtype=torch.uint8)
+            zeros = middle if packed is None else unpack(packed, self.bits, 0)[: len(scales)]
+            order = load(name + ".weight_g_idx")
+        else:
+            scales = need(".scales").T
+            if self.method == AWQ:
+                codes = unpack(words, self.bits, 1, AWQ_ORDER).T
+                zeros = unpack(need(".qzeros"), self.bits, 1, AWQ_ORDER).T
+            else:
+                codes = unpack(words, self.bits, 0).T
+                zeros = unpack(need(".qzeros"), self.bits, 1)[:, : codes.shape[0]].T
+            order = load(name + ".g_idx")
+        inputs, groups = codes.shape[1], scales.shape[1]
+        group_of = torch.arange(inputs) // (self.group or inputs)
+        if order is not None and bool((order >= 0).all()):  # -1: none (compressed-tensors)
+            group_of = order.long()
+            if len(group_of) != inputs or int(group_of.max()) >= groups:
+                raise ModelError(
+                    f"the order of the inputs of {name} names groups that do not exist; fetch the "
+                    "checkpoint again"
+                )
+        zeros = zeros.to(torch.int16) + self.plus  # not wrapped: may be 16 for 4 bits
+        return GroupedWeights(codes.contiguous(), scales.contiguous(), zeros.contiguous(), group_of)
+
+
+def packing(path: Path, config: Mapping[str, Any]) -> Packing:
+    """The packing by the `quantization_config` of config.json. Raises ModelError."""
+    try:
+        method = str(config.get("quant_method"))
+        found = {AWQ: _awq, GPTQ: _gptq, COMPRESSED: _compressed}[method](path, config)
+        if found.group is not None and found.group < 1:
+            raise ValueError(f"groups of {found.group} weights")
+    except (Unreadable, ValueError) as error:
+        raise ModelError(
+            f"{path} is quantised by {method} in a way that is not supported: {error}; take "
+            "another checkpoint"
+        ) from error
+    return found
+
+
+def _awq(path: Path, config: Mapping[str, Any]) -> Packing:
+    bits = _whole(config, "bits", config.get("w_bit", 4))
+    version = str(config.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise ValueError(f"{bits} bits packed as {version!r}, where only 4 bits as 'gemm' are read")
+    group = _group(config, config.get("q_group_size", 128))
+    return Packing(path, AWQ, bits, group, False, ".qweight", (".qzeros", ".scales"))
+
+
+def _gptq(path: Path, config: Mapping[str, Any]) -> Packing:
+    bits = _whole(config, "bits", 4)
+    form = str(config.get("checkpoint_format") or "gptq")
+    if bits not in (2, 4, 8):
+        raise ValueError(f"{bits} bits, where 2, 4 and 8 are read")
+    if form not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
+        raise ValueError(f"its format is {form!r}, where 'gptq' and 'gptq_v2' are read")
+    if config.get("dynamic"):
+        raise ValueError("its matrices have different numbers of bits ('dynamic')")
+    return Packing(
+        path,
+        GPTQ,
+        bits,
+        _group(config, 128),
+        bool(config.get("desc_act")),
+        ".qweight",
+        (".qzeros", ".scales"),
+        plus=form == "gptq",  # which stores zero points minus one
+    )
+
+
+def _compressed(path: Path, config: Mapping[str, Any]) -> Packing:
+    groups = _object(config, "config_groups")
+    for name in groups:
+        _object(groups, name)
+    weights = [_object(each, "weights") for each in groups.values()]
+    forms = {str(each.get("format") or config.get("format")) for each in groups.values()}
+    if len(weights) == 0 or len(forms) > 1:
+        raise ValueError(f"its formats are {', '.join(sorted(forms)) or 'none'}")
+    if config.get("transform_config"):
+        raise ValueError("its weights are transformed ('transform_config')")
+    widths = {_whole(each, "num_bits", 8) for each in weights}
+    sizes = {_group(each, -1) for each in weights}
+    if len(widths) > 1 or len(sizes) > 1:
+        raise ValueError("its matrices have different numbers of bits, or groups")
+    strategies = {str(each.get("strategy")) for each in weights}
+    form, bits = forms.pop(), widths.pop()
+    if form == PACKED:
+        if bits not in (2, 4, 8) or strategies - {"group", "channel"}:
+            raise ValueError(f"{bits} bits by {', '.join(sorted(strategies))}")
+        reordered = any(each.get("actorder") in ("group", True) for each in weights)
+        group = sizes.pop() if strategies == {"group"} else None
+        return Packing(
+            path, COMPRESSED, bits, group, reordered, ".weight_packed", (".weight_scale",)
+        )
+    raise ValueError(f"its format is {form!r}, where {PACKED!r} is read")
+
+
+def is_whole(config: Mapping[str, Any]) -> bool:
+    """Whether the files are quantised by compressed-tensors without packing, so that Transformers
+    dequantises them."""
+    return config.get("quant_method") == COMPRESSED and str(config.get("format")) in WHOLE
+
+
+def _object(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is no object")
+    return value
+
+
+def _whole(config: Mapping[str, Any], name: str, default: Any) -> int:
+    value = config.get(name)
+    return typed(name, default if value is None else value, int)
+
+
+def _group(config: Mapping[str, Any], default: Any) -> int | None:
+    size = _whole(config, "group_size", default)
+    return None if size == -1 else size

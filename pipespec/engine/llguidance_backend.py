@@ -1,0 +1,256 @@
+"""Structured output by llguidance (extra `pipespec[grammar]`): grammars and their matchers.
+
+A request contains its grammar in llguidance's own format, which is made here from a JSON schema, a
+regular expression, a choice or a grammar in Lark or GBNF. The head and the last stage compile it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache
+from random import Random
+from time import thread_time
+from typing import Any
+
+import numpy as np
+
+from pipespec.engine.tokenizer import BackendTokenizer, ChatTokenizer
+from pipespec.errors import ConfigError
+from pipespec.sampling.grammar import BITS_PER_WORD, GrammarFailed, Matcher, unpack_mask
+from pipespec.system.validation import Unreadable, parse_json
+
+# Bytes of a grammar as JSON; it is sent with the first rows of its request.
+MAX_GRAMMAR = 1 << 17
+# Limits of the work for one token. Grammars designed to be slow took up to 0.26 s with these.
+LIMITS: Mapping[str, Any] = {
+    "step_lexer_fuel": 50_000,
+    "initial_lexer_fuel": 500_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+# When a grammar is checked, at most so many tokens are generated, for at most so much processor
+# time: the cost of nested repetitions shows after some dozens.
+PROBED = 64
+PROBE_S = 0.1
+# Characters of the library's own message in an error message.
+LONGEST_REASON = 200
+# Messages of the library, and ours.
+_TOO_COMPLEX = "it is too complex to follow: its counts multiply to too many states; lower them"
+_KNOWN_REASONS: Mapping[str, str] = {
+    "NoExtensionBias": "no text fits it",
+    "too many expressions constructed": _TOO_COMPLEX,
+    "Too many items": _TOO_COMPLEX,
+    "lookarounds not supported": "look-around and anchors inside a pattern are not supported",
+    "oneOf constraints are not supported": "oneOf is not supported; use anyOf",
+}
+# A quoted line of the grammar in the library's message, and the mark below it.
+_QUOTED = re.compile(r"\s*(\d+ \|.*|\^+)\s*")
+_ERROR = "error: "
+
+
+def installed() -> bool:
+    """Whether llguidance is installed."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def require_installed(what: str) -> None:
+    """Raise ConfigError unless llguidance is installed; `what` needs it, for the message."""
+    if not installed():
+        raise ConfigError(f"{what} needs llguidance; run: pip install 'pipespec[grammar]'.")
+
+
+# --- making grammars --------------------------------------------------------------------------
+
+
+def grammar_from_json_schema(schema: Any) -> str:
+    """The grammar of the JSON that a schema (parsed, or as text) describes, without optional white
+    space.
+
+    Raises GrammarFailed.
+    """
+    from llguidance import LLMatcher
+
+    if isinstance(schema, str):
+        try:
+            schema = parse_json(schema)
+        except Unreadable as error:
+            raise GrammarFailed(str(error)) from None
+    if not isinstance(schema, dict):
+        raise GrammarFailed("it is no JSON object")
+    # Where white space is allowed, small models may generate it endlessly.
+    try:
+        grammar: str = LLMatcher.grammar_from_json_schema(
+            json.dumps(schema), overrides={"whitespace_flexible": False}
+        )
+    except RecursionError:
+        raise GrammarFailed("it is nested too deeply") from None
+    except ValueError as error:
+        raise GrammarFailed(_reason(str(error))) from None
+    return grammar
+
+
+def grammar_from_regex(regex: str) -> str:
+    """The grammar of texts that a regular expression (of Rust's crate `regex`, but `\\d` is 0 to 9)
+    matches as a whole."""
+    from llguidance import LLMatcher, regex_to_lark
+
+    grammar: str = LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(regex, use_ascii='d')}/")
+    return grammar
+
+
+def grammar_from_choice(choices: Sequence[str]) -> str:
+    """The grammar of exactly these texts."""
+    from llguidance import grammar_from
+
+    return grammar_from("choice", json.dumps([*choices]))
+
+
+def grammar_from_lark(text: str) -> str:
+    """A grammar in Lark's or GBNF's notation, converted. Raises GrammarFailed."""
+    from llguidance import grammar_from
+
+    try:
+        return grammar_from("grammar", text)
+    except ValueError as error:
+        raise GrammarFailed(_reason(str(error))) from None
+
+
+def validate(grammar: str) -> None:
+    """Raise GrammarFailed unless a grammar is valid, independently of any tokenizer."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    _check_size(grammar)
+    message = LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**LIMITS))
+    if message and not message.startswith("WARNING"):
+        raise GrammarFailed(_reason(message))
+
+
+def _check_size(grammar: str) -> None:
+    size = len(json.dumps(grammar))
+    if size > MAX_GRAMMAR:
+        raise GrammarFailed(f"it takes {size} bytes, but may take {MAX_GRAMMAR}")
+
+
+# --- matchers ---------------------------------------------------------------------------------
+
+
+class Grammars:
+    """Compiles grammars for the tokens of one model, in a thread of its own."""
+
+    def __init__(self, tokenizer: Callable[[], ChatTokenizer], vocab_size: int, eos: Sequence[int]):
+        """
+        Args:
+            tokenizer: loads the model's tokenizer.
+            vocab_size: how many token ids the model has logits for.
+            eos: token ids that end a text.
+        """
+        self._load = tokenizer
+        self._vocab_size = vocab_size
+        self._eos = (*eos,)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+
+    def warm(self) -> None:
+        """Begin to read the vocabulary, which takes a second if it is large."""
+        if installed():
+            self._thread.submit(lambda: self._tokens)
+
+    def close(self) -> None:
+        """Cancel compilations that have not begun; no further grammar is compiled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, grammar: str) -> Future[Matcher]:
+        """Compile a grammar in the background. The future raises GrammarFailed if it is not
+        valid."""
+        return self._thread.submit(self.compile, grammar)
+
+    def compile(self, grammar: str) -> Matcher:
+        """A matcher at the start of a text. Raises GrammarFailed."""
+        _check_size(grammar)
+        if not installed():
+            raise GrammarFailed("llguidance is not installed (pipespec[grammar])")
+        return LlguidanceMatcher(self._tokens, grammar)
+
+    def check(self, grammar: str) -> None:
+        """Raise GrammarFailed unless a random text can be generated within a grammar, up to PROBED
+        tokens."""
+        matcher, random = self.compile(grammar), Random(0)
+        began = thread_time()
+        for probed in range(PROBED):
+            allowed = np.flatnonzero(
+                unpack_mask(matcher.allowed(), self._tokens.vocab_size)
+            ).tolist()
+            if not allowed:
+                raise GrammarFailed("no text fits it")
+            further = [token for token in allowed if token not in self._eos]
+            if not further and not probed:
+                raise GrammarFailed("no text but the empty one fits it")
+            if not further or thread_time() - began > PROBE_S:
+                break
+            matcher.consume([random.choice(further)])
+
+    @cached_property
+    def _tokens(self) -> Any:
+        """The tokenizer as llguidance reads it."""
+        tokenizer = self._load()
+        if not isinstance(tokenizer, BackendTokenizer):
+            raise GrammarFailed("the model's tokenizer has no backend of the package tokenizers")
+        if not self._eos:
+            raise GrammarFailed("the model names no token that ends a text")
+        size = max(self._vocab_size, max(tokenizer.get_vocab().values()) + 1)
+        return _read(tokenizer.backend, size, self._eos)
+
+
+@lru_cache(maxsize=1)  # reused by the next epoch
+def _read(backend: str, size: int, eos: tuple[int, ...]) -> Any:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer(backend, n_vocab=size, eos_token=[*eos])
+
+
+class LlguidanceMatcher:
+    """A `Matcher` by llguidance."""
+
+    def __init__(self, tokens: Any, grammar: str):
+        from llguidance import LLMatcher, LLParserLimits
+
+        self._matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        self._words = -(-tokens.vocab_size // BITS_PER_WORD)
+        self._check()
+
+    def allowed(self) -> np.ndarray:
+        bits = np.zeros(self._words, np.int32)
+        if self._matcher.stop_reason() == "EndOfSentence":
+            return bits
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self._check()
+        return bits
+
+    def consume(self, tokens: Sequence[int]) -> int:
+        taken: int = self._matcher.try_consume_tokens([*tokens])
+        return taken
+
+    def rollback(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarFailed(_reason(self._matcher.get_error()))
+
+
+def _reason(text: str) -> str:
+    """The library's message as a clause."""
+    for known, ours in _KNOWN_REASONS.items():
+        if known in text:
+            return ours
+    for mark in ("<state>", "<non-verbose/>"):
+        text = text.partition(mark)[0]
+    lines = [line for line in text.splitlines() if not _QUOTED.fullmatch(line)]
+    errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
+    text = " ".join(errors or lines)
+    return " ".join(text.split())[:LONGEST_REASON]

@@ -1,0 +1,389 @@
+"""A contiguous slice of the layers of a Hugging Face causal language model.
+
+There is no model code of our own: a slice is the model's own class without the modules of other
+slices. Transformers reads exactly the tensors that remain, converts, fuses, casts and quantises
+them as it does for the whole model, and runs its own forward pass. Only attention is ours:
+Transformers calls a registered function, which calls a backend with the layer's KV pool
+(`pipespec.engine.attention`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from pipespec.engine import few_rows, loading
+from pipespec.engine.architectures import require_supported
+from pipespec.engine.attention import hook, select
+from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan, causal_plan
+from pipespec.engine.attention.device_plan import DevicePlanBackend
+from pipespec.engine.attention.self_test import AttentionLayer
+from pipespec.engine.compiling import Compute, compile_slice
+from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
+from pipespec.engine.quantization import PACKED_INT4
+from pipespec.engine.slicing import drop_placeholders, sliced_class
+from pipespec.engine.tensor_parallel import TPGroup, select_kv_heads
+from pipespec.errors import ModelError
+from pipespec.system.silence_warnings import silence_warnings
+
+with silence_warnings():
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+# Called with the inputs and the plan of a batch.
+BatchCallback = Callable[[Tensor, AttentionPlan], None]
+
+
+class ModelSlice:
+    """Layers `layers` of a checkpoint, with a KV pool of `num_slots` token slots per layer.
+
+    The slice with layer 0 takes token ids; the one with the last layer returns hidden states
+    after the final norm and has `logits`. Slices share no state; each belongs to one thread.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: range,
+        num_slots: int,
+        attention: AttentionBackend | str,
+        *,
+        batch_invariant: bool = False,
+        group: TPGroup | None = None,
+    ):
+        """Wrap a model that `loading.load` returned.
+
+        `batch_invariant`: on a CPU, make the result of a row independent of its batch, also in
+        bfloat16."""
+        config = model.config
+        self.layers = layers
+        self.num_layers: int = config.num_hidden_layers  # of the whole model
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.num_slots = num_slots
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self._model = model
+        self._base = model.base_model
+        drop_placeholders(model, layers)
+        self.num_weight_bytes = _num_bytes(model.state_dict().values())
+        # From now on the model's own forward pass computes the output head only.
+        setattr(model, model.base_model_prefix, _ComputedBase())
+        given = None if isinstance(attention, str) else attention
+        # SDPA needs no self-test, so it is used until the first row has allocated the pools.
+        self._slice = hook.SliceBackend(
+            given or select.make_backend(select.SDPA, self.device, num_slots)
+        )
+        kv_heads = None if group is None else select_kv_heads(config, group)
+        self._attentions = [
+            hook.attach(layer, self._slice, num_slots, kv_heads) for layer in self._base.layers
+        ]
+        self.batch_invariant = batch_invariant and self.device.type == "cpu"
+        self._graphs: list[CapturedGraph] = []  # by rising number of rows
+        self._compiled: Compute | None = None
+        self.group = group
+        self._driver: BatchCallback | None = None
+        self._allocate()
+        # The name of the backend, and a sentence for each optimisation that is not used.
+        self.attention, self.refused = "given", list[str]()
+        # Milliseconds of a batch, and of reading the weights, if measured
+        # (`pipespec.engine.autotune`).
+        self.step_ms: float | None = None
+        self.swapped_rows: tuple[int, ...] = ()
+        self.floor_ms: float | None = None
+        if isinstance(attention, str):
+            with torch.inference_mode():
+                self.attention, self._slice.attention, self.refused = select.select_backend(
+                    attention,
+                    self.device,
+                    num_slots,
+                    self.attention_layers,
+                    batch_invariant=self.batch_invariant,
+                )
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        layers: range,
+        *,
+        dtype: torch.dtype | None = None,
+        quantization: str | None = None,
+        device: torch.device | str = "cpu",
+        num_slots: int,
+        attention: AttentionBackend | str = select.AUTO,
+        progress: bool = False,
+        group: TPGroup | None = None,
+    ) -> ModelSlice:
+        """Load `layers` of the checkpoint `path` and allocate their KV pools.
+
+        Args:
+            dtype: of the weights; None: that of the checkpoint.
+            quantization: one of QUANTIZATIONS, for plain weights, or PACKED_INT4, for weights that
+                are stored in 4 bits.
+            attention: the name of a backend, or a backend for this slice, without self-test.
+            progress: show the progress bar of Transformers.
+            group: load this member's shard of the slice. Each `forward` then needs all members.
+
+        Raises:
+            ModelError: the architecture is not supported or cannot be divided among the members,
+                tensors are missing or have another shape, or the quantised checkpoint does not
+                support `dtype`.
+        """
+        model = loading.load(
+            Path(path),
+            layers,
+            dtype=dtype,
+            quantization=quantization,
+            device=torch.device(device),
+            progress=progress,
+            group=group,
+        )
+        batch_invariant = quantization == PACKED_INT4
+        return cls(
+            model, layers, num_slots, attention, batch_invariant=batch_invariant, group=group
+        )
+
+    @classmethod
+    def random(
+        cls,
+        config: PretrainedConfig,
+        layers: range,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        num_slots: int,
+        attention: AttentionBackend | str = select.AUTO,
+    ) -> ModelSlice:
+        """A slice of a model with this `config` and random weights, for measurements.
+
+        All layers of `config` are created first, also those outside of `layers`.
+        """
+        with loading.lock, torch.device(device):
+            require_supported(config.model_type, "the model")
+            hook.register()
+            model = sliced_class(config, layers)._from_config(
+                config, dtype=dtype, attn_implementation=hook.NAME
+            )
+        return cls(model.eval(), layers, num_slots, attention)
+
+    @property
+    def is_first(self) -> bool:
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.layers.stop == self.num_layers
+
+    @property
+    def backend(self) -> AttentionBackend:
+        """The attention backend of its layers."""
+        return self._slice.attention
+
+    def set_driver(self, call: BatchCallback | None) -> None:
+        """Call this with every batch from now on, before it is computed; None: stop."""
+        self._driver = call
+
+    def adopt_backend(self, name: str) -> None:
+        """Use the backend that the other members of the group use. Raises ModelError if it fails
+        its self-test here."""
+        if name == self.attention:
+            return
+        with torch.inference_mode():
+            found, backend, refused = select.select_backend(
+                name,
+                self.device,
+                self.num_slots,
+                self.attention_layers,
+                batch_invariant=self.batch_invariant,
+            )
+        if found != name:
+            raise ModelError(
+                f"the devices of a stage must use the same attention, and one of them uses {name}: "
+                f"{' '.join(refused)} Set model.attention={found}"
+            )
+        self.set_backend(name, backend)
+
+    def set_backend(self, name: str, backend: AttentionBackend) -> None:
+        """Use another backend from now on, which has passed its self-test; drops all graphs."""
+        self._graphs = []
+        self.attention, self._slice.attention = name, backend
+
+    def describe(self) -> dict[str, Any]:
+        """How it computes, as JSON values."""
+        return {
+            "device": str(self.device),
+            "devices": 1 if self.group is None else self.group.size,
+            "attention": self.attention,
+            "graph_rows": list(self.graph_rows),
+            "compiled": self._compiled is not None,
+            "swapped_rows": list(self.swapped_rows),
+            "refused": self.refused,
+            "step_ms": self.step_ms,
+            "floor_ms": self.floor_ms,
+        }
+
+    @property
+    def graph_rows(self) -> tuple[int, ...]:
+        """The numbers of rows of the graphs."""
+        return tuple(graph.rows for graph in self._graphs)
+
+    def keep_graphs(self, buckets: Collection[int]) -> None:
+        """Drop the graphs with other numbers of rows."""
+        self._graphs = [each for each in self._graphs if each.rows in buckets]
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The attention of each layer, for self-tests and measurements."""
+        return [state.layer for state in self._attentions]
+
+    @property
+    def num_kv_bytes(self) -> int:
+        """Bytes of all KV pools of the slice."""
+        return sum(state.pool.num_bytes for state in self._attentions if state.pool is not None)
+
+    @torch.inference_mode()
+    def forward(self, inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
+        """Run one batch through the layers, storing its K and V at `plan.write`.
+
+        Args:
+            inputs: token ids, int64 `[rows]`, on the first slice; else hidden states
+                `[rows, hidden]` of the slice before. On any device.
+            positions: int64 `[rows]`.
+
+        Returns hidden states `[rows, hidden]`.
+        """
+        if self._driver is not None:
+            self._driver(inputs, plan)
+        for graph in self._graphs:
+            if len(positions) <= graph.rows:
+                replayed = graph.run(inputs, positions, plan)
+                if replayed is not None:
+                    return replayed
+        self._slice.attention.prepare(plan)
+        return self._computed(inputs.to(self.device), positions.to(self.device))
+
+    @torch.inference_mode()
+    def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:
+        """Compile the slice by torch.compile with this backend, which fuses small operations.
+
+        No KV slot may be in use meanwhile. If it cannot be compiled, or its results differ by more
+        than rounding, the slice is computed as before; `refused` says why.
+        """
+        if self.group is not None:
+            self.refused.append(
+                "The slice is not compiled, as compilers cannot handle the communication between "
+                "its tensor-parallel members."
+            )
+            return
+        try:
+            self._compiled = compile_slice(self, backend)
+        except Exception as error:  # noqa: BLE001 - models, compilers and drivers raise anything
+            why = " ".join(str(error).split())[:200]
+            self.refused.append(f"The slice is not compiled: {why}.")
+
+    def swap_products(self) -> None:
+        """Compute linear layers as `W @ x.T` for the numbers of rows for which that is faster here
+        (`pipespec.engine.few_rows`): in float32 on a CPU, where no batch changes a result by more
+        than rounding."""
+        if self.device.type == "cpu" and self.dtype == torch.float32 and not self.batch_invariant:
+            whole = nn.ModuleList((self._base, self._model))
+            self.swapped_rows = few_rows.swap_where_faster(whole)
+
+    def _computed(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        return (self._compiled or self.compute)(inputs, positions)
+
+    @torch.inference_mode()
+    def capture_graphs(
+        self, buckets: Sequence[int], capture: CaptureFunction = capture_cuda_graph
+    ) -> None:
+        """Capture a graph for each number of rows in `buckets`, and replay them from now on.
+
+        No KV slot may be in use meanwhile, and all members of a group capture at the same time.
+        What cannot be captured, or gives other results, is computed as before; `refused` says why.
+        """
+        self._graphs = []
+        if self.group is not None and not self.group.supports_graphs:
+            self.refused.append(
+                "The slice is computed without graphs, as the host adds up the results of its "
+                "tensor-parallel members."
+            )
+            return
+        attention = self._slice.attention
+        for rows in sorted(buckets):
+            inputs, _, _ = self.example_batch(rows)
+            try:
+                if not isinstance(attention, DevicePlanBackend):
+                    raise ValueError(f"attention={self.attention} cannot be captured")
+                self._graphs.append(
+                    CapturedGraph(self._computed, inputs, attention, self.num_slots, capture)
+                )
+            except Exception as error:  # noqa: BLE001 - models, drivers and kernels raise anything
+                why = " ".join(str(error).split())[:200]
+                self.refused.append(
+                    f"Batches of up to {rows} rows are computed without a graph: {why}."
+                )
+
+    def example_batch(self, rows: int) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """A batch with the first rows of a random sequence: inputs, positions, plan."""
+        inputs = torch.randn(rows, self.hidden_size, device=self.device).to(self.dtype)
+        if self.is_first:
+            inputs = torch.randint(self.vocab_size, (rows,), device=self.device)
+        slots = np.arange(rows)
+        plan = causal_plan(slots[:0], slots)
+        return inputs, torch.arange(rows, device=self.device), plan
+
+    def compute(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """The part of `forward` that can be compiled or captured; the backend has the plan."""
+        output = self._base(
+            **{"input_ids" if self.is_first else "inputs_embeds": inputs.unsqueeze(0)},
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+        )
+        return output.last_hidden_state.squeeze(0)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`[k, hidden]` as the last slice's `forward` returned it -> `[k, vocab]`."""
+        assert self.is_last, "only the last slice has a head"
+        if self.batch_invariant and len(hidden) == 1:  # a product with one row uses another kernel
+            return self.logits(hidden.expand(2, -1))[:1]
+        return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
+
+    def _allocate(self) -> None:
+        """Run one row, so that every layer allocates its pool: too little memory shows at load."""
+        position = torch.zeros(1, dtype=torch.long)
+        row = position
+        if not self.is_first:
+            row = torch.zeros(1, self.hidden_size, dtype=self.dtype)
+        slot = np.zeros(1, np.int64)
+        self.forward(row, position, causal_plan(slot[:0], slot))
+
+
+class _ComputedBase(nn.Module):
+    """Replaces the base model: its layers have run already."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
+        # The output type with the most fields: heads of mixtures also read router logits.
+        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors, counted by address, as a tied head appears twice."""
+    found: dict[int, int] = {}
+
+    def add(tensor: Any) -> None:
+        if is_traceable_wrapper_subclass(tensor):  # torchao's: values and scales
+            for name in tensor.__tensor_flatten__()[0]:
+                add(getattr(tensor, name))
+        else:
+            found[tensor.data_ptr()] = tensor.nbytes
+
+    for tensor in tensors:
+        add(tensor)
+    return sum(found.values())

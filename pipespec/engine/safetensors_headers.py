@@ -1,0 +1,163 @@
+"""Reads the JSON files of a checkpoint and the headers of its safetensors files; no weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipespec.errors import ModelError
+from pipespec.system import validation
+from pipespec.system.validation import Missing, Unreadable, parse_json, shown
+
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = "model.safetensors"
+# The safetensors library refuses longer headers.
+_MAX_HEADER = 100_000_000
+# The largest size of a file, tensor or dimension.
+_LARGEST = 2**63 - 1
+# Bits of a number of each type of the format.
+BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor as described by a header."""
+
+    shape: tuple[int, ...]
+    num_bytes: int
+    dtype: str  # as safetensors names it
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Name, shape and size of every tensor of a checkpoint folder. Raises ModelError."""
+    return {name: each for held in shards(path).values() for name, each in held.items()}
+
+
+def shards(path: Path) -> dict[Path, dict[str, Tensor]]:
+    """The tensors of each file. Raises ModelError."""
+    index = path / _INDEX
+    if not os.path.isfile(index):
+        if not os.path.isfile(path / _WEIGHTS):
+            raise ModelError(
+                f"{path} holds no {_WEIGHTS}; only safetensors checkpoints can be loaded, so "
+                "convert it with save_pretrained"
+            )
+        return {path / _WEIGHTS: _header(path / _WEIGHTS)}
+    shard_of = weight_map(index, read_json(index))
+    found: dict[Path, dict[str, Tensor]] = {}
+    for shard in sorted(set(shard_of.values())):
+        if not os.path.isfile(path / shard):
+            raise ModelError(f"the shard {shard} named by {index} is missing; fetch it again")
+        found[path / shard] = _header(path / shard)
+    absent = shard_of.keys() - {name for held in found.values() for name in held}
+    if absent:
+        raise ModelError(
+            f"{index} names {len(absent)} tensors that no shard holds, for example "
+            f"{min(absent)}; fetch the checkpoint again"
+        )
+    return found
+
+
+def weight_map(index: Path, content: Any) -> dict[str, str]:
+    """The file of each tensor, by the parsed index; always in the index's folder. Raises
+    ModelError."""
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict):
+        raise ModelError(f"{index} has no weight_map; fetch the checkpoint again")
+    for name in found.values():
+        # A downloaded index must not name a file outside its folder.
+        if not isinstance(name, str) or name in ("", ".", "..") or os.sep in name:
+            raise ModelError(
+                f"{index} names the shard {shown(name)}, which is no file of its folder; fetch "
+                "the checkpoint again, from a source that you trust"
+            )
+    return found
+
+
+def _header(file: Path) -> dict[str, Tensor]:
+    """The header of a safetensors file: 8 bytes of length, then JSON. After it the file must have
+    exactly the bytes that it describes, each of one tensor."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
+            if length > min(_MAX_HEADER, size - 8):
+                raise _corrupt(file, f"its {size} bytes do not hold a header")
+            text = stream.read(length)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read ({error.strerror}); make it readable") from error
+    try:
+        header = parse_json(text)
+        tensors, places = {}, []
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, stop = entry["data_offsets"]
+            shape, dtype = tuple(entry["shape"]), entry["dtype"]
+            if not _are_sizes(start, stop, *shape) or start > stop or not isinstance(dtype, str):
+                raise ValueError
+            tensors[name] = Tensor(shape, stop - start, dtype)
+            places.append((start, stop, name))
+    except (Unreadable, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(file, "its header cannot be read") from error
+    for name, tensor in tensors.items():
+        _check_size(file, name, tensor)
+    end = 0
+    for start, stop, name in sorted(places):
+        if start != end:
+            wrong = "overlaps the one before it" if start < end else "follows a gap"
+            raise _corrupt(file, f"{shown(name)} begins at byte {start} of its data and {wrong}")
+        end = stop
+    if size != 8 + length + end:
+        raise _corrupt(file, f"it has {size} bytes, its header describes {8 + length + end}")
+    return tensors
+
+
+def _check_size(file: Path, name: str, tensor: Tensor) -> None:
+    """Raise ModelError unless a tensor of that shape and type has so many bytes."""
+    bits = BITS.get(tensor.dtype)
+    if bits is None:
+        raise ModelError(
+            f"{file} holds {shown(name)} in the type {shown(tensor.dtype)}, which safetensors does "
+            f"not have (it has {', '.join(BITS)}); fetch the checkpoint again"
+        )
+    if math.prod(tensor.shape) * bits != 8 * tensor.num_bytes:
+        raise _corrupt(
+            file,
+            f"{shown(name)} has {tensor.num_bytes} bytes, which are not "
+            f"{shown(list(tensor.shape))} numbers of {tensor.dtype}",
+        )
+
+
+def _are_sizes(*numbers: Any) -> bool:
+    return all(type(number) is int and 0 <= number <= _LARGEST for number in numbers)
+
+
+def _corrupt(file: Path, why: str) -> ModelError:
+    return ModelError(f"{file} is not a whole safetensors file ({why}); fetch it again")
+
+
+def read_json(file: Path, remedy: str = "fetch the checkpoint again") -> dict[str, Any]:
+    """The JSON object in a file. Raises ModelError, which ends with the remedy."""
+    try:
+        content = validation.read_json(file)
+    except Missing as error:
+        raise ModelError(f"{file.parent} holds no {file.name}; {remedy}") from error
+    except Unreadable as error:
+        raise ModelError(f"{file} cannot be read ({error}); {remedy}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} is not a JSON object; {remedy}")
+    return content

@@ -1,0 +1,39 @@
+"""Checks whether a model's layers can be divided among tensor-parallel devices, without loading
+it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipespec.errors import ModelError
+
+
+def require_tp_divisible(
+    path: Path, model_type: str, has_tp_plan: bool, heads: int, members: int, *, quantized: bool
+) -> None:
+    """Raise ModelError unless the layers of a model can be divided among `members` devices;
+    `has_tp_plan`: Transformers has a tensor-parallel plan for it."""
+    if not has_tp_plan:
+        raise ModelError(
+            f"{path} cannot be computed by {members} devices together: Transformers has no "
+            f"tensor-parallel plan for {model_type}; make each device a stage of its own"
+        )
+    if quantized:
+        raise ModelError(
+            f"the weights of {path} are quantised, and parts of a matrix would be rounded "
+            f"differently from the whole; {members} devices together need plain weights"
+        )
+    if heads % members:
+        raise ModelError(
+            f"the {heads} attention heads of {path} cannot be divided among {members} devices; "
+            "take a number that divides them"
+        )
+
+
+def local_kv_heads(heads: int, kv_heads: int, member: int, members: int) -> tuple[int, ...]:
+    """The KV heads that a member's query heads attend to, one for each equal run of them."""
+    mine = heads // members
+    own = [head * kv_heads // heads for head in range(member * mine, (member + 1) * mine)]
+    distinct = sorted(set(own))
+    even = len({own.count(head) for head in distinct}) == 1
+    return tuple(distinct if even else own)

@@ -1,0 +1,339 @@
+"""The loop of rank 0: take requests, expand the trees, receive verdicts, send.
+
+In step t the proposer expands the trees while the stages compute, the head receives the verdict of
+step t, and sends the batch that the scheduler chooses to the first stage. `HeadLoop` decides when
+things happen and does them (`pipespec.head.step` has their order); `pipespec.head.scheduler`
+decides what is sent.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import logging
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+
+from pipespec.batch_times import merge_times
+from pipespec.clock import REAL_TIME, StepClock
+from pipespec.controller.draft_tokens import END_OF_SEQUENCE
+from pipespec.controller.log_records import CANCELLED, Accepted
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.task_graph import Layout, Task, compute, prune, step_graph, transfer
+from pipespec.controller.verdict_exchange import VerdictReceiver
+from pipespec.core import GRAMMAR, Batch, Request, Verdict
+from pipespec.head.proposers.proposer import Proposal, Proposer
+from pipespec.head.scheduler import Scheduler
+from pipespec.head.scheduler_types import ProposalBatch
+from pipespec.head.sequence import NOT_IN_PIPELINE, Sequence, StopCheck
+from pipespec.head.step import run_step
+from pipespec.head.structured_output import GrammarGuide
+from pipespec.head.timing import SendTiming
+from pipespec.head.tree_telemetry import TreeTelemetry
+from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
+from pipespec.trace import Timeline
+from pipespec.transport.transport import Transport
+
+log = logging.getLogger(__name__)
+
+# Between two reports of the head's gauges and counters.
+PUBLISH_NS = 10**9
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """Settings of the loop of the head.
+
+    Attributes:
+        layout: the stages, their groups, and whether ranks wait for verdicts.
+        stop_check: makes the check of a request's text for its stop strings.
+        delay_ms: milliseconds that a verdict takes to the head at least.
+        clock: the least time of a draft round.
+        compile_grammar: begins to compile the grammar of a request; None: no request has one.
+    """
+
+    layout: Layout
+    stop_check: Callable[[Request], StopCheck]
+    delay_ms: float = 0.0
+    clock: StepClock = REAL_TIME
+    compile_grammar: Compile | None = None
+
+
+class HeadLoop:
+    """Rank 0: connects a scheduler with a proposer, the link to the first stage and the controller.
+
+    It is the `Pipeline` of `run_step`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        proposer: Proposer,
+        link: Transport,
+        controller: Controller,
+        settings: HeadSettings,
+        timeline: Timeline,
+    ):
+        self.scheduler = scheduler
+        self.proposer = proposer
+        self.link = link
+        self.controller = controller
+        self.settings = settings
+        self.layout = settings.layout
+        self.timeline = timeline
+        self.receiver = VerdictReceiver(controller, 0, timeline, settings.delay_ms)
+        self.timing = SendTiming()
+        self.telemetry = TreeTelemetry()
+        self._step_started_ns = 0  # when this step began, on the timeline's clock
+        self._done: list[Task] = []
+        self._submitted = 0  # steps
+        # Verdicts that were applied, but neither logged nor passed to the proposer, by request.
+        self._unlogged: list[tuple[int, Verdict]] = []
+        self._published: int | None = None  # when gauges and counters were published last
+        self._control_ns: dict[int, int] = {}  # the controller's time when each request began
+        # Requests whose grammars are being compiled, and their answers so far.
+        self._compiling: list[tuple[Request, tuple[int, ...], Future[Matcher]]] = []
+
+    def run_until_done(self) -> None:
+        """Decode requests until no more will come, then stop the stages."""
+        while self.take_requests():
+            run_step(self.scheduler, self)
+            self.publish()
+        self.stop()
+
+    def take_requests(self) -> bool:
+        """Take as many requests as the scheduler has room for; False: the pipeline is empty, and no
+        more requests will come.
+
+        Waits for a request only while the pipeline is empty: batches on their way need further
+        steps.
+        """
+        while (room := self.scheduler.room - len(self._compiling)) > 0:
+            busy = not self.idle or bool(self._compiling)
+            if not busy:
+                self.publish(now=True)  # the next step may be far off
+            found = self.controller.next_requests(room, wait=not busy)
+            if not found:
+                if not busy:
+                    return False
+                break
+            for request, answer in found:
+                if request.sampling.grammar:
+                    assert self.settings.compile_grammar is not None
+                    compiling = self.settings.compile_grammar(request.sampling.grammar)
+                    self._compiling.append((request, answer, compiling))
+                else:
+                    self.start_request(request, answer)
+        self.start_compiled()
+        return True
+
+    def start_request(
+        self, request: Request, answer: tuple[int, ...], guide: GrammarGuide | None = None
+    ) -> None:
+        """Add a request to the scheduler, with the answer that an earlier epoch decided."""
+        stops = self.settings.stop_check(request)
+        if self.scheduler.idle:
+            self.timeline.take()
+        self._control_ns[request.id] = self.timeline.totals["control"]
+        sequence = self.scheduler.add(request, stops, self.timeline.clock(), answer, guide)
+        if sequence.ended:
+            self.finish(sequence, sequence.ended)
+
+    def start_compiled(self) -> None:
+        """Start the requests whose grammars are compiled; if there is nothing else to do, wait for
+        one."""
+        if self._compiling and self.idle:
+            wait([compiling for _, _, compiling in self._compiling], return_when=FIRST_COMPLETED)
+        done = [each for each in self._compiling if each[2].done()]
+        self._compiling = [each for each in self._compiling if each not in done]
+        for request, answer, compiling in done:
+            try:
+                guide = GrammarGuide(compiling.result(), request.eos, answer)
+            except GrammarFailed as error:
+                log.warning("request %d cannot follow its grammar: %s", request.id, error)
+                self.start_request(request, answer)
+                self.end_request(request.id, GRAMMAR)
+            else:
+                self.start_request(request, answer, guide)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request, and no batch on its way."""
+        return self.scheduler.idle and not self.scheduler.draining
+
+    def start_sequence(self, sequence: Sequence) -> None:
+        """See `Pipeline`, as for the other methods that `run_step` calls."""
+        if sequence.admitted_ns is None:
+            sequence.admitted_ns = self.timeline.clock()
+        self.proposer.start_sequence(sequence.context)
+
+    def begin_step(self) -> None:
+        step = self.timeline.step = self.scheduler.step
+        self._step_started_ns = self.timeline.clock()
+        # Running free, a stage may be ahead of the head, by its place in the pipeline at most.
+        ahead = self.layout.num_steps if self.layout.sync == "free" else 0
+        self.submit_steps(step + ahead)
+
+    def submit_steps(self, last: int) -> None:
+        """Submit the task graphs of the steps up to `last`."""
+        with self.timeline("control"):
+            while self._submitted <= last:
+                self.controller.submit(step_graph(self.layout, self._submitted))
+                self._submitted += 1
+
+    def elapsed_ms(self) -> float:
+        """Milliseconds since this step began."""
+        return self._ms_since(self._step_started_ns)
+
+    def _ms_since(self, start: int) -> float:
+        """Milliseconds since a moment of the timeline's clock."""
+        return (self.timeline.clock() - start) / 1e6
+
+    def propose(
+        self, work: ProposalBatch
+    ) -> tuple[collections.abc.Sequence[Proposal | None], float]:
+        self.log_accepted()  # before the proposer continues the accepted tokens
+        start = self.timeline.clock()
+        with self.timeline("draft"):
+            proposals = self.proposer.propose(work.requests, work.children)
+            paced = self.settings.clock.wait_for_draft_round(start)
+        for part in work.parts:
+            part.sequence.counts["overruns"] += not paced
+        return proposals, self._ms_since(start)
+
+    def receive_verdicts(self) -> None:
+        """Wait until this step's batch is due, and apply the verdicts that arrive until then.
+
+        In lockstep it is due when the verdict of the step has arrived. Running free, it is due when
+        the first stage is about to need it, or with that verdict, whichever is earlier; a batch
+        without rows waits for the verdict.
+        """
+        step = self.scheduler.step
+        done, self._done = [*self._done, compute(0, step)], []
+        with self.timeline("control"):
+            self.controller.complete(done)
+        due = self.send_deadline(step) if self.layout.asks_for_link(0, step) else None
+        while self.receiver.num_received <= step:
+            left = None
+            if due is not None and self.scheduler.has_work(self.elapsed_ms()):
+                left = max((due - self.timeline.clock()) / 1e9, 0.0)
+            verdicts = self.receiver.verdict(left)
+            if verdicts is None:
+                break
+            self.timing.add_verdict(self.receiver.num_received - 1, self.timeline.clock())
+            self.apply_verdicts(verdicts)
+
+    def send_deadline(self, step: int) -> int | None:
+        """When the batch of this step should be sent without its verdict; None: with it."""
+        taken = self.receiver.link(step)
+        return self.timing.deadline(
+            step, taken, self.timeline.clock(), self.scheduler.misses_per_step
+        )
+
+    def apply_verdicts(self, verdicts: list[Verdict]) -> None:
+        """Apply the verdicts of the step after those applied so far."""
+        with self.timeline("prune"):
+            for verdict in verdicts:
+                progress = self.scheduler.apply(verdict, self.timeline.clock())
+                if progress is None:
+                    continue
+                self._unlogged.append((progress.sequence.request.id, progress.accepted))
+                if progress.reason:
+                    self.finish(progress.sequence, progress.reason)
+        self._done.append(prune(0, self.receiver.num_received - 1))
+
+    def drop_cancelled(self) -> None:
+        """End the requests that their clients have cancelled."""
+        for sequence in self.scheduler.requests:
+            if self.controller.cancelled(sequence.request.id):
+                self.end_request(sequence.request.id, CANCELLED)
+
+    def end_request(self, request: int, reason: str) -> None:
+        """End a request before its text is complete."""
+        sequence = self.scheduler.cancel(request)
+        if sequence is not None:
+            self.finish(sequence, reason)
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Report that a request is over, after logging its accepted tokens."""
+        self.log_accepted()
+        request = sequence.request
+        control = self.timeline.totals["control"] - self._control_ns.pop(request.id)
+        # Events are those of the whole pipeline: use a trace with one request at a time.
+        events = list(self.timeline.events)
+        # The only report, if no stage knows the request.
+        alone = sequence.number == NOT_IN_PIPELINE or not sequence.start_sent
+        report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
+        self.controller.report(request.id, report | sequence.statistics())
+        self.controller.finish(request.id, reason, sequence.prefill_ns, sequence.cached)
+        self.end_sequence(sequence)
+
+    def end_sequence(self, sequence: Sequence) -> None:
+        """A sequence leaves the pipeline, unless it never entered."""
+        self.log_accepted()
+        if sequence.number == NOT_IN_PIPELINE:
+            return
+        if sequence.request.sampling.lossy:
+            self.controller.publish_draft_tokens(sequence.number, END_OF_SEQUENCE)
+        self.proposer.end_sequence(sequence.number)
+        sequence.leave_pipeline()
+
+    def send(self, batch: Batch) -> None:
+        self.send_draft_tokens(batch)
+        with self.timeline("send"):
+            self.link.send(batch)
+        self._done.append(transfer(0, batch.step))
+        self.timing.add_batch(len(batch))
+
+    def send_draft_tokens(self, batch: Batch) -> None:
+        """Send the draft tokens of lossy requests ahead: the last stage prefers them."""
+        for number, sequence in self.scheduler.sequences.items():
+            if sequence.request.sampling.lossy:
+                with self.timeline("control"):
+                    self.controller.publish_draft_tokens(number, sequence.draft_tokens(batch))
+
+    def after_send(self) -> None:
+        self.log_accepted()
+        self.publish_tree()
+
+    def log_accepted(self) -> None:
+        """Log the accepted tokens and pass them to the proposer."""
+        if self._unlogged:
+            self.controller.accept(
+                (request, Accepted(verdict.base, verdict.tokens, verdict.logprobs))
+                for request, verdict in self._unlogged
+            )
+        for _, verdict in self._unlogged:
+            self.proposer.accept_verdict(verdict)
+        self._unlogged.clear()
+
+    def publish_tree(self) -> None:
+        """Publish the batch that was just sent, and the trees, if a client watches them."""
+        if self.telemetry.enabled:
+            scheduler = self.scheduler
+            with self.timeline("control"):
+                sent, totals = scheduler.step - 1, scheduler.totals
+                self.controller.publish_step(
+                    self.telemetry.snapshot(sent, totals, scheduler.sequences)
+                )
+
+    def publish(self, *, now: bool = False) -> None:
+        """Publish gauges and counters, every second or `now`; and learn what the stages have
+        measured, and which requests are watched."""
+        at = self.timeline.clock()
+        if now or self._published is None or at - self._published > PUBLISH_NS:
+            self._published = at
+            with self.timeline("control"):
+                self.controller.publish_statistics(
+                    self.scheduler.statistics(), self.scheduler.counts()
+                )
+                self.scheduler.update_stage_times(merge_times(self.controller.row_times()))
+                requests = [each.request.id for each in self.scheduler.sequences.values()]
+                self.telemetry.update_watchers(
+                    self.controller.watched_requests(requests), self.scheduler.totals
+                )
+
+    def stop(self) -> None:
+        """Send the last batch, and submit the steps in which it passes the stages."""
+        self.submit_steps(self.scheduler.step + self.layout.num_steps)
+        self.send(Batch(self.scheduler.step, stop=True))

@@ -1,0 +1,1 @@
+"""Speculation policies: which nodes the draft expands, and which the next batch contains."""

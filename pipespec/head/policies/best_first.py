@@ -1,0 +1,162 @@
+"""pipespec's own policy: the most probable nodes that are not in the pipeline yet, of any depth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipespec.errors import ConfigError
+from pipespec.head.policies.draft_rounds import AUTO
+from pipespec.head.policies.policy import (
+    CHILDREN,
+    NO_NODES,
+    Expansion,
+    PipelineState,
+    SpeculationPolicy,
+)
+from pipespec.head.policies.root import Root
+from pipespec.head.tree import Tree
+from pipespec.limits import MAX_CHILDREN, MAX_NODES, MAX_ROWS, check_whole
+from pipespec.settings import check_settings, setting
+
+# Rows of a batch at most where the width is AUTO; measured times choose among them.
+AUTO_ROWS = 64
+NODES_PER_ROW = 128
+SMALLEST_TREE = 2048
+# Of the nodes that are not in the pipeline, so many times as many as enter it within a pass are
+# worth expanding; and so many times as many the draft holds, those in the pipeline included.
+PASSES_AHEAD, PASSES_HELD = 2, 4
+# For how many passes through the pipeline speculation is tried, and after how many the other one,
+# with or without it, is tried again.
+TRIAL, PATIENCE = 4, 64
+
+PLAIN = Root()
+
+
+@dataclass(frozen=True)
+class BestFirst(SpeculationPolicy):
+    """Every step computes the nodes of highest cumulative probability, at most `width`.
+
+    A node that is left out can still enter a later batch, so a miss costs part of a refill. When
+    the draft expands the tree several times per step, one batch holds parents and children, and a
+    step can yield more than one token.
+
+    `row_cost` is what one more row adds to a step, as a share of the step; None takes the
+    step times measured so far. A row enters the batch only if the time that it is expected to save
+    is worth that (docs/policies.md). So the width is only a limit, and AUTO suits every machine.
+
+    `capacity` is how many nodes the tree may hold. With fewer than NODES_PER_ROW for each row of
+    the width, which is the default, the candidates of several draft rounds per step would displace
+    each other before they can be computed.
+
+    A draft round expands nodes that could be computed, or whose children could, within PASSES_AHEAD
+    passes through the pipeline if no verdict came. What a draft adds beyond that is hardly ever
+    computed: it only takes room, so that a faster draft would be worth less.
+
+    With measured times nothing is drafted while that decodes faster (`should_speculate`).
+    """
+
+    width: int | str = setting(
+        AUTO,
+        "Most tree nodes that a step computes, each of which is a row of its batch; auto is 64, of "
+        "which measured times may take fewer.",
+        "rows",
+    )
+    children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN))
+    capacity: int = setting(
+        0,
+        "Nodes that a tree may hold; 0 is 128 for each row of policy.width, at least 2048.",
+        "nodes",
+        limits=(0, MAX_NODES),
+    )
+    row_cost: float | None = setting(
+        None,
+        "How much longer one more row makes a step, as a share of the step; null measures it.",
+        "share",
+    )
+
+    def __post_init__(self) -> None:
+        if self.width != AUTO:
+            check_whole("policy.width", self.width, 1, MAX_ROWS, f", or {AUTO}")
+        check_settings("policy", self)
+        if self.capacity:
+            check_whole("policy.capacity", self.capacity, 2 * self.max_rows, MAX_NODES, ", or 0")
+        if self.row_cost is not None and not 0 <= self.row_cost < 1:
+            raise ConfigError(
+                f"policy.row_cost is {self.row_cost}, but must be a share of a step from 0 to "
+                "below 1, or null (measured)."
+            )
+
+    @property
+    def max_rows(self) -> int:
+        return AUTO_ROWS if self.width == AUTO else int(self.width)
+
+    @property
+    def max_nodes(self) -> int:
+        return self.capacity or max(SMALLEST_TREE, NODES_PER_ROW * self.max_rows)
+
+    @property
+    def shared(self) -> bool:
+        return True
+
+    @property
+    def refills(self) -> bool:
+        return self.row_cost is None  # measured times say what a delay costs
+
+    def max_held(self, num_stages: int) -> int:
+        return min(self.max_nodes, PASSES_HELD * num_stages * self.max_rows)
+
+    def select_to_expand(self, tree: Tree, state: PipelineState) -> Expansion:
+        if not self.should_speculate(state):
+            return PLAIN.select_to_expand(tree, state)
+        room = self._room(tree, state)
+        rows = self.max_rows if state.target is None else min(self.max_rows, state.target.rows)
+        unexpanded = tree.nodes_before(state.end, ~tree.expanded)
+        nodes = tree.most_probable(unexpanded, min(max(rows, self.children), room))
+        ahead = max(PASSES_AHEAD * state.num_stages * rows, self.children)
+        return Expansion(nodes[tree.cum[nodes] >= tree.least_of(~tree.fed, ahead)])
+
+    def select_to_refill(self, tree: Tree, state: PipelineState) -> np.ndarray:
+        if not self.should_speculate(state):
+            return NO_NODES
+        unexpanded = tree.nodes_before(state.end, ~tree.expanded)
+        return tree.most_probable(unexpanded, self._room(tree, state))
+
+    def _room(self, tree: Tree, state: PipelineState) -> int:
+        """How many nodes the draft may still expand."""
+        held = int(np.count_nonzero(tree.expanded | tree.fed))
+        return max(self.max_held(state.num_stages) - held, 0)
+
+    def select_to_schedule(self, tree: Tree, state: PipelineState) -> np.ndarray:
+        if not self.should_speculate(state):
+            return PLAIN.select_to_schedule(tree, state)
+        return tree.most_probable(tree.nodes_before(state.end, ~tree.fed), self.max_rows)
+
+    def should_speculate(self, state: PipelineState) -> bool:
+        """Whether the next step speculates.
+
+        It does as long as a token takes no longer than the stages alone need for one without draft
+        tokens. Otherwise both are measured, as neither predicts the other: speculation decides more
+        tokens per step, but its steps may be longer, as batches are larger and the draft may be
+        slow or share the device. The cheaper one is used, and after PATIENCE pipeline lengths the
+        other one is tried again, as the text may have changed: speculation for TRIAL pipeline
+        lengths, plain decoding for one token.
+        """
+        if self.row_cost is not None or state.least_plain_ms is None:
+            return True
+        lengths, cost = state.streak / state.num_stages, state.speculative_cost
+        if state.was_speculating or not state.streak:
+            if cost is None or cost.ms_per_token <= state.least_plain_ms or lengths < TRIAL:
+                return True
+            return lengths < PATIENCE and self._speculation_pays(state)
+        if lengths < 1:
+            return False
+        return lengths >= PATIENCE or self._speculation_pays(state)
+
+    @staticmethod
+    def _speculation_pays(state: PipelineState) -> bool:
+        """Whether speculation has been worth its time; False until both costs are measured."""
+        if state.speculative_cost is None or state.plain_cost is None:
+            return False
+        return state.speculative_cost.ms_per_token <= state.plain_cost.ms_per_token

@@ -1,0 +1,97 @@
+"""SpecPipe and PipeDec: one tree level, or several, per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from pipespec.head.policies.policy import (
+    CHILDREN,
+    NO_NODES,
+    Expansion,
+    PipelineState,
+    SpeculationPolicy,
+)
+from pipespec.head.tree import Tree
+from pipespec.limits import MAX_CHILDREN, MAX_NODES, MAX_ROWS, check_whole
+from pipespec.settings import check_settings, setting
+
+AFTER, BEFORE = "after", "before"
+
+
+@dataclass(frozen=True)
+class Level(SpeculationPolicy):
+    """Every step computes the next level: the `width` most probable of its nodes.
+
+    A node that is cut from its level never enters a later batch, so a verdict outside the tree
+    empties the pipeline. `cut` says when a level is cut to `width`: `after` the verdict has pruned
+    it (PipeDec 3.3.3, 3.3.4), which leaves more nodes on the accepted path, or `before` it, when
+    the draft proposes it (SpecPipe, Algorithm 1).
+
+    `levels_per_step` (SpecPipe 3.4) computes so many levels at once, which needs as many draft
+    rounds per step; a step with fewer rounds computes the levels that exist.
+
+    With many requests each has a level of that width (SpecPipe-DB), or all of them together if
+    `shared`.
+    """
+
+    needs_one_round: ClassVar[bool] = True
+
+    width: int = setting(
+        16,
+        "Most tree nodes that a step computes, each of which is a row of its batch.",
+        "rows",
+        limits=(1, MAX_ROWS),
+    )
+    children: int = setting(8, CHILDREN, "tokens", limits=(1, MAX_CHILDREN))
+    levels_per_step: int = setting(
+        1, "Tree levels of a step; needs as many draft rounds per step.", "levels"
+    )
+    cut: str = setting(
+        AFTER,
+        "Whether a level is cut to the width after the verdict has pruned it (PipeDec), or before "
+        "(SpecPipe).",
+        choices=(AFTER, BEFORE),
+    )
+    shared: bool = setting(
+        False, "Whether policy.width is that of all requests together, not of each."
+    )
+
+    def __post_init__(self) -> None:
+        check_settings("policy", self)
+        hint = f", as policy.width is {self.width}"
+        check_whole("policy.levels_per_step", self.levels_per_step, 1, MAX_ROWS // self.width, hint)
+        check_whole("policy.width * policy.children", self.width * self.children, 1, MAX_NODES)
+
+    @property
+    def keeps_unfed(self) -> bool:
+        return False
+
+    @property
+    def max_rows(self) -> int:
+        return self.width * self.levels_per_step
+
+    @property
+    def max_nodes(self) -> int:
+        # A batch per step in flight (longer pipelines are divided into stage groups), and the
+        # candidates for the next one.
+        return self.max_rows * (64 + self.children)
+
+    def select_to_expand(self, tree: Tree, state: PipelineState) -> Expansion:
+        # The draft never runs further ahead than one batch.
+        if len(np.unique(tree.position[~tree.fed])) >= self.levels_per_step:
+            return Expansion(NO_NODES)
+        deepest = np.flatnonzero((tree.position == tree.position[-1]) & ~tree.expanded)
+        limit = self.width if self.cut == BEFORE else None
+        return Expansion(tree.most_probable(deepest, self.width), limit)
+
+    def select_to_schedule(self, tree: Tree, state: PipelineState) -> np.ndarray:
+        unfed = np.flatnonzero(~tree.fed)
+        position = tree.position[unfed]
+        levels = np.unique(position)[: self.levels_per_step]
+        # The survivors of the most probable nodes of a level are the most probable survivors. So
+        # the parents of the next level's nodes, the best when it was drafted, have been fed.
+        chosen = [tree.most_probable(unfed[position == level], self.width) for level in levels]
+        return np.concatenate([NO_NODES, *chosen])

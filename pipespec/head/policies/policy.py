@@ -1,0 +1,204 @@
+"""Speculation policies: which nodes the draft expands, and which the next batch contains.
+
+A policy is a frozen dataclass with two pure methods of the head's tree and the state of the
+pipeline. Everything that makes up a decoding method is in its policy; the loops, the wire and the
+workers are the same for all. A new policy is a subclass of `SpeculationPolicy`, in any module, and
+a file in `conf/policy/` that names it; commands, `pipespec plan` and the tests find it there.
+`docs/policies.md` derives the rules.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from pipespec.head.tree import Tree
+
+NO_NODES = np.empty(0, np.int64)
+NO_PROBABILITIES = np.empty(0)
+# What a setting of several policies means.
+CHILDREN = "Candidate tokens that the proposer returns for a tree node."
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """The measured cost of decoding, `ms_per_token` over `steps` steps."""
+
+    ms_per_token: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OfferedRows:
+    """The rows that could have entered a batch, the most probable first, averaged over steps.
+
+    Attributes:
+        probabilities: that the first, second, ... of them is on an accepted path, `[rows]`.
+        certain: the share of steps in which it was on one for certain, as a root is, `[rows]`.
+        kv_slots: KV slots that it reads beside those of the rows before it, `[rows]`.
+        fed: how many of them entered a batch.
+    """
+
+    probabilities: np.ndarray
+    certain: np.ndarray
+    kv_slots: np.ndarray
+    fed: float
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBatch:
+    """The size that batches should have, in rows and in KV slots that their certain rows read, and
+    the time of a token with them."""
+
+    rows: int
+    kv_slots: float
+    ms_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineState:
+    """The state of the pipeline and its measurements, on which policies decide besides the tree.
+
+    Times are milliseconds. A measurement that is None has not been made yet; the policies have a
+    rule for that. `pipespec.head.step_stats.StepStats` makes the measurements.
+
+    Attributes:
+        num_stages: steps that a batch takes from the head through the last stage: the number
+            of stage groups.
+        step: the pipeline step.
+        requests: how many have their first token.
+        end: the position at which the text ends at the latest; no row is needed from there on.
+        rounds: draft rounds that this step has had already.
+        elapsed_ms: how long this step has lasted.
+        draft_ms: one draft round.
+        verdict_ms: from the start of a step until its verdict arrives, in steps that decide tokens.
+        tokens_per_step: tokens decided per step, of all requests, while speculating.
+        step_ms: a whole step by the largest batch in the pipeline, `(rows, ms)` by rising rows,
+            without what the KV slots add; empty if unknown.
+        slot_ms: what each KV slot that is read adds to a step.
+        offered: the rows that could have entered batches so far; None: unknown.
+        drafting_ms: how long the draft rounds of a step take whatever else the step does.
+        target: the size that the batches of this step should have, where rows cost what is
+            measured; None: it is unknown, or any size is good.
+        plain_cost, speculative_cost: of a token without speculation and with it.
+        least_plain_ms: what the stages alone need for a token without speculation.
+        was_speculating: the last step had draft tokens in the pipeline or proposed some.
+        streak: how many steps in a row, the last one included, agree in `was_speculating`.
+        child_probabilities: of the first, second, ... candidate for a node on the accepted path,
+            averaged over the proposals; empty if unknown.
+    """
+
+    num_stages: int
+    step: int
+    requests: int = 1
+    end: int = 2**62
+    rounds: int = 0
+    elapsed_ms: float = 0.0
+    draft_ms: float | None = None
+    verdict_ms: float | None = None
+    tokens_per_step: float | None = None
+    step_ms: tuple[tuple[int, float], ...] = ()
+    slot_ms: float = 0.0
+    offered: OfferedRows | None = field(default=None, compare=False)
+    drafting_ms: float = 0.0
+    target: TargetBatch | None = None
+    plain_cost: TokenCost | None = None
+    speculative_cost: TokenCost | None = None
+    least_plain_ms: float | None = None
+    was_speculating: bool = False
+    streak: int = 0
+    child_probabilities: np.ndarray = field(default_factory=lambda: NO_PROBABILITIES, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """A draft round: expand `nodes` (indices) and keep the best `limit` candidates.
+
+    `urgent`: the pipeline idles until it is done, so it is done whatever time it takes.
+    """
+
+    nodes: np.ndarray
+    limit: int | None = None
+    urgent: bool = False
+
+
+class SpeculationPolicy(ABC):
+    """The interface of a policy, as the scheduler uses it.
+
+    A row is decided or pruned once it has passed the last stage, so a stage never holds more than
+    `max_rows` nodes for every step that a batch takes through the pipeline.
+
+    Attributes:
+        has_fixed_size: width and children do not change what is selected.
+        needs_one_round: further draft rounds in a step do not change what is selected.
+    """
+
+    has_fixed_size: ClassVar[bool] = False
+    needs_one_round: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def max_rows(self) -> int:
+        """Rows per step at most, of one request or, if `shared`, of all."""
+
+    @property
+    @abstractmethod
+    def children(self) -> int:
+        """Candidates that the draft proposes for a node."""
+
+    @property
+    @abstractmethod
+    def max_nodes(self) -> int:
+        """Nodes that a tree may hold."""
+
+    def max_held(self, num_stages: int) -> int:
+        """Nodes of a tree that the draft holds at most: those that were expanded or entered a
+        batch. Each takes a KV slot of its model."""
+        return self.max_nodes
+
+    @property
+    def shared(self) -> bool:
+        """Whether all requests share `max_rows`."""
+        return False
+
+    @property
+    def keeps_unfed(self) -> bool:
+        """Whether a node that one batch leaves out may enter a later one; else it is dropped."""
+        return True
+
+    @property
+    def whole(self) -> bool:
+        """Whether the selected nodes enter a batch all together or not at all."""
+        return False
+
+    @property
+    def refills(self) -> bool:
+        """Whether draft rounds may delay a batch where that pays (`select_to_refill`)."""
+        return False
+
+    @property
+    def row_cost(self) -> float | None:
+        """What one more row adds to a step, as a share of the step, and what a row must be worth to
+        enter it. 0: nothing, so all rows do; None: as measured."""
+        return 0.0
+
+    @abstractmethod
+    def select_to_expand(self, tree: Tree, state: PipelineState) -> Expansion:
+        """The next draft round; no nodes: the tree is as large as the policy wants it."""
+
+    def select_to_refill(self, tree: Tree, state: PipelineState) -> np.ndarray:
+        """Indices of the nodes that a draft round may expand before the next batch is sent, while
+        the stages wait for it; none: batches are never delayed. `pipespec.head.refill` decides
+        whether that pays."""
+        return NO_NODES
+
+    @abstractmethod
+    def select_to_schedule(self, tree: Tree, state: PipelineState) -> np.ndarray:
+        """Indices of the nodes that may enter the next batch, parents first; none: wait.
+
+        The parent of each has entered a batch or precedes it in the result. The row budget then
+        selects from those of all requests (`pipespec.head.row_budget`).
+        """

@@ -1,0 +1,1 @@
+"""Proposers of draft tokens: draft model, suffix matching, and combinations of them."""

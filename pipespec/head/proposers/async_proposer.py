@@ -1,0 +1,104 @@
+"""A proposer that works in a thread of its own, while the head continues."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipespec.clock import REAL_TIME, StepClock, monotonic_ns
+from pipespec.core import Verdict
+from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest, Proposer
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncResult:
+    """The result of a pass, one proposal per request. `paced`: whether it kept to the least time of
+    a pass (`StepClock`)."""
+
+    proposals: list[Proposal | None]
+    paced: bool
+
+
+class AsyncProposer:
+    """Runs one pass of a proposer at a time in a thread.
+
+    The thread starts and ends sequences, accepts verdicts and runs passes in the order of the
+    calls, and has its own copy of each text. So before `submit`, every decided token must have been
+    passed to `accept_verdict`, and the caller must not change the trees that it submits. An error
+    in the thread is raised by the next `poll`.
+    """
+
+    def __init__(self, proposer: Proposer, clock: StepClock = REAL_TIME):
+        """`clock`: the least time of a pass."""
+        self._proposer = proposer
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, "mid-size model")
+        self._doing: deque[Future[Any]] = deque()
+        self._pass: Future[AsyncResult] | None = None
+        self._contexts: dict[int, Context] = {}
+        self._thread_contexts: dict[int, Context] = {}  # the thread's copies
+        self._num_sent: dict[int, int] = {}  # tokens of each text that the thread has or will have
+
+    def start_sequence(self, context: Context) -> None:
+        """See `Proposer`, as of the next two methods."""
+        number = context.sequence
+        text = replace(context, tokens=[*context.tokens], nodes=[*context.nodes])
+        self._contexts[number], self._thread_contexts[number] = context, text
+        self._num_sent[number] = len(text.tokens)
+        self._do(self._proposer.start_sequence, text)
+
+    def accept_verdict(self, verdict: Verdict) -> None:
+        context = self._contexts[verdict.sequence]
+        first = self._num_sent[verdict.sequence]
+        self._num_sent[verdict.sequence] = len(context.tokens)
+        tokens, nodes = context.tokens[first:], context.nodes[first:]
+        self._do(self._accept, self._thread_contexts[verdict.sequence], tokens, nodes, verdict)
+
+    def end_sequence(self, sequence: int) -> None:
+        del self._contexts[sequence], self._thread_contexts[sequence], self._num_sent[sequence]
+        self._do(self._proposer.end_sequence, sequence)
+
+    def submit(self, requests: Sequence[ProposalRequest], children: int) -> None:
+        """Begin a pass, after the answer to the last one."""
+        assert self._pass is None, "a pass is under way"
+        for each in requests:
+            sent = self._num_sent[each.context.sequence]
+            assert sent == len(each.context.tokens), "a verdict was not accepted before the pass"
+        requests = [
+            replace(each, context=self._thread_contexts[each.context.sequence]) for each in requests
+        ]
+        self._pass = self._do(self._propose, requests, children)
+
+    def poll(self) -> AsyncResult | None:
+        """The result of the pass, once; None: it is not done, or there is none."""
+        ended = self._pass if self._pass is not None and self._pass.done() else None
+        # Looked at second: if the pass has ended, so has all before it.
+        while self._doing and self._doing[0].done():
+            self._doing.popleft().result()
+        if ended is None:
+            return None
+        self._pass = None
+        return ended.result()
+
+    def close(self) -> None:
+        """Wait for the call that is running, and cancel the others."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _do(self, what: Callable[..., Any], *arguments: object) -> Future[Any]:
+        self._doing.append(self._thread.submit(what, *arguments))
+        return self._doing[-1]
+
+    def _accept(
+        self, text: Context, tokens: Sequence[int], nodes: Sequence[int], verdict: Verdict
+    ) -> None:
+        text.tokens += tokens
+        text.nodes += nodes
+        self._proposer.accept_verdict(verdict)
+
+    def _propose(self, requests: Sequence[ProposalRequest], children: int) -> AsyncResult:
+        start = monotonic_ns()
+        proposals = self._proposer.propose(requests, children)
+        return AsyncResult(proposals, self._clock.wait_for_mid_pass(start))

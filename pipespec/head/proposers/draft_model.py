@@ -1,0 +1,376 @@
+"""The draft model as a proposer: one slice with all of its layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipespec.core import Batch, Verdict
+from pipespec.head.policies.policy import NO_NODES
+from pipespec.head.proposers.calibration import CalibratedProposer
+from pipespec.head.proposers.foresight_confidence import ForesightConfidence
+from pipespec.head.proposers.parallel import ParallelDraft, best_paths
+from pipespec.head.proposers.proposer import (
+    FORESIGHT,
+    Context,
+    Encode,
+    Proposal,
+    ProposalRequest,
+    Proposer,
+    ProposerConfig,
+)
+from pipespec.head.tree import ROOT
+from pipespec.limits import MAX_PARALLEL
+from pipespec.sampling.grammar import unpack_mask
+from pipespec.settings import setting
+
+log = logging.getLogger(__name__)
+
+if TYPE_CHECKING:  # the runner imports models, which reading settings does not need
+    from torch import Tensor
+
+    from pipespec.engine.runner import SliceRunner
+
+
+@dataclass(frozen=True)
+class DraftModelConfig(ProposerConfig):
+    """Settings of the draft model."""
+
+    foresight: bool = setting(True, FORESIGHT)
+    parallel: int | None = setting(
+        None,
+        "Tokens that a parallel draft (PARD) proposes in one pass; null is as its checkpoint says.",
+        "tokens",
+        limits=(1, MAX_PARALLEL),
+    )
+
+    @property
+    def needs_draft(self) -> bool:
+        return True
+
+    def make(self, draft: Proposer | None, vocabulary: int, encode: Encode) -> Proposer:
+        assert draft is not None
+        return CalibratedProposer(draft)
+
+
+class DraftModelProposer:
+    """Runs tree nodes through the draft and proposes its most probable continuations.
+
+    The draft keeps its own KV by the same parent rule as every stage. Decided tokens that it has
+    not computed (the prompt at first, later every token that it did not propose) are computed
+    before the requested nodes.
+
+    The KV of a sequence that has ended is retained until its slots are needed, least recently used
+    first. The head chooses with whose text a new sequence starts; what is no longer retained here
+    is computed again.
+
+    Where tokens are drawn, candidates are ranked with the target's own noise
+    (`pipespec.sampling.shared_noise`). A parallel draft also computes mask rows below the nodes
+    that are expanded (`pipespec.head.proposers.parallel`) and frees them at once, as nothing
+    follows them.
+    """
+
+    def __init__(
+        self,
+        runner: SliceRunner,
+        chunk: int,
+        vocabulary: int,
+        *,
+        foresight: bool = True,
+        max_retained: int = 0,
+        parallel: ParallelDraft | None = None,
+    ):
+        """
+        Args:
+            chunk: prompt rows per pass.
+            vocabulary: how many token ids the target knows.
+            max_retained: ended sequences whose KV may be retained.
+            parallel: set if a pass proposes several tokens.
+        """
+        self.runner = runner
+        self.chunk = chunk
+        self.vocabulary = vocabulary
+        self.foresight = foresight
+        self.max_retained = max_retained
+        self.parallel = parallel
+        self.confidence = ForesightConfidence()
+        # Of each level of mask rows: the farther ahead, the less sure.
+        num_masks = parallel.num_masks if parallel else 0
+        self._mask_confidence = [ForesightConfidence() for _ in range(num_masks)]
+        self._contexts: dict[int, Context] = {}
+        self._retained: dict[int, None] = {}  # sequences, the most recently used last
+        self._warned = False  # about logits that are not finite
+
+    def start_sequence(self, context: Context) -> None:
+        self._contexts[context.sequence] = context
+        shared = min(context.shared_len, self.runner.length(context.parent))
+        self.runner.start_sequence(context.sequence, context.parent, shared)
+        self._retained.pop(context.parent, None)
+        if context.parent in self.runner.cached:
+            self._retained[context.parent] = None
+        self.runner.apply([Verdict(context.sequence, 0, tuple(context.tokens))])
+
+    def accept_verdict(self, verdict: Verdict) -> None:
+        context = self._contexts[verdict.sequence]
+        end = verdict.base + len(verdict.tokens)
+        # The tree may have dropped nodes that the draft still holds, and added them again.
+        self.runner.apply([verdict], context.nodes[verdict.base : end])
+        for position in range(verdict.base, len(context.tokens)):
+            for back, confidence in enumerate((self.confidence, *self._mask_confidence), 1):
+                if position >= back:
+                    node, token = context.nodes[position - back], context.tokens[position]
+                    confidence.learn(context.sequence, node, token)
+
+    def end_sequence(self, sequence: int) -> None:
+        kept = self.runner.length(sequence) if self.max_retained else 0
+        self.runner.release(sequence, kept)
+        if kept:
+            self._retained[sequence] = None
+        if len(self._retained) > self.max_retained:
+            self._release_oldest()
+        for confidence in (self.confidence, *self._mask_confidence):
+            confidence.end_sequence(sequence)
+        del self._contexts[sequence]
+
+    def _release_oldest(self) -> None:
+        oldest = next(iter(self._retained))
+        del self._retained[oldest]
+        self.runner.release(oldest)
+
+    def _make_room(self, rows: int) -> None:
+        """Free so many slots, as far as retained sequences hold them."""
+        while self.runner.slots.num_free < rows and self._retained:
+            self._release_oldest()
+
+    def propose(self, requests: Sequence[ProposalRequest], children: int) -> list[Proposal | None]:
+        """One pass of the draft for all sequences.
+
+        It computes up to `chunk` rows of decided text, of the sequences that miss least first:
+        these need draft tokens now, and a long prompt takes the rows that they leave. A sequence
+        for which no KV slot is free gets no candidates.
+        """
+        missing = [
+            each.context.rows(self.runner.length(each.context.sequence)) for each in requests
+        ]
+        wanted = min(self.chunk, sum(map(len, missing)))
+        wanted += sum(len(each.nodes) * (1 + self._num_masks(each)) for each in requests)
+        self._make_room(wanted)
+        found: list[Proposal | None] = [None] * len(requests)
+        parts: list[np.ndarray] = []
+        masks: list[np.ndarray] = []
+        ready: list[_Ready] = []
+        start, left, free = 0, self.chunk, self.runner.slots.num_free
+        for i in sorted(range(len(requests)), key=lambda i: len(missing[i])):
+            rows = missing[i][: min(left, free)]
+            left -= len(rows)
+            free -= len(rows)
+            if len(rows) == len(missing[i]):
+                fitting, drafted = self._fitting(requests[i], free)
+                assert ROOT not in fitting.nodes or len(rows), "the root was expanded"
+                free -= len(drafted)
+                at = start + len(rows) + np.searchsorted(drafted, fitting.nodes)
+                at[fitting.nodes == ROOT] = start + len(rows) - 1
+                tree, sequence = requests[i].tree, requests[i].context.sequence
+                rows = np.concatenate((rows, tree.rows(sequence, drafted)))
+                masked = NO_NODES
+                if self.parallel is not None and self._num_masks(requests[i]):
+                    masked = self.parallel.select_nodes(tree, fitting.nodes, free)
+                    masks.append(self.parallel.mask_rows(tree, sequence, masked))
+                    rows = np.concatenate((rows, masks[-1]))
+                    free -= len(masks[-1])
+                if len(fitting.nodes):
+                    end = start + len(rows)
+                    mask_rows = np.arange(end - len(masked) * self._num_masks(requests[i]), end)
+                    ready.append(_Ready(i, fitting, masked, np.concatenate((at, mask_rows))))
+                else:
+                    found[i] = Proposal.from_lists(NO_NODES, [])
+            elif not len(rows) and not free:
+                found[i] = Proposal.from_lists(NO_NODES, [])
+            parts.append(rows)
+            start += len(rows)
+        if not start:
+            return found
+        hidden = self.runner.compute(Batch(step=0, rows=np.concatenate(parts))).hidden
+        assert hidden is not None and len(hidden) == start, "the draft lost a parent"
+        if masks:
+            self.runner.discard(np.concatenate(masks))
+        # All sequences with foresight are ranked together, and so are all others, so that the host
+        # waits for the device as often as for one sequence.
+        for foresight, rank in ((False, self._by_probability), (True, self._by_foresight)):
+            if mine := [each for each in ready if self._uses_foresight(each) == foresight]:
+                logits = self._logits(hidden, np.concatenate([each.rows for each in mine]))
+                ranked = rank(mine, self._allowed(mine, logits), children)
+                for each, (tokens, logps) in zip(mine, ranked, strict=True):
+                    found[each.index] = each.proposal(tokens, self._finite(logps))
+        return found
+
+    def _finite(self, logps: np.ndarray) -> np.ndarray:
+        """Log-probabilities `[rows, n]`, -inf (no candidate) where the draft's logits are NaN or
+        +inf; that is logged once."""
+        wrong = np.isnan(logps)
+        if not wrong.any():
+            return logps
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "The logits of a draft model are not finite, so decoding continues without its "
+                "draft tokens there; choose another draft, or set model.dtype=float32."
+            )
+        return np.where(wrong, -np.inf, logps)
+
+    def _num_masks(self, request: ProposalRequest) -> int:
+        """How many mask rows each of the nodes may have."""
+        if self.parallel is None or not request.max_path_tokens:
+            return 0
+        return self.parallel.num_masks
+
+    def _uses_foresight(self, ready: _Ready) -> bool:
+        return self.foresight and ready.request.context.foreseeable
+
+    def _fitting(self, request: ProposalRequest, free: int) -> tuple[ProposalRequest, np.ndarray]:
+        """The request for the likeliest nodes for which `free` slots suffice, and the nodes to
+        compute for them, rising: themselves but for the root, and all nodes above them that were
+        added to the tree without a pass of the draft."""
+        tree, sequence = request.tree, request.context.sequence
+        wanted = np.zeros(len(tree), bool)
+        wanted[request.nodes] = True
+        above = np.unique(tree.parent[request.nodes])
+        while len(above := above[above != ROOT]):
+            held = [self.runner.holds(sequence, node) for node in tree.id[above].tolist()]
+            above = above[~np.array(held)]
+            wanted[above] = True
+            above = np.unique(tree.parent[above])
+        wanted[ROOT] = False  # its row is of the decided text
+        nodes = tree.most_probable(np.flatnonzero(wanted), max(free, 0))
+        return request.select((request.nodes == ROOT) | np.isin(request.nodes, nodes)), nodes
+
+    def _logits(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
+        """The logits after some rows, of the tokens that the target knows, `[k, vocab]` float32."""
+        import torch  # reading settings does not need it
+
+        wanted = hidden.index_select(0, torch.from_numpy(rows).to(hidden.device))
+        return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
+
+    def _allowed(self, ready: Sequence[_Ready], logits: Tensor) -> Tensor:
+        """The logits with -inf for tokens that must not follow a node, unless none may."""
+        masks = [(each.request.allowed, rows.start) for each, rows in _spans(ready)]
+        if all(allowed is None for allowed, _ in masks):
+            return logits
+        import torch
+
+        barred = np.zeros(tuple(logits.shape), bool)
+        for allowed, start in masks:
+            if allowed is not None:
+                may = unpack_mask(allowed, logits.shape[1])
+                barred[start : start + len(may)] = ~may & may.any(1, keepdims=True)
+        return logits.masked_fill(torch.from_numpy(barred).to(logits.device), -torch.inf)
+
+    def _by_probability(
+        self, ready: Sequence[_Ready], logits: Tensor, children: int
+    ) -> Iterator[Ranked]:
+        """The most probable tokens after the rows of each sequence, given their logits
+        `[rows, vocab]`."""
+        top = logits.log_softmax(-1).topk(min(children, logits.shape[1]))
+        tokens, logps = top.indices.cpu().numpy(), top.values.double().cpu().numpy()
+        for _, rows in _spans(ready):
+            yield tokens[rows], logps[rows]
+
+    def _by_foresight(
+        self, ready: Sequence[_Ready], logits: Tensor, children: int
+    ) -> Iterator[Ranked]:
+        """The tokens that the target will most probably draw, as its own noise ranks them."""
+        from pipespec.sampling.shared_noise import score_tokens
+
+        positions = np.concatenate([each.positions for each in ready]).tolist()
+        samplings = [each.request.context.sampling for each in ready for _ in each.rows]
+        tokens, scores, share = (
+            x.cpu().numpy() for x in score_tokens(logits, positions, samplings)
+        )
+        levels = self._mask_confidence
+        for each, rows in _spans(ready):
+            sequence, ids = each.request.context.sequence, each.request.tree.id
+            first_mask = rows.start + len(each.request.nodes)
+            parts = [(self.confidence, each.request.nodes, slice(rows.start, first_mask))]
+            if len(each.masked):
+                parts += [
+                    (level, each.masked, slice(first_mask + i, rows.stop, len(levels)))
+                    for i, level in enumerate(levels)
+                ]
+            best = []
+            for confidence, nodes, mine in parts:
+                confidence.drop_pruned(sequence, ids)
+                best.append(
+                    confidence.rank(
+                        sequence, ids[nodes], tokens[mine], scores[mine], share[mine], children
+                    )
+                )
+            ranked, logps = (
+                np.concatenate([of_nodes, *_node_by_node(of_masks)])
+                for of_nodes, *of_masks in zip(*best, strict=True)
+            )
+            yield ranked, logps
+
+
+# What may follow some rows, the likeliest first: tokens and log-probabilities, `[rows, n]`.
+Ranked = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A sequence that one pass of the draft answers.
+
+    Attributes:
+        index: of its request among those of the round.
+        request: as far as its nodes fit.
+        masked: the nodes with mask rows below them.
+        rows: its rows of the pass: of the nodes, then of the masks, node by node.
+    """
+
+    index: int
+    request: ProposalRequest
+    masked: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def num_masks(self) -> int:
+        """Mask rows of each node that has any."""
+        return (len(self.rows) - len(self.request.nodes)) // max(len(self.masked), 1)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The positions of the tokens after the rows."""
+        position = self.request.tree.position
+        ahead = position[self.masked, None] + np.arange(2, 2 + self.num_masks)
+        return np.concatenate((position[self.request.nodes] + 1, ahead.ravel()))
+
+    def proposal(self, tokens: np.ndarray, logps: np.ndarray) -> Proposal:
+        """The ranked tokens `[rows, n]` as children of the nodes and paths below these."""
+        nodes, count = self.request.nodes, len(self.request.nodes)
+        paths = None
+        if len(self.masked):
+            shape = (count, self.num_masks, tokens.shape[1])
+            ahead, stated = np.zeros(shape, np.int64), np.full(shape, -np.inf)
+            has_masks = np.isin(nodes, self.masked)
+            ahead[has_masks] = tokens[count:].reshape(-1, *shape[1:])
+            stated[has_masks] = logps[count:].reshape(-1, *shape[1:])
+            cum = self.request.tree.cum[nodes]
+            paths = best_paths(cum, logps[:count], ahead, stated, self.request.max_path_tokens)
+        return Proposal(nodes, tokens[:count], logps[:count], paths)
+
+
+def _node_by_node(levels: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The rows of all levels of masks, each `[nodes, n]`, node by node, `[rows, n]`."""
+    return [np.stack(levels, 1).reshape(-1, levels[0].shape[1])] if levels else []
+
+
+def _spans(ready: Sequence[_Ready]) -> Iterator[tuple[_Ready, slice]]:
+    """Each sequence with the range of its rows among the rows of all."""
+    start = 0
+    for each in ready:
+        end = start + len(each.rows)
+        yield each, slice(start, end)
+        start = end

@@ -1,0 +1,121 @@
+"""How the rows of a step are divided among roots, prompts and draft tokens.
+
+Roots come first, the one that has waited longest before all others, then prompts, then draft
+tokens. Where prompts are read beside running answers, draft tokens have a share before prompts, a
+prompt gets at least one row, and the batch is no larger than keeps the answers at their pace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipespec.head.admission import Admission
+from pipespec.head.policies.policy import PipelineState, SpeculationPolicy
+from pipespec.head.row_budget import RequestCandidates, Selection, select_rows, total_certain
+from pipespec.head.scheduler_types import SchedulerConfig
+from pipespec.head.sequence import Sequence
+from pipespec.head.step_stats import StepStats
+
+# How many times as long a step may last with rows of prompts, while answers are running.
+MAX_PREFILL_SLOWDOWN = 1.5
+# Of such a step's rows beside roots, one of so many is kept for draft tokens that pay, so that
+# answers do not fall back to a token per pass; a prompt then takes at most 4/3 of its time.
+DRAFT_SHARE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """The rows of one step.
+
+    Attributes:
+        nodes: of the tree of each sequence that has read its prompt.
+        prompts: sequences that read their prompts, and up to which token.
+        selection: the choice among all nodes that were offered.
+    """
+
+    nodes: list[tuple[Sequence, np.ndarray]]
+    prompts: list[tuple[Sequence, int]]
+    selection: Selection
+
+    @property
+    def has_nodes(self) -> bool:
+        return any(len(nodes) for _, nodes in self.nodes)
+
+
+class RowPlanner:
+    """Plans the rows of a step for the requests of `admission`."""
+
+    def __init__(self, config: SchedulerConfig, admission: Admission):
+        self._config = config
+        self._admission = admission
+
+    def plan(
+        self,
+        policy: SpeculationPolicy,
+        stats: StepStats,
+        state: PipelineState,
+        *,
+        decoding: bool,
+    ) -> RowPlan:
+        """The rows to feed now; `decoding`: some request had a token when this step began."""
+        sequences = sorted(
+            (each for each in self._admission.sequences.values() if not each.prompt_left),
+            key=lambda each: each.root_waits_since,
+        )
+        candidates = [_candidates(each, policy, state) for each in sequences]
+        free_slots = self._admission.free_slots
+        budget = min(self._config.row_budget(policy, len(candidates)), free_slots)
+        num_roots = min(total_certain(candidates), budget)
+        batch_rows = self._config.rows
+        mixed = decoding and any(each.prompt_left for each in self._admission.sequences.values())
+        if mixed:  # prompts are read beside running answers
+            if candidates:  # as many roots as a batch has rows leave one row for prompts
+                num_roots = min(num_roots, max(batch_rows - 1, candidates[0].num_certain))
+            in_time = stats.rows_within(MAX_PREFILL_SLOWDOWN, num_roots)
+            if in_time is not None:
+                batch_rows = min(batch_rows, max(in_time, num_roots + 1))
+        # Draft tokens get the slots that no request needs for its text.
+        spare_slots = max(free_slots - self._admission.reserved_slots, 0)
+        budget = min(budget, max(num_roots, spare_slots))
+
+        def select(rows: int, prompt_rows: int) -> Selection:
+            most = min(budget, rows)
+            return select_rows(candidates, most, policy.row_cost, state, prompt_rows)
+
+        num_kept = num_roots
+        if mixed:
+            num_rows = num_roots + (batch_rows - num_roots) // DRAFT_SHARE
+            share = select(num_rows, batch_rows - num_rows)
+            num_kept = max(num_roots, sum(map(len, share.nodes)))
+        prompts = self._prompts(min(batch_rows, free_slots) - num_kept, state.step)
+        prompt_rows = sum(end - each.prefilled for each, end in prompts)
+        selection = select(batch_rows - prompt_rows, prompt_rows)
+        return RowPlan(list(zip(sequences, selection.nodes, strict=True)), prompts, selection)
+
+    def _prompts(self, num_rows: int, step: int) -> list[tuple[Sequence, int]]:
+        """Up to where prompts are read next, in `num_rows` rows. The first one to be read changes
+        from step to step, so that a short prompt does not wait for a long one."""
+        num_rows = min(num_rows, self._config.prefill_chunk)
+        reading = [each for each in self._admission.sequences.values() if each.prompt_left]
+        first = step % max(len(reading), 1)
+        prompts = []
+        for sequence in (*reading[first:], *reading[:first]):
+            end = min(sequence.prefilled + num_rows, sequence.committed_len)
+            if end > sequence.prefilled:
+                prompts.append((sequence, end))
+                num_rows -= end - sequence.prefilled
+        return prompts
+
+
+def _candidates(
+    sequence: Sequence, policy: SpeculationPolicy, state: PipelineState
+) -> RequestCandidates:
+    nodes = policy.select_to_schedule(sequence.tree, sequence.policy_state(state))
+    return RequestCandidates(
+        sequence.tree,
+        sequence.drop_past_end(nodes),
+        policy.whole,
+        context_len=len(sequence.context.tokens),
+    )

@@ -1,0 +1,214 @@
+"""The scheduler's settings, draft rounds, progress and totals."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from pipespec.core import STEP_TOKENS, Verdict
+from pipespec.head.policies.policy import SpeculationPolicy
+from pipespec.head.proposers.proposer import ProposalRequest
+from pipespec.head.sequence import Sequence
+from pipespec.head.tree import Tree
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Settings of a scheduler.
+
+    Attributes:
+        policy: which nodes are expanded and which may be fed.
+        num_steps: steps that a batch takes from the head through the last stage.
+        rounds: draft rounds per step at most, or "auto".
+        prefill_chunk: rows of prompts that one batch carries.
+        context_limit: tokens of the longest sequence.
+        max_num_seqs: requests that run or wait at once.
+        max_rows: rows of one batch, and nodes that one draft round expands, of all requests.
+            0: as many as one request needs.
+        num_slots: KV slots of every stage, for the tokens and draft tokens of all requests.
+        max_retained: sequences that have left whose prefixes may stay in the KV cache for others;
+            0: requests share nothing.
+        overlap: whether the draft works while the stages compute; else, where the policy can do
+            without, only while they do not.
+        request_policies: policies that requests may name instead (`Request.policy`).
+    """
+
+    policy: SpeculationPolicy
+    num_steps: int
+    rounds: int | str
+    prefill_chunk: int
+    context_limit: int
+    max_num_seqs: int = 1
+    max_rows: int = 0
+    num_slots: int = 2**62
+    max_retained: int = 0
+    overlap: bool = True
+    request_policies: Mapping[str, SpeculationPolicy] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        """`max_rows`, resolved."""
+        return self.max_rows or max(self.prefill_chunk, *(each.max_rows for each in self.policies))
+
+    @property
+    def policies(self) -> tuple[SpeculationPolicy, ...]:
+        """The default and those that requests may name."""
+        return self.policy, *self.request_policies.values()
+
+    def row_budget(self, policy: SpeculationPolicy, num_requests: int) -> int:
+        """Rows that so many requests may feed in a step beside prompts."""
+        return min(policy.max_rows * (1 if policy.shared else num_requests), self.rows)
+
+    def policy_of(self, name: str) -> SpeculationPolicy:
+        """The policy that a request names (`Request.policy`)."""
+        return self.request_policies[name] if name else self.policy
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalPart:
+    """A draft round's part for one sequence: the best `limit` children of its `nodes` are kept
+    (None: all), of those `allowed`, with `max_path_tokens` draft tokens below them
+    (`ProposalRequest`)."""
+
+    sequence: Sequence
+    nodes: np.ndarray
+    limit: int | None
+    allowed: np.ndarray | None = None
+    max_path_tokens: int = 0
+
+    @property
+    def request(self) -> ProposalRequest:
+        sequence = self.sequence
+        return ProposalRequest(
+            sequence.context, sequence.tree, self.nodes, self.allowed, self.max_path_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalBatch:
+    """One draft round: `children` children for the nodes of each part."""
+
+    parts: tuple[ProposalPart, ...]
+    children: int
+
+    @property
+    def requests(self) -> list[ProposalRequest]:
+        return [part.request for part in self.parts]
+
+
+# Draft tokens are counted by depth; deeper ones count as of this depth.
+DEEPEST = 64
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the scheduler began.
+
+    The depth of a draft token is that below the last decided token when it was fed.
+
+    Attributes:
+        steps: with any row.
+        rounds: of the draft.
+        mid_passes, scored: passes of the mid-size model, and nodes that it scored.
+        prompt_rows: rows of prompts that were fed.
+        fed: rows of trees that were fed, by depth, `[1 + DEEPEST]`; of depth 0 are roots, which
+            were decided before they were fed.
+        expected: how many of them were to be accepted by the proposer's probabilities, likewise.
+        hits: decided tokens by the depth at which they had been fed, `[1 + DEEPEST]`; of depth 0
+            are those that had not.
+        step_tokens: steps by the tokens of prompts that they fed and of answers that they decided
+            together (`STEP_TOKENS`); steps without rows and decided tokens are left out.
+    """
+
+    steps: int = 0
+    rounds: int = 0
+    mid_passes: int = 0
+    scored: int = 0
+    prompt_rows: int = 0
+    fed: np.ndarray = field(default_factory=lambda: np.zeros(1 + DEEPEST, np.int64))
+    expected: np.ndarray = field(default_factory=lambda: np.zeros(1 + DEEPEST))
+    hits: list[int] = field(default_factory=lambda: [0] * (1 + DEEPEST))
+    step_tokens: list[int] = field(default_factory=lambda: [0] * len(STEP_TOKENS))
+
+    def add_decided(self, depth: int) -> None:
+        """Count a decided token that had been fed at this depth."""
+        self.hits[min(depth, DEEPEST)] += 1
+
+    def add_step(
+        self,
+        rows: int,
+        prompt_rows: int,
+        depths: np.ndarray,
+        probabilities: np.ndarray,
+        decided: int,
+    ) -> None:
+        """Count a step: its rows, the depths of those of trees and their probabilities to be on
+        the accepted path, `[rows]`, and the tokens that it decided."""
+        if rows:
+            self.steps += 1
+            self.prompt_rows += prompt_rows
+            depths = np.minimum(depths, DEEPEST)
+            self.fed += np.bincount(depths, minlength=1 + DEEPEST)
+            self.expected += np.bincount(depths, probabilities, 1 + DEEPEST)
+        if rows or decided:
+            self.step_tokens[bisect_left(STEP_TOKENS, prompt_rows + decided)] += 1
+
+    def counts(self) -> dict[str, int]:
+        """Integers by name, or by "name/label"; labelled ones that are 0 are left out."""
+        fed = self.fed.tolist()
+        labelled = {
+            **{f"fed/{depth}": count for depth, count in enumerate(fed)},
+            "mid_passes": self.mid_passes,
+            "scored": self.scored,
+            **{f"expected/{depth}": int(count) for depth, count in enumerate(self.expected)},
+            **{f"hits/{depth}": count for depth, count in enumerate(self.hits)},
+            **{
+                f"step_tokens/{most:g}": count
+                for most, count in zip(STEP_TOKENS, self.step_tokens, strict=True)
+            },
+        }
+        return {
+            "steps": self.steps,
+            "tokens": sum(self.hits),
+            "rounds": self.rounds,
+            "root_rows": fed[0],
+            "prompt_rows": self.prompt_rows,
+            "draft_rows": sum(fed[1:]),
+            "draft_hits": sum(self.hits[1:]),
+            "draft_hits_expected": int(self.expected[1:].sum()),
+            **{name: count for name, count in labelled.items() if count},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceUpdate:
+    """The effect of a verdict on a request.
+
+    `accepted` is the verdict without the tokens beyond the end of the text; `reason` is why the
+    request is over, None: it is not.
+    """
+
+    sequence: Sequence
+    accepted: Verdict
+    reason: str | None
+
+
+class TreeScorer(Protocol):
+    """A model that scores the nodes of the trees once more, beside the draft that proposed them."""
+
+    def request_scores(self, sequences: Iterable[Sequence], policy: SpeculationPolicy) -> None:
+        """Begin to score further nodes, unless an earlier request is under way."""
+        ...
+
+    def take_scores(self, is_open: Callable[[Sequence], bool], capacity: int) -> int | None:
+        """Add the scores that have arrived to the trees, of at most `capacity` nodes each; returns
+        how many nodes got a score, None if no scores have arrived."""
+        ...
+
+    def token_decided(self, tree: Tree, token: int) -> None:
+        """The target decided the token after the root of a tree."""
+        ...

@@ -1,1 +1,0 @@
-"""Who proposes the children of a node."""

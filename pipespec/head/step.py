@@ -1,0 +1,90 @@
+"""One step of the head: the order in which the scheduler decides and its surroundings act."""
+
+from __future__ import annotations
+
+import collections.abc
+from typing import Protocol
+
+from pipespec.core import Batch
+from pipespec.head.proposers.proposer import Proposal
+from pipespec.head.scheduler import Scheduler
+from pipespec.head.scheduler_types import ProposalBatch
+from pipespec.head.sequence import Sequence
+
+
+class Pipeline(Protocol):
+    """The surroundings of a scheduler: a running cluster (`pipespec.head.head_loop`), or an
+    imagined one (`pipespec plan`)."""
+
+    def begin_step(self) -> None:
+        """A step begins; `elapsed_ms` counts from here."""
+        ...
+
+    def elapsed_ms(self) -> float:
+        """Milliseconds since the step began."""
+        ...
+
+    def start_sequence(self, sequence: Sequence) -> None:
+        """A sequence has entered the pipeline; the proposer must know it before it proposes."""
+        ...
+
+    def propose(
+        self, work: ProposalBatch
+    ) -> tuple[collections.abc.Sequence[Proposal | None], float]:
+        """The proposals of one draft round, one for each part, and how many milliseconds it took.
+
+        The proposer must know every token that was accepted before.
+        """
+        ...
+
+    def receive_verdicts(self) -> None:
+        """Wait until the batch of this step is due; apply every verdict that arrives until then
+        (`Scheduler.apply`)."""
+        ...
+
+    def drop_cancelled(self) -> None:
+        """End the requests that their clients have cancelled."""
+        ...
+
+    def end_sequence(self, sequence: Sequence) -> None:
+        """A preempted sequence has left the pipeline; the proposer must forget it."""
+        ...
+
+    def send(self, batch: Batch) -> None:
+        """Send a batch to the first stage."""
+        ...
+
+    def after_send(self) -> None:
+        """Do what must not delay the batch, such as logging the accepted tokens."""
+        ...
+
+
+def run_step(scheduler: Scheduler, pipeline: Pipeline) -> Batch:
+    """Run one step; returns the batch that was sent."""
+    for sequence in scheduler.admit():
+        pipeline.start_sequence(sequence)
+    pipeline.begin_step()
+    scheduler.begin_step()
+
+    # The draft expands the trees while the stages compute.
+    scheduler.refine()
+    while work := scheduler.next_expansion(pipeline.elapsed_ms()):
+        scheduler.add_proposals(work, *pipeline.propose(work))
+        scheduler.refine()
+
+    drafted_ms = pipeline.elapsed_ms()
+    pipeline.receive_verdicts()
+    scheduler.end_verdicts(drafted_ms, pipeline.elapsed_ms() - drafted_ms)
+    pipeline.drop_cancelled()
+    for sequence in scheduler.preempt():
+        pipeline.end_sequence(sequence)
+
+    scheduler.take_scores()
+    while isinstance(batch := scheduler.next_batch(pipeline.elapsed_ms()), ProposalBatch):
+        # The stages wait for this draft round: without it there is nothing to send, or less than
+        # the wait is worth.
+        scheduler.add_proposals(batch, *pipeline.propose(batch))
+    pipeline.send(batch)
+    pipeline.after_send()
+    scheduler.end_step(pipeline.elapsed_ms())
+    return batch

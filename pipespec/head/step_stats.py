@@ -1,0 +1,238 @@
+"""Measurements of a running pipeline, which give the policies their state."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import lru_cache
+
+import numpy as np
+
+from pipespec.batch_times import MEMORY, NO_TIMES, BatchTimes, Ema, Points, RowTimes, size_bucket
+from pipespec.head.policies.policy import (
+    NO_PROBABILITIES,
+    OfferedRows,
+    PipelineState,
+    TargetBatch,
+    TokenCost,
+)
+from pipespec.head.row_budget import Selection
+
+# A wait for a verdict that is no longer than this found it there.
+AT_ONCE_MS = 0.3
+
+
+class StepStats:
+    """Averages over the steps of a pipeline. Holds no clock: durations are arguments.
+
+    Decoding with and without draft tokens are measured separately, each anew when the head switches
+    to it. A speculating pipeline takes `num_stages` steps to fill, which are left out.
+
+    Args:
+        num_stages: steps that a batch takes through the pipeline.
+        rounds: draft rounds that every step has, however long they take.
+        max_rows: rows of a batch.
+    """
+
+    def __init__(self, num_stages: int, rounds: int = 1, max_rows: int = 1) -> None:
+        self.num_stages = num_stages
+        self._rounds = rounds
+        # Of `OfferedRows`: probabilities, certain rows and KV slots, each by row.
+        self._offered = np.zeros((3, max_rows))
+        self._fed = Ema()
+        # Rows of the batches in the pipeline, and how many of them are of prompts.
+        self._in_flight: deque[tuple[int, int]] = deque(maxlen=num_stages)
+        self._without_prompts = Ema()  # ms per step without rows of prompts
+        self._computed = (0, 0)  # the largest of both, which a stage computes in this step
+        self._draft = Ema()
+        self._drafting = Ema()  # ms of the rounds that every step has
+        self._drafted_ms = 0.0  # of this step
+        self._verdict = Ema()
+        self._by_rows = RowTimes()  # ms per step, by the largest batch in the pipeline
+        self._stages = NO_TIMES  # ms of a stage, as the stages have measured it
+        self._overhead = Ema()  # ms of a step beside its stages
+        self._plain = Ema()  # ms per step
+        self._plain_requests = Ema()  # that were decoding in such a step
+        self._speculative = Ema()  # ms per step
+        self._tokens = Ema()  # tokens per such step
+        self._children = NO_PROBABILITIES  # of candidates, averaged over so many proposals
+        self._proposals = 0
+        self._was_speculating = False
+        self._streak = 0
+        self.rounds = 0  # of this step
+        self._last_round_ms = 0.0
+
+    def begin_step(self) -> None:
+        """A step begins; the stages compute the batches in the pipeline."""
+        self._computed = (
+            max((rows for rows, _ in self._in_flight), default=0),
+            max((prompt_rows for _, prompt_rows in self._in_flight), default=0),
+        )
+        self.rounds = 0
+        self._last_round_ms = self._drafted_ms = 0.0
+
+    def add_round(self, ms: float, *, measured: bool = True) -> None:
+        """Count a draft round that expanded the trees or (not measured) read part of a prompt."""
+        self.rounds += 1
+        self._last_round_ms = ms
+        if self.rounds <= self._rounds:
+            self._drafted_ms += ms
+        if measured:
+            self._draft.add(ms)
+
+    def add_proposal(self, logps: np.ndarray) -> None:
+        """Count the log-probabilities of candidates, `[nodes, children]`, the best ones first."""
+        if not logps.size:
+            return
+        found = np.exp(logps).mean(0)
+        known, new = np.zeros((2, max(len(found), len(self._children))))
+        known[: len(self._children)], new[: len(found)] = self._children, found
+        self._proposals = min(self._proposals + 1, MEMORY)
+        self._children = known + (new - known) / self._proposals
+
+    def add_verdict(self, elapsed_ms: float, wait_ms: float, tokens: int) -> None:
+        """The head began to wait when the step had lasted `elapsed_ms`; after `wait_ms` the verdict
+        arrived and decided so many tokens.
+
+        A verdict without tokens is not measured: it may be early, as the last stage had nothing to
+        compute while the others still do.
+
+        If the head did not have to wait, the verdict may have been there for any time, and the last
+        draft round may have been one too many: the sample is the moment when that round began.
+        """
+        if not tokens:
+            return
+        late = wait_ms < AT_ONCE_MS
+        self._verdict.add(elapsed_ms - self._last_round_ms if late else elapsed_ms + wait_ms)
+
+    def add_step(self, ms: float, tokens: int, *, speculating: bool, requests: int = 1) -> None:
+        """A step in which so many requests were decoding (not reading prompts) lasted `ms` and
+        decided `tokens`.
+
+        `speculating`: the draft worked in this step, or draft tokens were in the pipeline.
+        """
+        if speculating != self._was_speculating or not self._streak:
+            self._was_speculating, self._streak = speculating, 0
+            if speculating:
+                self._speculative, self._tokens = Ema(), Ema()
+            else:
+                self._plain, self._plain_requests = Ema(), Ema()
+        self._streak += 1
+        if not speculating:
+            self._plain.add(ms)
+            self._plain_requests.add(requests)
+        elif self._streak > self.num_stages:
+            self._speculative.add(ms)
+            self._tokens.add(tokens)
+        rows, prompt_rows = self._computed
+        if not prompt_rows:
+            self._without_prompts.add(ms)
+        if rows:
+            self._by_rows.add(rows, ms)
+            if self._stages.points:
+                self._overhead.add(max(ms - _at(self._stages.with_slots(), rows), 0.0))
+
+    def set_stage_times(self, measured: BatchTimes) -> None:
+        """Take over how long batches take, as the stages have measured it."""
+        self._stages = measured
+
+    def add_candidates(self, selection: Selection) -> None:
+        """Count the rows that were offered and selected in this step."""
+        rows = np.zeros(self._offered.shape)
+        rows[1, : selection.num_certain] = 1
+        for i, values in ((0, selection.probabilities), (2, selection.kv_slots)):
+            rows[i, : len(values)] = values[: rows.shape[1]]
+        self._fed.add(sum(map(len, selection.nodes)))
+        # A new array: states hold the old one.
+        self._offered = self._offered + (rows - self._offered) / min(self._fed.samples, MEMORY)
+        self._drafting.add(self._drafted_ms)
+
+    def add_batch(self, rows: int, prompt_rows: int = 0) -> None:
+        """A batch entered the pipeline; `prompt_rows` of its rows are of prompts."""
+        self._in_flight.append((rows, prompt_rows))
+
+    def rows_within(self, stretch: float, roots: int) -> int | None:
+        """The largest batch with which a step lasts at most `stretch` times as long as without
+        rows of prompts but with so many roots. If every measured size is within that, it is twice
+        the largest; None: nothing was measured.
+        """
+        curve = self._curve(self._stages.with_slots())
+        if self._without_prompts.value is None or not curve:
+            return None
+        most_ms = stretch * max(self._without_prompts.value, _at(curve, roots))
+        fits = [point for point in curve if point[1] <= most_ms]
+        if len(fits) == len(curve):
+            return 2 * curve[-1][0]
+        rows, ms = fits[-1] if fits else (0, 0.0)
+        next_rows, next_ms = curve[len(fits)]
+        between = int(rows + (next_rows - rows) * (most_ms - ms) / (next_ms - ms))
+        # Where the time jumps, it does so at the end of a size.
+        return min(between, size_bucket(rows)) if rows else between
+
+    def state(
+        self,
+        step: int,
+        *,
+        end: int,
+        elapsed_ms: float,
+        requests: int = 1,
+        target: TargetBatch | None = None,
+    ) -> PipelineState:
+        """The state at this moment of a step."""
+        return PipelineState(
+            num_stages=self.num_stages,
+            step=step,
+            requests=requests,
+            end=end,
+            rounds=self.rounds,
+            elapsed_ms=elapsed_ms,
+            draft_ms=self._draft.value,
+            verdict_ms=self._verdict.value,
+            tokens_per_step=self._tokens.value,
+            step_ms=self._curve(self._stages.points),
+            slot_ms=self._stages.slot_ms,
+            offered=self._offered_rows(),
+            drafting_ms=self._drafting.value or 0.0,
+            target=target,
+            plain_cost=self._rate(self._plain, (self._plain_requests.value or 0) / self.num_stages),
+            speculative_cost=self._rate(self._speculative, self._tokens.value),
+            least_plain_ms=self._least_plain_ms(requests),
+            was_speculating=self._was_speculating,
+            streak=self._streak,
+            child_probabilities=self._children,
+        )
+
+    def _offered_rows(self) -> OfferedRows | None:
+        if self._fed.value is None:
+            return None
+        probabilities, certain, kv_slots = self._offered
+        return OfferedRows(probabilities, certain, kv_slots, self._fed.value)
+
+    def _least_plain_ms(self, requests: int) -> float | None:
+        """What the stages need for a token of so many requests without draft tokens."""
+        if not self._stages.points:
+            return None
+        rows = requests / self.num_stages
+        return _stage_ms(self._stages, max(rows, 1)) / rows
+
+    def _rate(self, step_ms: Ema, tokens_per_step: float | None) -> TokenCost | None:
+        if step_ms.value is None or not tokens_per_step:
+            return None
+        return TokenCost(step_ms.value / tokens_per_step, step_ms.samples)
+
+    def _curve(self, stages: Points) -> Points:
+        """Step time by rows: that of the stages, which see batches of more sizes, plus the
+        overhead of a step; if the stages have measured nothing, that of the steps alone."""
+        if not stages:
+            return self._by_rows.points()
+        beside = self._overhead.value or 0.0
+        return tuple((rows, ms + beside) for rows, ms in stages)
+
+
+@lru_cache(maxsize=8)  # asked several times per step, and measured once a second
+def _stage_ms(stages: BatchTimes, rows: float) -> float:
+    return _at(stages.with_slots(), rows)
+
+
+def _at(points: Points, rows: float) -> float:
+    known, ms = np.array(points).T
+    return float(np.interp(rows, known, ms))

@@ -1,0 +1,133 @@
+"""Structured output at the head: which draft tokens a grammar allows, and which it determines.
+
+The last stage applies the grammar to the text. Here the head saves the stages rows that the last
+one would refuse, and adds tokens without asking the proposer: where a grammar allows a single
+token, that token follows for certain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from pipespec.head.proposers.proposer import Proposal
+from pipespec.head.tree import Tree
+from pipespec.sampling.grammar import GrammarFailed, Matcher, allows, only_token
+
+
+class GrammarGuide:
+    """Applies the grammar of one sequence to its tree of draft tokens.
+
+    The matcher moves from the root to a node and back. After it has failed, any token is allowed.
+    """
+
+    def __init__(self, matcher: Matcher, eos: Collection[int], answer: Sequence[int] = ()):
+        """`eos` are the tokens that end the text; `answer` holds the tokens decided so far."""
+        self._matcher: Matcher | None = matcher
+        self._eos = eos
+        self._path: list[int] = []  # tokens from the root to the state of the matcher
+        matcher.consume(answer)
+
+    def accept(self, token: int) -> None:
+        """Move on to a decided token, which is the root now."""
+        if self._move_to(()) and token not in self._eos:
+            assert self._matcher is not None
+            self._matcher.consume([token])
+
+    def allowed(self, tree: Tree, nodes: np.ndarray) -> np.ndarray | None:
+        """The tokens that may follow each node, as bits (`Matcher`), int32 `[nodes, words]`; None:
+        any."""
+        return _stack([self._allowed_after(_text(tree, node)) for node in nodes.tolist()])
+
+    def extend(
+        self, tree: Tree, nodes: np.ndarray, end: int
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """Add the tokens that must follow each of the nodes, at positions below `end`.
+
+        Returns the last nodes of these paths unless only the end of the text may follow them, and
+        what may follow, as `allowed` does.
+        """
+        ends: dict[int, np.ndarray | None] = {}  # by node id
+        for node in tree.id[nodes].tolist():
+            at = tree.index(node)
+            forced, bits = self._forced(_text(tree, at), end - 1 - int(tree.position[at]))
+            last = tree.append_path(at, forced) if forced else node
+            if bits is None or self._goes_on(bits):
+                ends[last] = bits
+            else:
+                tree.mark_terminal(last)
+        found = np.flatnonzero(np.isin(tree.id, [*ends]))
+        return found, _stack([ends[node] for node in tree.id[found].tolist()])
+
+    def _forced(self, text: list[int], room: int) -> tuple[list[int], np.ndarray | None]:
+        """The tokens that must follow a text, `room` at most, and what may follow then."""
+        forced: list[int] = []
+        while True:
+            bits = self._allowed_after([*text, *forced])
+            token = None if bits is None else only_token(bits)
+            if token is None or token in self._eos or len(forced) >= room:
+                return forced, bits
+            forced.append(token)
+
+    def _goes_on(self, bits: np.ndarray) -> bool:
+        """Whether a token other than the end may follow."""
+        return bool(bits.any()) and only_token(bits) not in self._eos
+
+    def _allowed_after(self, text: Sequence[int]) -> np.ndarray | None:
+        """The tokens that may follow a text: none if the grammar does not allow it; None: any, as
+        the matcher has failed."""
+        there = self._move_to(text)
+        if self._matcher is None:
+            return None
+        try:
+            bits = self._matcher.allowed()
+        except GrammarFailed:
+            self._matcher = None
+            return None
+        return bits if there else np.zeros_like(bits)
+
+    def _move_to(self, text: Sequence[int]) -> bool:
+        """Move the matcher to the end of a text; False: the grammar does not allow it."""
+        if self._matcher is None:
+            return False
+        common = 0
+        for mine, other in zip(self._path, text, strict=False):
+            if mine != other:
+                break
+            common += 1
+        self._matcher.rollback(len(self._path) - common)
+        wanted = [*text[common:]]
+        taken = self._matcher.consume(wanted) if wanted else 0
+        self._path = [*text[: common + taken]]
+        return taken == len(wanted)
+
+
+def _stack(found: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """What may follow some nodes, `[nodes, words]`; None: anything may follow one of them."""
+    known = [bits for bits in found if bits is not None]
+    return np.stack(known) if known and len(known) == len(found) else None
+
+
+def masked_proposal(found: Proposal, nodes: np.ndarray, allowed: np.ndarray) -> Proposal:
+    """The candidates that the grammar allows; a token that it determines is certain.
+
+    `allowed` are bits of what may follow each of `nodes`, int32 `[nodes, words]`.
+    """
+    row_of = {node: i for i, node in enumerate(nodes.tolist())}
+    bits = allowed[[row_of[node] for node in found.parents.tolist()]]
+    tokens, logps = found.tokens, found.logps
+    if not tokens.shape[1]:
+        tokens, logps = np.full((len(bits), 1), -1), np.full((len(bits), 1), -np.inf)
+    tokens, logps = tokens.copy(), np.where(allows(bits, tokens), logps, -np.inf)
+    for row, mine in enumerate(bits):
+        if (token := only_token(mine)) is not None:
+            tokens[row], logps[row] = -1, -np.inf
+            tokens[row, 0], logps[row, 0] = token, 0.0
+    return Proposal(found.parents, tokens, logps)
+
+
+def _text(tree: Tree, node: int) -> list[int]:
+    """The tokens from below the root to a node."""
+    text: list[int] = tree.token[tree.path(node)[1:]].tolist()
+    return text

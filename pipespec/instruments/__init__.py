@@ -1,0 +1,1 @@
+"""Tools beside the runtime: simulation, benchmarks, comparison, emulation, diagnosis."""

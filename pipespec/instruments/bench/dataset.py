@@ -1,0 +1,105 @@
+"""Prompts for benchmarks, from JSON Lines: {"id", "benchmark", "prompt"} per line.
+
+Other keys are ignored. Whatever is wrong is one sentence with file and line in a ConfigError.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from pipespec.errors import ConfigError
+from pipespec.limits import MAX_COUNT, check_whole
+from pipespec.system.validation import (
+    Unreadable,
+    is_folder,
+    is_whole,
+    parse_json,
+    read_bytes,
+    shown,
+)
+
+PATTERN = "*.jsonl"
+MOST_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt: its id, unique in the data set, the benchmark that it is of, and its text."""
+
+    id: str
+    benchmark: str
+    prompt: str
+
+
+def load(path: str | os.PathLike[str], limit: int | None = None) -> list[Sample]:
+    """The samples of a file, or of all files `*.jsonl` of a folder in the order of their names.
+
+    With `limit` at most so many, taken at equal distances from the whole. Raises ConfigError.
+    """
+    if limit is not None:
+        check_whole("num_prompts", limit, 1, MAX_COUNT)
+    path = Path(path)
+    samples: list[Sample] = []
+    seen: dict[str, str] = {}
+    for file in _files(path):
+        for place, sample in _read(file):
+            if sample.id in seen:
+                raise ConfigError(
+                    f"{place}: the id {sample.id!r} is that of {seen[sample.id]} already; give "
+                    "every sample an id of its own."
+                )
+            seen[sample.id] = place
+            samples.append(sample)
+    if not samples:
+        raise ConfigError(f"The data set {str(path)!r} holds no sample; pass another dataset=PATH.")
+    count = len(samples) if limit is None else min(limit, len(samples))
+    return [samples[i * len(samples) // count] for i in range(count)]
+
+
+def _files(path: Path) -> list[Path]:
+    if not is_folder(path):
+        return [path]
+    files = sorted(path.glob(PATTERN))
+    if not files:
+        raise ConfigError(f"The folder {str(path)!r} holds no file {PATTERN}; pass another.")
+    return files
+
+
+def _read(file: Path) -> Iterator[tuple[str, Sample]]:
+    """The samples of a file, each with the place where it stands. Empty lines are none."""
+    try:
+        data = read_bytes(file, most=MOST_BYTES, pipe=True)
+    except Unreadable as error:
+        raise ConfigError(
+            f"The data set {str(file)!r} cannot be read: {error}; pass another dataset=PATH."
+        ) from error
+    # Not `splitlines`: a text may hold characters that it takes for the end of a line.
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            place = f"{file}, line {number}"
+            yield place, _parse(line, place)
+
+
+def _parse(line: bytes, place: str) -> Sample:
+    try:
+        item = parse_json(line)
+    except Unreadable as error:
+        raise ConfigError(f"{place}: {error}; write one JSON object per line.") from error
+    if not isinstance(item, dict):
+        raise ConfigError(f"{place} is not a JSON object; write one object per line.")
+    values = {}
+    for name in (field.name for field in fields(Sample)):
+        if name not in item:
+            raise ConfigError(f"{place} has no {name!r}; every sample needs id, benchmark, prompt.")
+        value = item[name]
+        if not isinstance(value, str):
+            raise ConfigError(f"{place}: {name!r} is {shown(value)}, but must be a text.")
+        if not value:
+            raise ConfigError(f"{place}: {name!r} is empty, but must have at least one character.")
+        if not is_whole(value):
+            raise ConfigError(f"{place}: {name!r} holds half a character (a lone surrogate).")
+        values[name] = value
+    return Sample(**values)

@@ -1,0 +1,342 @@
+"""`pipespec doctor`: examines all hosts of a hosts file, and the link between each two of them.
+
+A probe (`probe`) is started on each host over SSH. It takes the host's inventory, listens for the
+other probes and measures the links to them; `diagnosis` makes findings of that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+import secrets
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from pipespec.cluster import ssh
+from pipespec.config.hosts import Host, HostsFile
+from pipespec.engine.model_settings import ModelConfig
+from pipespec.errors import HostFailed
+from pipespec.instruments.diagnostics.diagnosis import diagnose, required_models
+from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport, Offset
+from pipespec.instruments.diagnostics.inventory import Fingerprint, Inventory
+from pipespec.instruments.diagnostics.link_probe import Endpoint
+from pipespec.instruments.diagnostics.probe import (
+    PROTOCOL,
+    LinkSpeed,
+    Listening,
+    Reachability,
+    TensorParallelGain,
+)
+from pipespec.system.network_interfaces import Interface
+from pipespec.system.validation import Unreadable, parse_json
+
+MODULE = "pipespec.instruments.diagnostics.probe"
+HELLO_TIMEOUT_S = 15.0
+INVENTORY_TIMEOUT_S = 60.0  # torch may have to be imported
+ANSWER_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 3.0
+NUM_CLOCK_READINGS = 9
+TOKEN_BYTES = 32
+MAX_STDERR_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The reports on every examined host and every ordered pair of them, and the findings.
+
+    `unchecked` are the hosts that are started by hand.
+    """
+
+    hosts: Mapping[str, HostReport]
+    links: Sequence[LinkReport]
+    findings: Sequence[Finding]
+    unchecked: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error; warnings may remain."""
+        return not any(finding.error for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {
+            "ok": self.ok,
+            "findings": [finding.as_json() for finding in self.findings],
+            "unchecked": list(self.unchecked),
+            "hosts": {name: asdict(seen) for name, seen in self.hosts.items()},
+            "links": [asdict(link) for link in self.links],
+        }
+
+
+def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
+    """Examine all hosts but those that are started by hand. If one fails, the others are examined
+    all the same.
+
+    `model` has the paths of the models on hosts whose entry does not name them.
+    """
+    names = [host.name for host in hosts_file.hosts if not host.by_hand]
+    with (
+        ThreadPoolExecutor(max(len(names), 1)) as pool,
+        _Examination(hosts_file, model) as examination,
+    ):
+
+        def together(step: Callable[..., None], items: Iterable[tuple[str, ...]]) -> None:
+            for _ in pool.map(lambda names: examination.attempt(step, *names), items):
+                pass
+
+        together(examination.start_probe, zip(names, strict=True))
+        together(examination.read_clock, zip(names, strict=True))
+        together(examination.reach_peers, zip(names, strict=True))
+        together(examination.measure_tensor_parallel, zip(names, strict=True))
+        for pairs in rounds(names):
+            together(examination.measure, pairs)
+            together(examination.measure, [(b, a) for a, b in pairs])
+        links = [link for pair, link in sorted(examination.links.items())]
+        findings = diagnose(hosts_file, examination.seen, links)
+        return Report(examination.seen, links, findings, hosts_file.by_hand)
+
+
+def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Every pair once, in rounds in which no name occurs twice (a round-robin tournament)."""
+    ring: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    half = len(ring) // 2
+    out = []
+    for _ in range(len(ring) - 1):
+        facing = zip(ring[:half], reversed(ring[half:]), strict=True)
+        out.append([(a, b) for a, b in facing if a is not None and b is not None])
+        ring.insert(1, ring.pop())
+    return out
+
+
+class _Examination:
+    """The hosts under examination: the probe of each, and the reports so far.
+
+    Steps of different hosts may run at once, each in a thread of its own.
+    """
+
+    def __init__(self, hosts_file: HostsFile, model: ModelConfig):
+        self.seen = {host.name: HostReport() for host in hosts_file.hosts if not host.by_hand}
+        self.links: dict[tuple[str, str], LinkReport] = {}
+        self._hosts = hosts_file
+        self._models = {"target": model.target, "draft": model.draft, "mid": model.mid}
+        self._token = secrets.token_hex(TOKEN_BYTES)
+        self._channels: dict[str, ProbeProcess] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        channels = list(self._channels.values())
+        for channel in channels:
+            channel.close_input()
+        for channel in channels:
+            channel.close()
+
+    def attempt(self, step: Callable[..., None], name: str, *others: str) -> None:
+        """Run a step for a host, unless this host or another one of the step has failed."""
+        if any(self.seen[each].failure is not None for each in (name, *others)):
+            return
+        try:
+            step(name, *others)
+        except HostFailed as error:
+            self.seen[name].failure = f"{str(error).rstrip('.')}."
+
+    def start_probe(self, name: str) -> None:
+        """Start the probe, take the host's inventory, and have the probe listen."""
+        host, seen = self._hosts.host(name), self.seen[name]
+        channel = self._channels[name] = ProbeProcess(host)
+        if channel.ask("hello", HELLO_TIMEOUT_S) != PROTOCOL:
+            raise HostFailed(
+                f"{name}: its pipespec is another version than this one; install the same there"
+            )
+        own = {"target": host.target, "draft": host.draft, "mid": host.mid}
+        folders = {
+            part: own[part] or self._models[part] for part in required_models(self._hosts, host)
+        }
+        models = {part: folder for part, folder in folders.items() if folder is not None}
+        seen.inventory = _inventory(
+            channel.ask("inventory", INVENTORY_TIMEOUT_S, models=models, devices=host.devices)
+        )
+        seen.listening = _listening(
+            channel.ask(
+                "listen",
+                name=name,
+                token=self._token,
+                address=host.address,
+                interface=host.interface,
+            )
+        )
+
+    def read_clock(self, name: str) -> None:
+        """How far the host's clock is ahead, as NTP does: the quickest of some readings."""
+        readings = []
+        for _ in range(NUM_CLOCK_READINGS):
+            start = time.time()
+            there = self._channels[name].ask("clock")
+            end = time.time()
+            readings.append(Offset(there - (start + end) / 2, (end - start) / 2))
+        self.seen[name].clock = min(readings, key=lambda reading: reading.margin_s)
+
+    def reach_peers(self, name: str) -> None:
+        """Test which of the others the host reaches."""
+        peers = {
+            other: [asdict(place) for place in seen.listening.places]
+            for other, seen in self.seen.items()
+            if other != name and seen.listening is not None and seen.listening.places
+        }
+        for other, reach in (
+            self._channels[name].ask("reach", token=self._token, peers=peers).items()
+        ):
+            self.links[name, other] = LinkReport(name, other, _reach(reach), None)
+
+    def measure_tensor_parallel(self, name: str) -> None:
+        """Measure what the host's tensor-parallel groups gain."""
+        host, seen = self._hosts.host(name), self.seen[name]
+        assert seen.inventory is not None
+        for leader, group in host.members.items():
+            part = "draft" if leader == self._hosts.draft else "target"
+            model = seen.inventory.models.get(part)
+            devices = [host.devices[host.workers.index(worker)] for worker in group]
+            if len(group) > 1 and model is not None and _usable(model, devices, seen.inventory):
+                answer = self._channels[name].ask(
+                    "tensor_parallel", INVENTORY_TIMEOUT_S, model=model.folder, devices=devices
+                )
+                seen.gains[leader] = TensorParallelGain(**answer)
+
+    def measure(self, name: str, other: str) -> None:
+        """Round trip and rate from one host to another, if it is reached."""
+        link, listening = self.links.get((name, other)), self.seen[other].listening
+        if link is None or listening is None or link.reach.problem is not None:
+            return
+        answer = self._channels[name].ask(
+            "measure", token=self._token, name=other, place=asdict(listening.places[-1])
+        )
+        if "problem" in answer:
+            reach = replace(_reach(answer), interface=link.reach.interface)
+            self.links[name, other] = replace(link, reach=reach)
+        else:
+            self.links[name, other] = replace(link, measured=LinkSpeed(**answer))
+
+
+class ProbeProcess:
+    """A probe on a host: requests go to its standard input, answers come from its output."""
+
+    def __init__(self, host: Host):
+        """Raises HostFailed if the probe cannot even be started."""
+        self._host = host
+        pipe = subprocess.PIPE
+        self._process = ssh.start_module(host, MODULE, stdin=pipe, stdout=pipe, stderr=pipe)
+        self._numbers = itertools.count(1)
+        self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._stderr_lines: deque[bytes] = deque(maxlen=MAX_STDERR_LINES)
+        self._readers = [
+            threading.Thread(target=read, daemon=True)
+            for read in (self._read_answers, self._read_stderr)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def ask(self, request: str, timeout: float = ANSWER_TIMEOUT_S, /, **fields: Any) -> Any:
+        """The answer to a request. Raises HostFailed when none comes."""
+        number = next(self._numbers)
+        line = json.dumps({"id": number, "do": request, **fields})
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+            answer = self._answers.get(timeout=timeout)
+        except queue.Empty:
+            self._process.kill()
+            raise HostFailed(
+                f"{self._host.name}: the probe did not answer within {timeout:g} s; check the load "
+                "of the host and the link to it"
+            ) from None
+        except OSError:
+            answer = None  # it has ended
+        if answer is None:
+            raise self._failure()
+        assert answer["id"] == number, "one request at a time"
+        return answer["value"]
+
+    def close_input(self) -> None:
+        """Close the probe's standard input, which ends it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except OSError:
+            return  # it has ended already
+
+    def close(self) -> None:
+        """Wait for the probe's end, which must not take long."""
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for reader in self._readers:
+            reader.join(STOP_TIMEOUT_S)
+
+    def _read_answers(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                answer = _object(line)
+                if answer is not None:  # a login script may have printed something
+                    self._answers.put(answer)
+        self._answers.put(None)
+
+    def _read_stderr(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            self._stderr_lines.extend(lines)
+
+    def _failure(self) -> HostFailed:
+        self.close_input()
+        self.close()
+        return ssh.failure(
+            self._host, MODULE, self._process.returncode, b"".join(self._stderr_lines)
+        )
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        answer = parse_json(line)
+    except Unreadable:
+        return None
+    return answer if isinstance(answer, dict) and answer.keys() == {"id", "value"} else None
+
+
+def _usable(model: Fingerprint, devices: Sequence[str], inventory: Inventory) -> bool:
+    """Whether the model and the devices exist; a missing one is a finding of its own."""
+    known = len(inventory.cuda or ())
+    indices = [int(each.partition(":")[2] or 0) for each in devices if each.startswith("cuda")]
+    return model.problem is None and all(index < known for index in indices)
+
+
+# --- from JSON --------------------------------------------------------------------------------
+
+
+def _inventory(value: dict[str, Any]) -> Inventory:
+    models = {part: Fingerprint(**found) for part, found in value["models"].items()}
+    return Inventory(**{**value, "models": models})
+
+
+def _listening(value: dict[str, Any]) -> Listening:
+    places = tuple(Endpoint(**place) for place in value["places"])
+    found = tuple(
+        Interface(**{**interface, "addresses": tuple(interface["addresses"])})
+        for interface in value["interfaces"]
+    )
+    return Listening(**{**value, "places": places, "interfaces": found})
+
+
+def _reach(value: dict[str, Any]) -> Reachability:
+    place = value["place"]
+    return Reachability(**{**value, "place": None if place is None else Endpoint(**place)})

@@ -1,0 +1,198 @@
+"""What a host has: versions, CUDA devices, and hashes of its model files.
+
+Nothing is downloaded and no weight is read, so an answer takes a fraction of a second; torch is
+imported only where a CUDA device is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipespec.engine.attention.select import missing_requirement
+from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.safetensors_headers import weight_map
+from pipespec.errors import ModelError
+from pipespec.instruments.diagnostics.machine_check import attention_faults
+from pipespec.system.devices import num_cuda
+from pipespec.system.validation import (
+    Missing,
+    Unreadable,
+    home_expanded,
+    is_folder,
+    parse_json,
+    read_bytes,
+)
+from pipespec.system.versions import SHORT, code_hash, package_version
+
+CONFIG = "config.json"
+# Of a GGUF file so many bytes at its start, where its settings are, and at its end are compared.
+GGUF_END = 2**16
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+PACKAGES = ("torch", "transformers")
+# Packages that quantise, and that read quantised checkpoints.
+OPTIONAL = ("torchao", "bitsandbytes", "compressed-tensors", "gguf")
+DRIVER_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A checkpoint on a host.
+
+    `problem` says in a clause why it cannot be used, or is None. `config` and `index` are SHA-256
+    hashes of those files; `shards` is one of the names and sizes of the weight files. `index` is
+    None where a single file holds all weights.
+    """
+
+    folder: str
+    problem: str | None
+    config: str | None = None
+    index: str | None = None
+    shards: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """What a host has.
+
+    `versions` has python, pipespec, code (of pipespec: a hash), torch, transformers, OPTIONAL
+    and driver (NVIDIA's); None stands for what is not there. `cuda` names the CUDA
+    devices that torch can use, None if the request did not ask for them; `cuda_problem` says in a
+    clause why there are none. `attention` maps the installed backends to the clause with which
+    their self-test fails on such a device (None: it passes). `models` maps "target" and "draft" to
+    the checkpoints at their paths.
+    """
+
+    versions: dict[str, str | None]
+    cuda: list[str] | None
+    cuda_problem: str | None
+    attention: dict[str, str | None]
+    models: dict[str, Fingerprint]
+
+
+def take_inventory(models: Mapping[str, str], devices: Iterable[str]) -> Inventory:
+    """Take the inventory of this machine.
+
+    `models` maps a part, as "target", to a folder or hub id; `devices` are those that the hosts
+    file names.
+    """
+    driver = nvidia_driver()
+    versions = {
+        "python": platform.python_version(),
+        "pipespec": package_version("pipespec"),
+        "code": code_hash()[:SHORT],
+        **{name: package_version(name) for name in (*PACKAGES, *OPTIONAL)},
+        "driver": driver,
+    }
+    named = any(device.startswith("cuda") for device in devices)
+    wanted = named or (driver is not None and any(device == "auto" for device in devices))
+    cuda, problem = cuda_devices() if wanted else (None, None)
+    found = {part: fingerprint(model) for part, model in models.items()}
+    faults = attention_faults(True) if cuda else {}
+    installed = {
+        name: why for name, why in faults.items() if missing_requirement(name, "cuda") is None
+    }
+    return Inventory(versions, cuda, problem, installed, found)
+
+
+def nvidia_driver() -> str | None:
+    """The version of NVIDIA's driver, None without one."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=DRIVER_TIMEOUT_S,
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(answer.split()), None)
+
+
+def cuda_devices() -> tuple[list[str], str | None]:
+    """The names of the CUDA devices that torch can use, and a clause that says why none."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+        return [], f"torch cannot be imported ({error})"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return [], f"torch {torch.__version__} is built without CUDA"
+    names = [torch.cuda.get_device_name(index) for index in range(num_cuda())]
+    return names, None if names else "torch finds no CUDA device, or its driver is too old"
+
+
+def fingerprint(model: str) -> Fingerprint:
+    """The checkpoint in a folder, or in the hub's cache under a hub id; nothing is downloaded."""
+    path = home_expanded(model)
+    if is_gguf(path) and path.is_file():
+        try:
+            with path.open("rb") as stream:
+                ends = stream.read(GGUF_END)
+                stream.seek(max(path.stat().st_size - GGUF_END, 0))
+                ends += stream.read(GGUF_END)
+        except OSError as error:
+            return Fingerprint(str(path), f"cannot be read ({error.strerror})")
+        size = str(path.stat().st_size)
+        return Fingerprint(str(path), None, _hash(ends), None, _hash(size.encode()))
+    if not is_folder(path):
+        cached = _cached(model)
+        if cached is None:
+            return Fingerprint(model, "is missing")
+        path = cached
+    folder = str(path)
+    try:
+        config = _hash(read_bytes(path / CONFIG))
+    except Missing:
+        return Fingerprint(folder, f"holds no {CONFIG}")
+    except Unreadable as error:
+        return Fingerprint(folder, f"cannot be read ({CONFIG}: {error})")
+    try:
+        index = read_bytes(path / INDEX) if os.path.isfile(path / INDEX) else None
+        sizes = _sizes(path, index)
+    except Unreadable as error:
+        return Fingerprint(folder, f"cannot be read ({INDEX}: {error})", config)
+    except ModelError as error:
+        return Fingerprint(folder, str(error), config)
+    except OSError as error:
+        return Fingerprint(folder, f"cannot be read ({error.strerror})", config)
+    listed = "\n".join(f"{name} {size}" for name, size in sorted(sizes.items()))
+    hashed = None if index is None else _hash(index)
+    return Fingerprint(folder, None, config, hashed, _hash(listed.encode()))
+
+
+def _sizes(path: Path, index: bytes | None) -> dict[str, int]:
+    """Name and size of every weight file. Raises ModelError with a clause."""
+    if index is None:
+        shards = {WEIGHTS}
+    else:
+        try:
+            shards = set(weight_map(path / INDEX, parse_json(index)).values())
+        except (Unreadable, ModelError) as error:
+            raise ModelError(f"has no usable {INDEX}") from error
+    missing = sorted(name for name in shards if not os.path.isfile(path / name))
+    if missing:
+        others = f" and {len(missing) - 1} more of its files" if missing[1:] else ""
+        raise ModelError(f"holds no {missing[0]}{others}")
+    return {name: (path / name).stat().st_size for name in shards}
+
+
+def _cached(model: str) -> Path | None:
+    """The folder of a hub id in this machine's cache, None if it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,354 @@
+"""Measures how fast the devices of this host compute a model, and their memory.
+
+It reads a JSON object with the fields of `MeasureRequest` from standard input, and writes the
+result of `measure` to standard output as another. `pipespec partition` runs it on every host over
+SSH.
+
+Results are cached in `~/.cache/pipespec/measured` (or in XDG_CACHE_HOME), by model
+files, device, threads, rows, text length, dtype, quantisation and versions; free memory is
+read each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipespec.clock import monotonic_ns
+from pipespec.config.cluster import AUTO
+from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
+from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.errors import ConfigError, HostFailed, PipespecError
+from pipespec.instruments.diagnostics.inventory import fingerprint
+from pipespec.instruments.diagnostics.tensor_parallel_cost import all_reduce_ms
+from pipespec.system.cache import load_cached, store_cached
+from pipespec.system.cores import num_cores, share_cores
+from pipespec.system.devices import num_cuda
+from pipespec.system.validation import Unreadable, typed
+from pipespec.system.versions import package_version
+
+MAX_LAYERS = 4  # so many are timed together, where the memory allows
+MEMORY_SHARE = 0.8  # of what is free may be used to measure
+# Packages that decide how fast a model is.
+VERSIONS = ("pipespec", "torch", "transformers", "torchao", "bitsandbytes")
+WARM_UPS = 2
+LEAST_RUNS, MOST_RUNS = 5, 50
+LEAST_S = 0.3
+NS_PER_MS = 1e6
+NS_PER_S = 1e9
+SEED = 0
+
+
+@dataclass(frozen=True)
+class MeasureRequest:
+    """What to measure.
+
+    `roles` has one entry per device: "stage" and "draft", or one of them. `rows` is the width of
+    a batch, `length` how many tokens of text it attends to; `children` are the draft's
+    candidates. `quantization` is that of target and draft. `groups` are the sizes of those
+    devices, in order, that compute together; nothing: each by itself. `threads` is
+    `cluster.threads`.
+    """
+
+    target: str
+    draft: str | None
+    devices: tuple[str, ...]
+    roles: tuple[tuple[str, ...], ...]
+    rows: int
+    length: int
+    children: int
+    dtype: str
+    quantization: tuple[str | None, str | None] = (None, None)
+    keep_quantized: str = "auto"
+    groups: tuple[int, ...] = ()
+    threads: int | str = AUTO
+
+    def num_threads(self) -> int:
+        """Threads of a stage on the CPU, as ranks set them, if one worker that can draft becomes
+        the head where there are several."""
+        if self.threads != AUTO:
+            return int(self.threads)
+        if "OMP_NUM_THREADS" in os.environ:
+            return int(os.environ["OMP_NUM_THREADS"])
+        on_cpu = [
+            roles for device, roles in zip(self.devices, self.roles, strict=True) if device == "cpu"
+        ]
+        has_head = len(on_cpu) > 1 and any("draft" in roles for roles in on_cpu)
+        num_stages = max(1, len(on_cpu) - has_head)
+        return share_cores(num_cores(), num_stages, has_head=has_head).stage
+
+    def weight_format(self, info: CheckpointInfo, role: str) -> str | None:
+        """How target (`stage`) or draft is held; see CheckpointInfo."""
+        return info.weight_format(
+            self.quantization[role == "draft"], self.keep_quantized, self.dtype
+        )
+
+
+def measure(request: MeasureRequest) -> dict[str, Any]:
+    """`target` and `draft` (bytes in memory) and `devices`, times in milliseconds for each.
+
+    Raises PipespecError.
+    """
+    target = inspect(request.target)
+    draft = None if request.draft is None else inspect(request.draft)
+    for name, info, how in zip(
+        ("model.quantization", "model.draft_quantization"),
+        (target, draft),
+        request.quantization,
+        strict=True,
+    ):
+        if info is not None:
+            info.check_quantization(name, how)
+            info.require_quantizer(name, how)
+    num_cpu = sum(device == "cpu" for device in request.devices)
+    threads = request.num_threads()
+    measured: dict[str, dict[str, float] | None] = {}
+    found = []
+    for device, roles in zip(request.devices, request.roles, strict=True):
+        memory = _free_bytes(device, num_cpu)
+        bench = _DeviceBenchmark(request, torch.device(device), threads, memory)
+        figures: dict[str, Any] = {"model": bench.device_name, "memory_bytes": memory}
+        for role, info in (("stage", target), ("draft", draft)):
+            if role in roles and info is not None:
+                # Equal devices of one host would only be measured alike.
+                key = f"{role} {bench.device_name}"
+                if key not in measured:
+                    measured[key] = bench.cached(role, info)
+                figures[role] = measured[key]
+        found.append(figures)
+    first = 0
+    for size in request.groups:
+        if size > 1:
+            members = request.devices[first : first + size]
+            dtype = getattr(torch, target.compute_dtype(request.dtype))
+            found[first]["sum_ms"] = all_reduce_ms(members, request.rows, target.hidden_size, dtype)
+        first += size
+    return {
+        "target": _sizes(target, request.dtype, request.weight_format(target, "stage")),
+        "draft": None
+        if draft is None
+        else _sizes(draft, request.dtype, request.weight_format(draft, "draft")),
+        "devices": found,
+    }
+
+
+def _sizes(info: CheckpointInfo, dtype: str, quantization: str | None) -> dict[str, Any]:
+    sizes = info.loaded(dtype, quantization)
+    return {
+        "dtype": info.compute_dtype(dtype),
+        "layer_bytes": list(sizes.layers),
+        "embedding_bytes": sizes.embedding,
+        "head_bytes": sizes.head,
+        "tied": info.tied,
+        "hidden_size": info.hidden_size,
+        "context": info.context,
+    }
+
+
+class _DeviceBenchmark:
+    """Measures on one device."""
+
+    def __init__(self, request: MeasureRequest, device: torch.device, threads: int, memory: int):
+        self.request = request
+        self.device = device
+        self.threads = threads
+        self.memory = memory
+        self.device_name = (
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"{_processor()}, {threads} threads"
+        )
+        self._random = torch.Generator().manual_seed(SEED)
+
+    def cached(self, role: str, info: CheckpointInfo) -> dict[str, float] | None:
+        """What `stage` or `draft` gives, kept from an earlier time if it is there.
+
+        None: there is no room for the draft.
+        """
+        request, files = self.request, fingerprint(str(info.path))
+        key = {
+            "role": role,
+            "files": [files.config, files.index, files.shards],
+            "device": self.device_name,
+            "rows": request.rows,
+            "length": request.length,
+            "children": request.children if role == "draft" else None,
+            "dtype": request.dtype,
+            "quantization": request.weight_format(info, role),
+            "versions": [package_version(name) for name in VERSIONS],
+        }
+        kept = load_cached("measured", key)
+        with suppress(Unreadable):
+            figures: dict[str, float] = typed("it", kept, Mapping[str, int | float])
+            return figures
+        torch.set_num_threads(self.threads)
+        try:
+            found = self.stage(info) if role == "stage" else self.draft(info)
+        except torch.OutOfMemoryError as error:
+            if role == "draft":
+                return None
+            raise HostFailed(
+                f"{self.device} has too little memory to measure {info.path}; end what uses it, "
+                "or leave the device out of the hosts file."
+            ) from error
+        if found is not None:
+            store_cached("measured", key, found)
+        return found
+
+    def stage(self, info: CheckpointInfo) -> dict[str, float]:
+        """One layer, the embedding, the LM head; KV bytes of a layer's slot."""
+        count, of_target = info.num_layers, self.request.weight_format(info, "stage")
+        layer_bytes = max(info.loaded(self.request.dtype, of_target).layers)
+        timed = max(1, min(MAX_LAYERS, count, int(self.memory * MEMORY_SHARE) // layer_bytes))
+        start = (count - timed) // 2
+        middle = self.load(info, range(start, start + timed), of_target)
+        layer_ms = self.forward_ms(middle) / timed
+        slot_bytes = middle.num_kv_bytes / timed / middle.num_slots
+        del middle
+        first = self.load(info, range(1), of_target)
+        embedding_ms = max(0.0, self.forward_ms(first) - layer_ms)
+        del first
+        last = self.load(info, range(count - 1, count), of_target)
+        hidden = self.hidden(last)
+        return {
+            "layer_ms": layer_ms,
+            "embedding_ms": embedding_ms,
+            "head_ms": self.median_ms(last.logits, hidden),
+            "kv_slot_bytes": slot_bytes,
+        }
+
+    def draft(self, info: CheckpointInfo) -> dict[str, float] | None:
+        """One round: `rows` nodes expanded. None if there is no room for the draft."""
+        of_draft = self.request.weight_format(info, "draft")
+        if info.loaded(self.request.dtype, of_draft).total > self.memory:
+            return None
+        model = self.load(info, range(info.num_layers), of_draft)
+        inputs, positions, plan = self.batch(model)
+        children = min(self.request.children, model.vocab_size)
+
+        def expand(model: ModelSlice) -> None:
+            logits = model.logits(model.forward(inputs, positions, plan)).float()
+            torch.log_softmax(logits, -1).topk(children).indices.cpu()
+
+        return {
+            "round_ms": self.median_ms(expand, model),
+            "weight_bytes": model.num_weight_bytes,
+            "kv_slot_bytes": model.num_kv_bytes / model.num_slots,
+        }
+
+    def load(self, info: CheckpointInfo, layers: range, quantization: str | None) -> ModelSlice:
+        """A slice with room for the text and one batch."""
+        return ModelSlice.load(
+            info.path,
+            layers,
+            dtype=getattr(torch, info.compute_dtype(self.request.dtype)),
+            quantization=quantization,
+            device=self.device,
+            num_slots=self.length(info) + self.request.rows,
+        )
+
+    def length(self, info: CheckpointInfo) -> int:
+        """How much text a batch attends to."""
+        return max(0, min(self.request.length, info.context - self.request.rows))
+
+    def batch(self, model: ModelSlice) -> tuple[Tensor, Tensor, AttentionPlan]:
+        """Inputs, positions and plan of a batch behind a text; each row sees those before it."""
+        slots = np.arange(model.num_slots)
+        length = model.num_slots - self.request.rows
+        if model.is_first:
+            shape = (self.request.rows,)
+            inputs = torch.randint(model.vocab_size, shape, generator=self._random)
+        else:
+            inputs = self.hidden(model)
+        plan = causal_plan(slots[:length], slots[length:])
+        return inputs, torch.from_numpy(plan.positions), plan
+
+    def hidden(self, model: ModelSlice) -> Tensor:
+        """Hidden states that differ from row to row, so that experts are chosen by chance."""
+        shape = (self.request.rows, model.hidden_size)
+        return torch.randn(shape, generator=self._random).to(self.device, model.dtype)
+
+    def forward_ms(self, model: ModelSlice) -> float:
+        """One batch through a slice."""
+        inputs, positions, plan = self.batch(model)
+        return self.median_ms(model.forward, inputs, positions, plan)
+
+    def median_ms(self, function: Callable[..., object], *args: object) -> float:
+        """The median time of several calls of `function(*args)`."""
+        for _ in range(WARM_UPS):
+            function(*args)
+        times: list[float] = []
+        begun = monotonic_ns()
+        while len(times) < LEAST_RUNS or (
+            len(times) < MOST_RUNS and monotonic_ns() - begun < LEAST_S * NS_PER_S
+        ):
+            self.wait()
+            start = monotonic_ns()
+            function(*args)
+            self.wait()
+            times.append((monotonic_ns() - start) / NS_PER_MS)
+        return statistics.median(times)
+
+    def wait(self) -> None:
+        """Wait until the device has finished its queued work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+# --- this machine -----------------------------------------------------------------------------
+
+
+def _free_bytes(device: str, num_cpu: int) -> int:
+    """What a worker on the device may use; `num_cpu` workers share the main memory."""
+    if device == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().available // num_cpu)
+    count = num_cuda()
+    index = int(device.partition(":")[2] or 0)
+    if index >= count:
+        raise ConfigError(
+            f"{device} is not there: this machine has {count} CUDA devices; correct its devices."
+        )
+    return int(torch.cuda.mem_get_info(index)[0])
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.machine()
+
+
+def main() -> int:
+    """Measure what standard input asks for."""
+    try:
+        fields = json.load(sys.stdin)
+        roles = tuple(map(tuple, fields.pop("roles")))
+        request = MeasureRequest(roles=roles, devices=tuple(fields.pop("devices")), **fields)
+        answer = measure(request)
+    except PipespecError as error:
+        print(f"pipespec: {error}", file=sys.stderr)
+        return error.exit_code
+    json.dump(answer, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

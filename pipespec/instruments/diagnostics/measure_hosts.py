@@ -1,0 +1,134 @@
+"""Measures the hosts of a hosts file: their devices, and the links between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+from pipespec.cluster import ssh
+from pipespec.config.hosts import Host, HostsFile
+from pipespec.config.schema import Config
+from pipespec.errors import ConfigError, HostFailed
+from pipespec.instruments.diagnostics.examine_hosts import examine_hosts
+from pipespec.instruments.diagnostics.measure_devices import MeasureRequest
+from pipespec.placement.measurements import Figures, HostFigures, LinkFigures, choose_dtype
+from pipespec.system.validation import Unreadable, parse_json, typed
+
+MODULE = "pipespec.instruments.diagnostics.measure_devices"
+# Loading some layers and the whole draft takes minutes where the disk is slow.
+TIMEOUT_S = 900.0
+# Tokens of text that a batch attends to while it is timed.
+LENGTH = 1024
+
+
+def measure_hosts(
+    hosts_file: HostsFile,
+    config: Config,
+    on_host: Callable[[int, int], None] = lambda done, of: None,
+) -> Figures:
+    """Measure everything that `pipespec.placement.measurements` wants.
+
+    Args:
+        on_host: called with how many hosts have been measured, and of how many.
+
+    Raises:
+        ConfigError: a device of the hosts file is not a single device, or a host is started by
+            hand.
+        HostFailed: a host, or a link between two hosts, cannot be used.
+    """
+    hosts_file.require_devices()
+    if names := hosts_file.by_hand:
+        raise ConfigError(
+            f"{', '.join(names)} cannot be measured, as `ssh: none` means that you start it by "
+            "hand; plan from figures of like devices with `pipespec partition --measured FILE`, or "
+            "measure a hosts file without it."
+        )
+    links = _links(hosts_file, config)
+    dtype, rows = choose_dtype(hosts_file, config), config.policy.max_rows
+    answers: dict[str, HostFigures] = {}
+
+    def measure(host: Host) -> None:
+        request = asdict(_request_for(hosts_file, host, config, dtype))
+        answer = ssh.run_module(host, MODULE, input=json.dumps(request).encode(), timeout=TIMEOUT_S)
+        try:
+            answers[host.name] = typed("its answer", parse_json(answer), HostFigures)
+        except Unreadable as error:
+            raise HostFailed(
+                f"{host.name}: its answer cannot be read ({error}); install the same pipespec "
+                "there as here."
+            ) from error
+        on_host(len(answers), len(hosts_file.hosts))
+
+    # Hosts that are this machine would slow one another down.
+    for host in hosts_file.hosts:
+        if host.local:
+            measure(host)
+    with ThreadPoolExecutor(len(hosts_file.hosts)) as pool:
+        list(pool.map(measure, (host for host in hosts_file.hosts if not host.local)))
+    first = answers[hosts_file.hosts[0].name]
+    return Figures(
+        rows=rows,
+        length=LENGTH,
+        dtype=dtype,
+        quantization=(config.model.quantization, config.model.draft_quantization),
+        keep_quantized=config.model.keep_quantized,
+        target=first["target"],
+        draft=first["draft"],
+        members={
+            worker: found
+            for host in hosts_file.hosts
+            for worker, found in zip(host.workers, answers[host.name]["devices"], strict=True)
+        },
+        links=links,
+    )
+
+
+def _links(hosts_file: HostsFile, config: Config) -> list[LinkFigures]:
+    """Round trip and rate between hosts, once `pipespec doctor` finds nothing wrong with them."""
+    if len(hosts_file.hosts) == 1:
+        return []
+    report = examine_hosts(hosts_file, config.model)
+    for finding in report.findings:
+        if finding.error:
+            raise HostFailed(finding.sentence)
+    return [
+        {
+            "source": link.source,
+            "to": link.to,
+            "rtt_ms": link.measured.rtt_ms,
+            "gbit_s": link.measured.gbit_per_s,
+        }
+        for link in report.links
+        if link.measured is not None
+    ]
+
+
+def _request_for(hosts_file: HostsFile, host: Host, config: Config, dtype: str) -> MeasureRequest:
+    """What to measure on a host: what its workers may become."""
+
+    def roles(worker: str) -> tuple[str, ...]:
+        if hosts_file.draft is not None and worker in hosts_file.members_of(hosts_file.draft):
+            return ("draft",)
+        free = hosts_file.draft is None and worker not in hosts_file.spare_workers
+        can_draft = free and worker in hosts_file.heads
+        return ("stage", "draft") if can_draft else ("stage",)
+
+    draft = None
+    if config.proposer.needs_draft:
+        draft = host.draft or config.model.draft
+    return MeasureRequest(
+        target=host.target or config.model.target,
+        draft=draft,
+        devices=host.devices,
+        roles=tuple(map(roles, host.workers)),
+        groups=host.groups,
+        rows=config.policy.max_rows,
+        length=LENGTH,
+        children=config.policy.children,
+        dtype=dtype,
+        quantization=(config.model.quantization, config.model.draft_quantization),
+        keep_quantized=config.model.keep_quantized,
+        threads=config.cluster.threads,
+    )

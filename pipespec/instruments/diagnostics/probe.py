@@ -1,0 +1,229 @@
+"""`python -m pipespec.instruments.diagnostics.probe`: what `pipespec doctor` runs on a host.
+
+One JSON object per line: requests on standard input, answers on standard output.
+
+    {"id": 1, "do": "hello"}                                      PROTOCOL
+    {"id": 2, "do": "inventory", models, devices}                     inventory.Inventory
+    {"id": 3, "do": "listen", name, token, address, interface}    Listening
+    {"id": 4, "do": "clock"}                                      seconds since 1970
+    {"id": 5, "do": "reach", token, peers}                        one Reachability per peer
+    {"id": 6, "do": "measure", token, name, place}                LinkSpeed, or a Reachability
+    {"id": 7, "do": "tensor_parallel", model, devices}                      TensorParallelGain
+
+An answer is {"id", "value"}. The listener accepts only the other hosts' probes, which send the
+token; token and requests arrive over SSH alone. A probe ends with its standard input, and after
+`LIFETIME_S` seconds at the latest, as its input does not end if the link is cut.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any, BinaryIO
+
+from pipespec.errors import ModelError
+from pipespec.instruments.diagnostics.inventory import Inventory, take_inventory
+from pipespec.instruments.diagnostics.link_probe import (
+    Endpoint,
+    NotReached,
+    PeerConnection,
+    ProbeListener,
+)
+from pipespec.system.network_interfaces import (
+    Interface,
+    interface_towards,
+    interface_with,
+    interfaces,
+    resolve,
+)
+
+PROTOCOL = 2
+LIFETIME_S = 300
+SUMS_PER_LAYER = 2
+ROWS = 64  # of a batch, as speculation feeds them
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """The endpoints at which a host accepts probes of the others, and its interfaces.
+
+    `number` is its IP address. `places` are the endpoints at that address and, if it is another,
+    at the address of the interface that carries its batches, which comes last. `carrier` is that
+    interface's name. `problem`: "unknown" (its address cannot be resolved), "absent" (no interface
+    has it), "no interface" (the one that the hosts file names does not exist, is down or has no
+    address of the same family), or None.
+    """
+
+    number: str | None
+    places: tuple[Endpoint, ...]
+    carrier: str | None
+    interfaces: tuple[Interface, ...]
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reachability:
+    """Whether a peer answers.
+
+    `interface` leads to the address that carries the peer's batches. `problem`: "refused",
+    "silent", "no route", "stranger" (something else answers), or None; `place` is the endpoint
+    where it occurred, `who` the host that answered in place of the peer.
+    """
+
+    interface: str | None
+    problem: str | None = None
+    place: Endpoint | None = None
+    who: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeed:
+    """Median round trip, and the rate at which a burst of bytes reached the peer."""
+
+    rtt_ms: float
+    gbit_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelGain:
+    """What tensor parallelism gains and costs in each layer, in milliseconds.
+
+    Each device reads fewer weights, which takes `sooner_ms` less; the all-reduces take `sums_ms`.
+    `problem`: why it is impossible.
+    """
+
+    problem: str | None
+    sooner_ms: float = 0.0
+    sums_ms: float = 0.0
+
+
+def hello() -> int:
+    """Which protocol this is."""
+    return PROTOCOL
+
+
+def clock() -> float:
+    """This machine's clock."""
+    return time.time()
+
+
+def inventory(models: dict[str, str], devices: list[str]) -> Inventory:
+    """What this host has."""
+    return take_inventory(models, devices)
+
+
+def listen(name: str, token: str, address: str, interface: str | None) -> Listening:
+    """Accept peers that hold the token, until this process ends."""
+    here = tuple(interfaces())
+    try:
+        number = resolve(address)
+    except OSError:
+        return Listening(None, (), None, here, "unknown")
+    carrier = interface_with(number, here)
+    if carrier is None:
+        return Listening(number, (), None, here, "absent")
+    numbers = [number]
+    if interface is not None:
+        carrier = next((known for known in here if known.name == interface and known.up), None)
+        alike = [a for a in carrier.addresses if (":" in a) == (":" in number)] if carrier else []
+        if carrier is None or not alike:
+            return Listening(number, (), None, here, "no interface")
+        if interface_with(number, [carrier]) is None:
+            numbers.append(alike[0])
+    door = ProbeListener(name, token)
+    places = tuple(door.open(number) for number in numbers)
+    return Listening(number, places, carrier.name, here, None)
+
+
+def reach(token: str, peers: dict[str, list[dict[str, Any]]]) -> dict[str, Reachability]:
+    """Connect to every endpoint of every peer, to all peers at once."""
+    here = interfaces()
+
+    def connect(name: str) -> Reachability:
+        places = [Endpoint(**place) for place in peers[name]]
+        leads = interface_towards(places[-1].address, here)
+        interface = None if leads is None else leads.name
+        for place in places:
+            try:
+                PeerConnection(place, name, token).close()
+            except NotReached as error:
+                return Reachability(interface, error.problem, place, error.who)
+        return Reachability(interface)
+
+    with ThreadPoolExecutor(max(len(peers), 1)) as pool:
+        return dict(zip(peers, pool.map(connect, peers), strict=True))
+
+
+def measure(token: str, name: str, place: dict[str, Any]) -> LinkSpeed | Reachability:
+    """Round trip and rate to a place of a peer; a Reachability if the peer does not answer."""
+    try:
+        with PeerConnection(Endpoint(**place), name, token) as peer:
+            round_trip = peer.round_trip()
+            return LinkSpeed(1e3 * round_trip, peer.burst(round_trip))
+    except NotReached as error:
+        return Reachability(None, error.problem, Endpoint(**place), error.who)
+
+
+def tensor_parallel(model: str, devices: list[str]) -> TensorParallelGain:
+    """What devices of this host gain by tensor parallelism over a model's layers."""
+    # No other request needs these imports, which take seconds.
+    import torch
+
+    from pipespec.engine.checkpoint import inspect
+    from pipespec.instruments.diagnostics.tensor_parallel_cost import (
+        all_reduce_ms,
+        read_bytes_per_ms,
+    )
+
+    size = len(devices)
+    try:
+        info = inspect(model)
+        info.check_tensor_parallel(size, None)
+    except ModelError as error:
+        return TensorParallelGain(str(error))
+    plain = "bfloat16" if devices[0].startswith("cuda") else "float32"
+    dtype = getattr(torch, info.compute_dtype(plain))
+    layer_bytes = max(info.loaded(plain, None).layers)
+    sum_ms = all_reduce_ms(devices, ROWS, info.hidden_size, dtype)
+    sooner_ms = layer_bytes / read_bytes_per_ms(devices[0]) * (1 - 1 / size)
+    return TensorParallelGain(None, sooner_ms, SUMS_PER_LAYER * sum_ms)
+
+
+REQUESTS: dict[str, Callable[..., Any]] = {
+    request.__name__: request
+    for request in (hello, clock, inventory, listen, reach, measure, tensor_parallel)
+}
+
+
+def answer_requests(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer one request after another until there are no more."""
+    for line in requests:
+        request = json.loads(line)
+        number, name = request.pop("id"), request.pop("do")
+        value = REQUESTS[name](**request)
+        answer = json.dumps({"id": number, "value": value}, default=_plain)
+        answers.write(answer.encode() + b"\n")
+        answers.flush()
+
+
+def _plain(value: Any) -> Any:
+    assert is_dataclass(value) and not isinstance(value, type)
+    return asdict(value)
+
+
+def main() -> None:
+    """Answer on standard output; anything else that is printed goes to standard error."""
+    signal.alarm(LIFETIME_S)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    answer_requests(sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

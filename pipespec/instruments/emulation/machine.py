@@ -1,0 +1,204 @@
+"""Emulated machines: ranks held to the times of another machine after their real computation.
+
+It exists so that nine processes on two cores can show what the runtime does on nine GPUs.
+Results under a pace are emulated and are labelled so everywhere. A rank that needs longer than
+its pace over-runs it; over-runs are counted and shown, never hidden.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from pipespec.clock import StepClock, wait_until
+from pipespec.errors import ConfigError
+from pipespec.limits import MAX_COUNT, MAX_MS, check_number, check_whole
+from pipespec.settings import check_settings, setting
+
+MAX_SCALE = 1e3
+# Rows for which the times of a mixture of experts are computed.
+EXPERT_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class TimeCurve:
+    """Milliseconds that a stage takes for a batch of so many rows, `(rows, ms)` by rising rows.
+
+    Between the points the time is linear; below the first it is constant; above the last it
+    goes on as steeply as between the last two. Raises ConfigError.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        rows = [rows for rows, _ in self.points]
+        if not rows or rows != sorted(set(rows)) or rows[0] < 1:
+            raise ConfigError(
+                f"A stage's times are given for {rows} rows, but must be for rising numbers from 1."
+            )
+        for _, ms in self.points:
+            check_number("A stage's time in ms", ms, 0, MAX_MS)
+        check_whole("The last number of rows with a stage's time", rows[-1], 1, MAX_COUNT)
+
+    @classmethod
+    def parse(cls, text: str) -> TimeCurve:
+        """A curve from its points, as in "1:37.8 64:41"; a time alone is that of one row."""
+        return cls(tuple(point(part) for part in text.split()))
+
+    def ms(self, rows: int) -> float:
+        """No rows take no time."""
+        if rows == 0:
+            return 0.0
+        last, most = self.points[-1]
+        if rows > last and len(self.points) > 1:
+            earlier, less = self.points[-2]
+            return most + (rows - last) * (most - less) / (last - earlier)
+        counts, times = np.array(self.points, float).T
+        return float(np.interp(rows, counts, times))
+
+
+def mean(curves: Sequence[TimeCurve], more: float = 0.0) -> TimeCurve:
+    """The mean of several curves, and so many milliseconds more for any rows."""
+    rows = sorted({count for curve in curves for count, _ in curve.points})
+    if any(len(curve.points) > 1 for curve in curves):
+        rows.append(rows[-1] + 1)  # beyond their ends they may go on otherwise
+    return TimeCurve(
+        tuple((n, sum(curve.ms(n) for curve in curves) / len(curves) + more) for n in rows)
+    )
+
+
+def with_experts(curve: TimeCurve, experts: int, chosen: int, share: float) -> TimeCurve:
+    """The times of a stage whose layers are mixtures of experts.
+
+    Rows choose their experts independently, so w rows read the weights of
+    E (1 - (1 - k / E)^w) of E experts, k of them chosen by each row. Rows of a text share more
+    than that, so this is the most that they cost. Raises ConfigError.
+
+    Args:
+        curve: the times if all rows chose the same experts.
+        experts, chosen: of each layer, and by each row.
+        share: of the time of one row that its experts take, from 0 to 1.
+    """
+    check_whole("The number of experts", experts, 1, MAX_COUNT)
+    check_whole("The number of experts that a row chooses", chosen, 1, experts)
+    check_number("The share of its time that a row's experts take", share, 0, 1)
+
+    def ms(rows: int) -> float:
+        read = experts * (1 - (1 - chosen / experts) ** rows) / chosen  # in those of one row
+        return curve.ms(rows) + share * curve.ms(1) * (read - 1)
+
+    return TimeCurve(tuple((rows, ms(rows)) for rows in EXPERT_ROWS))
+
+
+def experts_of(name: str, values: Sequence[float]) -> tuple[int, int, float]:
+    """The arguments of `with_experts` from the setting `name`. Raises ConfigError."""
+    match values:
+        case [experts, chosen, share] if experts % 1 == chosen % 1 == 0:  # and both are finite
+            return int(experts), int(chosen), share
+    raise ConfigError(
+        f"{name} is {list(values)}, but must be how many there are, how many a row chooses, and "
+        "their share of its time, as in 256,8,0.9."
+    )
+
+
+def point(text: str) -> tuple[int, float]:
+    """A point of a time curve, "64:41"; a time alone is that of one row. Raises ConfigError."""
+    rows, _, ms = text.rpartition(":")
+    try:
+        return int(rows or 1), float(ms)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is no time of a stage; write ROWS:MS, as in 64:41.") from error
+
+
+@dataclass(frozen=True)
+class EmulatedMachine(StepClock):
+    """How long stages and draft last at least.
+
+    On a machine with few cores a longer time base (`scale`) leaves more room for the real
+    computation; reported times are divided by it.
+    """
+
+    stage_ms: Any = setting(
+        0.0,
+        "Least time of a stage's step, by its rows as in '1:37.8 64:41', for all stages or as a "
+        "list with one entry for each; 0 is as fast as it goes.",
+        "ms",
+        kind=float | str | list[str],
+    )
+    experts: list[float] = setting(
+        [],
+        "For a mixture of experts: how many a layer has, how many of them a row chooses, and their "
+        "share of the time of one row; stage_ms is then the time if all rows chose the same.",
+    )
+    draft_ms: float = setting(
+        0.0, "Least time of a draft round; 0 is as fast as it goes.", "ms", limits=(0, MAX_MS)
+    )
+    mid_ms: float = setting(
+        0.0, "Least time of a pass of the mid-size model of a cascade.", "ms", limits=(0, MAX_MS)
+    )
+    jitter_ms: float = setting(
+        0.0,
+        "Mean of a random delay of every step of a stage, exponentially distributed.",
+        "ms",
+        limits=(0, MAX_MS),
+    )
+    scale: float = setting(
+        1.0,
+        "Multiplies every emulated time, so that a slow machine can keep up; reported times are "
+        "divided by it.",
+        limits=(0, MAX_SCALE),
+        above=True,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings("emulate", self)
+        if not self.curves:
+            raise ConfigError("emulate.stage_ms is an empty list; give one time, or one per stage.")
+
+    @cached_property
+    def curves(self) -> tuple[TimeCurve, ...]:
+        """One for all stages, or one per stage."""
+        entries = self.stage_ms if isinstance(self.stage_ms, list) else [self.stage_ms]
+        try:
+            curves = tuple(TimeCurve.parse(str(entry)) for entry in entries)
+        except ConfigError as error:
+            raise ConfigError(f"emulate.stage_ms: {error}") from error
+        if self.experts:
+            of_layer = experts_of("emulate.experts", self.experts)
+            curves = tuple(with_experts(curve, *of_layer) for curve in curves)
+        return curves
+
+    def check(self, num_stages: int) -> None:
+        """Raise ConfigError unless there is a time for every stage."""
+        if len(self.curves) not in (1, num_stages):
+            raise ConfigError(
+                f"emulate.stage_ms has times of {len(self.curves)} stages, but "
+                f"cluster.stages is {num_stages}."
+            )
+
+    def __bool__(self) -> bool:
+        slow = any(ms for curve in self.curves for _, ms in curve.points)
+        return slow or max(self.draft_ms, self.mid_ms, self.jitter_ms) > 0
+
+    def wait_for_draft_round(self, start_ns: int) -> bool:
+        return wait_until(start_ns, self.draft_ms * self.scale)
+
+    def wait_for_mid_pass(self, start_ns: int) -> bool:
+        return wait_until(start_ns, self.mid_ms * self.scale)
+
+    def wait_for_stage(self, start_ns: int, rank: int, step: int, rows: int) -> bool:
+        return wait_until(start_ns, self.min_stage_ms(rank, step, rows))
+
+    def min_stage_ms(self, rank: int, step: int, rows: int) -> float:
+        """Milliseconds of a stage's step, jitter included; no rows take no time."""
+        if not rows:
+            return 0.0
+        ms = self.curves[(rank - 1) % len(self.curves)].ms(rows)
+        if self.jitter_ms:
+            ms += random.Random(f"{rank}:{step}").expovariate(1 / self.jitter_ms)
+        return ms * self.scale

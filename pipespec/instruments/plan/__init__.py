@@ -1,0 +1,1 @@
+"""`pipespec plan`: the scheduler run against an imagined cluster."""

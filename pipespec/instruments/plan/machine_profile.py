@@ -1,0 +1,87 @@
+"""What `pipespec plan` is told about machine and draft: by options, or by a JSON file.
+
+    {"stages": 8, "stage_ms": ["1:37.8", "64:41"], "hop_ms": 1.0, "draft_ms": 9.5,
+     "curve": ["1:0.81", "8:0.99"], "spread": 0.5, "experts": [256, 8, 0.9]}
+
+Every entry may be missing. For stages that differ, `stage_ms` is a list of such lists.
+`benchmarks/pipeline/plan_check.py` writes one from what it measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipespec.errors import ConfigError
+from pipespec.instruments.emulation.machine import TimeCurve, experts_of, point, with_experts
+from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+from pipespec.instruments.plan.simulation import Machine
+from pipespec.limits import MAX_STAGES, check_whole
+from pipespec.system.validation import Unreadable, from_fields, read_json
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times in milliseconds; the defaults are SpecPipe's 8 stages of ten layers of a 70B on an
+    RTX 3090, and a draft that is right at once for 81 of 100 tokens. `experts` are those that each
+    layer has, how many of them a row chooses, and their share of a row's time; empty: the model is
+    dense. `mid_curve` is the accuracy of the mid-size model of a cascade, empty: there is none.
+    `tensor_parallel` are numbers of devices that might compute their layers together, and `sum_ms`
+    what adding up takes them for the layers of one stage."""
+
+    stages: int = 8
+    stage_ms: Sequence[str | float | Sequence[str | float]] = (37.8,)
+    hop_ms: float = 0.0
+    draft_ms: float = 0.0
+    curve: Sequence[str] = ("1:0.81", "8:0.99")
+    spread: float = 0.5
+    experts: Sequence[float] = ()
+    mid_curve: Sequence[str] = ()
+    mid_ms: float = 0.0
+    tensor_parallel: Sequence[int] = (1,)
+    sum_ms: float = 0.0
+
+    @classmethod
+    def read(cls, file: str) -> Profile:
+        """Raises ConfigError."""
+        try:
+            return from_fields(cls, read_json(file, pipe=True))
+        except Unreadable as error:
+            raise ConfigError(
+                f"The profile {file!r} cannot be read: {error}; see docs/planning.md."
+            ) from error
+
+    def replaced(self, **values: Any) -> Profile:
+        """With every value that is not None in place of its own."""
+        return replace(self, **{name: v for name, v in values.items() if v is not None})
+
+    def machine(self) -> Machine:
+        """Raises ConfigError."""
+        check_whole("stages", self.stages, 1, MAX_STAGES)
+        curves = [[*c] for c in self.stage_ms if isinstance(c, list | tuple)]
+        if curves and len(curves) != self.stages:
+            raise ConfigError(
+                f"stage_ms has times of {len(curves)} stages, but there are {self.stages}."
+            )
+        per_stage = curves or [[*self.stage_ms]] * self.stages
+        stages = tuple(
+            TimeCurve(tuple(point(str(entry)) for entry in curve)) for curve in per_stage
+        )
+        if self.experts:
+            of_layer = experts_of("experts", self.experts)
+            stages = tuple(with_experts(curve, *of_layer) for curve in stages)
+        return Machine(stages, self.hop_ms, self.draft_ms, mid_ms=self.mid_ms)
+
+    def machines(self) -> dict[int, Machine]:
+        """What the devices make, by how many compute together. Raises ConfigError."""
+        alone = self.machine()
+        return {size: alone.shared(size, self.sum_ms) for size in self.tensor_parallel}
+
+    def accuracy(self) -> Accuracy:
+        """Raises ConfigError."""
+        return Accuracy.parse(list(self.curve), self.spread)
+
+    def mid(self) -> Accuracy | None:
+        """Raises ConfigError."""
+        return Accuracy.parse(list(self.mid_curve), self.spread) if self.mid_curve else None

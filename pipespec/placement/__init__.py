@@ -1,0 +1,1 @@
+"""Which device should hold which layers."""

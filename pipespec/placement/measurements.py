@@ -1,0 +1,368 @@
+"""From measured figures to who does what on the hosts of a hosts file.
+
+`pipespec.instruments.diagnostics.measure_hosts` measures, `partition` decides; here the one
+becomes what the other takes, with what the configuration asks of memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Any, TypedDict
+
+from pipespec.config.hosts import HostsFile
+from pipespec.config.schema import Config
+from pipespec.engine.checkpoint import CheckpointInfo, inspect
+from pipespec.engine.precision import ITEM_BYTES, automatic
+from pipespec.errors import ConfigError
+from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
+from pipespec.placement.slices import GIB
+from pipespec.system.validation import Unreadable, from_fields, read_json
+
+# What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
+RUNTIME_BYTES = 512 * 2**20
+
+
+Number = int | float
+# No figure comes near: bytes, milliseconds, Gbit/s.
+LARGEST_FIGURE = 2**62
+
+
+class ModelSizes(TypedDict):
+    """Of a model's weights in memory."""
+
+    dtype: str
+    layer_bytes: Sequence[int]
+    embedding_bytes: int
+    head_bytes: int
+    tied: bool
+    hidden_size: int
+    context: int
+
+
+class StageFigures(TypedDict):
+    """Of a device that computes layers of the target."""
+
+    layer_ms: Number
+    head_ms: Number
+    embedding_ms: Number
+    kv_slot_bytes: Number
+
+
+class DraftFigures(TypedDict):
+    """Of a device that computes the draft."""
+
+    round_ms: Number
+    weight_bytes: Number
+    kv_slot_bytes: Number
+
+
+class Device(TypedDict):
+    """What is known of every device."""
+
+    model: str
+    memory_bytes: Number
+
+
+class DeviceFigures(Device, total=False):
+    """A device with its measured times (`instruments.diagnostics.measure_devices`).
+
+    None: the device had no room for that model.
+    """
+
+    stage: StageFigures | None
+    draft: DraftFigures | None
+    sum_ms: Number  # of what those compute that compute together, of whom it is the first
+
+
+class HostFigures(TypedDict):
+    """What `pipespec.instruments.diagnostics.measure_devices` answers on one host."""
+
+    target: ModelSizes
+    draft: ModelSizes | None
+    devices: Sequence[DeviceFigures]
+
+
+class LinkFigures(TypedDict):
+    """From one host to another."""
+
+    source: str
+    to: str
+    rtt_ms: Number
+    gbit_s: Number
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured, as plain values that JSON can hold.
+
+    `rows` and `length` are the width and the text length of it, `dtype` the type of the weights
+    and `quantization` what becomes of those of target and draft. `members` maps a worker to
+    what was measured of its device.
+    """
+
+    rows: int
+    length: int
+    dtype: str
+    quantization: Sequence[str | None]
+    target: ModelSizes
+    draft: ModelSizes | None
+    members: Mapping[str, DeviceFigures]
+    links: Sequence[LinkFigures]
+    keep_quantized: str = "auto"
+
+    @classmethod
+    def read(cls, file: str) -> Figures:
+        """From what `pipespec partition --json` printed. Raises ConfigError."""
+        try:
+            values = read_json(file, pipe=True)
+            found = from_fields(cls, values.get("figures") if isinstance(values, dict) else None)
+            for number in _numbers(asdict(found)):
+                if not 0 <= number < LARGEST_FIGURE:
+                    raise Unreadable(f"it holds {number:g}, which cannot be a measurement")
+            if len(found.quantization) != 2 or any(not link["gbit_s"] for link in found.links):
+                raise Unreadable("it lacks a figure")
+        except Unreadable as error:
+            raise ConfigError(
+                f"The figures {file!r} cannot be read ({error}); measure again with `pipespec "
+                "partition --json`."
+            ) from error
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _numbers(value: Any) -> Iterator[Number]:
+    """Every number in plain values."""
+    if isinstance(value, Number):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
+
+
+def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
+    """Token slots that the KV pool of a stage, or of the head's draft, has at least: one
+    sequence's text, and draft tokens."""
+    return sum(slots_by_setting(config, context=context, num_ranks=num_ranks, head=head).values())
+
+
+def draft_slots(config: Config, *, num_ranks: int, head: bool) -> int:
+    """Those of them that are not for text."""
+    return num_slots(config, context=0, num_ranks=num_ranks, head=head)
+
+
+def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool) -> Counter[str]:
+    """The slots of `num_slots`, by the setting that asks for them.
+
+    Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it has
+    expanded: of many requests as much as of two, as they share its rounds. One batch more of each
+    is on its way in before a verdict frees the last.
+    """
+    chunk = config.decode.prefill_chunk
+    # Running free, every link can hold a batch, and so can every rank.
+    in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
+    found = Counter({"model.context": context})
+    found["policy.width"] += max(config.max_rows - chunk, 0)
+    found["decode.prefill_chunk"] += min(config.max_rows, chunk)
+    if head:
+        held = max(each.max_held(num_ranks) for each in config.policies)
+        found["policy.capacity"] += min(config.scheduler.max_num_seqs, 2) * held
+    else:
+        found["policy.width"] += in_flight * config.fed_rows
+    return found
+
+
+def choose_dtype(hosts_file: HostsFile, config: Config) -> str:
+    """The type of the weights: bfloat16 if no stage can be on a CPU, where nothing else is said."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    stages = set(hosts_file.workers) - {hosts_file.draft, *hosts_file.spare_workers}
+    return automatic(map(hosts_file.device_of, stages))
+
+
+def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
+    """What the planner is to lay out. Raises ConfigError if the figures are of something else."""
+    if figures.rows != config.policy.max_rows:
+        raise ConfigError(
+            f"The figures are of {figures.rows} rows a batch, but {config.policy.max_rows} are to "
+            "be fed; measure again, or set policy.width as it was."
+        )
+    model = config.model
+    for name, found, wanted in (
+        ("dtype", figures.dtype, choose_dtype(hosts_file, config)),
+        ("quantization", figures.quantization[0], model.quantization),
+        ("draft_quantization", figures.quantization[1], model.draft_quantization),
+        ("keep_quantized", figures.keep_quantized, model.keep_quantized),
+    ):
+        if found != wanted:
+            raise ConfigError(
+                f"The figures were measured with model.{name}={found or 'null'}, not "
+                f"{wanted or 'null'}; measure again, or set it as it was."
+            )
+    try:
+        workers = tuple(_worker(hosts_file, figures, name) for name in _file_order(hosts_file))
+        return Problem(
+            workers=workers,
+            needs=_needs(hosts_file, figures, config),
+            routes={
+                (link["source"], link["to"]): Route(link["rtt_ms"], link["gbit_s"])
+                for link in figures.links
+            },
+            draft=hosts_file.draft,
+            order=hosts_file.order,
+            split=hosts_file.split,
+            spares=hosts_file.spare_workers,
+        )
+    except KeyError as error:
+        raise ConfigError(
+            f"The figures are not complete ({error}); measure again with `pipespec partition`."
+        ) from error
+
+
+def unmeasured(
+    hosts_file: HostsFile,
+    config: Config,
+    target: CheckpointInfo,
+    draft: CheckpointInfo | None,
+    mid: CheckpointInfo | None,
+    context: int,
+) -> Problem:
+    """The same without figures: equal devices, with the memory that the hosts file grants them.
+
+    The head is the file's, or its first worker; the hosts stand as in the file. `context` is
+    the longest sequence in tokens.
+    """
+    hosts_file = replace(hosts_file, draft=hosts_file.draft or hosts_file.heads[0])
+    dtype = choose_dtype(hosts_file, config)
+    num_ranks = hosts_file.num_stages + 1
+    slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
+    model = config.model
+    weights = target.loaded(
+        dtype, target.weight_format(model.quantization, model.keep_quantized, dtype)
+    )
+    draft_bytes = 0
+    pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
+    at_head = [(draft, model.draft_quantization)]
+    if config.cluster.mid_device is None:
+        at_head.append((mid, model.mid_quantization))
+    for info, wanted in at_head:
+        if info is not None:
+            draft_bytes += _whole_bytes(info, wanted, config, dtype, pool)
+    return Problem(
+        workers=tuple(
+            Worker(
+                name,
+                layer_ms=1 / len(hosts_file.members_of(name)),
+                memory_bytes=_granted(hosts_file, name, inf),
+            )
+            for name in _file_order(hosts_file)
+        ),
+        needs=Needs(
+            layer_bytes=weights.layers,
+            embedding_bytes=weights.embedding,
+            head_bytes=weights.head,
+            tied=target.tied,
+            kv_layer_bytes=slots * target.kv_size * ITEM_BYTES[target.compute_dtype(dtype)],
+            runtime_bytes=RUNTIME_BYTES,
+            draft_bytes=draft_bytes,
+        ),
+        draft=hosts_file.draft,
+        order=hosts_file.order or tuple(host.name for host in hosts_file.hosts),
+        split=hosts_file.split,
+        spares=hosts_file.spare_workers,
+    )
+
+
+def _whole_bytes(
+    info: CheckpointInfo, quantization: str | None, config: Config, dtype: str, pool: int
+) -> int:
+    """Bytes of a whole model with so many KV slots."""
+    slot_bytes = info.num_layers * info.kv_size * ITEM_BYTES[info.compute_dtype(dtype)]
+    held = info.weight_format(quantization, config.model.keep_quantized, dtype)
+    return info.loaded(dtype, held).total + pool * slot_bytes
+
+
+def _granted(hosts_file: HostsFile, worker: str, free: float) -> float:
+    """What a worker, and those that compute with it, may use of what is free on a device."""
+    limit = hosts_file.host_of(worker).memory_gib
+    granted = free if limit is None else min(free, int(limit * GIB))
+    return granted * len(hosts_file.members_of(worker))
+
+
+def _file_order(hosts_file: HostsFile) -> list[str]:
+    return [worker for host in hosts_file.hosts for worker in host.members]
+
+
+def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
+    if name not in figures.members:
+        raise ConfigError(
+            f"There are no figures of {name}; measure again with `pipespec partition`."
+        )
+    found = figures.members[name]
+    members = hosts_file.members_of(name)
+    stage: dict[str, Any] = dict(found.get("stage") or {})
+    draft_round_ms: Number = 0.0
+    if "draft" in found:
+        draft_round_ms = inf if found["draft"] is None else found["draft"]["round_ms"]
+    if len(members) > 1 and name == hosts_file.draft and figures.draft is not None:
+        # All draft rounds of one host's devices; sums as in the target, which is no narrower.
+        drawn = [figures.members[each].get("draft") for each in members]
+        rounds = [each["round_ms"] for each in drawn if each is not None]
+        layers = len(figures.draft["layer_bytes"])
+        sums_ms = 2 * layers * found["sum_ms"]
+        draft_round_ms = (
+            max(rounds) / len(members) + sums_ms if len(rounds) == len(members) else inf
+        )
+    elif len(members) > 1:
+        draft_round_ms = inf  # the head is a worker by itself, unless the file says otherwise
+        of_each = [each for name in members if (each := figures.members[name]["stage"])]
+        slowest = max(times["layer_ms"] for times in of_each)
+        # What each has computed is added up behind attention and behind the MLP.
+        stage["layer_ms"] = slowest / len(members) + 2 * found["sum_ms"]
+    return Worker(
+        name,
+        **{key: stage[key] for key in ("layer_ms", "head_ms", "embedding_ms") if stage},
+        draft_round_ms=draft_round_ms,
+        memory_bytes=_granted(
+            hosts_file, name, min(figures.members[each]["memory_bytes"] for each in members)
+        ),
+    )
+
+
+def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
+    target, draft = figures.target, figures.draft
+    workers = figures.members.values()
+    stages = [times for found in workers if (times := found.get("stage"))]
+    drafts = [draw for found in workers if (draw := found.get("draft"))]
+    if not stages:
+        raise ConfigError("The figures have no worker's times of a layer; measure again.")
+    context = min(config.model.context or target["context"], target["context"])
+    num_ranks = hosts_file.num_stages + 1
+    slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
+    draft_bytes = 0
+    pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
+    if draft is not None and drafts:
+        draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
+    elif draft is not None:
+        draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
+    if config.needs_mid and config.cluster.mid_device is None:
+        assert config.model.mid is not None  # as Config checks
+        mid = inspect(config.model.mid)
+        draft_bytes += _whole_bytes(mid, config.model.mid_quantization, config, figures.dtype, pool)
+    rounds = config.proposer.rounds
+    return Needs(
+        layer_bytes=tuple(target["layer_bytes"]),
+        embedding_bytes=target["embedding_bytes"],
+        head_bytes=target["head_bytes"],
+        tied=target["tied"],
+        kv_layer_bytes=int(slots * max(stage["kv_slot_bytes"] for stage in stages)),
+        runtime_bytes=RUNTIME_BYTES,
+        draft_bytes=draft_bytes,
+        rows=figures.rows,
+        row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
+        rounds=rounds if isinstance(rounds, int) else 1,
+    )

@@ -1,1 +1,0 @@
-"""What a cluster will do, and which device should hold what; nothing is run."""

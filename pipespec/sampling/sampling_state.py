@@ -1,0 +1,154 @@
+"""The sampling state of one sequence at the last stage: its parameters, and what depends on its
+tokens."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pipespec.core import RELAXED, STRICT, DraftTokens, PromptLogprobs, SequenceStart
+from pipespec.sampling.distribution import TokenCounts, adjust, distribution, logprobs
+from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher, unpack_mask
+from pipespec.sampling.lossy_acceptance import relaxed, strict
+from pipespec.sampling.wire_format import unpack
+
+
+class SamplingState:
+    """The sampling parameters of a sequence, and the state that the next token depends on.
+
+    That is the text's length and, with penalties, its token counts, with a grammar, its matcher.
+    Every decided token is appended to the text, so the state only moves forward.
+    """
+
+    def __init__(self, start: SequenceStart, compile_grammar: Compile | None = None):
+        """`compile_grammar` begins to compile a grammar; None: no request has one."""
+        self.sampling, self.eos = unpack(start.params)
+        self.failure: str | None = None  # why the grammar cannot be followed any further
+        self._compiling = None
+        if self.sampling.grammar:
+            assert compile_grammar is not None
+            self._compiling = compile_grammar(self.sampling.grammar)
+        self._matcher: Matcher | None = None
+        self._allowed: np.ndarray | None = None  # the tokens that may follow, if there is a grammar
+        self.length = start.committed_len
+        self._prompt_len = start.prompt_len
+        self._text: Sequence[int] | None = None  # before the first decision, if it is needed
+        self._counts: TokenCounts | None = None
+        self._scored = 0  # tokens of the prompt whose logits were scored
+        self.prompt_failed = False  # whether any of these logits is not finite
+        self._before: torch.Tensor | None = None  # the last of these logits
+        # The draft tokens below each node with their log-probabilities, and by step (lossy rules).
+        self._draft_tokens: dict[int, dict[int, float]] = {}
+        self._draft_steps: deque[DraftTokens] = deque()
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether `set_text` must be called before the first decision; if not, the length of the
+        text is enough."""
+        sampling = self.sampling
+        return bool(sampling.has_penalties or sampling.grammar) and self._text is None
+
+    def set_text(self, text: Sequence[int]) -> None:
+        """Set the text before the first token to decide."""
+        self._text = text
+
+    @property
+    def num_unscored(self) -> int:
+        """How many rows of the prompt are left to score (`score_prompt`)."""
+        return 0 if self.sampling.prompt_logprobs is None else self._prompt_len - self._scored
+
+    def score_prompt(self, tokens: Sequence[int], logits: torch.Tensor) -> PromptLogprobs:
+        """The log-probabilities of the prompt's next tokens, given the logits of their rows
+        `[rows, vocab]`. The first token of the text has none, and none has any from the first on
+        whose logits are not finite (`prompt_failed`)."""
+        assert self.sampling.prompt_logprobs is not None
+        before = logits[:-1]
+        if self._before is None:
+            tokens = tokens[1:]
+        else:
+            before = torch.cat((self._before, before))
+        found = logprobs(before, tokens, self.sampling.prompt_logprobs)
+        # -inf: the token cannot follow. NaN: the row is not a distribution.
+        self.prompt_failed |= any(math.isnan(each.logprob) for each in found)
+        self._scored += len(logits)
+        if self.prompt_failed:
+            found = []
+        self._before = logits[-1:].clone() if self.num_unscored else None
+        return PromptLogprobs(self._scored - len(found), tuple(found))
+
+    def add_draft_tokens(self, draft_tokens: DraftTokens, since: int) -> None:
+        """Add the draft tokens that the head sent in a step, for lossy rules; those of steps before
+        `since` are decided and dropped."""
+        self._draft_steps.append(draft_tokens)
+        for parent, token, logp in zip(
+            draft_tokens.parents.tolist(),
+            draft_tokens.tokens.tolist(),
+            draft_tokens.logps.tolist(),
+            strict=True,
+        ):
+            self._draft_tokens.setdefault(parent, {})[token] = logp
+        while self._draft_steps and self._draft_steps[0].step < since:
+            for parent in self._draft_steps.popleft().parents.tolist():
+                self._draft_tokens.pop(parent, None)
+
+    def update_allowed(self) -> bool:
+        """Look up which tokens may follow; False: the grammar cannot be followed (`failure`)."""
+        if not self.sampling.grammar:
+            return True
+        try:
+            if self._matcher is None:
+                assert self._compiling is not None and self._text is not None
+                self._matcher = self._compiling.result()
+                self._matcher.consume(self._text[self._prompt_len :])
+            self._allowed = self._matcher.allowed()
+            if not self._allowed.any():
+                raise GrammarFailed("nothing may follow")
+        except GrammarFailed as error:
+            self.failure = str(error)
+        return self.failure is None
+
+    def adjust(self, scores: torch.Tensor) -> torch.Tensor:
+        """The next token's logits `[vocab]` after bias, penalties and what is barred, float64;
+        `scores` itself if there is none of these. Call `update_allowed` before."""
+        sampling = self.sampling
+        if sampling.has_penalties and self._counts is None:
+            assert self._text is not None, "set_text was not called"
+            prompt, answer = self._text[: self._prompt_len], self._text[self._prompt_len :]
+            self._counts = TokenCounts(prompt, answer, len(scores), scores.device)
+        if sampling.logit_bias or sampling.has_penalties:
+            scores = adjust(scores, sampling, self._counts)
+        ends = [token for token in self.eos if token < len(scores)]
+        if self.length - self._prompt_len >= sampling.min_tokens:
+            ends = []
+        if self._allowed is not None:
+            allowed = unpack_mask(self._allowed, len(scores))
+            if allowed.sum() > allowed[ends].sum():  # a text that must end here ends
+                allowed[ends] = False
+            barred = torch.from_numpy(~allowed).to(scores.device)
+            return scores.masked_fill(barred, -torch.inf)
+        if ends:
+            scores = scores.clone()
+            scores[ends] = -torch.inf
+        return scores
+
+    def lossy_choice(self, node: int, scores: torch.Tensor) -> int | None:
+        """The token after a node that a lossy rule chooses, given the adjusted logits `[vocab]`;
+        None: the target's own."""
+        sampling, draft_tokens = self.sampling, self._draft_tokens.get(node, {})
+        if sampling.acceptance == RELAXED:
+            return relaxed(scores, draft_tokens, self.eos)
+        if sampling.acceptance == STRICT:
+            return strict(distribution(scores, sampling), draft_tokens, self.eos)
+        return None
+
+    def append(self, token: int) -> None:
+        """Append a token to the text."""
+        if self._counts is not None:
+            self._counts.append(token)
+        if self._matcher is not None and token not in self.eos:
+            self._matcher.consume([token])
+        self.length += 1

@@ -1,0 +1,162 @@
+"""Errors over HTTP: one sentence, in the four fields that OpenAI's clients read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from pydantic import BaseModel
+
+from pipespec.errors import ConfigError, GrammarError, NonFiniteLogits, PipespecError, Unreachable
+from pipespec.system.validation import shown
+
+# After how many seconds a client may try again that was refused because of load.
+RETRY_AFTER_S = 1
+MAX_MESSAGE = 1000
+INVALID, LIMITED, FAILED = "invalid_request_error", "rate_limit_error", "server_error"
+# Pydantic's prefix of messages that our validators have raised.
+VALUE_ERROR = "Value error, "
+# In place of messages in which pydantic speaks of Python instead of JSON, by the error's type.
+MESSAGES = {
+    "model_type": "should be an object",
+    "model_attributes_type": "should be an object",
+    "string_pattern_mismatch": "should match {pattern}",
+    "too_short": "should have {min_length} or more items",
+    "too_long": "should have {max_length} items at most",
+    "string_too_short": "should have {min_length} or more characters",
+    "string_too_long": "should have {max_length} characters at most",
+}
+
+
+class ErrorDetail(BaseModel):
+    """Why a request was refused or failed."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(BaseModel):
+    """The body of every reply with an error status."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A request is refused, or fails. It can be pickled.
+
+    Attributes:
+        status: of HTTP.
+        message: one sentence.
+        param: the field of the request that is wrong, if one is.
+        code: an identifier for programs, if there is one.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message[:MAX_MESSAGE]
+        self.param = param
+        self.code = code
+
+    def __reduce__(self) -> tuple[type[ApiError], tuple[int, str, str | None, str | None]]:
+        return ApiError, (self.status, self.message, self.param, self.code)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the reply."""
+        kind = INVALID
+        if self.status == HTTPStatus.TOO_MANY_REQUESTS:
+            kind = LIMITED
+        elif self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            kind = FAILED
+        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
+        return ErrorReply(error=detail).model_dump()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the reply."""
+        if self.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+            return {"Retry-After": str(RETRY_AFTER_S)}
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            return {"WWW-Authenticate": "Bearer"}
+        return {}
+
+
+class ServerShuttingDown(PipespecError):
+    """The server is shutting down; ask again in a moment."""
+
+
+def invalid_field(param: str, message: str, code: str | None = None) -> ApiError:
+    """The error for a field of the request that is wrong."""
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+
+
+def api_error_of(error: PipespecError) -> ApiError:
+    """The error that a client gets for one of the package's own errors."""
+    if isinstance(error, ConfigError):
+        return ApiError(HTTPStatus.BAD_REQUEST, str(error))
+    if isinstance(error, ServerShuttingDown):
+        return ApiError(HTTPStatus.SERVICE_UNAVAILABLE, str(error), code="shutting_down")
+    if isinstance(error, GrammarError):  # it would fail again
+        return ApiError(HTTPStatus.BAD_REQUEST, str(error), code="grammar_failed")
+    if isinstance(error, NonFiniteLogits):
+        return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error), code="not_finite")
+    if isinstance(error, Unreachable):  # its message names internal addresses
+        return cluster_unavailable()
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+
+
+def cluster_unavailable() -> ApiError:
+    """The error while the cluster does not answer."""
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "The cluster is not ready; try again in a moment.",
+        code="not_ready",
+    )
+
+
+def cluster_loading() -> ApiError:
+    """The error before the cluster is ready."""
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "The cluster loads; try again in a moment.",
+        code="not_ready",
+    )
+
+
+def validation_failed(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first error that validation has found, as one sentence that names the field."""
+    first = errors[0]
+    place = first["loc"][1:] if first["loc"][:1] == ("body",) else first["loc"]
+    kind, message = first["type"], str(first["msg"])
+    if kind == "json_invalid":
+        why = first.get("ctx", {}).get("error", message)
+        return ApiError(HTTPStatus.BAD_REQUEST, f"The body is no JSON: {_plain(str(why))}.")
+    if not place:
+        return ApiError(
+            HTTPStatus.BAD_REQUEST,
+            "The body must be a JSON object, sent as Content-Type: application/json.",
+        )
+    name = field_path(place)
+    if kind == "missing":
+        return invalid_field(name, f"{name} is missing.")
+    if message.startswith(VALUE_ERROR):
+        return invalid_field(name, f"{name} {message.removeprefix(VALUE_ERROR)}.")
+    must = MESSAGES.get(kind, "").format(**first.get("ctx", {}))
+    must = must or _plain(message.removeprefix("Input "))
+    return invalid_field(name, f"{name} is {shown(first.get('input'))}, but {must}.")
+
+
+def field_path(place: Sequence[str | int]) -> str:
+    """The path to a field in the body, such as messages[0].content."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
+    return "".join(parts).removeprefix(".")
+
+
+def _plain(clause: str) -> str:
+    return " ".join(clause.split()).rstrip(".")

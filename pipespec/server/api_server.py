@@ -1,0 +1,193 @@
+"""Runs the HTTP server until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pipespec.client.async_client import attach
+from pipespec.client.registry import RunningCluster
+from pipespec.errors import ConfigError, PipespecError
+from pipespec.server.app import make_app, make_loading_app
+from pipespec.server.connections import connection_capacity
+from pipespec.server.http_protocol import protocol_factory
+from pipespec.server.middleware import RequestIds
+from pipespec.server.openai_serving import OpenAIServing
+from pipespec.server.options import ServerOptions
+from pipespec.server.preparation_workers import PreparationWorkers
+from pipespec.system.exit_codes import OutputClosedError
+
+# How long clients may take to read the error that ends their requests at shutdown.
+SHUTDOWN_NOTICE_S = 2.0
+# Signals that end the server; after the second one it does not wait.
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# How often the server checks whether the cluster is ready, and whether its launcher lives.
+WATCH_S = 0.1
+
+
+class ClusterWatch(Protocol):
+    """Finds the cluster that a server serves (`pipespec.cli.detach.Launcher` is one)."""
+
+    def watch(self) -> RunningCluster | None:
+        """The cluster, or None while it loads. The server ends with a PipespecError from here."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedCluster:
+    """A cluster that is up already."""
+
+    running: RunningCluster
+
+    def watch(self) -> RunningCluster:
+        """The cluster."""
+        return self.running
+
+
+def bind_listener(host: str, port: int) -> socket.socket:
+    """A socket for requests, which does not listen yet. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with ExitStack() as unless_bound:
+            listener = unless_bound.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            unless_bound.pop_all()
+    except OSError as error:
+        raise ConfigError(
+            f"Nothing can listen at {host!r}, port {port} ({error.strerror}); choose another "
+            "--host or --port."
+        ) from None
+    return listener
+
+
+async def run_api_server(
+    cluster: ClusterWatch,
+    options: ServerOptions,
+    listener: socket.socket,
+    on_ready: Callable[[RunningCluster], None],
+) -> int | None:
+    """Answer requests until SIGINT or SIGTERM; then finish open requests within
+    `options.shutdown_timeout`.
+
+    Requests get 503 while `cluster` is loading. `on_ready` is called once, when it is ready.
+
+    Returns the signal if it came before that, else None. Raises what `cluster.watch` raises.
+    """
+    capacity, backlog = connection_capacity(options.max_connections)
+    listener.listen(backlog)  # from now on clients wait instead of being refused
+    workers = PreparationWorkers(options.preparation_processes, options.preparation_timeout)
+    with closing(workers):
+        workers.start_one()  # while the cluster loads
+        app = _AppSwitch(make_loading_app(options))
+        server = _UvicornServer(_uvicorn_config(app, options, capacity, backlog))
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        problem: Exception | None = None
+        try:
+            running = await _wait_for_cluster(cluster, serving)
+            if running is None:
+                return server.ended_by
+            async with attach(running, options.patience) as client:
+                server.service = OpenAIServing(client, options, workers)
+                app.current = make_app(server.service)
+                try:
+                    on_ready(running)
+                    await _watch_cluster(cluster, serving)
+                except (PipespecError, OutputClosedError) as error:
+                    problem = error  # the client's task group would wrap it
+                    server.service.fail_open_requests()  # no cluster answers them
+                server.should_exit = True
+                await serving
+        finally:
+            server.should_exit = True
+            await serving
+    if problem is not None:
+        raise problem
+    return None
+
+
+async def _wait_for_cluster(
+    cluster: ClusterWatch, serving: asyncio.Future[None]
+) -> RunningCluster | None:
+    """The cluster, once it is ready; None if the server ends before."""
+    while not serving.done():
+        if running := cluster.watch():
+            return running
+        await asyncio.wait([serving], timeout=WATCH_S)
+    return None
+
+
+async def _watch_cluster(cluster: ClusterWatch, serving: asyncio.Future[None]) -> None:
+    """Watch the cluster until the server ends."""
+    while not serving.done():
+        cluster.watch()
+        await asyncio.wait([serving], timeout=WATCH_S)
+
+
+def _uvicorn_config(
+    app: ASGIApp, options: ServerOptions, capacity: int, backlog: int
+) -> uvicorn.Config:
+    return uvicorn.Config(
+        RequestIds(app),
+        log_level="warning",
+        access_log=False,  # neither prompts nor clients' addresses belong in a log
+        lifespan="off",
+        http=protocol_factory(options, capacity),  # type: ignore[arg-type]
+        ws="none",
+        backlog=backlog,
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + SHUTDOWN_NOTICE_S),
+    )
+
+
+class _AppSwitch:
+    """Passes requests to the current app."""
+
+    def __init__(self, app: ASGIApp):
+        self.current = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.current(scope, receive, send)
+
+
+class _UvicornServer(uvicorn.Server):
+    service: OpenAIServing | None = None  # set by `run_api_server` once the cluster is ready
+    ended_by: int | None = None  # the last of `END_SIGNALS` that arrived
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn raises the signals again once it has ended; these have had their effect by then.
+        before = {number: signal.signal(number, self.handle_exit) for number in END_SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.ended_by = sig
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.service is None:
+            await super().shutdown(sockets)
+            return
+        self.service.close_dashboards()
+        timeout = self.service.options.shutdown_timeout
+        failing = asyncio.get_running_loop().call_later(timeout, self.service.fail_open_requests)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            failing.cancel()

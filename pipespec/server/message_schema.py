@@ -1,0 +1,209 @@
+"""The messages of a conversation, and the tools that a model may call in it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+
+from pipespec.system.validation import Unreadable, parse_json, shown
+
+MAX_TOOLS = 128
+# The names of functions that OpenAI accepts.
+FUNCTION_NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+
+
+class RequestModel(BaseModel):
+    """Part of a request. Types are strict: "1" is no number."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+# --- messages ---------------------------------------------------------------------------------
+
+
+def _content(value: Any) -> Any:
+    """Text, or parts of text."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError(f"is {shown(value)}, but must be a text or a list of parts")
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"holds a part of type {shown(kind)}, but the model reads parts of type 'text' "
+                "alone"
+            )
+    return "\n".join(part["text"] for part in value)
+
+
+def _arguments(value: Any) -> Any:
+    """The object that a JSON text encodes; an empty text has no arguments."""
+    wrong = f"is {shown(value)}, but must be a JSON object as text"
+    if not isinstance(value, str):
+        raise ValueError(wrong)
+    try:
+        parsed = parse_json(value or "{}")
+    except Unreadable as error:
+        raise ValueError(f"{wrong}: {error}") from None
+    if not isinstance(parsed, dict):
+        raise ValueError(wrong)
+    return parsed
+
+
+Content = Annotated[
+    str | None,
+    BeforeValidator(_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+Arguments = Annotated[
+    dict[str, Any], BeforeValidator(_arguments), WithJsonSchema({"type": "string"})
+]
+
+
+class CalledFunction(RequestModel):
+    """The function that was called."""
+
+    name: str
+    arguments: Arguments
+
+
+class MessageToolCall(RequestModel):
+    """A call in an earlier message of the model."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(RequestModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(
+                f"has the role {self.role!r} and tool_calls, but only 'assistant' calls tools"
+            )
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("has the role 'tool', but no tool_call_id, which names the call")
+        if self.role == "tool" and self.content is None:
+            raise ValueError("has the role 'tool', but no content, the result of the call")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as Transformers passes it to chat templates: arguments are objects."""
+        # OpenAI's newer name of the same role, which templates do not know.
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": call.type,
+                    "function": {"name": call.function.name, "arguments": call.function.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        if self.role == "tool":
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+# --- tools ------------------------------------------------------------------------------------
+
+
+class Function(RequestModel):
+    """A function that may be called. `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(RequestModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as Transformers passes it to chat templates: as the client wrote it."""
+        tool = self.model_dump(exclude_unset=True)
+        tool["function"].pop("strict", None)  # it is meant for the server
+        return tool
+
+
+Tools = Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)]
+
+
+def _tool_choice(value: Any) -> Any:
+    """none, auto, required, or a function's name."""
+    if value is None or value in ("none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or value.get("type") != "function":
+        raise ValueError(
+            f"is {shown(value)}, but must be 'none', 'auto', 'required' or "
+            "{'type': 'function', 'function': {'name': ...}}"
+        )
+    return value
+
+
+ToolChoice = Annotated[
+    str | dict[str, Any] | None,
+    BeforeValidator(_tool_choice),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required"]},
+                {
+                    "type": "object",
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {
+                            "type": "object",
+                            "properties": {"name": {"type": "string"}},
+                            "required": ["name"],
+                        },
+                    },
+                    "required": ["type", "function"],
+                },
+                {"type": "null"},
+            ]
+        }
+    ),
+]

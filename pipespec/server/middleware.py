@@ -1,0 +1,231 @@
+"""ASGI middleware around the routes: request ids, and the checks that refuse a request.
+
+In the order in which a request passes them (`pipespec.server.app`): `RequestIds`, `HostCheck`,
+`OriginCheck`, CORS, `ApiKeyCheck`, `BodyLimit`. None of them reads the body.
+
+A browser sends requests on behalf of any page that its user opens, so a page from anywhere can
+reach a server that the user can reach. Two headers that a page cannot choose identify such
+requests:
+
+- `Origin` names the page's own origin. A page of another origin is refused unless
+  `--allowed-origins` names it.
+- `Host` names the host of the URL. A page can make its own name resolve to the server's address
+  (DNS rebinding), so that its origin equals the server's. Without an API key the server therefore
+  accepts only names that no page can have, and those of `--allowed-hosts`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from http import HTTPStatus
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipespec.server.api_errors import ApiError
+from pipespec.server.host_names import ANY, host_name, is_address, normal_name, normal_origin
+from pipespec.system.validation import shown
+
+REQUEST_ID = "X-Request-Id"
+# A client's own id is sent back if it has this form; any other is replaced.
+_VALID_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
+# Paths that need no key, as they reveal nothing about the cluster, and the page's folder.
+PUBLIC_PATHS = ("/health", "/")
+PUBLIC_FOLDER = "/page/"
+BEARER = "bearer "
+
+
+def new_request_id() -> str:
+    """A random id for one reply."""
+    return f"req_{secrets.token_hex(16)}"
+
+
+class RequestIds:
+    """Adds an `X-Request-Id` to every reply, by which a client's logs and reports can refer to it:
+    the client's own if it is up to 128 letters, digits and `._:/+=@-`, else a new one."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = given if _VALID_ID.fullmatch(given) else new_request_id()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class _Check(ABC):
+    """Answers a request with an error, or passes it on."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self.refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+
+    @abstractmethod
+    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        """The error with which to answer; None: the request passes."""
+
+
+class HostCheck(_Check):
+    """Refuses requests for a host that is not one of the server's with 403.
+
+    The server accepts the loopback names (localhost and names below it), addresses, `host` (the
+    value of `--host`) and `allowed`; with "*" every name. A request without Host is not a
+    browser's.
+    """
+
+    def __init__(self, app: ASGIApp, host: str, allowed: Sequence[str]):
+        super().__init__(app)
+        self._any = ANY in allowed
+        self._names = {normal_name(name) for name in ("localhost", host, *allowed)}
+        below = [name.removeprefix(ANY) for name in self._names if name.startswith("*.")]
+        self._suffixes = (".localhost", *below)
+
+    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        for host in () if self._any else headers.getlist("host"):
+            if not self._accepts(host_name(host)):
+                return ApiError(
+                    HTTPStatus.FORBIDDEN,
+                    f"This server does not serve the host {shown(host)}; ask for it by its "
+                    "address, start it with --allowed-hosts, or with an API key.",
+                    code="host_not_allowed",
+                )
+        return None
+
+    def _accepts(self, name: str | None) -> bool:
+        if name is None:
+            return False
+        return name in self._names or name.endswith(self._suffixes) or is_address(name)
+
+
+class OriginCheck(_Check):
+    """Refuses requests of web pages of other origins with 403, on every route.
+
+    The server's own origin is the scheme and the Host of the request. A proxy on the same machine
+    reports the scheme that its clients use in X-Forwarded-Proto (uvicorn reads it).
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]):
+        super().__init__(app)
+        self._any = ANY in allowed
+        self._allowed = {normal_origin(origin) for origin in allowed} - {None}
+
+    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        foreign = None if self._any else self._foreign(scope["scheme"], headers)
+        if foreign is None:
+            return None
+        return ApiError(
+            HTTPStatus.FORBIDDEN,
+            f"Web pages of {foreign} may not send requests to this server; start it with "
+            "--allowed-origins if they should.",
+            code="origin_not_allowed",
+        )
+
+    def _foreign(self, scheme: str, headers: Headers) -> str | None:
+        """The origin of the page that sent a request, if it is not allowed."""
+        origins = headers.getlist("origin")
+        own = normal_origin(f"{scheme}://{headers.get('host', '')}")
+        for origin in origins:
+            normal = normal_origin(origin)
+            if normal is None or normal not in {own, *self._allowed}:
+                return f"the origin {shown(origin)}"
+        # Images and scripts of a page are fetched without Origin; a link to the dashboard is not
+        # the page's own request.
+        site = headers.get("sec-fetch-site", "none")
+        fetched = headers.get("sec-fetch-mode", "navigate") != "navigate"
+        if not origins and fetched and site in ("cross-site", "same-site"):
+            return "another site"
+        return None
+
+
+class ApiKeyCheck(_Check):
+    """Refuses requests without one of `keys` with 401, except for `/health` and the dashboard's
+    page. With no keys every request passes.
+
+    A client sends a key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`. A browser's preflight
+    (OPTIONS) has none; CORS answers it before this check. The digest of the key is left in the
+    request's `state.api_key_digest`. Digests are compared in constant time.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]):
+        super().__init__(app)
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        path = scope["path"]
+        public = path in PUBLIC_PATHS or path.startswith(PUBLIC_FOLDER)
+        required = bool(self._digests) and not public
+        digest = _digest_of_key(headers) if required else b""
+        scope.setdefault("state", {})["api_key_digest"] = digest
+        # Digests have equal lengths, and all of them are compared.
+        if not required or sum(hmac.compare_digest(digest, known) for known in self._digests):
+            return None
+        return ApiError(
+            HTTPStatus.UNAUTHORIZED,
+            "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
+            code="invalid_api_key",
+        )
+
+
+class BodyLimit(_Check):
+    """Refuses bodies of more than `max_bytes` with 413, by their declared or their real length."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int):
+        super().__init__(app)
+        self._max_bytes = max_bytes
+        self._error = ApiError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"The body has more than {max_bytes} bytes; send less, or start the server with "
+            "--max-body-bytes.",
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received = 0
+
+        async def receive_counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._max_bytes:
+                # FastAPI lets this exception through while it reads a body.
+                raise HTTPException(self._error.status, self._error.message)
+            return message
+
+        await super().__call__(scope, receive_counted, send)
+
+    def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:
+        declared = headers.get("content-length", "")
+        return self._error if declared.isdigit() and int(declared) > self._max_bytes else None
+
+
+def _digest_of_key(headers: Headers) -> bytes:
+    key = headers.get("x-api-key", "")
+    bearer = headers.get("authorization", "")
+    if bearer.lower().startswith(BEARER):
+        key = bearer[len(BEARER) :].strip()
+    return _digest(key.encode("latin-1", errors="replace"))
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,229 @@
+"""What the server does for each of its routes: OpenAI's, vLLM's for tokens, and monitoring."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pipespec.client.async_client import AsyncClient
+from pipespec.client.registry import RunningCluster
+from pipespec.controller.cluster_status import ClusterStatus
+from pipespec.errors import PipespecError, Unreachable
+from pipespec.server.admission_queue import AdmissionQueue, QueueEntry
+from pipespec.server.api_errors import ServerShuttingDown, api_error_of, cluster_unavailable
+from pipespec.server.completion_format import CompletionFormat
+from pipespec.server.dashboard import Dashboard
+from pipespec.server.metrics import Metrics
+from pipespec.server.openai_format import ChatFormat, OpenAIFormat
+from pipespec.server.options import ServerOptions, body_limit
+from pipespec.server.preparation import (
+    PreparationContext,
+    PreparedRequest,
+    check_model,
+    not_a_json_object,
+)
+from pipespec.server.preparation_workers import PreparationWorkers
+from pipespec.server.request_parsing import RequestDefaults
+from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
+from pipespec.server.response_stream import CompletionEvents, ResponseStream, full_response
+from pipespec.server.tool_call_format import ToolCallFormat
+from pipespec.text import token_text
+
+JSON = "application/json"
+
+
+class OpenAIServing:
+    """Answers the requests to one server with one cluster. Between requests it keeps only metrics.
+
+    The methods that are routes raise ApiError; their docstrings are in /openapi.json.
+
+    With `private_prefixes`, requests share prefix-cache entries only if they have the same API key
+    too: the number of cached tokens and the time to the first token would otherwise reveal to a
+    client whether another one has sent a prompt that begins in the same way. Their cache salt is
+    then an HMAC of the API key and the client's own salt, under a secret that is drawn at the
+    server's start and kept in its memory: the request log reveals nothing of a key, however short,
+    and cannot be compared with what another server has written there.
+    """
+
+    def __init__(self, client: AsyncClient, options: ServerOptions, workers: PreparationWorkers):
+        self.client = client
+        self.options = options
+        self.queue = AdmissionQueue(options.max_queued_requests, options.max_queued_tokens)
+        self.metrics = Metrics(options.names[0])
+        self._salt_secret = secrets.token_bytes(32) if options.private_prefixes else None
+        self._workers = workers
+        self._running = client.running
+        self._context = self._context_of(client.running)
+        workers.start_one(self._context)
+        self._open: set[ResponseStream] = set()
+        self.dashboard = Dashboard(client, self.metrics, self.cluster_status)
+
+    @property
+    def context(self) -> PreparationContext:
+        """What requests to the current cluster are prepared with."""
+        if self._running is not self.client.running:
+            self._running = self.client.running
+            self._context = self._context_of(self._running)
+        return self._context
+
+    @property
+    def max_body_bytes(self) -> int:
+        """The limit of a request's body."""
+        return self.options.max_body_bytes or body_limit(self.client.served.context)
+
+    def close_dashboards(self) -> None:
+        """End the streams of all dashboards, as the server is about to end."""
+        self.dashboard.end()
+
+    def fail_open_requests(self) -> None:
+        """End all requests that have no complete answer with an error."""
+        for stream in self._open:
+            stream.fail(ServerShuttingDown())
+
+    # --- text ---------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """Generate the next message of a chat, whole or as a stream."""
+        return await self._generate("chat", request)
+
+    async def complete(self, request: Request) -> Response:
+        """Continue each prompt, whole or as a stream."""
+        return await self._generate("completion", request)
+
+    async def _generate(self, task: str, request: Request) -> Response:
+        prepared = await self._prepare(task, request)
+        assert isinstance(prepared, PreparedRequest)
+        if self.client.away:
+            raise cluster_unavailable()
+        formatter = self._formatter(task, prepared)
+        with self.queue.admit(len(prepared.parsed.sampling_params)) as entry:
+            stream = await self._submit(prepared, entry, request)
+        if prepared.stream:
+            return CompletionEvents(stream, formatter)
+        return await full_response(stream, formatter, request)
+
+    async def _prepare(self, task: str, request: Request) -> PreparedRequest | bytes:
+        """Let a worker prepare the body, which has a place in the queue meanwhile. Raises
+        ApiError."""
+        # A browser sends any other type on behalf of pages of every origin without a preflight.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
+            raise not_a_json_object()
+        body = await request.body()
+        with self.queue.admit(1):
+            return await self._workers.prepare(self.context, task, body)
+
+    async def _submit(
+        self, prepared: PreparedRequest, entry: QueueEntry, request: Request
+    ) -> ResponseStream:
+        """Put the answers in the cluster's queue. Raises ApiError."""
+        parsed = prepared.parsed
+        parsed = replace(parsed, cache_salt=self._cache_salt(request, parsed.cache_salt))
+        entry.reserve_tokens(parsed.prompt_tokens * parsed.n)
+        stream = ResponseStream(
+            self.client, parsed, entry.transfer(), self.metrics, self._open.discard
+        )
+        self._open.add(stream)
+        async with AsyncExitStack() as unless_submitted:
+            unless_submitted.push_async_callback(stream.close)
+            try:
+                await stream.submit()
+            except PipespecError as error:
+                raise api_error_of(error) from error
+            unless_submitted.pop_all()
+        return stream
+
+    def _formatter(self, task: str, prepared: PreparedRequest) -> OpenAIFormat:
+        kind: type[OpenAIFormat] = CompletionFormat if task == "completion" else ChatFormat
+        if prepared.parsed.tool_use is not None:
+            kind = ToolCallFormat
+        return kind(
+            prepared.parsed,
+            self.client.served.tokenizer,
+            prepared.model or self.options.names[0],
+            usage=prepared.include_usage,
+            continuous=prepared.continuous_usage,
+        )
+
+    def _cache_salt(self, request: Request, cache_salt: str) -> str:
+        """The salt under which a request shares prefix-cache entries; "": the common one."""
+        if self._salt_secret is None:
+            return cache_salt
+        digest: bytes = request.state.api_key_digest  # of fixed length (`ApiKeyCheck`)
+        return hmac.new(self._salt_secret, digest + cache_salt.encode(), hashlib.sha256).hexdigest()
+
+    def _context_of(self, running: RunningCluster) -> PreparationContext:
+        return PreparationContext(
+            running.served,
+            RequestDefaults.of_cluster(running),
+            self.options.names,
+            self.options.tool_call_parser,
+        )
+
+    # --- models and tokens --------------------------------------------------------------------
+
+    async def models(self) -> ModelList:
+        """The names under which the model is served."""
+        return ModelList(data=[self._model_card(name) for name in self.options.names])
+
+    async def model(self, name: str) -> ModelCard:
+        """The model of this name."""
+        check_model(self.options.names, name)
+        return self._model_card(name)
+
+    def _model_card(self, name: str) -> ModelCard:
+        return ModelCard(
+            id=name,
+            created=int(self.client.running.started),
+            owned_by="pipespec",
+            root=self.options.names[0],
+            max_model_len=self.client.served.context,
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a text, or of messages in the chat template."""
+        return Response(await self._prepare("tokenize", request), media_type=JSON)
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        return Response(await self._prepare("detokenize", request), media_type=JSON)
+
+    async def tokenizer_info(self) -> TokenizerInfo:
+        """The vocabulary, special tokens and chat template of the model."""
+        served = self.client.served
+        backend = served.backend
+        return TokenizerInfo(
+            vocab_size=served.vocab_size,
+            model_max_length=served.context,
+            eos_token_ids=list(served.eos),
+            eos_tokens=[token_text(served.tokenizer, token) for token in served.eos],
+            chat_template=served.tokenizer.chat_template,
+            special_tokens=dict(backend.special_tokens) if backend else {},
+        )
+
+    # --- monitoring ---------------------------------------------------------------------------
+
+    async def cluster_status(self) -> ClusterStatus | None:
+        """The state of the cluster; None if it does not answer."""
+        if self.client.away:
+            return None
+        try:
+            return await self.client.look()
+        except Unreachable:
+            return None
+
+    async def health(self) -> dict[str, str]:
+        """Whether the cluster answers requests: 200 or 503."""
+        if await self.cluster_status() is None:
+            raise cluster_unavailable()
+        return {"status": "ok"}
+
+    async def prometheus_text(self) -> bytes:
+        """The metrics of the server and its cluster."""
+        return self.metrics.prometheus_text(await self.cluster_status())

@@ -1,0 +1,364 @@
+"""From the fields of a request to token ids, sampling parameters and a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipespec.client.answers import fresh_seed
+from pipespec.client.model_info import ModelInfo, TemplateFailed
+from pipespec.client.registry import RunningCluster
+from pipespec.client.request_settings import RequestSettings, group
+from pipespec.core import SamplingParams
+from pipespec.errors import ConfigError
+from pipespec.sampling.params import MAX_SEED, MIN_SEED, check_sampling, check_vocabulary
+from pipespec.server.api_errors import ApiError, invalid_field
+from pipespec.server.message_schema import Message, Tool
+from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
+from pipespec.server.response_format import OutputConstraint, output_constraint
+from pipespec.server.tool_parsers.tool_choice import (
+    ToolUse,
+    check_template,
+    offered_tools,
+    tool_use_of,
+)
+
+# The tokens of an answer to /v1/completions without max_tokens, as with OpenAI.
+COMPLETION_TOKENS = 16
+# Of a text with more characters than this per token of the context, the beginning is tokenized
+# first, as megabytes take seconds.
+CHARACTERS_PER_TOKEN = 16
+TOO_LONG = "context_length_exceeded"
+
+
+@dataclass(frozen=True)
+class RequestDefaults:
+    """The values of fields that a request leaves out: OpenAI's defaults, but for settings of
+    `sampling` and `decode` with which the cluster was started.
+
+    `seed` and `max_tokens` are None unless the cluster's settings name them.
+    """
+
+    sampling: SamplingParams
+    seed: int | None
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    priority: int
+
+    @classmethod
+    def of_cluster(cls, running: RunningCluster) -> RequestDefaults:
+        """The defaults of a cluster."""
+        settings = RequestSettings.on(running, [])
+        names = {text.partition("=")[0] for text in running.overrides}
+        sampled = any(group(text) == "sampling" for text in running.overrides)
+        decode = settings.decode
+        return cls(
+            settings.params(0)
+            if sampled
+            else SamplingParams(temperature=1.0, grammar=settings.grammar),
+            settings.sampling.seed,
+            decode.max_new_tokens if "decode.max_new_tokens" in names else None,
+            tuple(decode.stop),
+            decode.ignore_eos,
+            decode.priority,
+        )
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """What the cluster computes for one HTTP request: `n` answers to each prompt.
+
+    Choice i answers the prompt i // n with `sampling_params[i]`.
+
+    Attributes:
+        prompts: token ids.
+        echo_texts: the prompts as text, if `echo` asks for them.
+        max_tokens: for each prompt, all 0 if the request wants nothing but the prompts.
+        prompt_logprobs: how many of the most probable tokens to report for each token of a prompt.
+        cache_salt: prompts share prefix-cache entries only with requests of the same salt.
+        tool_use: how tool calls are parsed out of the answers; None: no tool may be called.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    echo_texts: tuple[str, ...]
+    n: int
+    sampling_params: tuple[SamplingParams, ...]
+    max_tokens: tuple[int, ...]
+    stop: tuple[str, ...]
+    eos: tuple[int, ...]
+    priority: int
+    prompt_logprobs: int | None
+    cache_salt: str = ""
+    tool_use: ToolUse | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens of all prompts, each counted once."""
+        return sum(map(len, self.prompts))
+
+    def prompt_of(self, choice: int) -> tuple[int, ...]:
+        """The prompt that a choice answers."""
+        return self.prompts[choice // self.n]
+
+
+class RequestParser:
+    """Parses the requests to one model.
+
+    `tool_parser` parses tool calls; None: the chat template determines which.
+    """
+
+    def __init__(
+        self, served: ModelInfo, defaults: RequestDefaults, tool_parser: str | None = None
+    ):
+        self._served = served
+        self._defaults = defaults
+        self._tool_parser = tool_parser
+        self._grammars = served.grammars()
+
+    def chat(self, body: ChatRequest) -> ParsedRequest:
+        """Parse a request to /v1/chat/completions. Raises ApiError."""
+        if body.top_logprobs is not None and not body.logprobs:
+            raise invalid_field("top_logprobs", "top_logprobs is given, but logprobs is not true.")
+        if body.max_completion_tokens and body.max_tokens not in (None, body.max_completion_tokens):
+            raise invalid_field(
+                "max_tokens",
+                f"max_tokens is {body.max_tokens}, but max_completion_tokens is "
+                f"{body.max_completion_tokens}; leave one out.",
+            )
+        tools = offered_tools(body)
+        text = self.render_chat(body.messages, tools)
+        tool_use = tool_use_of(body, self._served, self._tool_parser) if tools else None
+        parsed = self._parse(
+            body,
+            prompts=[self._encode(text, "messages", special=False)],
+            echo_texts=(),
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            max_tokens=body.max_completion_tokens or body.max_tokens or self._defaults.max_tokens,
+            max_tokens_field="max_completion_tokens"
+            if body.max_completion_tokens
+            else "max_tokens",
+        )
+        # A required call takes precedence over other constraints.
+        constraint = tool_use.constraint if tool_use else None
+        return replace(self._with_grammar(parsed, body, constraint), tool_use=tool_use)
+
+    def completion(self, body: CompletionRequest) -> ParsedRequest:
+        """Parse a request to /v1/completions. Raises ApiError."""
+        if body.max_tokens == 0 and not body.echo:
+            raise invalid_field(
+                "max_tokens",
+                "max_tokens is 0, but must be 1 at least unless echo asks for the prompt.",
+            )
+        prompts = [
+            self._encode(prompt, "prompt")
+            if isinstance(prompt, str)
+            else self._check_prompt(prompt, "prompt")
+            for prompt in body.prompt
+        ]
+        echo_texts = [
+            prompt if isinstance(prompt, str) else self.decode(prompt)
+            for prompt in (body.prompt if body.echo else ())
+        ]
+        max_tokens = body.max_tokens
+        if max_tokens is None:
+            max_tokens = self._defaults.max_tokens or COMPLETION_TOKENS
+        parsed = self._parse(
+            body,
+            prompts=prompts,
+            echo_texts=tuple(echo_texts),
+            logprobs=body.logprobs,
+            max_tokens=max_tokens,
+            max_tokens_field="max_tokens",
+        )
+        return self._with_grammar(parsed, body, None)
+
+    # --- prompts ------------------------------------------------------------------------------
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Messages and tools in the model's chat template. Raises ApiError."""
+        check_template(self._served, messages, tools)
+        try:
+            return self._served.render(
+                [message.for_template() for message in messages],
+                answering=add_generation_prompt,
+                tools=[tool.for_template() for tool in tools],
+            )
+        except TemplateFailed as error:
+            subject = "messages and tools do" if tools else "messages do"
+            raise invalid_field(
+                "messages", f"{subject} not fit the model's chat template ({error}); change them."
+            ) from None
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """The token ids of a text, with the special tokens around it if `special`."""
+        return self._served.tokenizer.encode(text, add_special_tokens=special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return self._served.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def check_token(self, token: int, param: str) -> None:
+        """Raise ApiError unless the model has such a token."""
+        if not 0 <= token < self._served.vocab_size:
+            shown = token if abs(token) < 10**20 else "of too many digits"
+            raise invalid_field(
+                param,
+                f"{param} holds the token id {shown}, but they go from 0 to "
+                f"{self._served.vocab_size - 1}.",
+            )
+
+    def _encode(self, text: str, param: str, *, special: bool = True) -> Sequence[int]:
+        """The token ids of a prompt that leaves room for an answer. Raises ApiError."""
+        context = self._served.context
+        num_characters = CHARACTERS_PER_TOKEN * context
+        if len(text) > num_characters:
+            beginning = self.encode(text[:num_characters], special=special)
+            if len(beginning) >= 2 * context:
+                raise self._too_long(param, f"more than {len(beginning) // 2}")
+        return self._check_prompt(self.encode(text, special=special), param)
+
+    def _check_prompt(self, ids: Sequence[int], param: str) -> Sequence[int]:
+        """The same ids, if they can be a prompt. Raises ApiError."""
+        if not ids:
+            raise invalid_field(param, f"{param} has no tokens, but must have one at least.")
+        if len(ids) >= self._served.context:
+            raise self._too_long(param, str(len(ids)))
+        for token in ids:
+            self.check_token(token, param)
+        return ids
+
+    def _too_long(self, param: str, num_tokens: str) -> ApiError:
+        return invalid_field(
+            param,
+            f"{param} has {num_tokens} tokens, but the context holds {self._served.context} and "
+            "needs room for an answer; shorten it.",
+            TOO_LONG,
+        )
+
+    # --- parameters ---------------------------------------------------------------------------
+
+    def _parse(
+        self,
+        body: GenerationRequest,
+        *,
+        prompts: Sequence[Sequence[int]],
+        echo_texts: tuple[str, ...],
+        logprobs: int | None,
+        max_tokens: int | None,
+        max_tokens_field: str,
+    ) -> ParsedRequest:
+        served, defaults = self._served, self._defaults
+        n = body.n or 1
+        ignore_eos = defaults.ignore_eos if body.ignore_eos is None else body.ignore_eos
+        eos = () if ignore_eos else served.eos
+        counts = [logprobs if echo_texts else None, body.prompt_logprobs]
+        sampling = replace(
+            _sampling_params(body, defaults.sampling),
+            logprobs=logprobs,
+            prompt_logprobs=max((count for count in counts if count is not None), default=None),
+        )
+        stop_ids = body.stop_token_ids or []
+        for token in stop_ids:
+            self.check_token(token, "stop_token_ids")
+        try:
+            check_sampling(sampling, section="")
+            check_vocabulary(sampling, served.vocab_size, section="")
+        except ConfigError as error:
+            raise invalid_field(str(error).partition(" ")[0], str(error)) from None
+        seed = defaults.seed if body.seed is None else body.seed
+        return ParsedRequest(
+            prompts=tuple(map(tuple, prompts)),
+            echo_texts=echo_texts,
+            n=n,
+            sampling_params=len(prompts) * _with_seeds(sampling, seed, n),
+            max_tokens=tuple(
+                self._max_tokens(len(prompt), max_tokens, body.min_tokens or 0, max_tokens_field)
+                for prompt in prompts
+            ),
+            stop=(*(body.stop or defaults.stop),),
+            eos=(*eos, *(token for token in stop_ids if token not in eos)),
+            priority=defaults.priority if body.priority is None else body.priority,
+            prompt_logprobs=body.prompt_logprobs,
+            cache_salt=body.cache_salt or "",
+        )
+
+    def _max_tokens(
+        self, num_prompt_tokens: int, wanted: int | None, min_tokens: int, field: str
+    ) -> int:
+        """The limit of an answer to a prompt of so many tokens. Raises ApiError."""
+        context = self._served.context
+        room = context - num_prompt_tokens
+        if wanted is not None and wanted > room:
+            raise invalid_field(
+                field,
+                f"{field} is {wanted}, but the context holds {context} tokens and the prompt has "
+                f"{num_prompt_tokens}; ask for {room} at most.",
+                TOO_LONG,
+            )
+        most = room if wanted is None else wanted
+        if min_tokens > most:
+            raise invalid_field(
+                "min_tokens", f"min_tokens is {min_tokens}, but the answer has {most} at most."
+            )
+        return most
+
+    def _with_grammar(
+        self, parsed: ParsedRequest, body: GenerationRequest, constraint: OutputConstraint | None
+    ) -> ParsedRequest:
+        """The same with answers that must match `constraint`, or that of the body if it is None.
+        Raises ApiError."""
+        constraint = constraint or output_constraint(body.response_format, body.structured_outputs)
+        if constraint is None:
+            return parsed
+        if body.ignore_eos:
+            raise invalid_field(
+                "ignore_eos",
+                f"ignore_eos is true, but what {constraint.param} describes ends by itself; leave "
+                "one out.",
+            )
+        grammar = constraint.grammar(self._grammars)
+        # The grammar decides where the answer ends, also if `decode.ignore_eos` is the default.
+        eos = parsed.eos
+        if not set(self._served.eos) <= set(eos):
+            eos = (*self._served.eos, *eos)
+        sampling_params = (replace(each, grammar=grammar) for each in parsed.sampling_params)
+        return replace(parsed, sampling_params=tuple(sampling_params), eos=eos)
+
+
+def _sampling_params(body: GenerationRequest, default: SamplingParams) -> SamplingParams:
+    """The sampling parameters of a request, without seed."""
+    given = {
+        name: value
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "min_tokens",
+        )
+        if (value := getattr(body, name)) is not None
+    }
+    if body.top_k is not None:
+        given["top_k"] = max(body.top_k, 0)  # -1 means all tokens, as in vLLM
+    if body.logit_bias:
+        given["logit_bias"] = body.logit_bias
+    return replace(default, **given)
+
+
+def _with_seeds(sampling: SamplingParams, seed: int | None, n: int) -> tuple[SamplingParams, ...]:
+    """Parameters of n answers that differ, the first with the given seed. The smallest seed follows
+    the largest."""
+    first = (fresh_seed() if seed is None else seed) - MIN_SEED
+    num_seeds = MAX_SEED - MIN_SEED + 1
+    return tuple(replace(sampling, seed=MIN_SEED + (first + i) % num_seeds) for i in range(n))

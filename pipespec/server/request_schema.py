@@ -1,0 +1,359 @@
+"""The fields of requests: OpenAI's requests, with what vLLM adds to them.
+
+A field that would change the text is honoured, or refused by name (`UNSUPPORTED_FIELDS`); unknown
+fields are ignored. docs/http-api.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    TypeAdapter,
+    WithJsonSchema,
+    model_validator,
+)
+
+from pipespec.limits import MAX_COUNT, MAX_PRIORITY
+from pipespec.sampling.params import (
+    MAX_BIAS,
+    MAX_BIASED,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MAX_SEED,
+    MIN_REPETITION,
+    MIN_SEED,
+)
+from pipespec.server.api_errors import invalid_field
+from pipespec.server.message_schema import Message, RequestModel, ToolChoice, Tools
+from pipespec.server.response_format import ResponseFormat, StructuredOutputs
+from pipespec.system.validation import is_whole, shown
+
+MAX_CHOICES = 128  # of one prompt
+MAX_PROMPTS = 256  # of one request
+MAX_ANSWERS = 1024  # to one request
+MAX_STOPS = 64
+MAX_SALT = 1024  # characters; it is kept with the request
+MAX_TEMPERATURE = 1e6
+
+LATER = "is not supported yet"
+OLD_TOOLS = "is not supported: OpenAI has replaced it by tools and tool_choice"
+OLD_STRUCTURED = "is not supported: use response_format or structured_outputs"
+NO_MEDIA = "is not supported: the model reads and writes text alone"
+FIXED = "cannot be chosen by a request"
+# Fields that would change the text and are not supported: why, and the values without effect, which
+# are accepted, as are null, false and empty ones.
+UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "functions": (OLD_TOOLS, ()),
+    "function_call": (OLD_TOOLS, ("none", "auto")),
+    "guided_json": (OLD_STRUCTURED, ()),
+    "guided_regex": (OLD_STRUCTURED, ()),
+    "guided_choice": (OLD_STRUCTURED, ()),
+    "guided_grammar": (OLD_STRUCTURED, ()),
+    "grammar": (OLD_STRUCTURED, ()),
+    "json_schema": (OLD_STRUCTURED, ()),
+    "regex": (OLD_STRUCTURED, ()),
+    "audio": (NO_MEDIA, ()),
+    "modalities": (NO_MEDIA, (["text"],)),
+    "suffix": ("is not supported: the model writes what follows a prompt", ()),
+    "use_beam_search": ("is not supported: tokens are sampled, not searched for", ()),
+    "length_penalty": ("is not supported: tokens are sampled, not searched for", (1,)),
+    "prompt_embeds": (LATER, ()),
+    "bad_words": (LATER, ()),
+    "allowed_token_ids": (LATER, ()),
+    "logits_processors": (LATER, ()),
+    "include_stop_str_in_output": (LATER, ()),
+    "skip_special_tokens": (LATER, (True,)),
+    "truncate_prompt_tokens": (LATER, ()),
+    "add_generation_prompt": (LATER, (True,)),
+    "continue_final_message": (LATER, ()),
+    "chat_template": (FIXED, ()),
+    "chat_template_kwargs": (FIXED, ()),
+    "documents": (LATER, ()),
+    "reasoning_effort": (LATER, ("none",)),
+    "reasoning": (LATER, ()),
+    "verbosity": (LATER, ("medium",)),
+    "web_search_options": (LATER, ()),
+    "moderation": (LATER, ()),
+    "xtc_probability": (LATER, (0,)),
+    "typical_p": (LATER, (1,)),
+    "mirostat": (LATER, (0,)),
+}
+# Those of them that are schemas.
+SCHEMA_FIELDS = ("guided_json", "json_schema")
+
+
+def _texts(value: Any) -> Any:
+    """A text or a list of texts, as a list."""
+    if value is None:
+        return []
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"is {shown(value)}, but must be a text or a list of texts")
+    if len(texts) > MAX_STOPS:
+        raise ValueError(f"holds {len(texts)} texts, but may hold {MAX_STOPS}")
+    if "" in texts:
+        raise ValueError("holds an empty text, which would end every answer")
+    return texts
+
+
+def _prompts(value: Any) -> Any:
+    """A text, token ids, or a list of either, as a list of prompts."""
+    wrong = ValueError(
+        f"is {shown(value)}, but must be a text, a list of token ids, or a list of either"
+    )
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise wrong
+    if value and all(_is_token(item) for item in value):
+        value = [value]
+    for prompt in value:
+        whole = isinstance(prompt, str) or (
+            isinstance(prompt, list) and all(map(_is_token, prompt))
+        )
+        if not whole:
+            raise wrong
+        if not prompt:
+            raise ValueError("is empty, but must have a token at least")
+    if not value:
+        raise ValueError("is empty, but must have a token at least")
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"holds {len(value)} prompts, but may hold {MAX_PROMPTS}")
+    return value
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int
+
+
+def _biases(value: Any) -> Any:
+    """Token ids and what is added to their logits, as pairs."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise ValueError(f"is {shown(value)}, but must be an object of token ids and biases")
+    if len(value) > MAX_BIASED:
+        raise ValueError(f"names {len(value)} tokens, but may name {MAX_BIASED}")
+    pairs = {}
+    for token, bias in value.items():
+        if not (isinstance(token, str) and token.isascii() and token.isdigit() and len(token) < 10):
+            raise ValueError(f"names {shown(token)}, which is no token id")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(
+                f"has {shown(bias)} for {token}, but a bias is from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+            )
+        pairs[int(token)] = float(bias)
+    return tuple(pairs.items())
+
+
+def _accepts(kind: Any) -> WithJsonSchema:
+    """The JSON schema of what a field accepts before its validator converts it."""
+    return WithJsonSchema(TypeAdapter(kind).json_schema())
+
+
+_Text = Annotated[str, Field(min_length=1)]
+_Prompt = Annotated[list[NonNegativeInt], Field(min_length=1)]
+_Several = Field(min_length=1, max_length=MAX_PROMPTS)
+Texts = Annotated[
+    list[str],
+    BeforeValidator(_texts),
+    _accepts(_Text | Annotated[list[_Text], Field(max_length=MAX_STOPS)] | None),
+]
+Prompts = Annotated[
+    list[str | list[int]],
+    BeforeValidator(_prompts),
+    _accepts(
+        _Text | _Prompt | Annotated[list[_Text], _Several] | Annotated[list[_Prompt], _Several]
+    ),
+]
+# Pydantic would describe the keys by patternProperties, which admits others.
+_BIAS = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
+_BIASES = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+    "additionalProperties": _BIAS,
+    "maxProperties": MAX_BIASED,
+}
+Biases = Annotated[
+    tuple[tuple[int, float], ...],
+    BeforeValidator(_biases),
+    WithJsonSchema({"anyOf": [_BIASES, {"type": "null"}]}),
+]
+Penalty = Annotated[FiniteFloat | None, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+Length = Annotated[int | None, Field(ge=1, le=MAX_COUNT)]
+LogprobCount = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_length=MAX_BIASED)]
+
+
+class StreamOptions(RequestModel):
+    """What a stream reports beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class RequestBody(RequestModel):
+    """A whole request. JSON's escapes can name lone surrogates, which UTF-8 cannot encode: no text
+    of a body may hold one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_whole(cls, body: Any) -> Any:
+        for name, value in body.items() if isinstance(body, dict) else ():
+            if not is_whole(name) or not _holds_whole_texts(value):
+                raise invalid_field(
+                    name.encode(errors="replace").decode(),
+                    f"{shown(name)} holds half a character (a lone surrogate such as \\ud800), "
+                    "which UTF-8 cannot have; send whole characters.",
+                )
+        return body
+
+
+def _holds_whole_texts(value: Any) -> bool:
+    """Whether no text of some JSON, keys included, holds a lone surrogate."""
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            if not part.isascii() and not is_whole(part):
+                return False
+        elif isinstance(part, dict):
+            left += part.keys()
+            left += part.values()
+        elif isinstance(part, list):
+            left += [each for each in part if isinstance(each, (str, dict, list))]
+    return True
+
+
+class GenerationRequest(RequestBody):
+    """The fields that requests for chats and for completions share. null is the same as none."""
+
+    model: str | None = None
+    temperature: Annotated[FiniteFloat | None, Field(ge=0, le=MAX_TEMPERATURE)] = None
+    top_p: Annotated[FiniteFloat | None, Field(gt=0, le=1)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=MAX_COUNT)] = None
+    min_p: Annotated[FiniteFloat | None, Field(ge=0, le=1)] = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    repetition_penalty: Annotated[
+        FiniteFloat | None, Field(ge=MIN_REPETITION, le=MAX_REPETITION)
+    ] = None
+    logit_bias: Biases = ()
+    seed: Annotated[int | None, Field(ge=MIN_SEED, le=MAX_SEED)] = None
+    max_tokens: Length = None
+    min_tokens: Annotated[int | None, Field(ge=0, le=MAX_COUNT)] = None
+    stop: Texts = Field(default_factory=list)
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+    priority: Annotated[int | None, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT)] = None
+    prompt_logprobs: LogprobCount = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts, each of which gets `n` answers."""
+        return 1
+
+    def check_supported(self) -> None:
+        """Raise ApiError for a field that would change the text and is not supported, and for one
+        that would have no effect."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid_field(
+                "stream_options", "stream_options is given, but stream is not true."
+            )
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid_field(
+                "prompt_logprobs",
+                f"prompt_logprobs is {self.prompt_logprobs}, but a stream does not report on "
+                "its prompt; leave it or stream out.",
+            )
+        given = self.model_extra or {}
+        for name, (why, neutral) in UNSUPPORTED_FIELDS.items():
+            value = given.get(name)
+            off = value is False and True not in neutral
+            # An empty schema is a constraint: any JSON matches it.
+            empty = (
+                value is None
+                or off
+                or value in ("", [])
+                or (value == {} and name not in SCHEMA_FIELDS)
+            )
+            if not empty and value not in neutral:
+                raise invalid_field(name, f"{name} {why}; leave it out.", "unsupported_field")
+
+    def check_num_answers(self) -> None:
+        """Raise ApiError if the request wants too many answers."""
+        n = self.n or 1
+        if n * self.num_prompts > MAX_ANSWERS:
+            raise invalid_field(
+                "n",
+                f"n={n} answers to {self.num_prompts} prompts are asked for, but may be "
+                f"{MAX_ANSWERS} in all.",
+            )
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Length = None
+    logprobs: bool | None = None
+    top_logprobs: LogprobCount = None
+    tools: Tools = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    max_tokens: Annotated[int | None, Field(ge=0, le=MAX_COUNT)] = None
+    echo: bool | None = None
+    logprobs: LogprobCount = None
+    best_of: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = None
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompt)
+
+    def check_num_answers(self) -> None:
+        n = self.n or 1
+        if (self.best_of or n) > n:
+            raise invalid_field(
+                "best_of",
+                f"best_of is {self.best_of}, but may not be above n={n}: all answers are given.",
+            )
+        super().check_num_answers()
+
+
+class TokenizeRequest(RequestBody):
+    """POST /tokenize: one of prompt, content and messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    tools: Tools = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestBody):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_length=MAX_COUNT)]

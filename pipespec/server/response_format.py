@@ -1,0 +1,186 @@
+"""What answers must match: a schema, pattern, choice or grammar, or calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from pipespec.engine.llguidance_backend import (
+    Grammars,
+    grammar_from_choice,
+    grammar_from_json_schema,
+    grammar_from_lark,
+    grammar_from_regex,
+    installed,
+)
+from pipespec.sampling.grammar import GrammarFailed
+from pipespec.server.api_errors import invalid_field
+from pipespec.server.message_schema import RequestModel, Tool
+
+ANY_OBJECT = {"type": "object"}
+# Where a schema keeps definitions to which its other parts refer.
+DEFINITIONS = ("$defs", "definitions")
+
+
+class JsonSchema(RequestModel):
+    """The schema of a response_format."""
+
+    name: str
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(RequestModel):
+    """OpenAI's field: any text, any JSON object, or an instance of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("is of type 'json_schema', but has no json_schema")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError(
+                f"is of type '{self.type}', but has a json_schema, which goes with the type "
+                "'json_schema'"
+            )
+        if self.type != "json_object" and self.schema_ is not None:
+            raise ValueError(
+                f"is of type '{self.type}', but has a schema, which goes with the type "
+                "'json_object'; a json_schema has its own"
+            )
+        return self
+
+    @property
+    def effective_schema(self) -> dict[str, Any]:
+        """The schema of the answer, if its type is not "text"."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return self.schema_ or ANY_OBJECT
+
+
+def _unsupported(value: Any) -> Any:
+    if value is not None:
+        raise ValueError("is not supported; leave it out")
+    return value
+
+
+Unsupported = Annotated[None, BeforeValidator(_unsupported), WithJsonSchema({"type": "null"})]
+
+
+class StructuredOutputs(RequestModel):
+    """vLLM's field: exactly one of json, json_object, regex, choice and grammar."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str] | None, Field(min_length=1)] = None
+    grammar: str | None = None
+    whitespace_pattern: Unsupported = None
+    structural_tag: Unsupported = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> StructuredOutputs:
+        if len(self.given) != 1:
+            raise ValueError("must name one of json, json_object, regex, choice and grammar")
+        return self
+
+    @property
+    def given(self) -> list[str]:
+        """The names of the fields that are set."""
+        names = ("json_", "regex", "choice", "grammar")
+        found = [name for name in names if getattr(self, name) is not None]
+        return [*found, *(["json_object"] if self.json_object else [])]
+
+
+@dataclass(frozen=True)
+class OutputConstraint:
+    """What an answer must match: `value`, as the field `param` gives it.
+
+    `to_grammar` makes a grammar's text of the value. It may raise GrammarFailed.
+    """
+
+    param: str
+    to_grammar: Callable[[Any], str]
+    value: Any
+
+    def grammar(self, grammars: Grammars) -> str:
+        """The text of a grammar that can be followed. Raises ApiError."""
+        try:
+            if not installed():
+                raise GrammarFailed("the server lacks llguidance; install pipespec[grammar] there")
+            text = self.to_grammar(self.value)
+            grammars.check(text)
+            return text
+        except GrammarFailed as error:
+            raise invalid_field(self.param, f"{self.param} cannot be followed: {error}.") from None
+
+
+def output_constraint(
+    response_format: ResponseFormat | None, outputs: StructuredOutputs | None
+) -> OutputConstraint | None:
+    """The constraint of a request that has these fields; None: any text. Raises ApiError."""
+    wanted = None if response_format is None or response_format.type == "text" else response_format
+    if wanted is not None and outputs is not None:
+        raise invalid_field(
+            "structured_outputs",
+            "response_format and structured_outputs are both given, but an answer matches one of "
+            "them; leave one out.",
+        )
+    if wanted is not None:
+        return OutputConstraint(
+            "response_format", grammar_from_json_schema, wanted.effective_schema
+        )
+    if outputs is None:
+        return None
+    makers: dict[str, Callable[[Any], str]] = {
+        "json_": grammar_from_json_schema,
+        "json_object": grammar_from_json_schema,
+        "regex": grammar_from_regex,
+        "choice": grammar_from_choice,
+        "grammar": grammar_from_lark,
+    }
+    name = outputs.given[0]
+    value = ANY_OBJECT if name == "json_object" else getattr(outputs, name)
+    return OutputConstraint("structured_outputs", makers[name], value)
+
+
+def tool_calls_constraint(tools: Sequence[Tool], most: int | None) -> OutputConstraint:
+    """A list of calls of these tools: one at least, and `most` at most (None: any number)."""
+
+    def to_grammar(called: Sequence[Tool]) -> str:
+        return grammar_from_json_schema(calls_schema(called, most))
+
+    return OutputConstraint("tools", to_grammar, tools)
+
+
+def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
+    """The schema of `[{"name": ..., "arguments": {...}}, ...]`. Raises GrammarFailed."""
+    shared: dict[str, dict[str, Any]] = {}
+    calls = []
+    for tool in tools:
+        parameters = dict(tool.function.parameters or ANY_OBJECT)
+        for key in DEFINITIONS:  # references in the parameters point there
+            defined = parameters.pop(key, None) or {}
+            if not isinstance(defined, dict):
+                raise GrammarFailed(f"the {key} of {tool.function.name} are no JSON object")
+            for name, schema in defined.items():
+                if shared.setdefault(key, {}).setdefault(name, schema) != schema:
+                    raise GrammarFailed(f"two tools define {key}/{name} in different ways")
+        properties = {"name": {"const": tool.function.name}, "arguments": parameters}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": [*properties],
+                "additionalProperties": False,
+            }
+        )
+    several = {} if most is None else {"maxItems": most}
+    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **several, **shared}

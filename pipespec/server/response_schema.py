@@ -1,0 +1,249 @@
+"""The bodies of replies, as OpenAI and vLLM define them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+# The default of a field that is left out of a reply if it is None.
+OMIT_NONE: Any = Field(default=None, exclude_if=lambda value: value is None)
+
+
+class PromptTokensDetails(BaseModel):
+    """How many tokens of prompts were in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Token counts; cached tokens are known when an answer has ended."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = OMIT_NONE
+
+
+class TopLogprob(BaseModel):
+    """One of the most probable tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A generated token, and the most probable ones at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """The log-probabilities of a message's tokens."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(BaseModel):
+    """The log-probability of a token at its position in a prompt, as in vLLM; `rank` is known for
+    the most probable ones that the request asks for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# By token id, for each token of a prompt: itself and the most probable ones; None for the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class FunctionCall(BaseModel):
+    """The function to call, and its arguments: JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+    """An answer of the model; content is null if it consists of tool calls alone."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = OMIT_NONE
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class ChatReply(BaseModel):
+    """The reply of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = OMIT_NONE
+
+
+class FunctionDelta(BaseModel):
+    """What a chunk adds to a call: its name at first, then text of its arguments."""
+
+    name: str | None = OMIT_NONE
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """The same with the call to which it belongs; `id` and `type` come with the name."""
+
+    index: int
+    id: str | None = OMIT_NONE
+    type: Literal["function"] | None = OMIT_NONE
+    function: FunctionDelta
+
+
+class Delta(BaseModel):
+    """What a chunk adds to a message; unchanged fields are left out."""
+
+    role: Literal["assistant"] | None = OMIT_NONE
+    content: str | None = OMIT_NONE
+    tool_calls: list[ToolCallDelta] | None = OMIT_NONE
+
+
+class ChunkChoice(BaseModel):
+    """The part of a chunk for one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(BaseModel):
+    """A piece of a chat's stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """The tokens of a text and their log-probabilities, as columns of equal length. A prompt's
+    first token has no log-probability."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(BaseModel):
+    """What a piece of a stream adds to an answer."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class CompletionAnswer(CompletionChoice):
+    """One answer."""
+
+    finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs | None = OMIT_NONE
+
+
+class CompletionChunk(BaseModel):
+    """A piece of a completion's stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class CompletionReply(BaseModel):
+    """The reply of POST /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionAnswer]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    """A model that is served; `max_model_len` counts tokens of prompt and answer."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """The reply of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeReply(BaseModel):
+    """The reply of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(BaseModel):
+    """The reply of POST /detokenize: the text, under vLLM's name and llama.cpp's."""
+
+    prompt: str
+    content: str
+
+
+class TokenizerInfo(BaseModel):
+    """The reply of GET /tokenizer_info."""
+
+    vocab_size: int
+    model_max_length: int
+    eos_token_ids: list[int]
+    eos_tokens: list[str]
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+
+class CancelReply(BaseModel):
+    """The reply of POST /requests/{request}/cancel: the request ends once the head is notified."""
+
+    cancelled: int

@@ -1,0 +1,254 @@
+"""The replies to one HTTP request: events of the request log in, a JSON body or server-sent events
+out, and cancellation when the client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import cast
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from pipespec.client.async_answer import AsyncAnswer
+from pipespec.client.async_client import AsyncClient
+from pipespec.controller.log_records import Accepted, Finished, failure_of
+from pipespec.errors import PipespecError, RankFailed
+from pipespec.server.admission_queue import QueueEntry
+from pipespec.server.api_errors import api_error_of
+from pipespec.server.metric_definitions import ABORTED
+from pipespec.server.metrics import Metrics, RequestTimer
+from pipespec.server.openai_format import OpenAIFormat, OutputDelta
+from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.response_schema import FinishReason
+from pipespec.text import FinalText, MarkedText, Tokenizer, special_markers
+
+# Finish reasons that clients know.
+REASONS = ("stop", "length")
+# A connection sends something at least this often while its request waits.
+KEEPALIVE_S = 10.0
+KEEPALIVE = b": waiting\n\n"
+DONE = b"data: [DONE]\n\n"
+# The status in proxies' logs for a client that has disconnected; no client reads this reply.
+CLIENT_CLOSED_REQUEST = 499
+
+
+class ResponseStream:
+    """The answers to one HTTP request, as the cluster decodes them. Close it when done.
+
+    stream = ResponseStream(client, request, queue_entry, metrics, on_closed)
+    try:
+        await stream.submit()
+        async for delta in stream.deltas(heartbeat): ...
+    finally:
+        await stream.close()
+    """
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        request: ParsedRequest,
+        queue_entry: QueueEntry,
+        metrics: Metrics,
+        on_closed: Callable[[ResponseStream], None],
+    ):
+        self.request = request
+        self._on_closed = on_closed
+        self._client = client
+        self._queue_entry = queue_entry
+        self._timers: Sequence[RequestTimer] = metrics.request_arrived(request)
+        self._following = AsyncExitStack()
+        self._answer: AsyncAnswer | None = None
+        self._choice: dict[int, int] = {}  # by number of the request in the log
+        self._texts = _texts(client.served.tokenizer, request)
+        self._started = [False for _ in request.sampling_params]
+
+    async def submit(self) -> None:
+        """Put every answer in the cluster's queue. Raises Unreachable."""
+        self._answer = await self._following.enter_async_context(self._client.follow())
+        request = self.request
+        for choice, sampling in enumerate(request.sampling_params):
+            number = await self._answer.submit(
+                request.prompt_of(choice),
+                sampling,
+                # The cluster decodes one token at least, also if only the prompt is wanted.
+                max_new_tokens=self._max_tokens(choice) or 1,
+                stop=request.stop,
+                eos=request.eos,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+            )
+            self._choice[number] = choice
+
+    async def deltas(self, heartbeat: float) -> AsyncIterator[OutputDelta | None]:
+        """What the cluster adds to the answers, as it arrives; None after each `heartbeat` seconds
+        without an event.
+
+        Raises RankFailed or Unreachable if the cluster is gone.
+        """
+        answer = self._answer
+        assert answer is not None
+        while len(answer):
+            events = await answer.next(heartbeat)
+            if not events:
+                yield None
+            for number, event in events:
+                choice = self._choice[number]
+                if isinstance(event, Accepted):
+                    yield self._accepted(choice, event)
+                elif isinstance(event, Finished):
+                    yield self._finished(choice, event)
+                else:
+                    yield OutputDelta(choice, "", prompt_logprobs=event.logprobs)
+
+    def fail(self, error: PipespecError) -> None:
+        """Let `deltas` raise an error."""
+        if self._answer is not None:
+            self._answer.interrupt(error)
+
+    async def close(self) -> None:
+        """Cancel answers that have not finished."""
+        await self._following.aclose()
+        self._queue_entry.release()
+        for timer in self._timers:
+            timer.finished(ABORTED)
+        self._on_closed(self)
+
+    def _accepted(self, choice: int, event: Accepted) -> OutputDelta:
+        if not self._started[choice]:
+            self._started[choice] = True
+            self._queue_entry.started(len(self.request.prompt_of(choice)))
+        wanted = self._max_tokens(choice) > 0
+        self._timers[choice].add_tokens(len(event.tokens) if wanted else 0)
+        if not wanted:
+            return OutputDelta(choice, "")
+        text = self._texts[choice].push(event.tokens)
+        return OutputDelta(choice, text, event.tokens, event.logprobs)
+
+    def _finished(self, choice: int, event: Finished) -> OutputDelta:
+        reason = event.reason
+        if failure := failure_of(reason):
+            raise failure
+        if reason not in REASONS:
+            raise RankFailed(f"The request was {reason} by another client; send it again.")
+        if not self._max_tokens(choice):
+            reason = "length"
+        self._timers[choice].finished(reason, event.prefill_ns)
+        return OutputDelta(
+            choice,
+            self._texts[choice].flush(),
+            finish_reason=cast(FinishReason, reason),
+            num_cached_tokens=event.cached,
+        )
+
+    def _max_tokens(self, choice: int) -> int:
+        """The limit of an answer; with 0 the one token that the cluster decodes is dropped."""
+        return self.request.max_tokens[choice // self.request.n]
+
+
+def _texts(tokenizer: Tokenizer, request: ParsedRequest) -> list[FinalText]:
+    """A detokenizer for each answer, which keeps the special tokens that a tool parser needs."""
+    family = request.tool_use.family if request.tool_use else None
+    markers = special_markers(tokenizer, family.special) if family else {}
+    texts: list[FinalText] = []
+    for choice, sampling in enumerate(request.sampling_params):
+        arguments = tokenizer, request.prompt_of(choice), request.stop, sampling.min_tokens
+        texts.append(MarkedText(*arguments, markers) if markers else FinalText(*arguments))
+    return texts
+
+
+# --- whole replies ------------------------------------------------------------------------------
+
+
+async def full_response(
+    stream: ResponseStream, formatter: OpenAIFormat, request: Request
+) -> Response:
+    """The answers in one reply, unless the client disconnects before. Raises ApiError."""
+    try:
+        collecting = asyncio.ensure_future(_collect(stream, formatter))
+        disconnected = asyncio.ensure_future(_until_disconnected(request))
+        try:
+            await asyncio.wait({collecting, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+            if not collecting.done():
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return Response(collecting.result(), media_type="application/json")
+        except PipespecError as error:
+            raise api_error_of(error) from error
+        finally:
+            for task in (collecting, disconnected):
+                task.cancel()
+            await asyncio.wait({collecting, disconnected})
+    finally:
+        await stream.close()
+
+
+async def _collect(stream: ResponseStream, formatter: OpenAIFormat) -> str:
+    async for delta in stream.deltas(KEEPALIVE_S):
+        if delta is not None:
+            formatter.add(delta)
+    if formatter.has_logprobs:  # those of long texts take seconds
+        return await asyncio.to_thread(_to_json, formatter)
+    return _to_json(formatter)
+
+
+def _to_json(formatter: OpenAIFormat) -> str:
+    return formatter.response().model_dump_json()
+
+
+async def _until_disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# --- server-sent events -------------------------------------------------------------------------
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. A client that disconnects, or does not read, delays no other client."""
+
+    media_type = "text/event-stream"
+
+    async def stream_response(self, send: Send) -> None:
+        # A client that disconnects while nothing can be sent leaves the iterator suspended.
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
+            await super().stream_response(send)
+
+
+class CompletionEvents(EventStream):
+    """The answers to one request as server-sent events."""
+
+    def __init__(self, stream: ResponseStream, formatter: OpenAIFormat):
+        super().__init__(_events(stream, formatter), headers={"Cache-Control": "no-cache"})
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            # Whether or not the first event was sent.
+            await self._stream.close()
+
+
+async def _events(stream: ResponseStream, formatter: OpenAIFormat) -> AsyncIterator[bytes]:
+    try:
+        for chunk in formatter.first_chunks():
+            yield _event(chunk.model_dump_json())
+        async for delta in stream.deltas(KEEPALIVE_S):
+            if delta is None:
+                yield KEEPALIVE
+                continue
+            for event in formatter.stream_events(delta):
+                yield _event(event)
+        for chunk in formatter.last_chunks():
+            yield _event(chunk.model_dump_json())
+    except PipespecError as error:
+        # The status has been sent already.
+        yield _event(json.dumps(api_error_of(error).body))
+    yield DONE
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()

@@ -1,0 +1,1 @@
+"""Parsers of tool calls in generated text, one for each family of models."""

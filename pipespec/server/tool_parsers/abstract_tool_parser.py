@@ -1,0 +1,219 @@
+"""What the parsers of all model families share: text up to a marker, then what may be a call."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pipespec.server.tool_parsers.incremental_json import (
+    BLANKS,
+    Characters,
+    NotAToolCall,
+    container,
+    next_nonblank,
+    string,
+    value,
+)
+from pipespec.system.validation import is_whole
+
+# The names of a call's arguments that models use.
+ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """What is new in the call `index` of a message: first its `name`, then text of its
+    arguments."""
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+# Text of the message, or what is new in a call.
+ParsedDelta = str | CallDelta
+
+
+class ToolParser(ABC):
+    """Parses one answer, character by character, and never takes back what it has returned.
+
+    Text that begins like a call is held back until its name and the beginning of its arguments are
+    known. Then it is a call, and its arguments are returned as they arrive, in the model's own
+    spelling. Text that turns out to be no call is returned as text. Each character is looked at
+    once or twice.
+    """
+
+    # Texts that begin a call, none of which begins another.
+    markers: ClassVar[tuple[str, ...]]
+    # Texts that are dropped where they follow a call.
+    closers: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self._deltas: list[ParsedDelta] = []
+        self._num_calls = 0
+        self._prefix = ""  # perhaps the beginning of a marker or a closer
+        self._blank = ""  # whitespace that is returned if text follows
+        self._after_call = False  # whether only whitespace has come since the last call
+        self._call: Characters[None] | None = None  # parses what may be a call
+        self._pending: list[str] = []  # what it was sent, and has not been returned
+        self._undecided = False  # whether it may still turn out to be text
+
+    def push(self, text: str) -> list[ParsedDelta]:
+        """Parse the next part of the text; what is certain now."""
+        for character in text:
+            self._push(character)
+        return self._take()
+
+    def finish(self) -> list[ParsedDelta]:
+        """End the text; what was held back. A call whose name was returned stays a call."""
+        closing = self._after_call and any(text.startswith(self._prefix) for text in self.closers)
+        if self._call is None and not closing:
+            self._add_text(self._prefix)
+        elif self._undecided:
+            self._add_text("".join(self._pending))
+        if not self._after_call:
+            self._deltas.append(self._blank)
+        return self._take()
+
+    @abstractmethod
+    def read(self, marker: str) -> Characters[None]:
+        """Parse what follows a marker. Raises NotAToolCall."""
+
+    # --- for the families ---------------------------------------------------------------------
+
+    def call(self) -> Characters[None]:
+        """Parse an object with a name and arguments, after its first bracket; it is a call as soon
+        as both are known."""
+        self._undecided = True
+        name: str | None = None
+        early: list[str] = []  # arguments that came before the name
+        known = False
+        after = yield from next_nonblank()
+        while after != "}" or name is None or not known:
+            if after != '"':
+                raise NotAToolCall
+            key = yield from string()
+            if (yield from next_nonblank()) != ":":
+                raise NotAToolCall
+            first = yield from next_nonblank()
+            if key == "name" and name is None:
+                if first != '"':
+                    raise NotAToolCall
+                name = yield from string()
+                if early:
+                    self.begin(name)
+                    self._add_arguments("".join(early))
+                after = yield from next_nonblank()
+            elif key in ARGUMENTS and not known:
+                if first != "{":
+                    raise NotAToolCall
+                known = True
+                if name is None:
+                    yield from container("{", early.append)
+                else:
+                    yield from self.arguments(name)
+                after = yield from next_nonblank()
+            else:
+                after = yield from value(first)
+            if after == ",":
+                after = yield from next_nonblank()
+                if after != '"':
+                    raise NotAToolCall
+            elif after != "}":
+                raise NotAToolCall
+        self._pending.clear()
+
+    def listed(self) -> Characters[None]:
+        """Parse calls with commas between them, after the opening bracket."""
+        after = ","
+        while after == ",":
+            if (yield from next_nonblank()) != "{":
+                raise NotAToolCall
+            yield from self.call()
+            after = yield from next_nonblank()
+        if after != "]":
+            raise NotAToolCall
+
+    def arguments(self, name: str) -> Characters[None]:
+        """Parse the arguments of a call, after their first bracket."""
+        self.begin(name)
+        yield from container("{", self._add_arguments)
+
+    def begin(self, name: str) -> None:
+        """Return the name: it is a call."""
+        if not name or not is_whole(name):
+            raise NotAToolCall
+        self._blank = ""
+        self._deltas.append(CallDelta(self._num_calls, name))
+        self._num_calls += 1
+        self._undecided = False
+
+    def _add_arguments(self, text: str) -> None:
+        self._deltas.append(CallDelta(self._num_calls - 1, arguments=text))
+        self._pending.clear()
+
+    # --- text ---------------------------------------------------------------------------------
+
+    def _push(self, character: str) -> None:
+        if self._call is None:
+            self._find_marker(character)
+            return
+        self._pending.append(character)
+        try:
+            self._call.send(character)
+        except StopIteration:
+            self._call, self._after_call = None, True
+        except NotAToolCall:
+            self._call = None
+            self._after_call = self._after_call or not self._undecided
+            # The last character may begin the next call.
+            self._add_text("".join(self._pending[:-1]))
+            self._find_marker(character)
+
+    def _find_marker(self, character: str) -> None:
+        """Look for a marker in text."""
+        self._prefix += character
+        texts = (*self.markers, *(self.closers if self._after_call else ()))
+        while self._prefix and not any(text.startswith(self._prefix) for text in texts):
+            self._add_text(self._prefix[0])
+            self._prefix = self._prefix[1:]
+        if self._prefix in self.markers:
+            marker, self._prefix = self._prefix, ""
+            self._pending, self._undecided = [marker], True
+            self._call = self.read(marker)
+            next(self._call)
+        elif self._prefix in self.closers:
+            self._prefix = self._blank = ""
+
+    def _add_text(self, text: str) -> None:
+        shown = text.rstrip(BLANKS)
+        if shown:
+            self._deltas.append(self._blank + shown)
+            self._blank, self._after_call = "", False
+        self._blank += text[len(shown) :]
+
+    def _take(self) -> list[ParsedDelta]:
+        deltas, self._deltas = merge_deltas(delta for delta in self._deltas if delta != ""), []
+        return deltas
+
+
+def merge_deltas(deltas: Iterable[ParsedDelta]) -> list[ParsedDelta]:
+    """The same with adjacent deltas of one kind joined. The name of a call stays a delta of its
+    own, as in OpenAI's streams."""
+    joined: list[ParsedDelta] = []
+    for delta in deltas:
+        last = joined[-1] if joined else None
+        if isinstance(delta, str) and isinstance(last, str):
+            joined[-1] = last + delta
+        elif (
+            isinstance(delta, CallDelta)
+            and isinstance(last, CallDelta)
+            and delta.name is None is last.name
+        ):
+            assert delta.index == last.index, "a call that follows another has a name"
+            joined[-1] = CallDelta(last.index, arguments=last.arguments + delta.arguments)
+        else:
+            joined.append(delta)
+    return joined

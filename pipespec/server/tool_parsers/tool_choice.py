@@ -1,0 +1,99 @@
+"""Whether a chat may or must call tools, and how its calls are parsed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.server.api_errors import invalid_field
+from pipespec.server.message_schema import Message, Tool
+from pipespec.server.request_schema import ChatRequest
+from pipespec.server.response_format import OutputConstraint, tool_calls_constraint
+from pipespec.server.tool_parsers.parser_families import (
+    FAMILIES,
+    ParserFamily,
+    family_for_template,
+    forced_json_family,
+)
+from pipespec.system.validation import shown
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How calls are parsed out of an answer; one at most unless `parallel`.
+
+    `required` are the tools of which one must be called; with `named` the client chose which.
+    """
+
+    family: ParserFamily
+    parallel: bool
+    required: Sequence[Tool] = ()
+    named: bool = False
+
+    @property
+    def constraint(self) -> OutputConstraint | None:
+        """What the answer must match, if a call is required."""
+        if not self.required:
+            return None
+        return tool_calls_constraint(self.required, None if self.parallel else 1)
+
+
+def offered_tools(body: ChatRequest) -> Sequence[Tool]:
+    """The tools that the prompt shows to the model: none with `tool_choice` none, as nothing else
+    keeps a model from a call. Raises ApiError.
+    """
+    tools, choice = body.tools or [], body.tool_choice
+    if choice == "none":
+        return ()
+    if not tools and choice not in (None, "auto"):
+        raise invalid_field("tool_choice", f"tool_choice is {shown(choice)}, but tools holds none.")
+    named = _named_function(body)
+    if named is not None and named not in [tool.function.name for tool in tools]:
+        raise invalid_field(
+            "tool_choice", f"tool_choice names {shown(named)}, which is not in tools."
+        )
+    return tools
+
+
+def _named_function(body: ChatRequest) -> str | None:
+    """The function that `tool_choice` names."""
+    choice = body.tool_choice
+    return choice["function"]["name"] if isinstance(choice, dict) else None
+
+
+def tool_use_of(body: ChatRequest, served: ModelInfo, parser: str | None) -> ToolUse:
+    """How the calls of a chat are parsed: as forced JSON where a call is required, else by
+    `parser` or, if that is None, as the chat template has it. Raises ApiError."""
+    name = parser or family_for_template(served.tokenizer.chat_template or "")
+    parallel = body.parallel_tool_calls is not False
+    if (named := _named_function(body)) is not None:
+        required = [tool for tool in body.tools or () if tool.function.name == named]
+        return ToolUse(forced_json_family(name), False, required, named=True)
+    if body.tool_choice == "required":
+        return ToolUse(forced_json_family(name), parallel, body.tools or ())
+    if name is None:
+        raise invalid_field(
+            "tools",
+            "tools are given, but the chat template does not show how this model writes a "
+            f"call; start the server with --tool-call-parser {'|'.join(FAMILIES)}.",
+            "unsupported_field",
+        )
+    return ToolUse(FAMILIES[name], parallel)
+
+
+def check_template(served: ModelInfo, messages: Sequence[Message], tools: Sequence[Tool]) -> None:
+    """Raise ApiError if the model's chat template would leave tools or calls out."""
+    template = served.tokenizer.chat_template or ""
+    called = any(message.tool_calls for message in messages)
+    for param, given, variable, problem in (
+        ("tools", tools, "tools", "tools are given"),
+        ("messages", called, "tool_calls", "messages hold tool_calls"),
+    ):
+        if given and variable not in template:
+            raise invalid_field(
+                param,
+                f"{problem}, but the model's chat template has no place for them; leave "
+                "them out or serve another model.",
+                "unsupported_field",
+            )

@@ -1,0 +1,84 @@
+"""Measures how long a stage's batches take by their rows, before the first request.
+
+Without it the head would feed the first draft tokens without knowing their cost, which is worst
+where every row takes time, and the first prompt would slow down a running answer until the stages
+have reported their times. Later times are measured on the batches themselves
+(`pipespec.stage.stage_loop`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from pipespec.batch_times import RowTimes
+from pipespec.core import (
+    COMMITTED,
+    KIND,
+    NO_PARENT_NODE,
+    NODE,
+    NUM_COLUMNS,
+    PARENT,
+    POSITION,
+    SEQUENCE,
+    Batch,
+)
+from pipespec.engine.runner import SliceRunner
+
+# The ratio of one size to the one before, and measurements of a size, of which the least counts.
+SIZE_RATIO, REPEATS = 4, 2
+# No request has this number.
+NO_SEQUENCE = -1
+
+
+def profile_run(
+    runner: SliceRunner, most: int, min_ms: Callable[[int], float], *, last: bool
+) -> RowTimes:
+    """The times of batches of 1 row to `most`.
+
+    `min_ms` gives the least time of a batch by its rows; the `last` stage computes logits too.
+    """
+    times = RowTimes()
+    for rows in _sizes(most):
+        least = min(_compute_ms(runner, rows, last) for _ in range(REPEATS))
+        times.add(rows, max(least, min_ms(rows)))
+    return times
+
+
+def _sizes(most: int) -> Iterator[int]:
+    rows = 1
+    while rows < most:
+        yield rows
+        rows *= SIZE_RATIO
+    yield most
+
+
+def _compute_ms(runner: SliceRunner, rows: int, last: bool) -> float:
+    model = runner.model
+    batch = Batch(0, np.zeros((rows, NUM_COLUMNS), np.int64))
+    places = np.arange(rows)
+    batch.rows[:, SEQUENCE] = NO_SEQUENCE
+    batch.rows[:, NODE] = batch.rows[:, POSITION] = places
+    batch.rows[:, PARENT] = np.where(places, places - 1, NO_PARENT_NODE)
+    batch.rows[:, KIND] = COMMITTED
+    if not model.is_first:
+        batch.hidden = torch.zeros(rows, model.hidden_size, dtype=model.dtype)
+    _wait(model.device)
+    start = time.perf_counter_ns()
+    computed = runner.compute(batch)
+    if last:
+        assert computed.hidden is not None
+        model.logits(computed.hidden).argmax(-1)
+    _wait(model.device)
+    took = time.perf_counter_ns() - start
+    runner.release(NO_SEQUENCE)
+    return took / 1e6
+
+
+def _wait(device: torch.device) -> None:
+    """Wait until the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

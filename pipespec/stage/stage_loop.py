@@ -1,0 +1,369 @@
+"""The loop of a stage: receive, compute, verify, prune, send."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipespec.batch_times import RowTimes
+from pipespec.clock import REAL_TIME, StepClock
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.task_graph import Layout, Task, compute, prune, transfer
+from pipespec.controller.verdict_exchange import VerdictReceiver, pack_verdicts
+from pipespec.core import (
+    DRAFT,
+    GRAMMAR,
+    KIND,
+    NOT_FINITE,
+    SEQUENCE,
+    Batch,
+    SequenceStart,
+    Verdict,
+)
+from pipespec.engine.runner import SliceRunner
+from pipespec.errors import RankFailed, StaleEpoch, Unreachable
+from pipespec.sampling.grammar import Compile
+from pipespec.sampling.sampling_state import SamplingState
+from pipespec.stats import PERIOD
+from pipespec.trace import Timeline
+from pipespec.transport.transport import Transport
+
+log = logging.getLogger(__name__)
+
+# Names of a stage's counters.
+COUNTS = ("steps", "rows", "dropped", "overruns")
+
+# Between two reports of a stage's measurements.
+PUBLISH_NS = 10**9
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """Settings of the loop of a stage.
+
+    Attributes:
+        layout: the stages, their groups, and whether ranks wait for verdicts.
+        delay_ms: milliseconds that a verdict takes to this rank at least.
+        clock: the least time of a step.
+        attention: the backend, for the statistics.
+        compile_grammar: begins to compile a grammar, at the last stage.
+    """
+
+    layout: Layout
+    delay_ms: float = 0.0
+    clock: StepClock = REAL_TIME
+    attention: str = ""
+    compile_grammar: Compile | None = None
+
+
+class StageLoop:
+    """One stage of the pipeline, at one rank.
+
+    In lockstep every rank does the same in step t (`run_step`): receive the batch that its
+    neighbour sent in step t-1, compute it, receive the verdict of step t, prune the rows that it
+    ruled out, send the rest. Inside a group (PipeDec's G_i) the batch goes on within the step, so
+    it is sent before the verdict arrives. Running free, a rank applies the verdicts that have
+    arrived, before and after it computes, and waits for none.
+    """
+
+    def __init__(
+        self,
+        runner: SliceRunner,
+        link: Transport,
+        controller: Controller,
+        settings: StageSettings,
+        timeline: Timeline,
+        times: RowTimes | None = None,
+    ):
+        """`times`: measurements of this stage's batches so far."""
+        layout = settings.layout
+        self.runner = runner
+        self.link = link
+        self.controller = controller
+        self.rank = link.rank
+        self.settings = settings
+        self.layout = layout
+        self.last = link.rank == layout.last
+        self.free = layout.sync == "free"
+        # A neighbour in the same group computes the same batch in the same step.
+        self.joins_previous = layout.same_group(link.rank - 1)
+        self.joins_next = not self.last and layout.same_group(link.rank)
+        self.timeline = timeline
+        self.receiver = VerdictReceiver(controller, self.rank, timeline, settings.delay_ms)
+        self.step = 0
+        self._done: list[Task] = []
+        self._times = times or RowTimes()
+        self._published_ns = timeline.clock()  # when measurements were published last
+        self._worked = Counter[str]()  # totals when the last sequence ended
+        self._verdicts: list[Verdict] = []  # of this step, at the last stage
+        self._verifiers: dict[
+            int, SamplingState
+        ] = {}  # of the running sequences, at the last stage
+        self._counts = Counter[str]()  # since there was no sequence
+        self._since = 0  # when that ended
+        # The running sequences, with the counts and times when they started.
+        self._sequences: dict[int, tuple[SequenceStart, Counter[str]]] = {}
+
+    def run_until_stop(self) -> None:
+        """Run until a batch stops the stage, or until the epoch fails.
+
+        In both cases it checks that no KV slot is lost.
+        """
+        try:
+            while self.run_step():
+                pass
+        except (RankFailed, StaleEpoch, Unreachable):
+            self.runner.check_integrity()
+            raise
+        self.runner.check_integrity()
+
+    def run_step(self) -> bool:
+        """Run one step; False: it was the last one."""
+        batch = self.receive()
+        if self.free:
+            self.apply_arrived_verdicts()
+        self.share_prefixes(batch)
+        reports = self.finish_sequences(batch)
+        self.start_sequences(batch)
+        dropped = self._counts["dropped"]
+        computed = self.compute(batch)
+        if self.joins_next:
+            self.send(computed)
+        self.receive_verdicts()
+        if not (self.last or self.joins_next):
+            self.send(self.prune(computed))
+        if self.timeline.record:
+            self.trace_rows(batch, pruned=self._counts["dropped"] - dropped)
+        for request, report in reports.items():
+            self.controller.report(request, report)
+        self.publish(idle=bool(reports) and not self._sequences)
+        if batch.stop:
+            while not self.last and self.receiver.num_received <= self.step:
+                self.apply_verdicts(self.receiver.verdict())
+            self.controller.complete(self._done)
+        self.step += 1
+        return not batch.stop
+
+    def receive(self) -> Batch:
+        """The batch that the neighbour sent in this step or the one before; empty before step 0."""
+        self.timeline.step = self.step
+        # Counts the wait of rank 1 for an idle head too.
+        with self.timeline("receive"):
+            sent = self.step if self.joins_previous else self.step - 1
+            batch = self.link.recv() if sent >= 0 else Batch(step=-1)
+        assert batch.step == sent, "the links are in step"
+        return batch
+
+    def share_prefixes(self, batch: Batch) -> None:
+        """Let the sequences that start with a batch share prefixes, before any is freed."""
+        for start in batch.started:
+            self.wait_for_prefix(batch, start.parent, start.shared_len)
+            self.runner.start_sequence(start.sequence, start.parent, start.shared_len)
+
+    def wait_for_prefix(self, batch: Batch, sequence: int, tokens: int) -> None:
+        """Apply verdicts until a sequence has so many tokens, as the head knew with this batch."""
+        self.apply_verdicts_until(batch, lambda: self.runner.length(sequence) >= tokens)
+
+    def finish_sequences(self, batch: Batch) -> dict[int, dict[str, Any]]:
+        """Free what the sequences that leave with a batch hold, but for retained prefixes; returns
+        the reports on those that have ended, by request.
+
+        The `period` of a report has the counts of this stage since it last had no sequence, so that
+        steps for several requests at once are counted once (`stats.merge_periods`).
+        """
+        reports = {}
+        leaving = (*batch.finished, *batch.preempted)
+        worked = self.worked() if leaving else self._worked
+        kept = dict.fromkeys(leaving, 0) | dict(batch.retained_prefixes)
+        for sequence, tokens in kept.items():
+            self.wait_for_prefix(batch, sequence, tokens)
+            self.runner.release(sequence, tokens)
+        for sequence in leaving:
+            if self._verifiers.pop(sequence, None) is not None:
+                self.controller.drop_draft_tokens(sequence)
+            start, before = self._sequences.pop(sequence)
+            if sequence in batch.finished:
+                now = self.counted()
+                since = {name: now[name] - before[name] for name in now}
+                events = list(self.timeline.events)
+                elapsed = {"since_ns": self._since, "elapsed_ns": now["elapsed_ns"] - self._since}
+                period = {name: now[name] for name in PERIOD} | elapsed
+                reports[start.request] = {
+                    "rank": self.rank,
+                    **since,
+                    "period": period,
+                    "attention": self.settings.attention,
+                    "events": events,
+                }
+        if not self._sequences:
+            self._worked = worked
+        return reports
+
+    def start_sequences(self, batch: Batch) -> None:
+        """Add the sequences that start with a batch, before its rows are computed."""
+        for start in batch.started:
+            if not self._sequences:
+                self.timeline.take()
+                self._counts.clear()
+                self._since = self.timeline.clock()
+            self._sequences[start.sequence] = start, self.counted()
+            if self.last:
+                verifier = SamplingState(start, self.settings.compile_grammar)
+                self._verifiers[start.sequence] = verifier
+
+    def compute(self, batch: Batch) -> Batch:
+        """Run the batch through the slice; at the last stage, decide the verdicts too.
+
+        The least time of a step (`StepClock`) covers both.
+        """
+        # Running free, a verdict that has not arrived may free the slots that the batch needs.
+        self.apply_verdicts_until(batch, lambda: self.runner.has_room(batch))
+        start = self.timeline.clock()
+        self._counts["steps"] += bool(self._sequences)
+        with self.timeline("compute"):
+            computed = self.runner.compute(batch)
+        if self.last:
+            start += self.receive_draft_tokens(computed)  # not the time of this stage
+            with self.timeline("verify"):
+                state_of = self._verifiers.__getitem__
+                if any(verifier.num_unscored for verifier in self._verifiers.values()):
+                    for sequence, logprobs in self.runner.score_prompts(computed, state_of):
+                        self.controller.add_prompt_logprobs(
+                            self._sequences[sequence][0].request, logprobs
+                        )
+                self._verdicts = self.runner.verify(computed, state_of)
+                self.log_failures()
+        with self.timeline("pace"):
+            clock = self.settings.clock
+            paced = clock.wait_for_stage(start, self.rank, self.step, len(computed))
+        self._counts["overruns"] += not paced
+        if len(computed):
+            took_ms = (self.timeline.clock() - start) / 1e6
+            self._times.add(len(computed), took_ms, self.runner.slots_read)
+        self._counts["rows"] += len(computed)
+        self._counts["dropped"] += len(batch) - len(computed)
+        computed.step = self.step
+        return computed
+
+    def receive_draft_tokens(self, batch: Batch) -> int:
+        """Receive the draft tokens that the head has fed meanwhile of the lossy sequences in a
+        batch: in lockstep up to the step after that of the batch at least, so that a node's
+        children are known when the next token is decided. Returns its nanoseconds."""
+        begun = self.timeline.clock()
+        here = self.step - self.layout.num_steps
+        waits = not self.free and self.layout.num_steps > 1
+        for sequence in dict.fromkeys(batch.rows[:, SEQUENCE].tolist()):
+            verifier = self._verifiers[sequence]
+            if verifier.sampling.lossy:
+                with self.timeline("wait"):
+                    for draft in self.controller.read_draft_tokens(
+                        sequence, here + 1 if waits else None
+                    ):
+                        verifier.add_draft_tokens(draft, since=here)
+        return self.timeline.clock() - begun
+
+    def log_failures(self) -> None:
+        """Log why requests end that have no next token."""
+        for verdict in self._verdicts:
+            if verdict.failed is None:
+                continue
+            start, _ = self._sequences[verdict.sequence]
+            if verdict.failed == GRAMMAR:
+                why = self._verifiers[verdict.sequence].failure
+                log.warning("request %d cannot follow its grammar: %s", start.request, why)
+            elif verdict.failed == NOT_FINITE:
+                log.warning("request %d ends: logits are not finite", start.request)
+
+    def send(self, batch: Batch) -> None:
+        with self.timeline("send"):
+            self.link.send(batch)
+        self._done.append(transfer(self.rank, self.step))
+
+    def trace_rows(self, batch: Batch, pruned: int) -> None:
+        """Keep the rows of a batch for the trace; `pruned` of its draft tokens were ruled out."""
+        draft = int(np.count_nonzero(batch.rows[:, KIND] == DRAFT))
+        self.timeline.add_rows(committed=len(batch) - draft, draft=draft - pruned, pruned=pruned)
+
+    def prune(self, computed: Batch) -> Batch:
+        with self.timeline("prune"):
+            alive = self.runner.prune(computed)
+        self._counts["dropped"] += len(computed) - len(alive)
+        return alive
+
+    def receive_verdicts(self) -> None:
+        """Report this step as computed; apply the verdicts that must have, or have, arrived."""
+        done, self._done = [*self._done, compute(self.rank, self.step)], []
+        with self.timeline("control"):
+            self.controller.complete(done, pack_verdicts(self._verdicts, self.timeline.clock()))
+        if self.last:
+            self.receiver.num_received += 1
+            self.apply_verdicts(self._verdicts)
+        elif not self.free:
+            self.apply_verdicts(self.receiver.verdict())
+        else:
+            if self.layout.asks_for_link(self.rank, self.step):
+                self.receiver.link(self.step)
+            self.apply_arrived_verdicts()
+
+    def apply_arrived_verdicts(self) -> None:
+        """Apply every verdict that has arrived."""
+        while not self.last and (verdicts := self.receiver.verdict(timeout=0.0)) is not None:
+            self.apply_verdicts(verdicts)
+
+    def apply_verdicts_until(self, batch: Batch, ready: Callable[[], bool]) -> None:
+        """Apply verdicts until this stage is `ready` for a batch. Running free, one that the head
+        knew when it sent the batch may not have arrived yet; in lockstep all have."""
+        while self.free and not self.last and not ready():
+            assert self.receiver.num_received <= batch.step, (
+                "the head knew every verdict that this batch needs"
+            )
+            self.apply_verdicts(self.receiver.verdict())
+
+    def apply_verdicts(self, verdicts: list[Verdict] | None) -> None:
+        """Apply the verdicts of the step after those applied so far."""
+        assert verdicts is not None
+        with self.timeline("prune"):
+            self.runner.apply(verdicts)
+        self._done.append(prune(self.rank, self.receiver.num_received - 1))
+
+    def publish(self, *, idle: bool) -> None:
+        """Publish this stage's measurements every second, and when it has just become `idle`, as
+        the next step may be far off."""
+        now = self.timeline.clock()
+        if idle or now - self._published_ns > PUBLISH_NS:
+            self._published_ns = now
+            with self.timeline("control"):
+                self.controller.publish_stage_stats(self._times.measured(), self.worked())
+
+    def worked(self) -> Counter[str]:
+        """Nanoseconds of this epoch with any sequence at this stage, and how many of these it
+        computed, waited for batches, and sent its own."""
+        worked = Counter(self._worked)
+        if self._sequences:
+            totals = self.timeline.totals
+            worked["active_ns"] += self.timeline.clock() - self._since
+            worked["busy_ns"] += self._busy_ns
+            worked["receive_ns"] += totals["receive"]
+            worked["send_ns"] += totals["send"]
+        return worked
+
+    @property
+    def _busy_ns(self) -> int:
+        """Nanoseconds of computing since there was no sequence."""
+        totals = self.timeline.totals
+        return totals["compute"] + totals["verify"] + totals["pace"]
+
+    def counted(self) -> Counter[str]:
+        """Totals so far of this rank's part in a request's statistics."""
+        totals = self.timeline.totals
+        return Counter(
+            elapsed_ns=self.timeline.clock(),
+            busy_ns=self._busy_ns,
+            control_ns=totals["control"],
+            **{name: self._counts[name] for name in COUNTS},
+        )

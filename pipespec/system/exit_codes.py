@@ -1,0 +1,98 @@
+"""The exit codes of commands, and the last line that they write to standard error.
+
+An error that the user can remedy is a PipespecError, which is shown as one sentence. Any other
+exception is a bug of pipespec: its traceback is written to a file, which the message names.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from pipespec.errors import PipespecError, interrupt_cause, print_error
+from pipespec.system.cache import cache_compiled_code
+from pipespec.system.folders import state_folder
+
+LONGEST_LINE = 200
+STDERR = 2
+# What a shell reports for a program that a signal ended.
+SIGNALLED = 128
+
+
+class OutputClosedError(Exception):
+    """The reader of standard output has closed it."""
+
+
+def exit_code_of(command: Callable[..., int], *args: object) -> int:
+    """Run `command(*args)`. Returns its exit code, or that of its error, which is printed."""
+    open_closed_streams()
+    cache_compiled_code()
+    hook, threading.excepthook = threading.excepthook, _report_thread_bug
+    try:
+        if sys.stdout is None:
+            raise PipespecError("Standard output is closed; open it, or send it to /dev/null.")
+        return command(*args)
+    except Exception as error:  # noqa: BLE001 - any error ends here
+        if (interrupt := interrupt_cause(error)) is not None:
+            raise interrupt from None
+        return _report(error)
+    finally:
+        threading.excepthook = hook
+
+
+def _report(error: Exception) -> int:
+    """Print the error that a command ended with; its exit code."""
+    if isinstance(error, PipespecError):
+        print_error(f"pipespec: {error}")
+        return error.exit_code
+    if isinstance(error, OutputClosedError):
+        # Python writes what is still buffered when it ends; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SIGNALLED + signal.SIGPIPE
+    report_bug(error)
+    return os.EX_SOFTWARE
+
+
+def open_closed_streams() -> None:
+    """Open /dev/null in place of closed standard streams. Otherwise the next pipe, file or socket
+    would get that descriptor, and receive what is printed."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(number, True)
+    os.close(number)
+
+
+def report_bug(error: BaseException) -> None:
+    """Print an unexpected error in one line, which names the file with its traceback."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    first = ": ".join([type(error).__name__, *lines[:1]])[:LONGEST_LINE]
+    text = "".join(traceback.format_exception(error))
+    file = _write_traceback(text)
+    if file is None:
+        print_error(f"{text}pipespec: internal error: {first}; the traceback is above")
+    else:
+        print_error(f"pipespec: internal error: {first}; the traceback is in {file}")
+
+
+def _report_thread_bug(arguments: threading.ExceptHookArgs) -> None:
+    if arguments.exc_value is not None and not isinstance(arguments.exc_value, SystemExit):
+        report_bug(arguments.exc_value)
+
+
+def _write_traceback(text: str) -> str | None:
+    """Write a traceback to a file that only this user can read; None: no folder can be written."""
+    for place in (state_folder, lambda: Path(tempfile.gettempdir())):
+        try:
+            place().mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(".txt", "internal-error-", place())
+            with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+        except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+            continue
+        return name
+    return None

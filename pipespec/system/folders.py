@@ -1,0 +1,56 @@
+"""The folders of files that are not Python: `lua/`, `conf/`, and the user's own."""
+
+from __future__ import annotations
+
+import os
+from importlib.resources import files
+from pathlib import Path
+
+from pipespec.errors import ConfigError
+
+
+def resource_dir(name: str) -> Path:
+    """The folder `name` ("lua" or "conf").
+
+    A wheel carries it as `pipespec/_<name>`; a source checkout has it at the top level.
+    Raises ConfigError.
+    """
+    package = Path(str(files("pipespec")))
+    for folder in (package / f"_{name}", package.parent / name):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(
+        f"The folder {name!r} that belongs to pipespec is missing beside {package}: "
+        "install pipespec again."
+    )
+
+
+def home() -> Path:
+    """The user's home folder. Raises ConfigError if there is none."""
+    found = os.path.expanduser("~")
+    if os.environ.get("HOME") == "" or not os.path.isabs(found):
+        raise ConfigError(
+            "The user has no home folder: set HOME, or XDG_STATE_HOME and XDG_CACHE_HOME."
+        )
+    return Path(found)
+
+
+def state_folder() -> Path:
+    """The folder of files to keep: `$XDG_STATE_HOME/pipespec`, `~/.local/state/pipespec`.
+
+    Raises ConfigError.
+    """
+    return _base("XDG_STATE_HOME", Path(".local", "state")) / "pipespec"
+
+
+def cache_folder() -> Path:
+    """The folder of cached files: `$XDG_CACHE_HOME/pipespec`, `~/.cache/pipespec`.
+
+    Raises ConfigError.
+    """
+    return _base("XDG_CACHE_HOME", Path(".cache")) / "pipespec"
+
+
+def _base(variable: str, usual: Path) -> Path:
+    chosen = os.environ.get(variable, "")
+    return Path(chosen) if os.path.isabs(chosen) else home() / usual

@@ -1,0 +1,61 @@
+"""Identifies processes by id and start time, as the system reuses ids."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import psutil
+
+LARGEST_PID = 2**22
+# Starts are rounded to the second where the system states its own start in whole seconds.
+ROUNDING_S = 2.0
+PR_SET_PDEATHSIG = 1
+
+
+def own_start_time() -> float:
+    """When this process started, in seconds since boot."""
+    return since_boot(psutil.Process())
+
+
+def find_process(pid: int, created: float) -> psutil.Process | None:
+    """The process with this id that started `created` seconds after boot; None: it has ended."""
+    if not 0 < pid <= LARGEST_PID:
+        return None
+    try:
+        process = psutil.Process(pid)
+        same = abs(since_boot(process) - created) < ROUNDING_S
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def since_boot(process: psutil.Process) -> float:
+    """When a process started, in seconds since boot. Seconds since 1970 would change when the
+    system clock is set."""
+    return float(process.create_time() - psutil.boot_time())
+
+
+def is_ours(process: psutil.Process) -> bool:
+    """Whether it is this user's. Raises psutil.NoSuchProcess if it has ended."""
+    return bool(process.uids().real == os.getuid())
+
+
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """A `preexec_fn` for a child of the process `parent` that ends the child with the parent, on
+    Linux; elsewhere it does nothing."""
+    if sys.platform != "linux":
+        return lambda: None
+    # Loaded here: between fork and exec little is safe.
+    libc = ctypes.CDLL(None)
+
+    def request_kill() -> None:
+        # SIGKILL also ends a process that hangs.
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return request_kill

@@ -1,0 +1,63 @@
+"""A private temporary folder that is removed when all its users have ended, even if killed.
+
+A killed process removes nothing. So a small helper process, `rm` behind a pipe, waits until all
+processes that hold the pipe have ended: the creator, and the children that inherit it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "pipespec-"
+# The longest path of a Unix socket is 103 bytes on macOS and 107 on Linux.
+MAX_SOCKET = 103
+# `read` returns at the end of the pipe, as no process writes to it.
+_REMOVER = 'read -r _; exec rm -rf -- "$0"'
+
+
+def private_folder(longest_name: str) -> Path:
+    """A new folder that only this user can open, with a path short enough for a Unix socket of
+    this name in it."""
+    base = tempfile.gettempdir()
+    name = os.path.join(base, PREFIX + 8 * "x", longest_name)
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base if len(name) < MAX_SOCKET else "/tmp"))
+
+
+class TemporaryFolder:
+    """A folder of `private_folder`. `hold` is the descriptor for children to inherit."""
+
+    def __init__(self, longest_name: str) -> None:
+        self.folder = private_folder(longest_name)
+        read, self.hold = os.pipe()
+        try:
+            self._remover = subprocess.Popen(
+                ["/bin/sh", "-c", _REMOVER, str(self.folder)],
+                env={"PATH": os.defpath},
+                stdin=read,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # Signals to our group are not for it.
+                start_new_session=True,
+                cwd="/",
+            )
+        except BaseException:
+            os.close(self.hold)
+            self.folder.rmdir()
+            raise
+        finally:
+            os.close(read)
+
+    def close(self, patience_s: float) -> None:
+        """Release the folder, and remove it; children that hold it must have ended."""
+        os.close(self.hold)
+        with suppress(subprocess.TimeoutExpired):
+            self._remover.wait(patience_s)
+        self._remover.kill()
+        self._remover.wait()
+        # The helper may have been killed before its time.
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,45 @@
+"""The settings of the transport."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipespec.errors import ConfigError
+from pipespec.settings import check_settings, setting
+from pipespec.system.spin_wait import WAITS
+
+AUTO, GLOO, NCCL = "auto", "gloo", "nccl"
+BACKENDS = (AUTO, GLOO, NCCL)
+YES, NO = "yes", "no"
+SEALS = (AUTO, YES, NO)
+
+
+@dataclass(frozen=True)
+class TransportConfig:
+    """What carries batches between ranks, and whether they are encrypted."""
+
+    backend: str = setting(
+        "auto",
+        "auto is gloo between ranks, by way of CPU memory, and NCCL among the GPUs of one stage; "
+        "gloo is gloo for both; nccl is NCCL between all ranks, which must share one host.",
+        choices=BACKENDS,
+    )
+    seal: str = setting(
+        AUTO,
+        "Whether batches are encrypted and authenticated; auto does so between hosts.",
+        choices=SEALS,
+    )
+    wait: str = setting(
+        AUTO,
+        "How a rank waits for messages: spin is faster and takes a core for each rank and one for "
+        "Redis, sleep takes none; auto spins where a host has the cores.",
+        choices=WAITS,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings("transport", self)
+        if self.seal == YES and self.backend == NCCL:
+            raise ConfigError(
+                "transport.seal is yes, but transport.backend is nccl, which carries hidden states "
+                "unsealed; use backend auto or gloo, or seal=auto, which seals between hosts."
+            )

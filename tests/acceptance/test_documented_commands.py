@@ -1,0 +1,87 @@
+"""Every code block of README and docs does what its page says, or is marked with why not.
+
+`tests/helpers/documentation.py` has the marks. To list what is not run:
+
+    python -m pytest -rP tests/acceptance/test_documented_commands.py -k not_run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.documentation import (
+    LANGUAGES,
+    PARSED,
+    RUN,
+    Block,
+    Page,
+    all_blocks,
+    blocks,
+    indented_commands,
+    pages,
+)
+from tests.helpers.sandbox import Sandbox
+
+SHORTEST_REASON = 3  # words
+
+
+def tried(page: Path) -> list[Block]:
+    """The blocks of a page that are run or parsed."""
+    return [
+        block
+        for block in blocks(page)
+        if block.language in (*RUN, *PARSED) and block.not_run is None
+    ]
+
+
+def cases(*, slow: bool) -> list[object]:
+    """The pages that have such blocks; slow ones with the others of their page."""
+    return [
+        pytest.param(page, id=block_page)
+        for page in pages()
+        if any(block.slow == slow for block in tried(page))
+        for block_page in [tried(page)[0].page]
+    ]
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    with Sandbox(tmp_path) as found:
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", cases(slow=False))
+def test_commands_of_a_page_work(page: Path, sandbox: Sandbox) -> None:
+    run = Page(sandbox)
+    for block in tried(page):
+        if not block.slow:
+            run.run(block)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", cases(slow=True))
+def test_commands_of_a_page_work_slow_ones_too(page: Path, sandbox: Sandbox) -> None:
+    run = Page(sandbox)
+    for block in tried(page):
+        run.run(block)
+
+
+def test_blocks_that_are_not_run_say_why() -> None:
+    """The list is what this test prints."""
+    for block in all_blocks(pages()):
+        assert block.language in LANGUAGES, f"{block.place} is of no known language"
+        if block.not_run is not None:
+            print(f"{block.place}: {block.not_run}")
+            assert block.language in (*RUN, *PARSED), f"{block.place} is never run"
+            assert len(block.not_run.split()) >= SHORTEST_REASON, block.place
+
+
+def test_commands_are_in_fenced_blocks() -> None:
+    """Others would be run by no test."""
+    assert [place for page in pages() for place in indented_commands(page)] == []

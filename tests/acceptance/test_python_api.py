@@ -1,0 +1,337 @@
+"""The Python interface on real clusters: texts, streams, Ctrl-C, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pipespec import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.errors import ConfigError, PipespecError
+from pipespec.system.folders import resource_dir
+from tests.helpers.sandbox import ENDING_S, PATIENCE_S, Sandbox
+from tests.helpers.waiting import until
+from tools.rig import cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+PROMPTS = ["Once upon a time there was a king who", "The miller's daughter"]
+NUM_TOKENS = 24
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+SETTINGS = {"cluster.devices": ["cpu"], "model.context": 512}
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelInfo:
+    return ModelInfo.of(decide(compose([])))
+
+
+@pytest.fixture(scope="module")
+def expected(model: ModelInfo) -> list[list[int]]:
+    """What the target says after each prompt, by Hugging Face."""
+    prompts = [model.encode(prompt) for prompt in PROMPTS]
+    return cluster.reference(resource_dir("demo") / "target", prompts, NUM_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    with Sandbox(tmp_path_factory.mktemp("api"), uuid.uuid4().hex) as sandbox:
+        yield sandbox
+
+
+@pytest.fixture(scope="module")
+def llm(place: Sandbox) -> Iterator[LLM]:
+    """A cluster of this process, which many tests use."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in place.environment.items():
+            patch.setenv(name, value)
+        with LLM(stages=2, settings=SETTINGS) as llm:
+            yield llm
+        until(lambda: not place.processes())
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def test_the_tokens_are_those_of_hugging_face(
+    llm: LLM, model: ModelInfo, expected: list[list[int]]
+) -> None:
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.token_ids for output in outputs] == expected
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert outputs[0].prompt_token_ids == model.encode(PROMPTS[0])
+    assert all(output.finish_reason == "length" for output in outputs)
+    assert len({output.request_id for output in outputs}) == 2
+    assert outputs[0].metrics["ttft_ms"] > 0
+    assert outputs[0].metrics["tokens_per_step"] > 0
+    (by_ids,) = llm.generate(outputs[0].prompt_token_ids, GREEDY)
+    assert (by_ids.token_ids, by_ids.prompt) == (expected[0], None)
+
+
+def test_the_pieces_of_a_stream_joined_are_the_text(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[0], GREEDY)
+    pieces = list(llm.stream(PROMPTS[0], GREEDY))
+    assert len(pieces) > 1
+    assert "".join(pieces) == output.text
+
+
+def test_chat_uses_the_chat_template(llm: LLM, model: ModelInfo) -> None:
+    messages = [{"role": "user", "content": "Tell me of a king"}]
+    (output,) = llm.chat(messages, GREEDY)
+    assert output.prompt == model.render(messages)
+    by_hand = model.tokenizer.encode(output.prompt, add_special_tokens=False)
+    assert output.token_ids == llm.generate(by_hand, GREEDY)[0].token_ids
+    assert "".join(llm.stream_chat(messages, GREEDY)) == output.text
+    assert [one.text for one in llm.chat([messages, messages], GREEDY)] == [output.text] * 2
+
+
+def test_several_answers_differ_and_their_seeds_repeat_them(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1, max_tokens=NUM_TOKENS, seed=7, logprobs=2)
+    (output,) = llm.generate(PROMPTS[0], params)
+    texts = [one.text for one in output.outputs]
+    assert len(set(texts)) == 3
+    assert [one.index for one in output.outputs] == [0, 1, 2]
+    alone = SamplingParams(temperature=1, max_tokens=NUM_TOKENS, seed=8)
+    assert llm.generate(PROMPTS[0], alone)[0].text == texts[1]
+    first = output.outputs[0]
+    assert first.logprobs is not None
+    assert first.cumulative_logprob is not None
+    chosen = [place[token] for place, token in zip(first.logprobs, first.token_ids, strict=True)]
+    assert first.cumulative_logprob == pytest.approx(sum(one.logprob for one in chosen))
+    assert all(2 <= len(place) <= 3 for place in first.logprobs)
+    for place in first.logprobs:
+        ranked = sorted((one.rank, -one.logprob) for one in place.values() if one.rank)
+        assert [rank for rank, _ in ranked] == [1, 2]
+        assert ranked[0][1] <= ranked[1][1]
+    assert output.prompt_logprobs is None
+
+
+def test_a_structured_output_matches_and_a_stop_text_ends(llm: LLM) -> None:
+    form = StructuredOutputsParams(choice=["a tailor", "a miller"])
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(structured_outputs=form))
+    assert output.text in ("a tailor", "a miller")
+    assert output.finish_reason == "stop"
+    (whole,) = llm.generate(PROMPTS[0], GREEDY)
+    stop = whole.text[5:9]
+    (cut,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=NUM_TOKENS, stop=stop))
+    assert cut.text == whole.text.partition(stop)[0]
+
+
+def test_prompt_log_probabilities_are_those_of_the_prompt(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert output.prompt_logprobs is not None
+    first, *others = output.prompt_logprobs
+    assert first is None
+    ids = [token for place in others if place is not None for token in place]
+    assert ids == output.prompt_token_ids[1:]
+
+
+def test_what_a_request_cannot_have_is_refused_and_the_next_is_answered(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="logit_bias names the token 99999"):
+        llm.generate(PROMPTS[0], SamplingParams(logit_bias={99999: 1}))
+    with pytest.raises(ConfigError, match="The prompt has"):
+        llm.generate("king " * 1000)
+    with pytest.raises(PipespecError, match="A stream has one answer, but n is 2"):
+        list(llm.stream(PROMPTS[0], SamplingParams(n=2, temperature=1)))
+    assert len(llm.generate(PROMPTS[0], GREEDY)[0].token_ids) == NUM_TOKENS
+
+
+# --- where it is used -----------------------------------------------------------------------------
+
+
+def test_several_threads_may_use_it_at_once(llm: LLM, expected: list[list[int]]) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        for outputs in threads.map(lambda _: llm.generate(PROMPTS, GREEDY), range(4)):
+            assert [output.token_ids for output in outputs] == expected
+
+
+def test_it_works_under_a_running_event_loop(llm: LLM, expected: list[list[int]]) -> None:
+    """As in a notebook, where every cell runs in one."""
+
+    async def cell() -> list[list[int]]:
+        return [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+    assert asyncio.run(cell()) == expected
+
+
+def test_a_stream_that_is_left_is_cancelled(llm: LLM) -> None:
+    pieces = llm.stream(PROMPTS[0], LONG)
+    assert next(pieces)
+    pieces.close()
+    # The one decoding slot of its KV is free again: as many tokens as fit are answered at once.
+    assert len(llm.generate(PROMPTS[0], LONG)[0].token_ids) == 400
+
+
+def test_many_requests_run_at_once_in_an_event_loop(
+    place: Sandbox, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in place.environment.items():
+        monkeypatch.setenv(name, value)
+
+    async def story() -> None:
+        async with AsyncLLM(stages=2, settings=SETTINGS) as llm:
+            outputs = await asyncio.gather(
+                *(llm.generate(PROMPTS[i % 2], GREEDY) for i in range(40))
+            )
+            assert [output.token_ids for (output,) in outputs] == expected * 20
+            pieces = [piece async for piece in llm.stream(PROMPTS[0], GREEDY)]
+            assert "".join(pieces) == outputs[0][0].text
+            leaving = asyncio.create_task(llm.generate(PROMPTS[0], LONG))
+            await asyncio.sleep(0)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert (await llm.generate(PROMPTS[1], GREEDY))[0].token_ids == expected[1]
+        with pytest.raises(PipespecError, match="The LLM is closed"):
+            await llm.generate(PROMPTS[0])
+
+    asyncio.run(story())
+
+
+def test_an_llm_that_is_dropped_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = Sandbox(tmp_path)
+    for name, value in apart.environment.items():
+        monkeypatch.setenv(name, value)
+    llm = LLM(stages=1, settings=SETTINGS)
+    assert apart.processes()
+    del llm
+    gc.collect()
+    until(lambda: not apart.processes())
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_it_connects_to_a_cluster_that_is_up(
+    tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Sandbox(tmp_path) as up:
+        settings = ("cluster.stages=2", "cluster.devices=[cpu]", "decode.max_new_tokens=5")
+        code, _, err = up.run("up", "--detach", "--name", "lab", *settings)
+        assert (code, err) == (0, "")
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        with LLM.connect("lab") as llm:
+            assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+            # Without parameters the settings of the cluster hold.
+            assert llm.generate(PROMPTS[0])[0].token_ids == expected[0][:5]
+        with LLM.connect() as llm:  # the cluster is still up
+            assert llm.generate(PROMPTS[0])[0].token_ids == expected[0][:5]
+        assert up.run("down", "lab") == (0, "lab has ended.\n", "")
+
+
+# --- scripts --------------------------------------------------------------------------------------
+
+SCRIPT = f"""
+import torch
+from pipespec import LLM, SamplingParams
+settings = {SETTINGS!r}
+llm = LLM(stages=2, settings=settings)
+print(llm.generate({PROMPTS[0]!r}, SamplingParams(max_tokens=8))[0].token_ids, flush=True)
+"""
+# Ctrl-C ends a cell; the next one goes on with the same cluster.
+INTERRUPTED = f"""
+from pipespec import LLM, SamplingParams
+llm = LLM(stages=2, settings={SETTINGS!r})
+print("ready", flush=True)
+try:
+    for piece in llm.stream({PROMPTS[0]!r}, SamplingParams(max_tokens=400, ignore_eos=True)):
+        print("piece", flush=True)
+        input()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+try:
+    print("generating", flush=True)
+    while True:
+        llm.generate([{PROMPTS[0]!r}] * 8, SamplingParams(max_tokens=400, ignore_eos=True))
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print(llm.generate({PROMPTS[0]!r}, SamplingParams(max_tokens=8))[0].token_ids, flush=True)
+input()
+"""
+
+
+def start(place: Sandbox, script: Path, text: str) -> subprocess.Popen[str]:
+    """A script in a process group of its own, as a terminal or a notebook's kernel has it."""
+    script.write_text(text)
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=place.environment,
+        process_group=0,
+    )
+
+
+def left(place: Sandbox) -> list[object]:
+    """Processes and temporary files of a sandbox."""
+    return [*place.processes(), *(place.folder / "tmp").iterdir()]
+
+
+def test_a_script_without_a_main_guard_runs_once_and_leaves_nothing_unclosed(
+    tmp_path: Path, expected: list[list[int]]
+) -> None:
+    """After `import torch`, and the interpreter ends while the LLM is open."""
+    with Sandbox(tmp_path) as place:
+        process = start(place, tmp_path / "script.py", SCRIPT)
+        out, err = process.communicate(timeout=PATIENCE_S)
+        assert (process.returncode, err) == (0, "")
+        assert out == f"{expected[0][:8]}\n"
+        until(lambda: not left(place))
+
+
+def test_ctrl_c_ends_a_call_and_the_cluster_stays_usable(
+    tmp_path: Path, expected: list[list[int]]
+) -> None:
+    with Sandbox(tmp_path) as place:
+        process = start(place, tmp_path / "script.py", INTERRUPTED)
+        assert process.stdout is not None
+        for line, interrupt in (
+            ("ready\n", False),
+            ("piece\n", True),
+            ("interrupted\n", False),
+            ("generating\n", True),
+            ("interrupted\n", False),
+            (f"{expected[0][:8]}\n", True),
+        ):
+            assert process.stdout.readline() == line
+            if interrupt:  # the whole group gets it, as from a terminal
+                os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=ENDING_S)
+        assert err.splitlines()[-1] == "KeyboardInterrupt"
+        until(lambda: not left(place))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_script_that_is_killed_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    with Sandbox(tmp_path) as place:
+        process = start(place, tmp_path / "script.py", INTERRUPTED)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        process.communicate(timeout=ENDING_S)
+        until(lambda: not left(place))
+
+
+def test_ctrl_c_while_the_models_load_leaves_nothing(tmp_path: Path) -> None:
+    with Sandbox(tmp_path) as place:
+        process = start(place, tmp_path / "script.py", INTERRUPTED)
+        until(lambda: len(place.processes()) > 2, PATIENCE_S)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=ENDING_S)
+        assert out == ""
+        assert err.splitlines()[-1] == "KeyboardInterrupt"
+        until(lambda: not left(place))

@@ -1,0 +1,301 @@
+"""The code blocks of Markdown pages, and a folder in which those of one page are run in order.
+
+Fenced blocks have one of `LANGUAGES`. The lines before a block may say how it is run:
+
+    <!-- not run: REASON -->    it is skipped
+    <!-- slow -->               it is run by `make test-all` only
+    <!-- background -->         its only command goes on until the page's end, and has answered once
+                                it prints a line
+    <!-- exit: N -->            its last command ends with this exit code
+    <!-- file: NAME -->         the block is written into this file of the folder
+
+In `console` blocks lines after `$ ` are commands, which go on where a quotation, a here-document or
+a backslash does. Other lines are what the command prints: `...` stands for anything, numbers and
+line breaks are not compared. Port 8000 is replaced by a free one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from pipespec.config.hosts import load_hosts
+from tests.helpers.sandbox import Sandbox
+from tests.helpers.waiting import until
+
+ROOT = Path(__file__).parents[2]
+RUN = ("console", "bash", "python")
+PARSED = ("yaml", "json")
+LANGUAGES = (*RUN, *PARSED, "text", "nginx")
+FENCE = re.compile(r"^( *)```(\S*)\s*$")
+MARK = re.compile(r"^<!-- (not run|slow|background|exit|file)(?:: (.*?))? -->$")
+PROMPT = "$ "
+PORT = "8000"  # of `pipespec serve`, unless it is given
+PATIENCE_S = 300
+# What a page may name in the folder that it is run in: a checkout, without what is generated.
+CHECKOUT = ("benchmarks", "conf", "demo", "docs", "examples", "launch", "lua", "tests", "tools")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block; `line` is that of its opening fence, `page` relative to the repository."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    marks: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def not_run(self) -> str | None:
+        """Why it is not run."""
+        return self.marks.get("not run")
+
+    @property
+    def slow(self) -> bool:
+        return "slow" in self.marks
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a console block, and what it is documented to print."""
+
+    text: str
+    output: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    marks: dict[str, str] = {}
+    number = 0
+    while number < len(lines):
+        line = lines[number]
+        if mark := MARK.match(line.strip()):
+            marks[mark[1]] = mark[2] or ""
+        elif fence := FENCE.match(line):
+            indent, language = fence.groups()
+            end = number + 1
+            while end < len(lines) and lines[end].strip() != "```":
+                end += 1
+            assert end < len(lines), f"{page}:{number + 1}: the block has no end"
+            body = "\n".join(each.removeprefix(indent) for each in lines[number + 1 : end])
+            found.append(Block(_name(page), number + 1, language, body + "\n", marks))
+            marks, number = {}, end
+        elif line.strip():
+            assert not marks, f"{page}:{number + 1}: {marks} belongs to no block"
+        number += 1
+    return found
+
+
+def indented_commands(page: Path) -> list[str]:
+    """Commands in blocks without fences, which no test would see."""
+    command = re.compile(r"^    (\$ |pipespec |python |make |pip |\.venv/bin/)")
+    fenced = {
+        number
+        for block in blocks(page)
+        for number in range(block.line, block.line + block.text.count("\n") + 1)
+    }
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return [
+        f"{_name(page)}:{number}"
+        for number, line in enumerate(lines, 1)
+        if command.match(line) and number not in fenced
+    ]
+
+
+def commands(text: str) -> list[Command]:
+    """The commands of a console block."""
+    found: list[Command] = []
+    lines = text.splitlines()
+    assert not lines or lines[0].startswith(PROMPT), "a console block begins with `$ `"
+    while lines:
+        command = lines.pop(0).removeprefix(PROMPT)
+        while lines and not _complete(command):
+            command += "\n" + lines.pop(0).removeprefix("> ")
+        output = []
+        while lines and not lines[0].startswith(PROMPT):
+            output.append(lines.pop(0))
+        found.append(Command(command, "\n".join(output)))
+    return found
+
+
+def _complete(command: str) -> bool:
+    if command.endswith("\\"):
+        return False
+    if here := re.search(r"<<-?\s*['\"]?(\w+)['\"]?", command):
+        return command.splitlines()[-1].strip() == here[1]
+    try:
+        shlex.split(command, comments=True)
+    except ValueError:  # within a quotation
+        return False
+    return True
+
+
+def printed_as_documented(documented: str, printed: str) -> bool:
+    """Whether a command printed what a page says, which may leave parts out by `...`."""
+    rest = _loosely(printed)
+    for part in filter(None, map(_loosely, re.split(r"\.\.\.|…", documented))):
+        _, found, rest = rest.partition(part)
+        if not found:
+            return False
+    return True
+
+
+def _loosely(text: str) -> str:
+    """A text without numbers, line breaks, or the lengths of drawn lines."""
+    text = re.sub(r"([─━═┄-])\1+", r"\1", text)
+    return " ".join(re.sub(r"[.\d][\d.,]*", "#", text).split())
+
+
+def parse(block: Block, folder: Path) -> None:
+    """Read a block that is data; raises if it cannot be read."""
+    if block.language == "json":
+        text = block.text.strip()
+        json.loads(text if text.startswith(("{", "[")) else f"{{{text}}}")
+    elif block.language == "yaml":
+        found = yaml.safe_load(block.text)
+        if isinstance(found, dict) and "hosts" in found:
+            file = folder / f"hosts-{block.line}.yaml"
+            file.write_text(block.text)
+            load_hosts(str(file))
+
+
+class Page:
+    """A folder that looks like a checkout, in which the blocks of a page are run in order.
+
+    Environment variables and the working folder go on from command to command.
+    """
+
+    def __init__(self, sandbox: Sandbox):
+        self._sandbox = sandbox
+        self._folder = sandbox.folder / "checkout"
+        self._state = sandbox.folder / "shell"
+        self._port = _free_port()
+        self._count = 0
+        ignored = shutil.ignore_patterns("__pycache__", "images", "*.svg", "*.png")
+        for name in CHECKOUT:
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, self._folder / name, ignore=ignored)
+        for file in ROOT.iterdir():
+            if file.is_file() and not file.name.startswith("."):
+                shutil.copy(file, self._folder)
+        self._state.mkdir()
+        # Without an option curl takes a reply like 400 for a success.
+        (self._state / ".curlrc").write_text("fail-with-body\n")
+
+    def run(self, block: Block) -> None:
+        """Run a block; raises AssertionError if a command fails, or prints something else."""
+        if name := block.marks.get("file"):
+            (self._folder / name).write_text(block.text)
+        if block.language in PARSED:
+            parse(block, self._folder)
+        elif block.language == "console":
+            self._run_commands(block, commands(block.text))
+        elif block.language == "bash":
+            self._run_commands(block, [Command(block.text, "")])
+        elif block.language == "python":
+            self._count += 1
+            file = self._state / f"block{self._count}.py"
+            file.write_text(self._with_port(block.text))
+            self._run_commands(block, [Command(f"python {file}", "")])
+
+    def _run_commands(self, block: Block, found: list[Command]) -> None:
+        for number, command in enumerate(found, 1):
+            if "background" in block.marks:
+                assert len(found) == 1, f"{block.place}: a background block has one command"
+                self._start(block, command)
+                continue
+            expected = int(block.marks.get("exit", "0")) if number == len(found) else 0
+            code, printed = self._execute(command)
+            said = f"{block.place}: {command.text}\n{printed}"
+            assert code == expected, f"{said}\nexit code {code}, not {expected}"
+            assert printed_as_documented(command.output, printed), f"{said}\nnot {command.output}"
+
+    def _execute(self, command: Command) -> tuple[int, str]:
+        # Into a file: what a command leaves running would keep a pipe open.
+        output = self._state / "output"
+        with output.open("w") as file:
+            code = subprocess.run(
+                ["bash", "-c", self._script(command.text)],
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=PATIENCE_S,
+            ).returncode
+        return code, output.read_text(errors="replace")
+
+    def _start(self, block: Block, command: Command) -> None:
+        self._count += 1
+        output = self._state / f"background{self._count}"
+        errors = output.with_suffix(".errors")
+        with output.open("w") as out, errors.open("w") as err:
+            process = subprocess.Popen(
+                ["bash", "-c", self._script(command.text)],
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+        until(lambda: output.stat().st_size > 0 or process.poll() is not None, PATIENCE_S)
+        assert process.poll() is None, f"{block.place}: {command.text}\n{errors.read_text()}"
+
+    def _script(self, command: str) -> str:
+        """A command between what restores and what keeps variables and the working folder."""
+        variables, folder = self._state / "variables", self._state / "folder"
+        return (
+            f'[ ! -f {variables} ] || {{ . {variables}; cd "$(cat {folder})"; }}\n'
+            f"{self._with_port(command)}\n"
+            f"code=$?; export -p > {variables}; pwd > {folder}; exit $code"
+        )
+
+    def _with_port(self, text: str) -> str:
+        text = re.sub(rf"\b{PORT}\b", str(self._port), text)
+        serve = re.compile(r"pipespec serve(?!.*--port)(.*)")
+        return serve.sub(rf"pipespec serve --port {self._port}\1", text)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        environment = self._sandbox.environment
+        programs = Path(sys.executable).parent
+        path = f"{programs}:{environment['PATH']}"
+        return environment | {"PATH": path, "COLUMNS": "100", "CURL_HOME": str(self._state)}
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def pages() -> list[Path]:
+    """What is documentation: what the repository says of itself."""
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def all_blocks(found: Iterable[Path]) -> Iterator[Block]:
+    for page in found:
+        yield from blocks(page)
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name

@@ -1,0 +1,390 @@
+"""Requests that a server must survive: valid, odd and hostile ones, the same for the same seed."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+MODEL = "demo"
+KEY = "a-key-for-these-requests"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+GET_ROUTES = (
+    *("/v1/models", f"/v1/models/{MODEL}", "/health", "/version", "/load", "/metrics"),
+    *("/tokenizer_info", "/openapi.json", "/", "/page/main.js", "/models"),
+)
+ODD_ROUTES = (
+    *("/v1/models/%00", "/v1/models/%ff%fe", "/v1/models/..%2f..%2fetc%2fpasswd", "//", "/../.."),
+    *("/page/../../pyproject.toml", "/page/%2e%2e/app.py", "/nowhere", "/v1", "/v1/chat"),
+    *("/?" + "a=b&" * 500, "/" + "x" * 6000, "/v1/models?" + "%" * 50, "/%", "/*", "/docs"),
+    *("/requests/0/cancel", "/requests/-1/cancel", "/requests/99999999999999999999/cancel"),
+    *("/requests/%F0%9F%98%80/cancel", "/metrics/", "/v1/completions", "/events?request=x"),
+)
+METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD", "TRACE", "CONNECT", "FOO")
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+FORM = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SURROGATE = "\ud800"
+# Instead of any value.
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, False, 0, -1, 1, 0.5, -0.0, 2**31, 2**53, 2**63, -(2**63), 2**64, 10**30),
+    *(1e308, float("nan"), float("inf"), float("-inf"), "", " ", "a", "0", "\0", "\x7f", "\u202e"),
+    *(SURROGATE, f"a{SURROGATE}b", "\udfff\ud800", "😀" * 20, "ﷺ" * 30, "a\u0300" * 40, "\ufeff"),
+    *([], {}, [[]], [{}], {"": ""}, {SURROGATE: SURROGATE}, [None], [SURROGATE], ["a"] * 300),
+    *(
+        [0] * 300,
+        [-1],
+        [10**9],
+        [1.5],
+        [True],
+        {"a": {"a": {"a": []}}},
+        "<|endoftext|>",
+        "{{ 1/0 }}",
+    ),
+    *("{% for i in range(10**9) %}x{% endfor %}", "/" * 3000, "%s%n%x", "'; DROP TABLE x; --"),
+)
+FIELDS = (
+    *("model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "seed", "max_tokens", "min_tokens", "stop", "n", "echo"),
+    *("stop_token_ids", "ignore_eos", "priority", "prompt_logprobs", "response_format", "stream"),
+    *("structured_outputs", "stream_options", "messages", "max_completion_tokens", "logprobs"),
+    *("top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "prompt", "best_of", "user"),
+    *(
+        "cache_salt",
+        "guided_json",
+        "guided_regex",
+        "functions",
+        "suffix",
+        "chat_template",
+        "tokens",
+    ),
+    *("content", "add_special_tokens", "return_token_strs", "metadata", "json_schema", "bad_words"),
+)
+# Of structured_outputs and response_format.
+FORMS: tuple[dict[str, Any], ...] = (
+    {"regex": "[a-z]{1,3}"},
+    {"regex": ""},
+    {"regex": "("},
+    {"regex": "(a{1,99}){1,99}"},
+    {"regex": "(a*)*b"},
+    {"regex": SURROGATE},
+    {"regex": "\\p{Greek}+(?=x)"},
+    {"choice": ["yes", "no"]},
+    {"choice": [""]},
+    {"choice": [SURROGATE]},
+    {"choice": ["a" * 2000]},
+    {"grammar": "start: /a+/"},
+    {"grammar": "start: start"},
+    {"grammar": "}{"},
+    {"json": FORM},
+    {"json": {}},
+    {"json": "not JSON"},
+    {"json": {"$ref": "#"}},
+    {"json": {"$ref": "http://127.0.0.1:9/schema"}},
+    {"json": {"type": "string", "pattern": "("}},
+    {"json": {"type": "integer", "minimum": 5, "maximum": 1}},
+    {"json": {"enum": []}},
+    {"json": {"type": "nothing"}},
+    {"json_object": True},
+    {"structural_tag": "x"},
+    {"json": FORM, "regex": "a"},
+)
+RESPONSE_FORMATS: tuple[dict[str, Any], ...] = (
+    {"type": "json_object"},
+    {"type": "json_object", "schema": FORM},
+    {"type": "json_schema", "json_schema": {"name": "a", "schema": FORM}},
+    {"type": "json_schema", "json_schema": {}},
+    {"type": "json_schema", "json_schema": {"name": SURROGATE, "schema": {"const": SURROGATE}}},
+    {"type": "text"},
+    {"type": "xml"},
+)
+# Bodies that are no JSON, or hardly.
+TEXTS: tuple[bytes, ...] = (
+    *(b"", b"null", b"0", b'"a"', b"[]", b"{", b'{"prompt": "a"', b"\xff\xfe", b"\xef\xbb\xbf{}"),
+    *(b"[" * 100_000, b'{"a":' * 50_000, b'{"prompt": "\\ud800"}', b'{"prompt": "\xed\xa0\x80"}'),
+    *(b'{"prompt": "a", "temperature": 1e400}', b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"),
+    *(b'{"prompt": "a", "prompt": "b", "max_tokens": 1}', b'{"prompt": "a", "max_tokens": 1}}'),
+    *(b"prompt=a&max_tokens=1", b"\0" * 1000, b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+    *(b'{"messages": [' + b"{}," * 2000 + b"{}]}", b'{"' + b"k" * 100_000 + b'": 1}'),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request as it is sent.
+
+    Attributes:
+        name: what is odd about it.
+        sent: all bytes of it.
+        half: whether the client closes its side after them: the request is not whole.
+    """
+
+    name: str
+    sent: bytes
+    half: bool = False
+
+
+def request(
+    method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> bytes:
+    """A well-formed request, on a connection of its own."""
+    given = {"Host": "127.0.0.1", "Connection": "close", "X-Api-Key": KEY}
+    if body is not None:
+        given |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    given |= headers or {}
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {text}" for name, text in given.items())]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + (body or b"")
+
+
+def cases(count: int, seed: int) -> Iterator[Case]:
+    """So many requests, the most expensive ones (`LARGE`) once each among them."""
+    draw = random.Random(seed)
+    makers: list[tuple[Callable[[random.Random], Case], int]] = [
+        (valid, 15),
+        (mutated, 45),
+        (formed, 12),
+        (no_json, 8),
+        (odd_route, 10),
+        (odd_headers, 10),
+        (broken_framing, 15),
+    ]
+    kinds, weights = zip(*makers, strict=True)
+    # Far apart, and none at the end.
+    places = {round((number + 0.5) * count / len(LARGE)): make for number, make in enumerate(LARGE)}
+    for number in range(count):
+        if number in places:
+            yield places[number]()
+        else:
+            yield draw.choices(kinds, weights)[0](draw)
+
+
+# --- kinds --------------------------------------------------------------------------------------
+
+
+def body_for(draw: random.Random, path: str) -> dict[str, Any]:
+    """A valid body."""
+    if path == TOKENIZE:
+        return draw.choice(({"prompt": "Once"}, {"messages": [message("Hello")]}))
+    if path == DETOKENIZE:
+        return {"tokens": [draw.randrange(200) for _ in range(draw.randint(1, 9))]}
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": draw.randint(1, 3), "seed": 1}
+    body |= {"stream": draw.random() < 0.4}
+    if path == COMPLETIONS:
+        return body | {"prompt": draw.choice(("Once", ["a", "b"], [5, 6, 7], [[5], [6, 7]]))}
+    body |= {"messages": [message("Hello")]}
+    return body | ({"tools": [TOOL], "tool_choice": "auto"} if draw.random() < 0.3 else {})
+
+
+def message(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def posted(name: str, path: str, body: Any) -> Case:
+    return Case(f"{name} {path} {json.dumps(body)[:300]}", request("POST", path, as_json(body)))
+
+
+def as_json(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+def a_path(draw: random.Random) -> str:
+    return draw.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, TOKENIZE, DETOKENIZE))
+
+
+def valid(draw: random.Random) -> Case:
+    if draw.random() < 0.5:
+        path = draw.choice(GET_ROUTES)
+        return Case(f"GET {path}", request("GET", path))
+    path = a_path(draw)
+    return posted("valid", path, body_for(draw, path))
+
+
+def mutated(draw: random.Random) -> Case:
+    """Some values of a valid body, at any depth, are others."""
+    path = a_path(draw)
+    body = deepcopy(body_for(draw, path))
+    for _ in range(draw.randint(1, 3)):
+        change(draw, body)
+    return posted("mutated", path, body)
+
+
+def change(draw: random.Random, body: dict[str, Any]) -> None:
+    place: Any = body
+    while True:
+        keys = [*place] if isinstance(place, dict) else [*range(len(place))]
+        inner = [key for key in keys if isinstance(place[key], dict | list) and place[key]]
+        if not inner or draw.random() < 0.6:
+            break
+        place = place[draw.choice(inner)]
+    what = draw.random()
+    if isinstance(place, list):
+        place[draw.randrange(len(place))] = hostile(draw)
+    elif what < 0.2 and place:
+        del place[draw.choice([*place])]
+    elif what < 0.6 and place:
+        place[draw.choice([*place])] = hostile(draw)
+    else:
+        place[draw.choice(FIELDS)] = hostile(draw)
+
+
+def hostile(draw: random.Random) -> Any:
+    return deepcopy(draw.choice(HOSTILE))  # a later change may go into it
+
+
+def formed(draw: random.Random) -> Case:
+    """An answer is to fit a form, which is not always one."""
+    path = draw.choice((CHAT, COMPLETIONS))
+    body = body_for(draw, path)
+    body.pop("tools", None)
+    body.pop("tool_choice", None)
+    name, forms = draw.choice(
+        (("structured_outputs", FORMS), ("response_format", RESPONSE_FORMATS))
+    )
+    return posted("formed", path, body | {name: draw.choice(forms)})
+
+
+def no_json(draw: random.Random) -> Case:
+    path, text = a_path(draw), draw.choice(TEXTS)
+    return Case(f"no JSON {path} {text[:60]!r}", request("POST", path, text))
+
+
+def odd_route(draw: random.Random) -> Case:
+    method, path = draw.choice(METHODS), draw.choice((*ODD_ROUTES, *GET_ROUTES))
+    # A stream of events has no end.
+    if path == "/events":
+        path = "/version"
+    return Case(f"{method} {path[:60]}", request(method, path))
+
+
+def odd_headers(draw: random.Random) -> Case:
+    path = a_path(draw)
+    odd = draw.choice(
+        (
+            {"X-Api-Key": ""},
+            {"X-Api-Key": "wrong"},
+            {"X-Api-Key": "\xe9" * 100},
+            {"X-Api-Key": "", "Authorization": "Bearer"},
+            {"X-Api-Key": "", "Authorization": f"bearer   {KEY}"},
+            {"X-Api-Key": "", "Authorization": "Basic " + "A" * 3000},
+            {"Content-Type": "text/plain"},
+            {"Content-Type": "application/json; charset=utf-16"},
+            {"Content-Encoding": "gzip"},
+            {"Origin": "null"},
+            {"Origin": "http://evil.test", "Sec-Fetch-Site": "cross-site"},
+            {"Host": ""},
+            {"Host": "evil.test"},
+            {"Accept": "x/" + "y" * 3000},
+            {"Cookie": "a=b; " * 500},
+            {"X-Odd": "v" * 100_000},
+            {f"X-Odd-{number}": "v" for number in range(500)},
+            {"Range": "bytes=0-0"},
+            {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13"}
+            | {"Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ=="},
+            {"Upgrade": "h2c", "Connection": "Upgrade, HTTP2-Settings"},
+            {"Transfer-Encoding": "chunked"},
+            {"Expect": "100-continue"},
+            {"X-Request-Id": "\x01\x02"},
+        )
+    )
+    name = json.dumps(odd)[:80]
+    # What is upgraded or cut in pieces that do not come ends only with the client.
+    half = "Upgrade" in odd or "Transfer-Encoding" in odd
+    return Case(name, request("POST", path, as_json(body_for(draw, path)), odd), half=half)
+
+
+def broken_framing(draw: random.Random) -> Case:
+    """Bytes that are no HTTP, or not quite."""
+    body = as_json({"prompt": "Once", "max_tokens": 1})
+    whole = request("POST", COMPLETIONS, body)
+    chunked = request("POST", COMPLETIONS, None, {"Transfer-Encoding": "chunked"})
+    garbage = bytes(draw.randrange(256) for _ in range(draw.randint(1, 400)))
+    flipped = bytearray(whole)
+    for _ in range(draw.randint(1, 4)):
+        flipped[draw.randrange(len(flipped))] = draw.randrange(256)
+    choices: tuple[tuple[str, bytes], ...] = (
+        ("garbage", garbage),
+        ("flipped bytes", bytes(flipped)),
+        ("cut", whole[: draw.randrange(1, len(whole))]),
+        ("nothing", b""),
+        ("HTTP/0.9", b"GET /health\r\n"),
+        ("HTTP/2 preface", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+        ("HTTP/9.9", whole.replace(b"HTTP/1.1", b"HTTP/9.9", 1)),
+        ("TLS hello", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200)),
+        ("bare line feeds", whole.replace(b"\r\n", b"\n")),
+        ("negative length", request("POST", COMPLETIONS, None, {"Content-Length": "-5"}) + body),
+        ("length of letters", request("POST", COMPLETIONS, None, {"Content-Length": "abc"}) + body),
+        ("huge length", request("POST", COMPLETIONS, None, {"Content-Length": "9" * 30}) + body),
+        ("two lengths", whole.replace(b"Content-Length", b"Content-Length: 3\r\nContent-Length")),
+        ("length and chunks", request("POST", COMPLETIONS, body, {"Transfer-Encoding": "chunked"})),
+        ("bad chunk", chunked + b"zz\r\nabc\r\n0\r\n\r\n"),
+        ("negative chunk", chunked + b"-1\r\nabc\r\n0\r\n\r\n"),
+        ("huge chunk", chunked + b"f" * 20 + b"\r\nabc"),
+        ("chunk extension", chunked + b"1;" + b"x" * 9000 + b"\r\n{\r\n0\r\n\r\n"),
+        ("trailers", chunked + b"0\r\n" + b"A: b\r\n" * 300 + b"\r\n"),
+        ("no host", b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n"),
+        ("folded header", b"GET /health HTTP/1.1\r\nHost: a\r\n b\r\nConnection: close\r\n\r\n"),
+        ("header without colon", b"GET /health HTTP/1.1\r\nHost\r\n\r\n"),
+        ("zero byte in header", b"GET /health HTTP/1.1\r\nHost: \0\r\n\r\n"),
+        ("absolute form", b"GET http://a/health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"),
+        ("pipelined", request("GET", "/health", None, {"Connection": "keep-alive"}) * 5),
+        ("long method", b"A" * 20_000 + b" / HTTP/1.1\r\n\r\n"),
+        ("long line", b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n"),
+        ("more after it", whole + garbage),
+    )
+    name, sent = draw.choice(choices)
+    return Case(f"framing: {name} {sent[:40]!r}", sent, half=True)
+
+
+# --- large ones ---------------------------------------------------------------------------------
+
+
+def large(name: str, path: str, body: Any) -> Callable[[], Case]:
+    """`body` makes it when it is needed."""
+    return lambda: Case(f"large: {name}", request("POST", path, as_json(body())))
+
+
+LARGE: tuple[Callable[[], Case], ...] = (
+    large("prompt of 10 MB", COMPLETIONS, lambda: {"prompt": "a b " * 2_500_000}),
+    large("prompt of 31 MB", COMPLETIONS, lambda: {"prompt": "word" * 7_750_000}),
+    large("content of 3 MB", CHAT, lambda: {"messages": [message("é" * 500_000)]}),
+    large("text of 3 MB to tokenize", TOKENIZE, lambda: {"prompt": "a" * 3_000_000}),
+    large("300,000 messages", CHAT, lambda: {"messages": [message("a")] * 300_000}),
+    large("100,000 messages to tokenize", TOKENIZE, lambda: {"messages": [message("a")] * 100_000}),
+    large("3 million ids to detokenize", DETOKENIZE, lambda: {"tokens": [5] * 3_000_000}),
+    large("a million ids as a prompt", COMPLETIONS, lambda: {"prompt": [5] * 1_000_000}),
+    large("100,000 biases", COMPLETIONS, lambda: {"prompt": "a", "logit_bias": biases(100_000)}),
+    large("100,000 stops", COMPLETIONS, lambda: {"prompt": "a", "stop": ["x"] * 100_000}),
+    large("10,000 tools", CHAT, lambda: {"messages": [message("a")], "tools": [TOOL] * 10_000}),
+    large("a regex bomb", COMPLETIONS, lambda: structured(regex="((a{1,999}){1,999}){1,99}")),
+    large("a schema of 20,000 fields", COMPLETIONS, lambda: structured(json=wide(20_000))),
+    large("a schema 500 levels deep", COMPLETIONS, lambda: structured(json=deep(500))),
+    large("unknown fields", COMPLETIONS, lambda: {f"x{i}": i for i in range(200_000)}),
+)
+
+
+def biases(count: int) -> dict[str, int]:
+    return {str(token): 1 for token in range(count)}
+
+
+def structured(**form: Any) -> dict[str, Any]:
+    return {"prompt": "a", "max_tokens": 1, "structured_outputs": form}
+
+
+def wide(fields: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"f{i}": {"type": "string"} for i in range(fields)}}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema

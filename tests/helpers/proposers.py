@@ -1,0 +1,55 @@
+"""Settings of every proposer of `conf/proposer`, and of policies to try it with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from pipespec.config.choices import options, read_choice
+from pipespec.config.compose import compose
+from pipespec.config.method_registry import policy_class
+
+# Small sizes, so that pipelines of a few stages fill, and what a policy needs besides them.
+SIZE = ("policy.width=8", "policy.children=4")
+OWN_SIZE = {"static_tree": ("policy.shape=[1,2,1]", "policy.children=4")}
+
+
+def _small(policy: str) -> tuple[str, ...]:
+    fixed = policy_class(policy).has_fixed_size
+    return (f"policy={policy}", *OWN_SIZE.get(policy, () if fixed else SIZE))
+
+
+POLICIES = {policy: _small(policy) for policy in options("policy")}
+PROPOSERS = tuple(options("proposer"))
+
+
+def proposer_overrides(proposer: str, *, truth: Path, mid: Path) -> list[str]:
+    """`truth` is the file that synthetic drafts read, `mid` a cascade's second model."""
+    overrides = [f"proposer={proposer}"]
+    needed = {
+        entry.name for entry in fields(read_choice("proposer", proposer).cls) if is_required(entry)
+    }
+    if "truth" in needed:
+        overrides.append(f"proposer.truth={truth}")
+    config = compose([*overrides, f"model.mid={mid}"]).proposer
+    if config.needs_mid:
+        overrides.append(f"model.mid={mid}")
+    if not config.needs_draft:
+        overrides.append("model.draft=null")
+    return overrides
+
+
+def is_required(entry: Field[Any]) -> bool:
+    """Whether a setting has no default."""
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def write_truth(
+    file: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> None:
+    """The file of prompts and answers that synthetic drafts read (`proposer.truth`)."""
+    texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    file.write_text("".join(json.dumps(text) + "\n" for text in texts))

@@ -1,0 +1,68 @@
+"""The result of a run of the suite as JSON, with the circumstances in which it was obtained."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+COUNTED = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+
+
+def write_results(
+    path: Path, stats: Mapping[str, Sequence[Any]], exit_code: int, started_s: float
+) -> None:
+    """Write a run's date, commit, hardware, versions, duration and counts, and what failed.
+
+    Args:
+        stats: pytest's reports by outcome, as its terminal reporter keeps them.
+        started_s: wall-clock time at which the run began.
+    """
+    skipped = [report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", [])]
+    result = {
+        "date": datetime.fromtimestamp(started_s, UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "command": " ".join(["pytest", *sys.argv[1:]]),
+        "hardware": _hardware(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "duration_s": round(time.time() - started_s),
+        "exit_code": int(exit_code),
+        "counts": {name: len(stats.get(name, [])) for name in COUNTED},
+        "failures": sorted(
+            report.nodeid for name in ("failed", "error") for report in stats.get(name, [])
+        ),
+        "skipped_because": {reason: skipped.count(reason) for reason in sorted(set(skipped))},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _commit() -> str | None:
+    """The commit, with `-dirty` behind it where tracked files differ; None outside a checkout."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    return described.stdout.strip() or None
+
+
+def _hardware() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    gib = psutil.virtual_memory().total / 2**30
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    name = names[0] if names else platform.machine()
+    return ", ".join([name, f"{os.cpu_count()} cores", f"{gib:.0f} GiB", *gpus])

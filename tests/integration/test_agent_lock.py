@@ -1,0 +1,137 @@
+"""A name that one agent of a host holds, and who may be signalled for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipespec.cluster.agent_lock import runtime_folder, sole_agent
+from pipespec.errors import ConfigError
+from pipespec.system.process_identity import since_boot
+
+PATIENCE = 60
+NAME = "lab-1-beta"
+HOLDER = """
+    import sys
+    from pathlib import Path
+    from pipespec.cluster.agent_lock import sole_agent
+    with sole_agent(sys.argv[1], Path(sys.argv[2])):
+        print("held", flush=True)
+        sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "pipespec"
+
+
+@contextmanager
+def holder(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HOLDER), NAME, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """What an agent that is killed leaves."""
+    path = Path(tempfile.mkdtemp(prefix="pipespec-"))
+    (path / "log").touch()
+    yield path
+    if path.exists():
+        (path / "log").unlink(missing_ok=True)
+        path.rmdir()
+
+
+def test_the_earlier_holder_is_ended_and_what_it_left_removed(directory, tmp_path, runtime):
+    with holder(directory) as earlier, sole_agent(NAME, tmp_path) as lock:
+        assert earlier.wait(PATIENCE) != 0
+        assert lock == runtime / f"{NAME}.lock"
+        assert lock.read_text().splitlines()[0] == str(os.getpid())
+        assert not directory.exists()
+
+
+def test_the_folder_of_locks_is_for_this_user_alone(runtime):
+    assert runtime_folder() == runtime
+    assert runtime.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_to_which_others_can_write_is_refused(runtime):
+    runtime.mkdir()
+    runtime.chmod(0o777)
+    with pytest.raises(ConfigError, match="Others can write to"), sole_agent(NAME, runtime):
+        pass
+
+
+def test_a_link_in_the_place_of_the_lock_is_not_followed(runtime, tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    runtime_folder()
+    (runtime / f"{NAME}.lock").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"), sole_agent(NAME, tmp_path):
+        pass
+    assert precious.read_text() == "keep"
+
+
+@pytest.mark.parametrize("named", ["a bystander", "a group"])
+def test_lock_whose_file_names_another_process_signals_none(named, directory, tmp_path):
+    """Somebody holds the lock whose file names others: only a matching start is signalled."""
+    bystander = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        with holder(directory) as earlier:
+            lock = runtime_folder() / f"{NAME}.lock"
+            pid = -1 if named == "a group" else bystander.pid
+            begun = since_boot(psutil.Process(bystander.pid)) - 3600
+            lock.write_text(f"{pid}\n{begun}\n{directory}\n")
+            waiting = subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(HOLDER), NAME, str(tmp_path)],
+                stdout=subprocess.PIPE,
+                text=True,
+                stdin=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            try:
+                # It gets the lock only by the holder's own end.
+                assert earlier.stdin is not None
+                earlier.stdin.close()
+                assert earlier.wait(PATIENCE) == 0
+                assert waiting.stdout is not None
+                assert waiting.stdout.readline() == "held\n"
+            finally:
+                waiting.kill()
+                waiting.communicate()
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.communicate()
+
+
+def test_only_a_temporary_folder_of_ours_is_removed(tmp_path):
+    mine = tmp_path / "documents"
+    mine.mkdir()
+    runtime_folder()
+    (runtime_folder() / f"{NAME}.lock").write_text(f"1\n1.0\n{mine}\n")
+    with sole_agent(NAME, tmp_path):
+        assert mine.exists()

@@ -1,0 +1,189 @@
+"""What web pages of other origins reach of a server, in a real browser beside a real cluster."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import openai
+import pytest
+
+from tests.helpers.browser import chromium, needs_chromium
+from tests.helpers.sandbox import PATIENCE_S, Sandbox
+from tests.helpers.serving import MODEL, NAME, Server, cluster_up, serving
+
+pytestmark = [pytest.mark.slow, needs_chromium]
+SETTINGS = ("cluster.stages=2", "cluster.devices=[cpu]", "model.dtype=float32", "model.context=512")
+HOSTS = "--host-resolver-rules=MAP evil.test 127.0.0.1,MAP lan.test 127.0.0.1"
+NUM_TOKENS = 400
+LONG: dict[str, Any] = {
+    "model": MODEL,
+    "max_tokens": NUM_TOKENS,
+    "temperature": 0,
+    "extra_body": {"ignore_eos": True},
+}
+# Every way in which a page may send a request without being asked for leave first, and what of
+# the replies it can read.
+ATTACK = """async ([server, requests]) => {
+    const readable = [];
+    const attempt = async (path, options) => {
+        try {
+            const reply = await fetch(server + path, options);
+            if (reply.type !== "opaque") readable.push([path, reply.status]);
+        } catch (refused) {}
+    };
+    for (const mode of ["cors", "no-cors"])
+        for (let i = 1; i <= requests; i++)
+            await attempt(`/requests/${i}/cancel`, {method: "POST", mode});
+    for (let i = 1; i <= requests; i++) navigator.sendBeacon(`${server}/requests/${i}/cancel`, "");
+    for (const path of ["/", "/health", "/v1/models", "/metrics", "/load", "/openapi.json"])
+        await attempt(path, {});
+    const body = JSON.stringify({prompt: "a", max_tokens: 1});
+    await attempt("/v1/completions", {method: "POST", body});
+    await attempt("/v1/completions", {
+        method: "POST", body, headers: {"Content-Type": "application/json"},
+    });
+    const events = new EventSource(server + "/events");
+    await new Promise((resolve) => {
+        events.onmessage = events.onopen = () => { readable.push(["/events", 200]); resolve(); };
+        events.onerror = resolve;
+    });
+    events.close();
+    // A sandboxed frame has the origin "null".
+    const frame = document.createElement("iframe");
+    frame.sandbox = "allow-scripts";
+    const done = new Promise((resolve) => { window.onmessage = resolve; });
+    frame.srcdoc = `<script>Promise.allSettled([...Array(${requests})].map((_, i) => fetch(
+        "${server}/requests/" + (i + 1) + "/cancel", {method: "POST", mode: "no-cors"}
+    ))).then(() => parent.postMessage("done", "*"))</script>`;
+    document.body.append(frame);
+    await done;
+    return readable;
+}"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    with cluster_up(tmp_path_factory.mktemp("pages"), *SETTINGS) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def server(place: Sandbox) -> Iterator[Server]:
+    with serving(place, "--on", NAME, "--allowed-hosts", "lan.test") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium(HOSTS) as browser:
+        yield browser
+
+
+class _Blank(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<!doctype html><title>a page</title><body></body>")
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[str]:
+    """The address of somebody else's page."""
+    http = HTTPServer(("127.0.0.1", 0), _Blank)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    try:
+        yield f"http://evil.test:{http.server_port}"
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+
+
+@contextmanager
+def page_of(browser: Any, url: str) -> Iterator[Any]:
+    context = browser.new_context()
+    try:
+        page = context.new_page()
+        page.goto(url)
+        yield page
+    finally:
+        context.close()
+
+
+def lan(server: Server) -> str:
+    """The server's address under a name that other machines use for it."""
+    return server.url.replace("127.0.0.1", "lan.test")
+
+
+def test_foreign_page_cancels_nothing_and_reads_nothing(
+    server: Server, browser: Any, elsewhere: str
+) -> None:
+    with server.openai() as client, page_of(browser, elsewhere) as page:
+        stream = client.completions.create(prompt="Once", stream=True, **LONG)
+        pieces = iter(stream)
+        next(pieces)
+        assert page.evaluate(ATTACK, [lan(server), 8]) == []
+        assert page.evaluate(ATTACK, [server.url, 8]) == []
+        assert [piece.choices[0].finish_reason for piece in pieces][-1] == "length"
+
+
+def test_own_page_can_cancel_under_every_host_name(server: Server, browser: Any) -> None:
+    cancel = "fetch('/requests/999/cancel', {method: 'POST'}).then((reply) => reply.status)"
+    for url in (server.url, lan(server), server.url.replace("127.0.0.1", "localhost")):
+        with page_of(browser, url) as page:
+            assert page.evaluate(cancel) == 404  # there is no such request
+
+
+def test_page_of_an_allowed_origin_reads_replies_and_request_ids(
+    place: Sandbox, browser: Any, elsewhere: str
+) -> None:
+    with (
+        serving(place, "--on", NAME, "--allowed-origins", elsewhere) as server,
+        page_of(browser, elsewhere) as page,
+    ):
+        read = """(url) => fetch(url, {headers: {"X-Request-Id": "mine-1"}}).then(
+            async (reply) => [reply.headers.get("X-Request-Id"), (await reply.json()).object])"""
+        assert page.evaluate(read, f"{server.url}/v1/models") == ["mine-1", "list"]
+
+
+def test_dns_rebinding_is_refused_without_api_key(
+    place: Sandbox, server: Server, browser: Any
+) -> None:
+    port = server.url.rpartition(":")[2]
+    read = "(path) => fetch(path).then(async (reply) => [reply.status, await reply.text()])"
+    with page_of(browser, f"http://evil.test:{port}/") as page:
+        for path in ("/", "/v1/models", "/events", "/health"):
+            status, text = page.evaluate(read, path)
+            assert status == 403
+            assert "does not serve the host 'evil.test:" in text
+    with (
+        serving(place, "--on", NAME, "--api-key", "key") as keyed,
+        page_of(browser, f"http://evil.test:{keyed.url.rpartition(':')[2]}/") as page,
+    ):
+        assert page.evaluate(read, "/v1/models")[0] == 401
+
+
+def test_foreign_request_is_refused_before_its_body_is_sent(server: Server) -> None:
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: http://evil.test\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+        )
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 403 ")
+
+
+def test_clients_other_than_browsers_need_no_origin(server: Server) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    with client:
+        assert client.models.list().data[0].id == MODEL

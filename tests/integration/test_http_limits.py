@@ -1,0 +1,306 @@
+"""What clients may send, and hold open, before and after their key is checked: real sockets at a
+real server process, whose cluster is a head that takes requests and says nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipespec.client import registry
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from tests.helpers.log import head_of
+from tests.helpers.probing import probing
+from tests.helpers.sandbox import PATIENCE_S, Sandbox
+from tests.helpers.scenes import NAMESPACE, cluster_of
+from tests.helpers.serving import Server, serving
+
+pytestmark = pytest.mark.slow
+NAME = "lab"
+# As large models have, so that nothing here is refused for its length alone.
+CONTEXT = 131072
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MEGABYTES = 40
+# How long another client may wait, or for a third of the time that the request takes, as a machine
+# may be loaded. A body that is read by the event loop holds everybody up for nearly all of it.
+MOST_GAP_S = 0.4
+KEY, KIND = {"X-Api-Key": "sesame"}, {"Content-Type": "application/json"}
+MOST_HEADERS = 8192
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    """A cluster that servers take to be up: its registry entry, its Redis and a test's head."""
+    folder = tmp_path_factory.mktemp("limits")
+    served = ModelInfo.of(decide(compose(["model.context=1024"])))
+    with pytest.MonkeyPatch.context() as patch, EmbeddedRedis() as redis:
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        with head_of(redis, NAMESPACE), registry.claim(NAME), Sandbox(folder) as place:
+            registry.publish(cluster_of(redis, replace(served, context=CONTEXT)))
+            yield place
+
+
+@pytest.fixture(scope="module")
+def server(place: Sandbox) -> Iterator[Server]:
+    """A server that accepts large bodies, without a key."""
+    with serving(place, "--on", NAME, "--max-body-bytes", str(MEGABYTES * 2**20)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def guarded(place: Sandbox) -> Iterator[Server]:
+    """A server with a key and short timeouts."""
+    limits = ("--header-timeout", "1", "--body-timeout", "1")
+    limits = (*limits, "--max-header-bytes", str(MOST_HEADERS))
+    with serving(place, "--on", NAME, "--api-key", KEY["X-Api-Key"], *limits) as server:
+        yield server
+
+
+# --- the event loop ---------------------------------------------------------------------------
+
+LARGE: dict[str, tuple[str, dict[str, Any] | bytes, int]] = {
+    "a long prompt": (COMPLETIONS, {"prompt": "word " * 2_000_000}, 400),
+    "a longer prompt": (COMPLETIONS, {"prompt": "word " * 6_200_000}, 400),
+    "a long text": ("/tokenize", {"prompt": "word " * 300_000}, 200),
+    "messages": (CHAT, {"messages": [{"role": "user", "content": "a"}] * 300_000}, 400),
+    "wrong messages": (CHAT, {"messages": [{"role": "poet"}] * 300_000}, 400),
+    "token ids": (COMPLETIONS, b'{"prompt": [' + b"1," * 5_000_000 + b"1]}", 400),
+    "ids of a text": ("/detokenize", {"tokens": [300] * 1_000_000}, 200),
+    "biases": (COMPLETIONS, {"prompt": "a", "logit_bias": dict.fromkeys(range(10**6), 1)}, 400),
+    "no end": (COMPLETIONS, b'{"prompt": ' + b"[" * 30_000_000, 400),
+}
+
+
+OFTEN = ("a long prompt", "a long text", "messages", "ids of a text")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in LARGE],
+)
+def test_large_body_does_not_delay_other_clients(server: Server, name: str) -> None:
+    path, body, status = LARGE[name]
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with probing(server.url) as other:
+        began = time.perf_counter()
+        reply = server.http.post(path, content=content, headers=KIND)
+        took = time.perf_counter() - began
+        assert other.worst() < max(MOST_GAP_S, took / 3), f"of {took:.2f} s"
+    assert reply.status_code == status, reply.text[:200]
+
+
+def test_body_limit_follows_the_context_of_the_model(guarded: Server) -> None:
+    most = 2**20 + 64 * CONTEXT
+    for size, status in ((most + 1, 413), (most, 400)):
+        content = b"[" + b" " * (size - 2) + b"]"
+        reply = guarded.http.post(COMPLETIONS, content=content, headers=KIND | KEY)
+        assert reply.status_code == status
+        assert (f"{most} bytes" in reply.json()["error"]["message"]) == (status == 413)
+
+
+# --- before the key is checked ----------------------------------------------------------------
+
+
+def connected(server: Server) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def sent(server: Server, *parts: bytes) -> bytes:
+    """All that a server says to what is sent, until it ends the connection."""
+    heard = b""
+    # It may end the connection while more is sent.
+    with connected(server) as connection, suppress(BrokenPipeError, ConnectionResetError):
+        for part in parts:
+            connection.sendall(part)
+        while more := connection.recv(2**16):
+            heard += more
+    return heard
+
+
+def sentence(reply: bytes) -> str:
+    """The message of the one reply that was sent."""
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower()
+    assert head.count(b"HTTP/1.1 ") == 1
+    result: dict[str, Any] = json.loads(body)["error"]
+    assert result.keys() == {"message", "type", "param", "code"}
+    return str(result["message"])
+
+
+START = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n"
+BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"X-Api-Key: sesame\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [START, b"X-Long: ", *[b"a" * 2**16] * 200],
+        [START, *[b"X-Many: a\r\n" * 1000] * 200],
+        [START + b"X-Exact: " + b"a" * MOST_HEADERS + b"\r\n\r\n"],
+        [b"GET /", *[b"a" * 2**16] * 200],
+        [b"GET /health?", b"a" * MOST_HEADERS, b" HTTP/1.1\r\n\r\n"],
+    ],
+    ids=["a long header", "many headers", "one byte too many", "no end of a URL", "a long URL"],
+)
+def test_headers_beyond_the_limit_are_refused(guarded: Server, parts: list[bytes]) -> None:
+    reply = sent(guarded, *parts)
+    if reply:  # a client that still sends may miss it
+        assert reply.startswith(b"HTTP/1.1 431 ")
+        assert f"more than {MOST_HEADERS} bytes" in sentence(reply)
+    assert parts[1:3] or reply
+
+
+def test_trailers_beyond_the_limit_end_the_connection(guarded: Server) -> None:
+    begun = BODY + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+    for parts in ([b"X-Long: ", *[b"a" * 2**16] * 200], [b"X-Many: a\r\n" * 1000] * 200):
+        began = time.perf_counter()
+        reply = sent(guarded, begun, *parts)
+        assert not reply or reply.startswith(b"HTTP/1.1 431 ")
+        assert time.perf_counter() - began < MOST_GAP_S + 1
+
+
+def test_incomplete_request_times_out(guarded: Server) -> None:
+    for begun in (b"", START, b"\r\n\r\n"):
+        reply = sent(guarded, begun)
+        assert reply.startswith(b"HTTP/1.1 408 ")
+        assert "No complete request has come within 1 s." in sentence(reply)
+    reply = sent(guarded, BODY + b"Content-Length: 100\r\n\r\n{")
+    assert reply.startswith(b"HTTP/1.1 408 ")
+    assert "The body has not come within 1 s" in sentence(reply)
+
+
+def test_body_of_a_refused_request_times_out(guarded: Server) -> None:
+    """The reply to a wrong key comes at once; what is sent after it holds nothing open."""
+    begun = BODY.replace(b"sesame", b"wrong") + b"Content-Length: 1000000000\r\n\r\n"
+    with connected(guarded) as connection:
+        connection.sendall(begun)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 401 ")
+        began = time.perf_counter()
+        with suppress(BrokenPipeError, ConnectionResetError):
+            while time.perf_counter() - began < PATIENCE_S:
+                connection.sendall(b"a" * 1000)
+        assert time.perf_counter() - began < 10
+
+
+def test_slow_headers_time_out_on_kept_alive_connections(guarded: Server) -> None:
+    with connected(guarded) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        heard = b""
+        while b"}" not in heard:
+            heard += connection.recv(2**16)
+        connection.sendall(START)
+        assert connection.recv(2**16).startswith(b"HTTP/1.1 408 ")
+
+
+def test_websocket_request_is_refused_in_one_sentence(guarded: Server) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: %s\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    reply = sent(guarded, START + upgrade % b"websocket")
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert "does not speak WebSocket" in sentence(reply)
+    # Who offers another version of HTTP is answered in this one.
+    reply = sent(guarded, START.replace(b"/v1/models", b"/health") + upgrade % b"h2c")
+    assert reply.startswith(b"HTTP/1.1 200 ")
+
+
+def test_pipelined_requests_are_answered_up_to_a_limit(guarded: Server) -> None:
+    last = START + b"Connection: close\r\n\r\n"
+    assert sent(guarded, (START + b"\r\n") * 5 + last).count(b"HTTP/1.1 401 ") == 6
+    assert sent(guarded, (START + b"\r\n") * 10_000).count(b"HTTP/1.1 401 ") < 10
+
+
+# --- connections ------------------------------------------------------------------------------
+
+
+@contextmanager
+def idle(server: Server, count: int) -> Iterator[None]:
+    """Connections on which half a request was sent."""
+    with ExitStack() as stack:
+        for _ in range(count):
+            connection = stack.enter_context(closing(connected(server)))
+            with suppress(BrokenPipeError, ConnectionResetError):  # it has made place already
+                connection.sendall(START)
+        yield
+
+
+def test_idle_connections_do_not_use_up_few_descriptors(place: Sandbox) -> None:
+    with (
+        serving(place, "--on", NAME, files=128) as server,
+        server.http.stream("POST", COMPLETIONS, json={"prompt": "a", "stream": True}) as stream,
+        idle(server, 200),
+    ):
+        assert stream.status_code == 200
+        for _ in range(20):
+            with connected(server) as connection:
+                connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+                assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert server.http.get("/load").json() == {"server_load": 1}
+
+
+def test_idle_connections_of_an_address_are_evicted_for_its_next(place: Sandbox) -> None:
+    most = ("--max-connections-per-address", "4")
+    asked = {"prompt": "a", "stream": True}
+    with serving(place, "--on", NAME, *most) as server, ExitStack() as stack:
+        server.http.close()
+        with idle(server, 20), connected(server) as connection:
+            connection.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        # Streams make no place.
+        body = json.dumps(asked).encode()
+        for _ in range(4):
+            connection = stack.enter_context(connected(server))
+            head = BODY + b"Content-Length: %d\r\n\r\n" % len(body)
+            connection.sendall(head + body)
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        reply = sent(server, b"GET /health HTTP/1.0\r\n\r\n")
+        assert reply.startswith(b"HTTP/1.1 503 ")
+        assert "Too many connections" in sentence(reply)
+
+
+def test_too_few_descriptors_are_refused_before_anything_starts(place: Sandbox) -> None:
+    process = place.start("serve", "--on", NAME, "--port", "0", files=90)
+    _, said = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode != 0
+    assert "may open 90 files, but a server needs 108 at least" in said
+    assert said.count("\n") == 1
+
+
+# --- the log ----------------------------------------------------------------------------------
+
+
+def test_client_without_key_cannot_fill_the_log(place: Sandbox) -> None:
+    with serving(place, "--on", NAME, "--api-key", "sesame") as server:
+        for _ in range(30):
+            sent(server, b"nonsense\r\n\r\n")
+            sent(server, START + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+            assert server.http.get("/v1/models").status_code == 401
+        server.end()
+        assert server.process.stderr is not None
+        lines = server.process.stderr.read().splitlines()
+    assert len(lines) <= 1, lines
+
+
+def test_pipelined_requests_on_a_closing_connection_log_no_traceback(place: Sandbox) -> None:
+    body = b'{"prompt": "a"}'
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with serving(place, "--on", NAME) as server:
+        for _ in range(5):
+            # The replies to both requests are being prepared when the connection is ended.
+            assert sent(server, whole + whole + b"nonsense\r\n\r\n") == b""
+        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+        server.end()
+        assert server.process.stderr is not None
+        assert "Traceback" not in server.process.stderr.read()

@@ -1,0 +1,220 @@
+"""What a machine or a setting lacks is one sentence, before any rank starts."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.errors import ConfigError
+from pipespec.system.devices import num_cuda
+
+ROOT = Path(__file__).parents[2]
+GENERATE = ("generate", "--prompt", "Once", "cluster.stages=1", "decode.max_new_tokens=2")
+# Seconds of computing: those on the clock depend on what else runs.
+LIMIT_S = 2.0
+PATIENCE_S = 120
+MIB = 2**20
+
+
+def said(
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    limit: Callable[[], None] | None = None,
+) -> str:
+    """The only line that a command prints, which fails at once."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "pipespec", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        preexec_fn=limit,
+        timeout=PATIENCE_S,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < LIMIT_S
+    return done.stderr.removeprefix("pipespec: ")
+
+
+def limited(kind: int, amount: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(kind, (amount, amount))
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk without room."""
+    if os.geteuid() != 0:
+        pytest.skip("to mount a small disk needs root")
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    mounted = subprocess.run(mount, capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        subprocess.run(["dd", "if=/dev/zero", f"of={folder / 'file'}"], capture_output=True)
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "amount", "sentence"),
+    [
+        (resource.RLIMIT_AS, 300 * MIB, "This process may map 300 MiB of memory at most"),
+        (resource.RLIMIT_AS, 1000 * MIB, "raise the limit with `ulimit -v`"),
+        (resource.RLIMIT_FSIZE, MIB, "This process may write files of 1 MiB at most"),
+    ],
+    ids=["little memory", "too little memory", "short files"],
+)
+def test_too_low_limit_of_the_process_is_named(kind, amount, sentence):
+    assert sentence in said(*GENERATE, limit=limited(kind, amount))
+
+
+def test_full_temporary_folder_is_named(full):
+    found = said(*GENERATE, environment={"TMPDIR": str(full)})
+    assert found == (
+        f"TMPDIR is {str(full)!r}, where nothing can be written (No space left on device; 4 MiB "
+        "are needed); set it to a folder of yours that has room.\n"
+    )
+
+
+def test_full_state_folder_is_named(full):
+    found = said("up", *GENERATE[3:], environment={"XDG_STATE_HOME": str(full)})
+    assert found == (
+        f"The folder of running clusters {str(full / 'pipespec')!r} cannot be used (No space left "
+        "on device); set XDG_STATE_HOME to a folder of yours that has room.\n"
+    )
+
+
+def test_missing_temporary_folder_is_named(tmp_path):
+    nowhere = str(tmp_path / "none")
+    found = said(*GENERATE, environment={"TMPDIR": nowhere})
+    assert found.startswith(f"TMPDIR is {nowhere!r}, where nothing can be written (No such file")
+
+
+def test_prompt_file_far_beyond_the_context_is_refused_at_once(tmp_path):
+    file = tmp_path / "prompt"
+    file.write_text("Once upon a time there was a king. " * 180_000)
+    # A model that was used on this machine before.
+    ModelInfo.of(decide(compose(["cluster.devices=[cpu]"])))
+    found = said("generate", "--prompt-file", str(file), "cluster.stages=1")
+    assert found.startswith("The prompt has more than ")
+    assert "tokens, but the context holds 2048 and needs room for an answer" in found
+
+
+@pytest.mark.parametrize("command", ["generate", "doctor"])
+def test_hosts_file_whose_aliases_explode_is_refused(command, tmp_path):
+    file = tmp_path / "hosts.yaml"
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    file.write_text("\n".join(lines))
+    chosen = [str(file)] if command == "doctor" else ["--prompt", "Once", f"cluster={file}"]
+    assert said(command, *chosen) == (
+        f"{file}: its aliases stand for more than 100000 values; write them out, or use fewer.\n"
+    )
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("option", ["hop", "draft", "mid", "sum"])
+def test_plan_refuses_times_that_are_no_numbers(option, value):
+    found = said("plan", f"--{option}-ms={value}")
+    assert found == f"{option}_ms is {value}, but must be a number from 0 to 1000000.\n"
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "cluster.patience_s",
+        "cluster.stall_s",
+        "emulate_link.latency_ms",
+        "emulate.scale",
+        "sampling.temperature",
+        "sampling.top_p",
+    ],
+)
+def test_settings_refuse_what_is_no_number(setting, value):
+    with pytest.raises(ConfigError, match=setting):
+        compose(["sampling.temperature=1", f"{setting}={value}"])
+
+
+@pytest.mark.skipif(num_cuda() > 0, reason="this machine has a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_mid_size_model_on_a_device_that_is_not_there_is_refused(device):
+    config = compose(["proposer=cascade", f"cluster.mid_device={device}", "cluster.devices=[cpu]"])
+    sentence = f"cluster.mid_device is {device}, but this machine has 0 CUDA devices"
+    with pytest.raises(ConfigError, match=sentence):
+        decide(config)
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+def test_attention_for_gpus_is_refused_on_a_cpu(backend):
+    settings = ["cluster.devices=[cpu]", f"model.attention={backend}"]
+    sentence = f"model.attention is {backend}, but rank 1 cannot use it: it needs a GPU"
+    with pytest.raises(ConfigError, match=sentence):
+        decide(compose(settings))
+    assert decide(compose(["cluster.devices=[cpu]", "model.attention=auto"])).devices[1] == "cpu"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "pipespec.errors",
+        "pipespec.console.arguments",
+        "pipespec.cli.main",
+        "hydra.core",
+        "numpy",
+        "pipespec.cluster.deployment",
+        "pipespec.client.generate",
+    ],
+)
+def test_ctrl_c_while_a_command_imports_is_no_traceback(module):
+    """Sent at the moment when a certain module has been imported, which Python then tells."""
+    line = [sys.executable, "-X", "importtime", "-m", "pipespec", *GENERATE]
+    with subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for told in process.stderr:
+            if told.rpartition("|")[2].strip() == module:
+                process.send_signal(signal.SIGINT)
+                break
+        else:
+            pytest.fail(f"{module} was never imported")
+        rest = process.stderr.read()  # the last line may be cut by the end of the process
+    assert "Traceback" not in rest
+    assert "KeyboardInterrupt" not in rest
+    assert process.returncode in (-signal.SIGINT, 128 + signal.SIGINT)
+
+
+@pytest.mark.long
+def test_torch_leaves_no_folder_in_the_temporary_one(tmp_path):
+    """Also where nothing is known of the model yet, so that Transformers is asked."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {
+        "TMPDIR": str(temporary),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it, in this process too
+    subprocess.run(
+        [sys.executable, "-m", "pipespec", *GENERATE],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=PATIENCE_S,
+    )
+    assert list(temporary.iterdir()) == []

@@ -1,0 +1,450 @@
+"""What protects the private server's port for other hosts when no setting says anything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trustme
+from redis.connection import parse_url
+
+import pipespec
+from pipespec.cluster.manual_host import Invitation
+from pipespec.controller import epoch_control, tls_proxy
+from pipespec.controller.async_request_log import AsyncRequestLog
+from pipespec.controller.certificate import Certificate
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.controller.rank_controller import Controller
+from pipespec.controller.redis_connection import RedisConnection, check_server
+from pipespec.controller.request_log import RequestLog
+from pipespec.core import SamplingParams
+from pipespec.errors import Unreachable
+from pipespec.system.versions import own_version
+from tests.helpers.listening import listening
+from tests.helpers.log import accept
+from tests.helpers.redis_tls import Between, captured, redis_server
+from tests.helpers.waiting import until
+from tools.rig import testbed
+from tools.rig.log import client_of
+from tools.rig.testbed import Testbed
+
+REPOSITORY = Path(pipespec.__file__).parent.parent
+LOOPBACK = "127.0.0.1"
+HOST = "127.0.0.2"
+ASKED = {"prompt": (31337, 27182, 16180), "max_new_tokens": 5}
+PROMPT = b"31337"
+ANSWER = b"14142"
+NOT_OURS = "shows a certificate that is not of this cluster"
+
+BUILDS = pytest.mark.parametrize("with_tls", [True, False], ids=["built_with", "built_without"])
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["built_with_tls", "built_without"])
+def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedRedis]:
+    """One that listens for other hosts, and has been told nothing of TLS."""
+    with redis_server(with_tls=request.param), EmbeddedRedis(addresses=[HOST]) as server:
+        yield server
+
+
+def password(server: EmbeddedRedis) -> str:
+    return server.url.partition("password=")[2]
+
+
+def moved(url: str, port: int) -> str:
+    """The URL with another place."""
+    before, _, rest = url.partition("@")
+    return f"{before}@{LOOPBACK}:{port}?{rest.partition('?')[2]}"
+
+
+def ask(url: str) -> None:
+    """A prompt and an answer, as a rank and a client say them."""
+    epoch = epoch_control.begin_epoch(url, "protected")
+    with Controller(url, namespace="protected", epoch=epoch, rank=0) as controller:
+        request = controller.enqueue(**ASKED)
+        accept(controller, request, 3, [int(ANSWER)])
+        assert controller.tokens(request) == (int(ANSWER),)
+
+
+# What packets show ---------------------------------------------------------------------------
+
+
+def test_nothing_that_redis_holds_can_be_read_from_packets(server: EmbeddedRedis) -> None:
+    with Between(server.port) as relay:
+        ask(moved(server.url_at(LOOPBACK), relay.port))
+        assert len(relay.kept) > 2000
+        for secret in (password(server).encode(), PROMPT, ANSWER, b"protected", b"EVALSHA"):
+            assert secret not in relay.kept
+
+
+def test_all_of_it_can_be_read_without_tls() -> None:
+    """So the test before looks where there is something to see."""
+    with EmbeddedRedis(addresses=[HOST], tls=False) as server, Between(server.port) as relay:
+        url = server.url_at(LOOPBACK)
+        assert url.startswith("redis://")
+        ask(moved(url, relay.port))
+        for secret in (password(server).encode(), PROMPT, ANSWER, b"protected", b"EVALSHA"):
+            assert secret in relay.kept
+
+
+SERVE = """
+import sys
+from pipespec.controller.embedded_redis import EmbeddedRedis
+with EmbeddedRedis(addresses=[sys.argv[1]], tls=sys.argv[2] == "True") as server:
+    print(server.url_at(sys.argv[1]), flush=True)
+    sys.stdin.read()
+"""
+ASK = """
+import sys
+from tests.integration.test_redis_protected import ask
+ask(sys.stdin.read().strip())
+"""
+
+
+@pytest.mark.parametrize("tls", [True, False], ids=["default", "off"])
+def test_packets_between_hosts_show_nothing(tls: bool) -> None:
+    """Unless TLS is off: then the capture shows all of it."""
+    if reason := testbed.missing():
+        pytest.skip(reason)
+    with Testbed(hosts=2) as bed:
+        line = [sys.executable, "-c", SERVE, bed.address("a"), str(tls)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with bed.popen("a", line, cwd=REPOSITORY, **pipes) as serving:
+            url = serving.stdout.readline().strip()
+            secret = url.partition("//:")[2].partition("@")[0].encode()
+            environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+            with captured(bed, "b") as packets:
+                line = [sys.executable, "-c", ASK]
+                with bed.popen("b", line, env=environment, **pipes) as asking:
+                    asking.communicate(url, 60)
+                    assert asking.returncode == 0
+            serving.communicate("")
+    seen = b"".join(packets)
+    assert len(seen) > 2000
+    for shown in (secret, PROMPT, ANSWER, b"protected", b"EVALSHA"):
+        assert (shown in seen) is not tls
+
+
+def test_the_port_speaks_tls_1_3_alone(server: EmbeddedRedis) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection((HOST, server.port)) as plain:
+        secure = context.wrap_socket(plain)
+        assert secure.version() == "TLSv1.3"
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with (
+        socket.create_connection((HOST, server.port)) as plain,
+        pytest.raises(ssl.SSLError, match=r"(?i)alert|eof"),
+    ):
+        context.wrap_socket(plain)
+    with pytest.raises(Unreachable):
+        check_server(f"redis://:{password(server)}@{HOST}:{server.port}", timeout=1)
+
+
+def test_a_password_is_needed_all_the_same(server: EmbeddedRedis) -> None:
+    url = server.url_at(HOST)
+    with pytest.raises(Unreachable, match="refused the user name or password"):
+        check_server(url.replace(password(server), "wrong"))
+    with pytest.raises(Unreachable, match="refused the user name or password"):
+        check_server(url.replace(f":{password(server)}@", ""))
+
+
+# Who is trusted ------------------------------------------------------------------------------
+
+
+def test_another_server_of_ours_is_refused(server: EmbeddedRedis) -> None:
+    with EmbeddedRedis(port=0) as other:
+        url = moved(server.url_at(LOOPBACK), other.port)
+        with pytest.raises(Unreachable, match=NOT_OURS):
+            check_server(url)
+        with pytest.raises(Unreachable, match=NOT_OURS):
+            RequestLog(url, namespace="n", epoch=1)
+
+
+def middle(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
+    """The certificate of a man in the middle."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if kind == "like ours":
+        files = Certificate.make().write(tmp_path)
+        context.load_cert_chain(files.cert, files.key)
+        return context
+    authority = trustme.CA()
+    authority.issue_cert(LOOPBACK).configure_cert(context)
+    authority.cert_pem.write_to_path(tmp_path / "system.pem")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "system.pem"))
+    return context
+
+
+@pytest.mark.parametrize("kind", ["like ours", "of an authority that the system trusts"])
+def test_a_man_in_the_middle_learns_nothing(
+    server: EmbeddedRedis, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask_in_a_loop(url: str) -> None:
+        log = AsyncRequestLog(url, namespace="protected", patience=0)
+        try:
+            await log.enqueue(**ASKED)
+        finally:
+            await log.close()
+
+    with Between(server.port, middle(tmp_path, kind, monkeypatch)) as relay:
+        url = moved(server.url_at(LOOPBACK), relay.port)
+        with pytest.raises(Unreachable, match=NOT_OURS):
+            ask(url)
+        with pytest.raises(Unreachable, match=NOT_OURS):
+            asyncio.run(ask_in_a_loop(url))
+        until(lambda: relay.visitors == 2)
+        assert relay.kept == b"", "not even the password was sent"
+
+
+def test_a_middle_that_the_system_trusts_would_pass_without_the_pin(
+    server: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the test before tells what the pin does."""
+    trusted = "of an authority that the system trusts"
+    with Between(server.port, middle(tmp_path, trusted, monkeypatch)) as relay:
+        # The relay does not speak TLS to the server, so nothing is answered.
+        with pytest.raises(Unreachable):
+            check_server(f"rediss://:{password(server)}@{LOOPBACK}:{relay.port}", timeout=1)
+        assert password(server).encode() in relay.kept
+
+
+def test_the_certificate_passes_the_strict_checks_of_newer_pythons(server: EmbeddedRedis) -> None:
+    """Those of `ssl.create_default_context` from Python 3.13 on."""
+    trusted = parse_url(server.url_at(HOST))["ssl_ca_data"]
+    context = ssl.create_default_context(cadata=trusted)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
+    with (
+        socket.create_connection((HOST, server.port)) as plain,
+        context.wrap_socket(plain) as secure,
+    ):
+        assert secure.getpeercert(binary_form=True) == ssl.PEM_cert_to_DER_cert(trusted)
+
+
+def test_certificates_in_a_url_that_are_none_are_said(server: EmbeddedRedis) -> None:
+    url = f"{server.url_at(HOST).partition('?')[0]}?ssl_ca_data=none"
+    with pytest.raises(Unreachable, match="TLS"):
+        check_server(url)
+    with pytest.raises(Unreachable, match="TLS"):
+        asyncio.run(AsyncRequestLog(url, namespace="n", patience=0).enqueue(**ASKED))
+
+
+def test_clients_of_an_event_loop_connect_with_the_url(server: EmbeddedRedis) -> None:
+    async def story() -> int:
+        log = AsyncRequestLog(server.url_at(HOST), namespace="loop", patience=5)
+        try:
+            return await log.enqueue(**ASKED)
+        finally:
+            await log.close()
+
+    epoch_control.begin_epoch(server.url, "loop")
+    assert asyncio.run(story()) > 0
+
+
+@pytest.mark.parametrize("clock", ["1971-01-01", "2100-01-01"])
+def test_the_clocks_of_the_hosts_need_not_agree(server: EmbeddedRedis, clock: str) -> None:
+    library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
+    if library is None:
+        pytest.skip("needs libfaketime (apt install libfaketime)")
+    code = "import sys, time; from pipespec.controller.redis_connection import check_server; "
+    code += "check_server(sys.stdin.read()); print(time.gmtime().tm_year)"
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "LD_PRELOAD": str(library), "FAKETIME": f"@{clock} 12:00:00"},
+        input=server.url_at(HOST),
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert (told.returncode, told.stdout.strip()) == (0, clock[:4]), told.stderr
+
+
+HOSTS = """
+hosts:
+  - {name: here, address: 127.0.0.1, ssh: local, devices: [cpu]}
+  - {name: there, address: 127.0.0.2, ssh: none, devices: [cpu]}
+"""
+
+
+def test_a_worker_refuses_a_man_in_the_middle_with_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, invitation = tmp_path / "hosts.yaml", tmp_path / "invitation"
+    hosts.write_text(HOSTS)
+    with (
+        EmbeddedRedis(addresses=[HOST]) as server,
+        Between(server.port, middle(tmp_path, "like ours", monkeypatch)) as relay,
+    ):
+        epoch_control.begin_epoch(server.url, "n")
+        url = moved(server.url_at(LOOPBACK), relay.port)
+        Invitation(url, "n", "secret", ("cluster.patience_s=1",), own_version()).write(invitation)
+        worker = subprocess.run(
+            [sys.executable, "-m", "pipespec.cluster.manual_host", hosts, "there", invitation],
+            env={**os.environ, "LOCAL_RANK": "0", "PYTHONPATH": str(REPOSITORY)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert worker.returncode != 0
+        (said,) = [line for line in worker.stderr.splitlines() if "Redis" in line]
+        assert NOT_OURS in said
+        assert "Traceback" not in worker.stderr
+        assert password(server) not in worker.stderr
+        assert relay.visitors > 1, "it tried again for as long as its patience"
+        assert relay.kept == b""
+
+
+# The server ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_restarted_server_is_known_by_the_same_certificate(
+    server: EmbeddedRedis, number: signal.Signals
+) -> None:
+    url = server.url_at(HOST)
+    epoch_control.begin_epoch(url, "again")
+    with client_of(url, "again", patience=60) as client:
+        first = client.submit(sampling=SamplingParams(), **ASKED)
+        os.kill(server.pid, number)
+        server.restart()
+        assert server.url_at(HOST) == url
+        assert client.submit(sampling=SamplingParams(), **ASKED) == first + 1
+
+
+@BUILDS
+def test_kept_data_keep_the_certificate(tmp_path: Path, with_tls: bool) -> None:
+    with redis_server(with_tls=with_tls):
+        with EmbeddedRedis(addresses=[HOST], data=tmp_path) as first:
+            url = first.url_at(HOST)
+        with EmbeddedRedis(data=tmp_path):
+            pass  # a life without other hosts forgets nothing
+        with EmbeddedRedis(addresses=[HOST], data=tmp_path) as second:
+            assert check_server(moved(url, second.port))
+    assert all(file.stat().st_mode & 0o077 == 0 for file in tmp_path.iterdir())
+
+
+def test_the_key_is_for_this_user_and_goes_with_the_server() -> None:
+    with EmbeddedRedis(addresses=[HOST]) as server:
+        folder = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
+        held = [file for file in folder.iterdir() if b"PRIVATE KEY" in _content(file)]
+        assert [file.name for file in held] == ["key.pem"]
+        assert held[0].stat().st_mode & 0o077 == 0
+        assert "PRIVATE" not in server.url_at(HOST)
+    assert not folder.exists()
+
+
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
+
+
+def test_no_certificate_is_made_where_no_other_host_connects() -> None:
+    with EmbeddedRedis() as server:
+        folder = Path(server.url.removeprefix("unix://").partition("?")[0]).parent
+        assert not list(folder.glob("*.pem"))
+
+
+# A redis-server without TLS ------------------------------------------------------------------
+
+
+@pytest.fixture
+def fronted() -> Iterator[EmbeddedRedis]:
+    with redis_server(with_tls=False), EmbeddedRedis(addresses=[HOST]) as server:
+        yield server
+
+
+def proxy_pid(server: EmbeddedRedis) -> int:
+    assert server.proxy_pid is not None, "this redis-server was built with TLS"
+    return server.proxy_pid
+
+
+def test_a_redis_without_tls_listens_on_no_port(fronted: EmbeddedRedis) -> None:
+    assert {each.kind for each in listening([fronted.pid])} == {"unix"}
+    assert {(each.kind, each.address) for each in listening([proxy_pid(fronted)])} == {
+        ("tcp", LOOPBACK), ("tcp", HOST)
+    }  # fmt: skip
+    assert {each.port for each in listening([proxy_pid(fronted)])} == {fronted.port}
+    command = Path(f"/proc/{proxy_pid(fronted)}/cmdline").read_bytes()
+    assert password(fronted).encode() not in command
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_proxy_that_ends_or_hangs_is_replaced(
+    fronted: EmbeddedRedis, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_proxy, "SILENCE_S", 2.0)
+    url, lost = fronted.url_at(HOST), proxy_pid(fronted)
+    epoch_control.begin_epoch(url, "again")
+    with client_of(url, "again", patience=60) as client:
+        first = client.submit(sampling=SamplingParams(), **ASKED)
+        os.kill(lost, number)
+        until(lambda: proxy_pid(fronted) != lost)
+        assert client.submit(sampling=SamplingParams(), **ASKED) == first + 1
+
+
+def test_much_data_passes_whole_and_in_order(fronted: EmbeddedRedis) -> None:
+    pipe = RedisConnection(fronted.url_at(HOST), timeout=60)
+    value = os.urandom(1 << 20) * 24
+    for number in range(3):
+        pipe.send("SET", f"key{number}", value)
+    for number in range(200):
+        pipe.send("ECHO", str(number))
+    pipe.flush()
+    for number in range(3):
+        pipe.send("GET", f"key{number}")
+    assert [pipe.read() == value for _ in range(3)] == [True] * 3
+    pipe.close()
+
+
+def test_client_without_a_handshake_delays_no_other(fronted: EmbeddedRedis) -> None:
+    silent = [socket.create_connection((HOST, fronted.port)) for _ in range(100)]
+    assert check_server(fronted.url_at(HOST))
+    for each in silent:
+        each.close()
+
+
+def test_redis_notices_a_client_that_disconnects(fronted: EmbeddedRedis) -> None:
+    own = RedisConnection(fronted.url)
+    visitors = [RedisConnection(fronted.url_at(HOST)) for _ in range(5)]
+    assert own.call("CLIENT", "LIST").count(b"\n") == 6
+    for visitor in visitors:
+        visitor.close()
+    until(lambda: own.call("CLIENT", "LIST").count(b"\n") == 1)
+
+
+def test_the_proxy_and_its_folder_go_with_a_parent_that_is_killed() -> None:
+    code = (
+        "from pipespec.controller.embedded_redis import EmbeddedRedis\n"
+        "with EmbeddedRedis(addresses=['127.0.0.2']) as server:\n"
+        "    path = server.url.partition('unix://')[2].partition('?')[0]\n"
+        "    print(server.pid, server.proxy_pid, path, flush=True)\n"
+        "    input()\n"
+    )
+    with redis_server(with_tls=False):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            text=True,
+        )
+    assert parent.stdin
+    assert parent.stdout
+    *pids, path = parent.stdout.readline().split()
+    with parent.stdin, parent.stdout:
+        for pid in pids:
+            child = os.pidfd_open(int(pid))
+            if parent.poll() is None:
+                parent.kill()
+                parent.wait()
+            ended, _, _ = select.select([child], [], [], 10)
+            os.close(child)
+            assert ended
+    until(lambda: not Path(path).parent.exists(), 10)

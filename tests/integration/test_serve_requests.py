@@ -1,0 +1,266 @@
+"""Fields and headers of requests, from HTTP to a real cluster and back."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import jsonschema
+import pytest
+
+from pipespec.client import registry
+from pipespec.controller.redis_connection import RedisConnection
+from pipespec.controller.redis_keys import RedisKeys
+from tests.helpers.sandbox import PATIENCE_S, Sandbox
+from tests.helpers.serving import MODEL, NAME, Server, cluster_up, serving
+
+pytestmark = pytest.mark.slow
+SETTINGS = (
+    *("cluster.stages=2", "cluster.devices=[cpu]", "model.dtype=float32", "model.context=512"),
+    "proposer=hybrid",
+)
+FIRST, SECOND = "first-key", "second-key"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Tom", "Lily"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+HELLO = [{"role": "user", "content": "Who is Tom?"}]
+PAGE = Path(__file__).parent.parent.parent / "docs" / "serving.md"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    with cluster_up(tmp_path_factory.mktemp("requests"), *SETTINGS) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def server(place: Sandbox) -> Iterator[Server]:
+    with serving(place, "--on", NAME) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def private(place: Sandbox) -> Iterator[Server]:
+    keys = ("--api-key", FIRST, "--api-key", SECOND)
+    with serving(place, "--on", NAME, *keys, "--private-prefixes") as server:
+        yield server
+
+
+def completed(server: Server, key: str = "", **fields: Any) -> dict[str, Any]:
+    """The reply to a greedy completion of a few tokens."""
+    body = {"max_tokens": 4, "temperature": 0} | fields
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    reply = server.http.post("/v1/completions", json=body, headers=headers)
+    assert reply.status_code == 200, reply.text
+    result: dict[str, Any] = reply.json()
+    return result
+
+
+def cached(server: Server, key: str = "", **fields: Any) -> int:
+    """How many tokens of a prompt were in KV already."""
+    result = completed(server, key, **fields)["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert isinstance(result, int)
+    return result
+
+
+def long_prompt() -> str:
+    """A new prompt, long enough to be shared."""
+    return f"{uuid.uuid4()}: once upon a time there was a girl who went to the park with her dog."
+
+
+# --- whose prompts are shared -----------------------------------------------------------------
+
+
+def test_prefix_cache_is_shared_only_within_a_cache_salt(server: Server) -> None:
+    prompt = long_prompt()
+    assert cached(server, prompt=prompt, cache_salt="one") < 16
+    assert cached(server, prompt=prompt, cache_salt="one") > 16
+    for salt in ({"cache_salt": "two"}, {}):
+        assert cached(server, prompt=prompt, **salt) == 0
+        assert cached(server, prompt=prompt, **salt) > 16
+    assert cached(server, prompt=prompt, cache_salt=None) > 16, "null is as if it were left out"
+
+
+def test_cache_salt_does_not_change_the_text(server: Server) -> None:
+    prompt = long_prompt()
+    texts = {
+        completed(server, prompt=prompt, max_tokens=40, **salt)["choices"][0]["text"]
+        for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"})
+    }
+    assert len(texts) == 1
+
+
+def test_private_prefixes_are_not_shared_between_api_keys(server: Server, private: Server) -> None:
+    prompt = long_prompt()
+    assert cached(private, FIRST, prompt=prompt) == 0
+    assert cached(private, FIRST, prompt=prompt) > 16
+    assert cached(private, SECOND, prompt=prompt) == 0
+    assert cached(private, SECOND, prompt=prompt, cache_salt="a") == 0
+    assert cached(private, FIRST, prompt=prompt, cache_salt="a") == 0
+    assert cached(private, FIRST, prompt=prompt, cache_salt="a") > 16
+    assert cached(server, prompt=prompt) == 0
+    # However the key is shown, it is the same.
+    result = private.http.post(
+        "/v1/completions",
+        json={"prompt": prompt, "max_tokens": 1},
+        headers={"X-Api-Key": SECOND},
+    ).json()
+    assert result["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
+
+
+def test_redis_holds_nothing_comparable_with_an_api_key(
+    place: Sandbox, private: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even by who knows the key: the salt is made with a secret of the server."""
+    completed(private, FIRST, prompt=long_prompt())
+    monkeypatch.setenv("XDG_STATE_HOME", str(place.folder))
+    running = registry.find(NAME)
+    pipe = RedisConnection(running.url)
+    try:
+        keys = RedisKeys(running.namespace)
+        number = int(pipe.call("GET", keys.counter))
+        asked = json.loads(pipe.call("HGET", keys.request(number), "spec"))
+    finally:
+        pipe.close()
+    assert re.fullmatch("[0-9a-f]{64}", asked["cache_salt"])
+    assert FIRST not in json.dumps(asked)
+
+
+# --- who can reach it ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "0.0.0.0", "--api-key", FIRST), False),
+        (("--host", "127.0.0.1"), False),
+    ],
+)
+def test_reachable_server_without_api_key_warns_in_one_line(
+    place: Sandbox, arguments: tuple[str, ...], warned: bool
+) -> None:
+    server = Server(place, "--on", NAME, *arguments)
+    assert server.http.get("/health").status_code == 200
+    server.http.close()
+    server.process.terminate()
+    _, err = server.process.communicate(timeout=PATIENCE_S)
+    expected = f"{server.url} may be reached from other machines and asks for no API key"
+    assert err.count("\n") == err.count(expected) == int(warned)
+
+
+# --- forms and seeds --------------------------------------------------------------------------
+
+
+def test_json_object_with_schema_matches_it(server: Server) -> None:
+    form = {"type": "json_object", "schema": SCHEMA}
+    for seed in range(3):
+        body = {"messages": HELLO, "response_format": form, "seed": seed, "max_tokens": 100}
+        reply = server.http.post("/v1/chat/completions", json=body).raise_for_status().json()
+        assert reply["choices"][0]["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(reply["choices"][0]["message"]["content"]), SCHEMA)
+
+
+def test_json_object_with_empty_schema_is_any_object(server: Server) -> None:
+    form = {"type": "json_object", "schema": {}}
+    body = {"prompt": "Once", "response_format": form, "max_tokens": 1, "temperature": 0}
+    reply = server.http.post("/v1/completions", json=body).raise_for_status().json()
+    assert reply["choices"][0]["text"].startswith("{")
+
+
+def test_negative_seed_is_reproducible(server: Server) -> None:
+    asked = {"prompt": "Once upon a time", "temperature": 1.0, "max_tokens": 16}
+    texts = {}
+    for seed in (-(2**63), -(2**63) + 1, -1, 0, 2**63 - 1):
+        result = [completed(server, seed=seed, **asked)["choices"][0]["text"] for _ in range(2)]
+        assert result[0] == result[1]
+        texts[result[0]] = seed
+    assert len(texts) == 5, "every seed is another one"
+
+
+# --- X-Request-Id -----------------------------------------------------------------------------
+
+
+def test_every_reply_has_a_request_id(server: Server, private: Server) -> None:
+    good = {"prompt": "a", "max_tokens": 1}
+    http = server.http
+    replies = [
+        http.get("/health"),
+        http.get("/"),
+        http.get("/page/main.js"),
+        http.get("/metrics"),
+        http.get("/nowhere"),
+        http.put("/v1/models"),
+        http.post("/v1/completions", json=good),
+        http.post("/v1/completions", json=good | {"stream": True}),
+        http.post("/v1/completions", json={"prompt": ""}),
+        http.post("/v1/completions", content=b"{"),
+        http.post("/v1/completions", json={"prompt": "a" * 40 * 2**20}),
+        http.get("/health", headers={"Origin": "http://evil.test"}),
+        http.get("/health", headers={"Host": "evil.test"}),
+        private.http.get("/v1/models"),
+    ]
+    codes = [reply.status_code for reply in replies]
+    assert codes == [200] * 4 + [404, 405, 200, 200, 400, 400, 413, 403, 403, 401]
+    # Its body is not read, so the next request needs another connection.
+    assert replies[10].headers["connection"] == "close"
+    ids = [reply.headers["x-request-id"] for reply in replies]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch("req_[0-9a-f]{32}", each) for each in ids)
+
+
+def test_only_valid_request_ids_of_clients_are_sent_back(server: Server) -> None:
+    def id_of(given: bytes) -> str:
+        reply = server.http.get("/health", headers=[(b"X-Request-Id", given)])
+        assert len(reply.headers.get_list("x-request-id")) == 1
+        return str(reply.headers["x-request-id"])
+
+    for given in (str(uuid.uuid4()), "req_1", "a:b/c=d@e+f.g-h", "x" * 128):
+        assert id_of(given.encode()) == given
+    for wrong in (b"", b"x" * 129, b"a b", b"<script>", b"\xe9", b"-a", b'"', b"a,b"):
+        assert id_of(wrong).startswith("req_")
+
+
+def test_openai_package_finds_the_request_id(server: Server) -> None:
+    with server.openai() as client:
+        result = client.completions.create(model=MODEL, prompt="a", max_tokens=1)
+        assert (result._request_id or "").startswith("req_")
+
+
+# --- the page ---------------------------------------------------------------------------------
+
+
+def test_documented_tools_example_works(server: Server) -> None:
+    """Run by a shell, with the address of this server alone replaced."""
+    section = PAGE.read_text().partition("\n## Tools\n")[2].partition("\n## ")[0]
+    block = section.partition("```console\n$ ")[2].partition("\n```")[0]
+    example = block[: block.rindex("'") + 1]
+    assert example.startswith("curl -s http://127.0.0.1:8000/v1/chat/completions ")
+    command = example.replace("http://127.0.0.1:8000", server.url)
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    reply = json.loads(ran.stdout)
+    (choice,) = reply["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    body = json.loads(example.partition("-d '")[2].rpartition("'")[0])
+    (offered,) = body["tools"]
+    jsonschema.validate(
+        json.loads(call["function"]["arguments"]), offered["function"]["parameters"]
+    )
+
+
+def test_every_documented_request_is_answered(server: Server) -> None:
+    for body in re.findall(r"-d '(\{.*?\})'\n", PAGE.read_text(), re.DOTALL):
+        with httpx2.Client(base_url=server.url, timeout=120) as http:
+            reply = http.post("/v1/chat/completions", json=json.loads(body))
+        assert reply.status_code == 200, reply.text

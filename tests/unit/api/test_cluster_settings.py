@@ -1,0 +1,118 @@
+"""How the arguments of LLM become settings, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipespec import LLM, AsyncLLM
+from pipespec.api.cluster_settings import overrides_of
+from pipespec.config.compose import compose
+from pipespec.errors import ConfigError
+from pipespec.head.policies.root import Root
+
+
+def made(
+    model: str | None = None,
+    draft: str | None = None,
+    stages: int | None = None,
+    hosts: str | None = None,
+    **settings: Any,
+) -> list[str]:
+    return overrides_of(model, draft, stages, hosts, settings)
+
+
+def test_without_arguments_the_demo_pair_runs_with_the_defaults() -> None:
+    assert made() == []
+
+
+def test_a_model_without_a_draft_speculates_by_suffixes() -> None:
+    assert made("m") == ["model.target=m", "proposer=suffix"]
+    assert made("m", "d") == ["model.target=m", "model.draft=d"]
+    assert made("m", **{"proposer": "hybrid", "model.draft": "d"}) == [
+        "model.target=m",
+        "proposer=hybrid",
+        "model.draft=d",
+    ]
+
+
+def test_every_kind_of_value_arrives_as_it_was(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder, with [brackets]"
+    settings = {
+        "policy": "level",
+        "policy.width": 4,
+        "policy.shared": True,
+        "model.context": None,
+        "model.target": str(folder),
+        "cluster.devices": ["cpu", "cpu", "cpu"],
+        "decode.stop": ['a "b", c', "d\\"],
+        "cluster.patience_s": 2.5,
+    }
+    config = compose(overrides_of(None, None, 2, None, settings))
+    assert (config.policy.width, config.policy.shared) == (4, True)
+    assert config.model.context is None
+    assert config.model.target == str(folder)
+    assert config.cluster.stages == 2
+    assert config.cluster.devices == ["cpu", "cpu", "cpu"]
+    assert config.decode.stop == ['a "b", c', "d\\"]
+    assert config.cluster.patience_s == 2.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"stages": 2, "hosts": "h.yaml"}, "hosts=h.yaml and stages=2 are both given"),
+        ({"draft": "d"}, "draft=d is given without a model"),
+        ({"settings": {"trace": "t.json"}}, "An LLM has no setting 'trace'"),
+        ({"policy": "root"}, "policy is 'root', but must be a SpeculationPolicy"),
+        (
+            {"policy": Root(), "settings": {"policy.width": 3}},
+            "policy and the setting 'policy.width' are both given",
+        ),
+    ],
+)
+def test_arguments_that_exclude_each_other_are_refused(
+    arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        AsyncLLM(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"settings": {"polcy.width": 3}}, "The setting 'polcy.width' does not exist"),
+        ({"stages": 0}, "cluster.stages is 0, but must be"),
+        ({"model": "/nowhere"}, "/nowhere"),
+        ({"hosts": "/nowhere/hosts.yaml"}, "/nowhere/hosts.yaml"),
+    ],
+)
+def test_wrong_settings_are_refused_before_a_process_starts(
+    arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        LLM(**arguments)
+    assert str(refused.value).count("\n") == 0
+
+
+def test_a_policy_of_the_main_module_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Own(Root):
+        pass
+
+    monkeypatch.setattr(Own, "__module__", "__main__")
+    with pytest.raises(ConfigError, match=r"Own is defined in __main__.*into a module of its own"):
+        AsyncLLM(policy=Own())
+
+
+def test_connecting_to_a_cluster_that_is_not_up_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="No cluster named 'lab' is up"):
+        LLM.connect("lab")
+    with pytest.raises(ConfigError, match="No cluster is up"):
+        LLM.connect()

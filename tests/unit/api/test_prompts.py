@@ -1,0 +1,69 @@
+"""What may be passed as a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipespec.api.prompts import tokenize_chats, tokenize_prompts
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.errors import PromptError
+
+CONTEXT = 64
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelInfo:
+    return ModelInfo.of(decide(compose([f"model.context={CONTEXT}"])))
+
+
+def test_texts_and_token_ids_may_be_one_or_many(model: ModelInfo) -> None:
+    (text,) = tokenize_prompts(model, "Once upon a time")
+    assert text.text == "Once upon a time"
+    ids = list(text.token_ids)
+    assert ids == model.encode("Once upon a time")
+    assert [one.token_ids for one in tokenize_prompts(model, ids)] == [tuple(ids)]
+    many = tokenize_prompts(model, ["Once", ids])
+    assert [one.text for one in many] == ["Once", None]
+
+
+def test_a_conversation_is_rendered_by_the_chat_template(model: ModelInfo) -> None:
+    (one,) = tokenize_chats(model, HELLO)
+    assert one.text == model.render(HELLO)
+    assert tokenize_chats(model, [HELLO, HELLO]) == [one, one]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "The prompt is empty"),
+        ([], "There is no prompt"),
+        (["Once", ""], "The prompt is empty"),
+        (7, "There is no prompt"),
+        ([7.5], "A prompt is 7.5, but must be a text or a list of token ids"),
+        ([10**6], "the token id 1000000, but they go from 0 to"),
+        ([1] * CONTEXT, f"has {CONTEXT} tokens, but the context holds {CONTEXT}"),
+        ("king " * 100, "tokens, but the context holds"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_refused(model: ModelInfo, given: Any, said: str) -> None:
+    with pytest.raises(PromptError, match=said):
+        tokenize_prompts(model, given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("Hello", "There is no message"),
+        ([], "There is no message"),
+        ([{"content": "Hello"}], "must be a list of messages"),
+        ([["Hello"]], "must be a list of messages"),
+    ],
+)
+def test_messages_that_cannot_be_used_are_refused(model: ModelInfo, given: Any, said: str) -> None:
+    with pytest.raises(PromptError, match=said):
+        tokenize_chats(model, given)

@@ -1,0 +1,121 @@
+"""How the parameters of the Python interface become those of a request, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipespec import SamplingParams, StructuredOutputsParams
+from pipespec.core import SamplingParams as RequestParams
+from pipespec.errors import ConfigError
+from pipespec.sampling.params import MAX_SEED, MIN_SEED
+
+
+def test_the_defaults_are_greedy_decoding() -> None:
+    assert SamplingParams().answers(fresh_seed=5) == [RequestParams()]
+
+
+def test_every_value_reaches_the_request() -> None:
+    given: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "logprobs": 3,
+        "prompt_logprobs": 0,
+        "min_tokens": 4,
+        "acceptance": "relaxed",
+    }
+    (made,) = SamplingParams(**given, seed=9, logit_bias={7: -1.5, 8: 2}).answers(fresh_seed=5)
+    assert made == RequestParams(**given, seed=9, logit_bias=((7, -1.5), (8, 2)))
+
+
+def test_several_answers_have_seeds_in_a_row() -> None:
+    params = SamplingParams(n=3, temperature=1, seed=MAX_SEED)
+    assert [one.seed for one in params.answers(5)] == [MAX_SEED, MIN_SEED, MIN_SEED + 1]
+    assert [one.seed for one in SamplingParams(n=2, temperature=1).answers(5)] == [5, 6]
+
+
+def test_a_single_stop_text_may_be_given_alone() -> None:
+    assert SamplingParams(stop="\n").stop == ("\n",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"temperature": -1}, "temperature is -1.0, but must be 0"),
+        ({"temperature": "hot"}, "temperature is 'hot', but must be a finite number"),
+        ({"top_p": 0}, "top_p is 0.0, but must be more than 0"),
+        ({"top_k": -1}, "top_k is -1, but must be"),
+        ({"max_tokens": 0}, "max_tokens is 0, but must be a whole number"),
+        ({"max_tokens": True}, "max_tokens is True, but must be"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, but must be .* 3"),
+        ({"n": 0, "temperature": 1}, "n is 0, but must be a whole number"),
+        ({"n": 2}, "n is 2, but with temperature 0 all answers are equal; set temperature"),
+        ({"stop": ["a", ""]}, "stop holds an empty text"),
+        ({"stop": 7}, "stop is 7, but must be"),
+        ({"logprobs": 21}, "logprobs is 21, but must be from 0 to 20"),
+        ({"logit_bias": {3: 101}}, "logit_bias is 3:101, but must be"),
+        ({"logit_bias": {"king": 1}}, "logit_bias holds 'king': 1, but must hold token ids"),
+        ({"structured_outputs": {"regex": "a"}}, "must be a StructuredOutputsParams"),
+        ({"acceptance": "most"}, "acceptance is 'most'"),
+        ({"priority": 2**40}, "priority is 1099511627776, but must be"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_in_one_sentence(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        SamplingParams(**given)
+    assert str(refused.value).count("\n") == 0
+    assert str(refused.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("form", "matches"),
+    [
+        ({"json": {"enum": ["yes"]}}, "yes"),
+        ({"json": '{"enum": ["yes"]}'}, "yes"),
+        ({"regex": "[ab]+"}, "[ab]+"),
+        ({"choice": ["left", "right"]}, "right"),
+        ({"grammar": 'start: "left"'}, "left"),
+    ],
+)
+def test_a_form_becomes_the_grammar_of_the_request(form: dict[str, Any], matches: str) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**form))
+    (made,) = params.answers(0)
+    assert matches in made.grammar
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({}, "has nothing, but takes one of json, regex, choice and grammar"),
+        ({"regex": "a", "choice": ["a"]}, "has regex and choice, but takes one"),
+    ],
+)
+def test_a_form_is_exactly_one(form: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        StructuredOutputsParams(**form)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"json": "{"}, "json is no JSON schema"),
+        ({"json": {"type": "nothing"}}, "json cannot be followed"),
+        ({"regex": "("}, "regex cannot be followed"),
+        ({"choice": []}, "choice is empty"),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused(form: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SamplingParams(structured_outputs=StructuredOutputsParams(**form)).answers(0)
+
+
+def test_a_form_and_ignore_eos_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="a structured output ends by itself"):
+        SamplingParams(ignore_eos=True, structured_outputs=StructuredOutputsParams(regex="a"))

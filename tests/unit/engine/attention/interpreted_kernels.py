@@ -1,0 +1,63 @@
+"""The Triton kernels in Triton's interpreter; `test_tree_kernel.py` runs this in a process of its
+own, since Triton decides when it is imported whether it interprets."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipespec.engine.attention import self_test
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool
+from pipespec.engine.attention.triton_backend import TritonBackend
+from tests.helpers.plans import plans
+
+NUM_SLOTS = 300
+EXAMPLES = 3 if settings.default.max_examples <= 50 else 60
+
+
+@settings(max_examples=EXAMPLES)
+@given(
+    st.lists(plans(NUM_SLOTS), min_size=1, max_size=2),
+    st.sampled_from([(1, 1), (4, 2), (3, 1), (20, 1)]),
+    st.sampled_from([(16, 16), (8, 6), (24, 40)]),
+    st.sampled_from([None, 1, 6, 200]),
+    st.sampled_from([None, 1.5]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.float16]),
+)
+def test_kernels_attend_as_defined(these, heads, dims, window, softcap, sinks, dtype):
+    rng = torch.Generator().manual_seed(1)
+    backend = TritonBackend("cpu", NUM_SLOTS)
+    learned = torch.randn(heads[0], generator=rng) if sinks else None
+    options = LayerOptions(0.3, window, softcap, learned)
+    for plan in these:
+        rows = len(plan.write)
+        shapes = [(rows, heads[0], dims[0]), (rows, heads[1], dims[0]), (rows, heads[1], dims[1])]
+        pools = [(NUM_SLOTS + 1, heads[1], dim) for dim in dims]
+        query, key, value, keys, values = (
+            torch.randn(*shape, generator=rng).to(dtype) for shape in (*shapes, *pools)
+        )
+        pool = LayerPool(keys, values)
+        backend.prepare(plan)
+        out = backend.attend(query, key, value, pool, options)
+        assert pool.keys[plan.write].equal(key)
+        assert pool.values[plan.write].equal(value)
+        expected = self_test.reference_attention(query, pool, plan, options).to(dtype)
+        limit = 3e-6 if dtype == torch.float32 else 3e-3
+        torch.testing.assert_close(out, expected, rtol=0, atol=limit)
+
+
+@settings(max_examples=1 if EXAMPLES == 3 else 8)
+@given(plans(NUM_SLOTS))
+def test_rows_of_padding_change_nothing(plan: AttentionPlan):
+    backend = TritonBackend("cpu", NUM_SLOTS)
+    backend.prepare(plan)
+    rows, padded = len(plan.write), backend.flat.capacity.rows
+    rng = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(padded, n, 16, generator=rng) for n in (4, 2, 2))
+    pool = LayerPool(*(torch.randn(NUM_SLOTS + 1, 2, 16, generator=rng) for _ in range(2)))
+    out = backend.attend(query, key, value, pool, LayerOptions(0.3))
+    assert out.isfinite().all()
+    expected = self_test.reference_attention(query[:rows], pool, plan, LayerOptions(0.3)).float()
+    torch.testing.assert_close(out[:rows], expected, rtol=0, atol=3e-6)

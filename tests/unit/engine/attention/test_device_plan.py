@@ -1,0 +1,141 @@
+"""Plans in a buffer that stays where it is, and what attends by them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Segment
+from pipespec.engine.attention.device_plan import WORD, DevicePlan, PlanCapacity
+from pipespec.engine.attention.torch_backend import TorchBackend
+from tests.helpers.plans import joined, plans, seen_by
+
+NUM_SLOTS = 700
+HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
+OPTIONS = st.builds(
+    LayerOptions,
+    scaling=st.just(0.3),
+    window=st.sampled_from([None, 1, 6, 200]),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.sampled_from([None, torch.tensor([0.5, -1.0, 2.0, 0.0])]),
+)
+
+
+def explicit(query: Tensor, pool: LayerPool, plan: AttentionPlan, options: LayerOptions) -> Tensor:
+    """Attention as it is defined, in float64, row by row."""
+    keys, values = pool.keys.double(), pool.values.double()
+    out = []
+    for row, seen in zip(query.double(), seen_by(plan, options.window), strict=True):
+        k, v = (each[list(seen)].repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values))
+        scores = torch.einsum("hd,nhd->hn", row, k) * options.scaling
+        if options.softcap is not None:
+            scores = torch.tanh(scores / options.softcap) * options.softcap
+        if options.sinks is not None:
+            scores = torch.cat((scores, options.sinks.double()[:, None]), 1)
+        out.append(torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(seen)], v))
+    return torch.stack(out).float()
+
+
+def given_rows(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor, LayerPool]:
+    """Query, key, value and a pool, random."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = [(rows, HEADS, DIM), (rows, KV_HEADS, DIM), (rows, KV_HEADS, VALUE_DIM)]
+    pools = [(NUM_SLOTS + 1, KV_HEADS, dim) for dim in (DIM, VALUE_DIM)]
+    query, key, value, keys, values = (torch.randn(*s, generator=rng) for s in shapes + pools)
+    return query, key, value, LayerPool(keys, values)
+
+
+@given(plans(NUM_SLOTS), st.sampled_from([None, 1, 6, 200]))
+def test_device_plan_equals_the_plan(plan: AttentionPlan, window: int | None) -> None:
+    flat = DevicePlan(
+        PlanCapacity(1, 1, 1, 1).grown(PlanCapacity.of(plan)), NUM_SLOTS, "cpu", tile=3
+    )
+    flat.fill(plan)
+    rows = len(plan.write)
+    assert flat.write[:rows].tolist() == plan.write.tolist()
+    assert flat.write[rows:].eq(NUM_SLOTS).all()
+    expected = seen_by(plan, window)
+    for row in range(flat.capacity.rows):
+        at, first, prefix, tree, tree_first = (
+            int(column[row])
+            for column in (flat.positions, flat.first, flat.prefix, flat.tree, flat.tree_first)
+        )
+        seen = {}
+        for i in range(prefix + tree):
+            j = i - prefix
+            place = i if j < 0 else int(flat.tree_positions[tree_first + j])
+            bit = j < 0 or int(flat.mask[row, j // WORD]) >> (j % WORD) & 1
+            if bit and (window is None or at - place < window):
+                seen[int(flat.slots[first + i])] = place
+        assert prefix + tree <= flat.longest
+        assert seen == (expected[row] if row < rows else {NUM_SLOTS: 0})
+    # The tiles are all rows, each once, and none of two segments.
+    covered = []
+    for first_row, count in flat.tiles.tolist():
+        covered += range(first_row, first_row + count)
+        starts = flat.first[first_row : first_row + count]
+        assert count <= 3
+        assert count == 0 or starts.eq(starts[0]).all()
+    assert covered == list(range(flat.capacity.rows))
+
+
+@given(st.lists(plans(NUM_SLOTS), min_size=1, max_size=4), OPTIONS, st.integers(0, 99))
+def test_plain_torch_attends_as_defined_plan_after_plan(
+    these: list[AttentionPlan], options: LayerOptions, seed: int
+) -> None:
+    backend = TorchBackend("cpu", NUM_SLOTS)
+    for plan in these:
+        query, key, value, pool = given_rows(len(plan.write), seed)
+        backend.prepare(plan)
+        out = backend.attend(query, key, value, pool, options)
+        assert pool.keys[plan.write].equal(key)
+        assert pool.values[plan.write].equal(value)
+        torch.testing.assert_close(out, explicit(query, pool, plan, options), rtol=0, atol=2e-6)
+
+
+@given(plans(NUM_SLOTS), OPTIONS)
+def test_rows_of_padding_change_nothing(plan: AttentionPlan, options: LayerOptions) -> None:
+    rows = len(plan.write)
+    query, key, value, pool = given_rows(rows + 3, 1)
+    backend = TorchBackend("cpu", NUM_SLOTS)
+    flat = backend.reserve(rows + 3)
+    where = flat.slots.data_ptr()
+    backend.prepare(plan, flat)
+    out = backend.attend(query, key, value, pool, options)
+    assert out.isfinite().all()
+    expected = explicit(query[:rows], pool, plan, options)
+    torch.testing.assert_close(out[:rows], expected, rtol=0, atol=2e-6)
+    untouched = np.setdiff1d(np.arange(NUM_SLOTS), plan.write)
+    before = given_rows(rows + 3, 1)[3]
+    assert pool.keys[untouched].equal(before.keys[untouched])
+    assert backend.flat is flat
+    assert flat.slots.data_ptr() == where
+
+
+def test_a_buffer_grows_as_far_as_it_must() -> None:
+    small = PlanCapacity(1, 1, 1, 1)
+    grown = small.grown(PlanCapacity(5, 1, 3, 64))
+    assert grown == PlanCapacity(8, 1, 4, 64)
+    assert grown.holds(PlanCapacity(8, 1, 4, 64))
+    assert not grown.holds(PlanCapacity(9, 1, 1, 1))
+    assert not grown.holds(PlanCapacity(1, 2, 1, 1))
+
+
+def test_a_last_request_without_tree_keys_reads_none() -> None:
+    """The buffer is full of those of the request before, and the layer has a window."""
+    slots = np.arange(20)
+    tree = Segment(slice(0, 8), np.arange(8), slots[:0], slots[:8], np.arange(8), np.eye(8) > 0)
+    alone = Segment(
+        slice(8, 9), np.array([3]), slots[8:12], slots[:0], slots[:0], np.zeros((1, 0), bool)
+    )
+    plan = joined([tree, alone], slots[[*range(8), 11]])
+    options = LayerOptions(0.3, window=2)
+    query, key, value, pool = given_rows(9, 1)
+    backend = TorchBackend("cpu", NUM_SLOTS)
+    backend.prepare(plan)
+    assert backend.flat.capacity.trees == len(plan.tree)
+    out = backend.attend(query, key, value, pool, options)
+    torch.testing.assert_close(out, explicit(query, pool, plan, options), rtol=0, atol=2e-6)

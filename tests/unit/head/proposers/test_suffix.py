@@ -1,0 +1,236 @@
+"""The suffix proposer: its automaton against every run of a text, its proposals, its memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.core import SamplingParams, Verdict
+from pipespec.head.proposers.history import AnswerHistory, read_corpus
+from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest
+from pipespec.head.proposers.suffix import CHUNK, SuffixProposer
+from pipespec.head.proposers.suffix_automaton import SuffixAutomaton
+from pipespec.head.tree import ROOT, Tree
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=4)
+
+
+def read(texts: list[list[int]]) -> SuffixAutomaton:
+    automaton = SuffixAutomaton()
+    for text in texts:
+        automaton.start_text()
+        for token in text:
+            automaton.extend([token])
+    return automaton
+
+
+def after(texts: list[list[int]], run: list[int]) -> set[int] | None:
+    """The tokens that followed a run; None: it does not occur."""
+    found = None
+    for text in texts:
+        for start in range(len(text) - len(run) + 1):
+            if text[start : start + len(run)] == run:
+                found = (found or set()) | {*text[start + len(run) : start + len(run) + 1]}
+    return found
+
+
+def check_suffixes(
+    automaton: SuffixAutomaton, texts: list[list[int]], match, ending: list[int]
+) -> None:
+    """The suffixes of a match are the endings that more tokens followed than the longer ones."""
+    followers = {}
+    for state, length in automaton.suffixes(match, 100):
+        seen = automaton.follow_counts(state)
+        tokens = {token for token, _ in seen.likeliest}
+        followers[length] = tokens
+        assert tokens == after(texts, ending[len(ending) - length :])
+        assert seen.distinct == len(tokens) and seen.total >= seen.distinct
+        assert all(automaton.has_followed(state, token) == (token in tokens) for token in range(4))
+    for length in range(1, len(ending) + 1):
+        if wanted := after(texts, ending[len(ending) - length :]):
+            assert any(
+                longer >= length and tokens == wanted for longer, tokens in followers.items()
+            )
+
+
+@given(TEXTS, st.lists(st.integers(0, 3), max_size=8))
+def test_automaton_matches_the_longest_suffix_with_all_followers(texts, ending):
+    automaton = read(texts)
+    place = automaton.match(ending)
+    known = [n for n in range(1, len(ending) + 1) if after(texts, ending[-n:]) is not None]
+    assert place[1] == max(known, default=0)
+    check_suffixes(automaton, texts, place, ending)
+
+
+@given(TEXTS)
+def test_automaton_knows_the_followers_of_the_newest_texts_suffixes(texts):
+    automaton = read(texts)
+    check_suffixes(automaton, texts, automaton.longest_suffix, texts[-1])
+    lengths = [length for _, length in automaton.suffixes(automaton.longest_suffix, 100)]
+    assert max(lengths, default=0) == max(
+        [n for n in range(1, len(texts[-1]) + 1) if after(texts, texts[-1][-n:])], default=0
+    )
+
+
+@given(TEXTS)
+def test_automaton_has_at_most_two_states_per_token(texts):
+    automaton = read(texts)
+    assert len(automaton) <= 2 * sum(map(len, texts)) + 1
+
+
+def begun(
+    proposer: SuffixProposer, tokens: list[int], number: int = 0, **more
+) -> tuple[Context, Tree]:
+    context = Context(
+        number, list(tokens), list(range(len(tokens))), prompt_len=len(tokens), **more
+    )
+    proposer.start_sequence(context)
+    last = len(tokens) - 1
+    return context, Tree(last, last - 1, tokens[-1], last, fed=True)
+
+
+def ask(proposer: SuffixProposer, context: Context, tree: Tree, deeper: int = 0) -> Proposal | None:
+    nodes = np.flatnonzero(~tree.expanded)
+    (found,) = proposer.propose([ProposalRequest(context, tree, nodes, max_path_tokens=deeper)], 4)
+    return found
+
+
+def say(proposer: SuffixProposer, context: Context, tree: Tree, tokens: list[int]) -> None:
+    base = len(context.tokens)
+    for token in tokens:
+        tree.advance(token)
+        context.tokens.append(token)
+        context.nodes.append(int(tree.id[ROOT]))
+    proposer.accept_verdict(Verdict(context.sequence, base, tuple(tokens)))
+
+
+def test_suffix_proposes_repeated_text_as_a_path():
+    proposer = SuffixProposer()
+    text = [*range(40)]
+    context, tree = begun(proposer, [*text, *text[:12]])
+    found = ask(proposer, context, tree, deeper=16)
+    assert found is not None and found.paths is not None
+    tree.add_children(found.parents, found.tokens, found.logps, None, found.paths)
+    tree.check()
+    node = ROOT
+    for token in range(12, 24):
+        (child,) = [i for i in np.flatnonzero(tree.parent == node) if i and tree.token[i] == token]
+        node = int(child)
+    assert tree.cum[node] > np.log(0.1)
+
+
+def test_suffix_matches_nodes_that_others_added():
+    proposer = SuffixProposer()
+    context, tree = begun(proposer, [1, 2, 3, 4, 5, 6, 1, 2])
+    last = tree.index(tree.append_path(ROOT, [3, 4]))
+    found = ask(proposer, context, tree)
+    assert found is not None
+    assert found.tokens[found.parents == last][0, 0] == 5
+
+
+def test_suffix_knows_the_same_of_a_prompt_and_of_an_answer_with_its_tokens():
+    tokens = np.random.default_rng(0).integers(0, 5, 80).tolist()
+    whole, pieces = SuffixProposer(), SuffixProposer()
+    context, tree = begun(whole, tokens)
+    piece, small = begun(pieces, tokens[:30])
+    piece.prompt_len = len(tokens)
+    for token in tokens[30:]:
+        say(pieces, piece, small, [token])
+        ask(pieces, piece, Tree(0, -1, token, len(piece.tokens) - 1, fed=True))
+    found, same = ask(whole, context, tree), ask(pieces, piece, small)
+    assert found is not None and same is not None
+    assert (found.tokens == same.tokens).all() and np.allclose(found.logps, same.logps)
+
+
+def test_suffix_reads_a_long_prompt_in_chunks():
+    proposer = SuffixProposer()
+    context, tree = begun(proposer, [1, 2, 3] * CHUNK)
+    answers = [ask(proposer, context, tree) is not None for _ in range(3)]
+    assert answers == [False, False, True]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 3), min_size=1, max_size=9))))
+def test_suffix_memory_stays_bounded_while_sequences_start_and_end(life):
+    proposer = SuffixProposer(past=24)
+    open_ones: dict[int, tuple[Context, Tree]] = {}
+    for number, (ends, tokens) in enumerate(life):
+        open_ones[number] = begun(proposer, tokens, number)
+        for context, tree in open_ones.values():
+            found = ask(proposer, context, tree, deeper=8)
+            assert found is not None
+            tree.add_children(found.parents, found.tokens, found.logps, None, found.paths)
+            tree.check()
+            assert (np.exp(found.logps).sum(1) <= 1 + 1e-9).all()
+            say(proposer, context, tree, tokens)
+        if ends:
+            proposer.end_sequence(number)
+            with pytest.raises(KeyError):
+                proposer.end_sequence(number)
+            del open_ones[number]
+        assert proposer.past.length <= 24
+
+
+def test_history_drops_the_oldest_answers():
+    past = AnswerHistory(20)
+    for first in (100, 200, 300):
+        past.add([*range(first, first + 8)])
+        past.read(100)
+    assert past.newer.match([300, 301])[1] == 2
+    assert past.older.match([200, 201])[1] == 2
+    assert past.older.match([100])[1] == past.newer.match([100])[1] == 0
+
+
+@pytest.mark.parametrize("past", [0, 1000])
+def test_suffix_uses_past_answers_only_if_it_may_hold_them(past):
+    proposer = SuffixProposer(past)
+    context, tree = begun(proposer, [1, 2])
+    ask(proposer, context, tree)
+    say(proposer, context, tree, [50, 51, 52, 53, 54])
+    proposer.end_sequence(0)
+    proposer.propose([], 4)
+    context, tree = begun(proposer, [9, 50, 51], 1)
+    found = ask(proposer, context, tree)
+    assert found is not None
+    assert (52 in found.tokens) == bool(past)
+    assert 2 not in found.tokens, "prompts of other requests are not held"
+
+
+def test_suffix_never_uses_answers_of_salted_requests_for_others():
+    proposer = SuffixProposer(past=1000)
+    context, tree = begun(proposer, [1, 2])
+    context.salted = True
+    ask(proposer, context, tree)
+    say(proposer, context, tree, [50, 51, 52, 53, 54])
+    proposer.end_sequence(0)
+    proposer.propose([], 4)
+    assert proposer.past.length == 0
+    context, tree = begun(proposer, [9, 50, 51], 1)
+    found = ask(proposer, context, tree)
+    assert found is not None and 52 not in found.tokens
+
+
+def test_suffix_knows_the_corpus_from_the_start(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.txt").write_text("xyz")
+    (tmp_path / "a.txt").write_text("abcde")
+    (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
+    corpus = read_corpus(str(tmp_path), 7, lambda text: [ord(letter) for letter in text])
+    assert corpus is not None and corpus.length == 7
+    proposer = SuffixProposer(0, corpus)
+    context, tree = begun(proposer, [ord("x")])
+    found = ask(proposer, context, tree)
+    assert found is not None and found.tokens[0, 0] == ord("y")
+
+
+def test_suffix_ranks_with_the_targets_noise():
+    ranked = []
+    for seed in range(40):
+        proposer = SuffixProposer()
+        asked = {"sampling": SamplingParams(temperature=1.0, seed=seed)}
+        context, tree = begun(proposer, [1, 2, 1, 3, 1, 2, 1, 3, 1], **asked)
+        found = ask(proposer, context, tree)
+        assert found is not None and (np.diff(found.logps[0]) <= 0).all()
+        ranked.append(int(found.tokens[0, 0]))
+    assert {2, 3} <= set(ranked)

@@ -1,0 +1,147 @@
+"""Draft rounds that delay a batch: where they are worth it, and what they bring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from pipespec.config.compose import compose
+from pipespec.errors import ConfigError
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.policy import PipelineState, TargetBatch
+from pipespec.head.refill import NextBatch
+from pipespec.instruments.emulation.machine import TimeCurve
+from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+from pipespec.instruments.plan.simulation import Machine, SimulatedPipeline, simulate
+
+STEP_MS, STEPS = 10.0, 50
+FLAT = TimeCurve(((1, STEP_MS), (64, 1.1 * STEP_MS)))
+ACCURACY = Accuracy({1: 0.74, 32: 0.99}, 0.8)
+ROOT_ALONE = np.ones(1)
+
+
+@dataclass(frozen=True)
+class NeverDelays(BestFirst):
+    """The same policy without such rounds."""
+
+    @property
+    def refills(self) -> bool:
+        return False
+
+
+def state(num_stages: int = 1, target_rows: int = 8, **more: object) -> PipelineState:
+    """One in which a step of 1 to 64 rows takes 10 to 11 ms and decides two tokens."""
+    target = TargetBatch(target_rows, np.inf, STEP_MS / 2)
+    return PipelineState(
+        num_stages=num_stages,
+        step=1,
+        step_ms=((1, STEP_MS), (64, 1.1 * STEP_MS)),
+        target=target,
+        **{"child_probabilities": np.array([0.7, 0.2]), **more},
+    )
+
+
+def test_children_of_a_root_alone_save_what_their_tokens_take():
+    gain_ms = NextBatch(ROOT_ALONE, 8, state()).gain_ms(ROOT_ALONE)
+    rows_ms = 2 * 0.1 * STEP_MS / 63
+    assert gain_ms == pytest.approx(0.9 * STEP_MS / 2 - rows_ms)
+
+
+def test_the_longer_the_pipeline_the_less_a_round_saves():
+    gains = [NextBatch(ROOT_ALONE, 8, state(stages)).gain_ms(ROOT_ALONE) for stages in (1, 2, 4, 8)]
+    assert sorted(gains, reverse=True) == gains and len(set(gains)) == 4
+
+
+def test_a_round_without_nodes_saves_nothing():
+    assert NextBatch(ROOT_ALONE, 8, state()).gain_ms(np.empty(0)) == 0
+
+
+def test_the_first_round_of_all_is_tried():
+    unknown = state(child_probabilities=np.empty(0))
+    assert NextBatch(ROOT_ALONE, 8, unknown).gain_ms(ROOT_ALONE) == np.inf
+
+
+def test_in_a_full_batch_only_better_candidates_count():
+    full = NextBatch(np.array([1.0, 0.5]), 2, state(target_rows=2))
+    assert full.gain_ms(np.array([0.6])) == 0, ".6 × .7 is less than .5"
+    assert full.gain_ms(np.array([0.9])) == pytest.approx((0.63 - 0.5) * STEP_MS / 2)
+
+
+@pytest.mark.parametrize("rows", [[1.0], [1.0, 0.5, 0.3], [0.4, 0.2]])
+def test_nodes_below_the_least_bring_nothing_to_a_full_batch(rows: list[float]):
+    batch = NextBatch(np.array(rows), len(rows), state(target_rows=len(rows)))
+    assert batch.gain_ms(np.exp([batch.least - 0.01])) == 0
+    assert batch.gain_ms(np.minimum(np.exp([batch.least + 0.01]), 1.0)) >= 0
+
+
+def ms_per_token(policy: BestFirst, num_stages: int, draft_ms: float) -> float:
+    machine = Machine((FLAT,) * num_stages, draft_ms=draft_ms)
+    runs = [
+        simulate(policy, machine, ACCURACY, rounds="auto", num_tokens=700, seed=seed)
+        for seed in (1, 2)
+    ]
+    return sum(run.ms for run in runs) / sum(run.tokens for run in runs)
+
+
+@pytest.mark.parametrize(("num_stages", "gain"), [(1, 1.01), (2, 1.02)])
+def test_short_pipelines_decode_faster_with_rounds_that_delay(num_stages: int, gain: float):
+    with_them = ms_per_token(BestFirst(), num_stages, draft_ms=1.0)
+    assert ms_per_token(NeverDelays(), num_stages, draft_ms=1.0) > gain * with_them
+
+
+def test_a_draft_slower_than_a_stage_delays_nothing():
+    with_them = ms_per_token(BestFirst(), 8, draft_ms=1.2 * STEP_MS)
+    assert ms_per_token(NeverDelays(), 8, draft_ms=1.2 * STEP_MS) == pytest.approx(with_them, 0.02)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_draft_without_a_device_of_its_own_works_while_the_stages_wait(overlap: bool):
+    machine = Machine((FLAT,), draft_ms=1.0)
+    pipeline = SimulatedPipeline(
+        BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, seed=1, overlap=overlap
+    )
+    scheduler = pipeline.scheduler
+    pipeline.step()
+    scheduler.begin_step()
+    assert scheduler.next_expansion(0.0) is not None, "the draft reads the prompt in any case"
+    for _ in range(STEPS):
+        pipeline.step()
+    scheduler.begin_step()
+    assert (scheduler.next_expansion(0.0) is not None) == overlap
+    tokens, steps = sum(scheduler.totals.hits), scheduler.totals.steps
+    assert tokens > 2 * steps, "batches hold draft tokens either way"
+
+
+def test_no_batch_waits_until_the_draft_has_read_a_prompt():
+    machine = Machine((FLAT,), draft_ms=0.1)
+    pipeline = SimulatedPipeline(
+        BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, seed=1, overlap=False
+    )
+    for _ in range(STEPS):
+        pipeline.step()
+    pipeline.proposer.propose = lambda requests, children: [None] * len(requests)
+    delayed = []
+    for _ in range(STEPS):
+        assert len(pipeline.step())
+        delayed.append(pipeline.rounds)
+    assert max(delayed) == 1, "another part of the prompt is read in each step"
+
+
+def test_overlap_is_refused_where_the_policy_cannot_do_without() -> None:
+    for settings in (["policy=level"], ["policy.row_cost=0.001"]):
+        with pytest.raises(ConfigError, match=r"leave proposer\.overlap out"):
+            compose([*settings, "proposer.overlap=no"])
+    assert compose(["proposer.overlap=no"]).proposer.overlap == "no"
+
+
+def test_a_number_of_rounds_counts_those_that_delay():
+    machine = Machine((FLAT,), draft_ms=0.1)
+    pipeline = SimulatedPipeline(BestFirst(), machine, ACCURACY, 2, 40 * STEPS, seed=1)
+    rounds = []
+    for _ in range(STEPS):
+        before = pipeline.scheduler.totals.rounds
+        pipeline.step()
+        rounds.append(pipeline.scheduler.totals.rounds - before)
+    assert max(rounds) == 2

@@ -1,0 +1,429 @@
+"""Predictions against closed forms, against each other, and against one another's limits."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.cli.main import main
+from pipespec.errors import ConfigError
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.level import Level
+from pipespec.head.policies.root import Root
+from pipespec.head.policies.static_tree import StaticTree
+from pipespec.instruments.emulation.machine import with_experts
+from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+from pipespec.instruments.plan import grid
+from pipespec.instruments.plan.advice import DecodingMethod, choices, predict, recommend
+from pipespec.instruments.plan.machine_profile import Profile
+from pipespec.instruments.plan.simulation import (
+    Machine,
+    TimeCurve,
+    level_equation,
+    simulate,
+    specpipe_ms,
+)
+
+PUBLISHED = Accuracy({1: 0.81, 8: 0.99}, spread=0.8)
+ONE_B = Accuracy({1: 0.74, 32: 0.99}, spread=0.8)
+PERFECT = Accuracy({1: 1.0})
+POOR = Accuracy({1: 0.3, 32: 0.8}, spread=0.8)
+
+
+def machine(num_stages: int, stage_ms: float = 10.0, **times: float) -> Machine:
+    return Machine((TimeCurve(((1, stage_ms),)),) * num_stages, **times)
+
+
+def methods(*names: str, **grid: list) -> list[DecodingMethod]:
+    shape = {"widths": [16], "children": [8], "rounds": [1], **grid}
+    return list(choices(names, shape["widths"], shape["children"], shape["rounds"]))
+
+
+@pytest.mark.parametrize("num_stages", [1, 3, 8])
+def test_without_guesses_a_token_takes_a_whole_pipeline(num_stages):
+    ran = simulate(Root(), machine(num_stages), PUBLISHED, rounds=1, num_tokens=20)
+    assert ran.tokens_per_step == pytest.approx(1 / num_stages)
+    assert ran.delays[-1] == ran.tokens == 20
+    assert ran.hits == 0 and ran.error == 0
+
+
+def test_a_perfect_draft_gives_level_one_token_per_step():
+    ran = simulate(Level(4, 1), machine(8), PERFECT, rounds=1, num_tokens=50)
+    assert ran.tokens_per_step == pytest.approx(1)
+    assert ran.hits == ran.tokens
+
+
+@pytest.mark.parametrize("stage_ms", ["1:20 64:60", "1:20 64:1280"])
+@pytest.mark.parametrize("draft", [PUBLISHED, POOR], ids=["published", "poor"])
+@pytest.mark.parametrize("requests", [4, 16])
+def test_where_rows_are_dear_guesses_make_nothing_slower(stage_ms, draft, requests):
+    dear = Machine((TimeCurve.parse(stage_ms),) * 8, draft_ms=10.0)
+    plain, guessing = (
+        simulate(policy, dear, draft, rounds=1, num_tokens=240, num_requests=requests, max_rows=32)
+        for policy in (Root(), BestFirst(32, 8))
+    )
+    assert guessing.ms / guessing.tokens <= plain.ms / plain.tokens / 0.97
+
+
+def test_where_reading_a_context_is_dear_guesses_make_nothing_slower():
+    # Sixteen texts of some 20 tokens: reading all of them takes twice as long as the weights.
+    dear = Machine((TimeCurve(((1, 10.0),)),) * 4, draft_ms=5.0, slot_ms=0.06)
+    plain, guessing = (
+        simulate(policy, dear, POOR, rounds=1, num_tokens=320, num_requests=16, max_rows=32)
+        for policy in (Root(), BestFirst(32, 8))
+    )
+    assert guessing.ms / guessing.tokens <= plain.ms / plain.tokens / 0.97
+
+
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_a_perfect_draft_gives_best_first_a_token_per_round(rounds):
+    ran = simulate(BestFirst(8, 1), machine(8), PERFECT, rounds=rounds, num_tokens=300)
+    assert ran.tokens_per_step == pytest.approx(rounds, rel=0.05)
+    assert ran.delays[0] > 0, "parents and children share a batch"
+
+
+def test_one_chain_is_classic_speculative_decoding():
+    """Four right guesses and the token after them, once per pipeline length, or one step later
+    where the chain is drafted when the verdict has come."""
+    ran = simulate(StaticTree([1] * 4), machine(8), PERFECT, rounds=4, num_tokens=100)
+    assert 0.97 * 5 / 9 <= ran.tokens_per_step <= 1.03 * 5 / 8
+
+
+@pytest.mark.parametrize("top_1", [0.5, 0.9])
+def test_level_follows_the_equation_where_the_width_cuts_nothing(top_1):
+    """A chain: a token is guessed exactly if it has rank 1."""
+    accuracy = Accuracy({1: top_1}, spread=0.5)
+    ran = simulate(Level(4, 1), machine(6), accuracy, rounds=1, num_tokens=1500)
+    assert ran.tokens_per_step == pytest.approx(level_equation(top_1, 6), rel=0.08)
+    assert ran.tokens_per_step == pytest.approx(level_equation(ran.hits / ran.tokens, 6), rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", [Root(), BestFirst(4, 4)], ids=["root", "best_first"])
+def test_more_requests_than_rows_on_their_way_are_all_begun(policy):
+    ran = simulate(
+        policy, machine(4), PUBLISHED, rounds=1, num_tokens=400, num_requests=40, max_rows=4
+    )
+    assert ran.tokens_per_step == pytest.approx(4, rel=0.01)  # roots alone fill the batches
+
+
+def test_the_order_of_the_methods():
+    """The table of SpecPipe's Figure 10, continued by best_first."""
+    rates = [
+        simulate(policy, machine(8), PUBLISHED, rounds=3, num_tokens=600).tokens_per_step
+        for policy in (Root(), StaticTree(), Level(64, 8), BestFirst(64, 8, 4096))
+    ]
+    assert rates == sorted(rates)
+    assert rates[2] > 0.75 and rates[3] > 1.15
+
+
+def test_a_crowded_tree_costs_best_first_its_second_chances():
+    """Why `pipespec plan` gives the tree NODES_PER_ROW: a small one forgets what it passed over."""
+    small, large = (
+        simulate(BestFirst(64, 8, capacity), machine(8), PUBLISHED, rounds=4, num_tokens=600)
+        for capacity in (512, 0)
+    )
+    assert small.tokens_per_step < large.tokens_per_step
+    assert small.hits < large.hits
+
+
+def test_a_prediction_repeats_itself():
+    (method,) = methods("best_first", rounds=[2])
+    first = predict(method, machine(4), PUBLISHED, num_tokens=50, seed=3)
+    assert first == predict(method, machine(4), PUBLISHED, num_tokens=50, seed=3)
+    assert first != predict(method, machine(4), PUBLISHED, num_tokens=50, seed=4)
+
+
+def test_times_follow_the_rows():
+    curve = TimeCurve(((2, 10.0), (4, 14.0), (8, 30.0)))
+    assert [curve.ms(rows) for rows in (0, 1, 2, 3, 4, 6, 8, 10)] == [0, 10, 10, 12, 14, 22, 30, 38]
+    uneven = Machine((TimeCurve(((1, 10.0),)), TimeCurve(((1, 30.0),))), hop_ms=1)
+    assert uneven.plain_tbt_ms == 42
+    assert uneven.stage_ms([1, 0], [0, 0]) == [10, 0]
+    assert replace(uneven, slot_ms=0.5).stage_ms([1, 1], [40, 2]) == [30, 31]
+    ran = simulate(Root(), uneven, PUBLISHED, rounds=1, num_tokens=10)
+    assert ran.ms / ran.tokens == pytest.approx(42)
+
+
+def test_a_mixture_reads_the_experts_of_its_rows():
+    curve = with_experts(TimeCurve(((1, 10.0), (64, 12.0))), 256, 8, 0.9)
+    assert curve.ms(1) == pytest.approx(10)
+    # 256 (1 - (1 - 8 / 256) ** 64) = 222.4 experts instead of 8.
+    assert curve.ms(64) == pytest.approx(12 + 9 * (222.43 / 8 - 1), rel=1e-3)
+    assert with_experts(TimeCurve(((1, 10.0),)), 8, 8, 0.9).ms(64) == pytest.approx(10)
+    dense = Profile(stages=2, stage_ms=[10.0])
+    assert replace(dense, experts=[256, 8, 0.9]).machine().stages[1].ms(64) > 200
+    for experts in ([256, 8], [256, 8.5, 0.9], [8, 9, 0.9], [8, 2, 1.1]):
+        with pytest.raises(ConfigError):
+            replace(dense, experts=experts).machine()
+
+
+def test_on_a_mixture_the_default_is_fast_where_whole_levels_are_slower_than_no_speculation():
+    machine = Profile(stages=8, stage_ms=[10.0], experts=[256, 8, 0.22], draft_ms=3.0).machine()
+    root, level, default = (
+        simulate(policy, machine, ONE_B, rounds="auto", num_tokens=600)
+        for policy in (Root(), Level(64, 8), BestFirst())
+    )
+    ms = [each.ms / each.tokens for each in (root, level, default)]
+    assert ms[0] == 80 and ms[1] > ms[0] and ms[2] < ms[0] / 2.8
+
+
+@pytest.mark.parametrize("rounds", [(1, 3), (3, 8)])
+def test_more_draft_rounds_never_make_it_slower(rounds):
+    fewer, more = (
+        simulate(BestFirst(64, 16), machine(8), ONE_B, rounds=count, num_tokens=600).tokens_per_step
+        for count in rounds
+    )
+    assert more > fewer
+
+
+def test_both_equations_of_level_are_reported():
+    """A miss costs SpecPipe's schedule a pipeline beyond its step, and this one that in all."""
+    [told] = [predict(w, machine(8, hop_ms=2), PUBLISHED, num_tokens=50) for w in methods("level")]
+    assert told.bound_ms == pytest.approx(12 * (0.99 + 0.01 * 8))
+    assert told.specpipe_ms == pytest.approx(12 + 0.01 * 8 * 12)
+    [root] = [predict(w, machine(8), PUBLISHED, num_tokens=50) for w in methods("root")]
+    assert root.specpipe_ms is None
+    unequal = [10.0, 30.0, 20.0]
+    assert specpipe_ms(0.9, unequal) == pytest.approx(30 + 0.1 * 60)
+
+
+def test_a_slow_draft_hides_the_hop():
+    for hop_ms, step_ms in ((0, 40), (5, 40), (40, 50)):
+        asked = machine(4, draft_ms=40, hop_ms=hop_ms)
+        [slow] = [predict(w, asked, PUBLISHED, num_tokens=100) for w in methods("level")]
+        assert slow.step_ms == pytest.approx(step_ms, rel=0.1)
+
+
+def test_a_pool_of_processes_predicts_what_one_does(monkeypatch):
+    asked = methods("root", "level", "best_first", widths=[4, 8, 16], rounds=[1, 2])
+    given = {"num_tokens": 250, "seed": 3}
+    told: list[tuple[int, int]] = []
+    found = grid.predictions(
+        asked, machine(4), PUBLISHED, on_done=lambda *done: told.append(done), **given
+    )
+    monkeypatch.setattr(grid, "WORTH_A_PROCESS", 10**9)
+    assert grid.predictions(asked, machine(4), PUBLISHED, **given) == found
+    assert [done for done, _ in told] == list(range(1, len(told) + 1))
+    assert told[0][1] == len(asked) + grid.REFINED and told[-1][0] == told[-1][1]
+    # The fastest have been looked at more closely.
+    alone = {p: predict(w, machine(4), PUBLISHED, **given) for p, w in enumerate(asked)}
+    # (root takes the same for any number of tokens.)
+    closely = [place for place in alone if place and alone[place] == found[place]]
+    assert grid.REFINED <= len(closely) < len(asked)
+    assert min(found, key=lambda p: p.tbt_ms) in [found[place] for place in closely]
+
+
+def test_the_way_that_is_advised_has_been_looked_at_closely():
+    """All methods share an easy beginning here, which makes each look faster at first."""
+    asked = methods("level", widths=[12, 16, 20, 24, 28, 32])
+    accuracy = Accuracy({1: 0.81, 8: 0.99}, spread=0.5)
+    found = grid.predictions(asked, machine(8), accuracy, num_tokens=500)
+    closely = [predict(w, machine(8), accuracy, num_tokens=500) for w in asked]
+    assert recommend(found) in closely
+
+
+def test_a_slow_draft_lengthens_the_step_and_auto_leaves_out_what_does_not_fit():
+    slow = machine(4, stage_ms=10, draft_ms=8)
+    two, auto = (
+        predict(method, slow, PUBLISHED, num_tokens=100)
+        for method in methods("best_first", rounds=[2, "auto"])
+    )
+    assert two.step_ms == pytest.approx(16, rel=0.05)
+    assert auto.rounds_per_step == pytest.approx(1, abs=0.1)
+    assert auto.step_ms == pytest.approx(10, rel=0.05)
+
+
+def test_the_sooner_a_better_model_scores_the_tree_the_faster_is_the_text():
+    small, better = Accuracy({1: 0.6, 16: 0.95}, 0.8), Accuracy({1: 0.85, 8: 0.99}, 0.8)
+    alone, late, soon, free = (
+        simulate(
+            BestFirst(32, 16), machine(6, mid_ms=ms), small, rounds=2, num_tokens=400, mid=mid
+        ).tokens_per_step
+        for ms, mid in ((0.0, None), (40.0, better), (20.0, better), (0.0, better))
+    )
+    assert alone < late < soon < free
+
+
+def test_a_mid_size_model_that_guesses_worse_is_not_believed_for_long():
+    small, worse = Accuracy({1: 0.74, 16: 0.95}, 0.8), Accuracy({1: 0.5, 8: 0.8}, 0.8)
+    alone, beside = (
+        simulate(
+            BestFirst(32, 16), machine(6, mid_ms=20), small, rounds=2, num_tokens=500, mid=mid
+        ).tokens_per_step
+        for mid in (None, worse)
+    )
+    assert beside > 0.96 * alone
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.integers(1, 40), st.floats(0, 50), min_size=1, max_size=4),
+        min_size=4,
+        max_size=4,
+    ),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 60),
+)
+def test_devices_that_share_their_layers_take_the_mean_and_the_sums(curves, size, rows):
+    stages = tuple(
+        TimeCurve(tuple(zip(sorted(points), sorted(points.values()), strict=True)))
+        for points in curves
+    )
+    shared = Machine(stages, hop_ms=1.0).shared(size, 0.5)
+    assert (shared.num_stages, shared.hop_ms) == (4 // size, 1.0)
+    for number, stage in enumerate(shared.stages):
+        group = stages[number * size : (number + 1) * size]
+        alone = sum(curve.ms(rows) for curve in group) / size
+        assert stage.ms(rows) == pytest.approx(alone + (size * 0.5 if size > 1 else 0))
+
+
+def test_groups_of_devices_are_planned_and_the_best_is_advised(capsys):
+    command = [
+        *("plan", "--stages", "4", "--stage-ms", "20", "--policies", "root,best_first"),
+        *("--widths", "16", "--rounds", "1", "--tokens", "100", "--tensor-parallel", "1,2,4"),
+    ]
+    assert main([*command, "--sum-ms", "0.1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [p["tensor_parallel"] for p in told["predictions"]] == [1, 1, 2, 2, 4, 4]
+    fastest = min(told["predictions"], key=lambda p: p["tbt_ms"])
+    assert told["recommended"]["tensor_parallel"] == fastest["tensor_parallel"] > 1
+    assert main([*command, "--sum-ms", "500"]) == 0
+    out = capsys.readouterr().out
+    assert "2 stages of 2 devices" in out
+    assert "Recommended: cluster.tensor_parallel=1 cluster.stages=4 policy=best_first" in out
+    assert main([*command, "--tensor-parallel", "3"]) == 2
+    assert "4 stages cannot be made of groups of 3" in capsys.readouterr().err
+
+
+def test_a_pass_that_never_ends_changes_nothing():
+    given = {"rounds": 2, "num_tokens": 200}
+    alone = simulate(BestFirst(16, 8), machine(4), PUBLISHED, **given)
+    waits = simulate(BestFirst(16, 8), machine(4, mid_ms=1e6), PUBLISHED, mid=PERFECT, **given)
+    assert waits.tokens_per_step == alone.tokens_per_step and waits.rows == alone.rows
+
+
+def test_a_good_draft_is_advised_and_a_bad_one_is_not():
+    good = [predict(w, machine(8), PUBLISHED, num_tokens=200) for w in methods("root", "level")]
+    advised = recommend(good)
+    assert advised is not None and advised.policy == "level"
+    assert advised.settings[:2] == ("policy=level", "policy.width=16")
+    assert advised.settings[2:] == ("policy.children=8", "proposer.rounds=1")
+    poor, slow = Accuracy({1: 0.05}, spread=0.0), machine(2, draft_ms=100)
+    assert recommend([predict(w, slow, poor, num_tokens=50) for w in methods("level")]) is None
+
+
+def test_of_equal_ways_the_one_with_fewer_rows_is_advised():
+    narrow, wide = (
+        predict(method, machine(4), PERFECT, num_tokens=60)
+        for method in methods("best_first", widths=[2, 32])
+    )
+    assert recommend([wide, narrow]) == narrow
+
+
+def test_a_policy_of_fixed_size_is_predicted_with_its_own_settings_whatever_the_sizes():
+    (method,) = methods("static_tree", widths=[64], children=[16])
+    assert method.policy == StaticTree()
+    assert method.settings == ("policy=static_tree", "proposer.rounds=1")
+
+
+def test_ways_that_do_not_differ_are_predicted_once():
+    grid = {"widths": [8, 16], "children": [4, 8], "rounds": [1, 2]}
+    assert len(methods("root", **grid)) == 1
+    assert len(methods("static_tree", **grid)) == 2
+    assert {method.policy for method in methods("root", **grid)} == {Root()}
+    assert len(methods("level", **grid)) == 4
+    assert len(methods("best_first", **grid)) == 8
+    with pytest.raises(ConfigError, match="not known"):
+        methods("nothing")
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def test_json_holds_the_input_and_the_predictions(capsys):
+    options = ["--stages", "4", "--stage-ms", "1:20,64:30", "--hop-ms", "1", "--tokens", "50"]
+    assert main(["plan", "--json", "--widths", "8", "--rounds", "1,auto", *options]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plain_tbt_ms"] == 84
+    assert answer["profile"]["stages"] == 4
+    found = {(p["policy"], p["rounds"]) for p in answer["predictions"]}
+    assert {("root", 1), ("level", 1), ("best_first", 1), ("best_first", "auto")} <= found
+    assert answer["recommended"] in answer["predictions"]
+    root = next(p for p in answer["predictions"] if p["policy"] == "root")
+    assert root["tbt_ms"] == pytest.approx(84) and root["speedup"] == pytest.approx(1)
+
+
+def test_the_table_fits_a_terminal_and_advises(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--widths", "8", "--rounds", "1", "--tokens", "50"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert "Recommended: policy=" in out
+
+
+def test_cascade_is_planned_and_reported(capsys):
+    options = ["--policies", "best_first", "--widths", "16", "--rounds", "2", "--tokens", "150"]
+    small = [*options, "--curve", "1:0.5,16:0.9", "--spread", "0.8", "--json"]
+    tbt = []
+    for more in ([], ["--mid-curve", "1:0.9,4:0.99", "--mid-ms", "40"]):
+        assert main(["plan", *small, *more]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        tbt.append(answer["predictions"][0]["tbt_ms"])
+    assert tbt[1] < 0.9 * tbt[0]
+    assert "proposer=cascade" in answer["recommended"]["settings"]
+    assert answer["profile"]["mid_ms"] == 40
+
+
+def test_where_speculation_loses_it_says_so(capsys):
+    options = ["--stages", "2", "--stage-ms", "10", "--draft-ms", "90", "--curve", "1:0.1"]
+    assert main(["plan", "--widths", "8", "--rounds", "1", "--tokens", "30", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2:] == [
+        "No combination would be faster than plain pipeline parallelism.",
+        "Recommended: policy=root",
+    ]
+
+
+def test_what_the_plan_found_is_a_sentence_a_line(capsys):
+    options = ["--stages", "4", "--stage-ms", "10", "--draft-ms", "12", "--tokens", "60"]
+    policies = ["--policies", "root,static_tree,best_first", "--widths", "8", "--rounds", "1,4"]
+    assert main(["plan", *options, *policies]) == 0
+    said = capsys.readouterr().out.partition("TBT is the time")[2].splitlines()
+    assert all(line.endswith(".") or line.startswith("Recommended: ") for line in said), said
+    assert any(re.search(r"\d of \d speculating combinations would be slower", x) for x in said)
+
+
+def test_a_profile_is_read_and_options_come_before_it(tmp_path: Path, capsys):
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({"stages": 2, "stage_ms": [["1:5"], [7.0]], "hop_ms": 1}))
+    few = ["--policies", "root", "--tokens", "5", "--json", "--profile", str(file)]
+    assert main(["plan", *few]) == 0
+    assert json.loads(capsys.readouterr().out)["plain_tbt_ms"] == 14
+    assert main(["plan", *few, "--hop-ms", "0"]) == 0
+    assert json.loads(capsys.readouterr().out)["plain_tbt_ms"] == 12
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must be a JSON object of stages, stage_ms"),
+        ('{"stage": 2}', "must be a JSON object of stages, stage_ms"),
+        ('{"stages": 3, "stage_ms": [[1], [2]]}', "times of 2 stages"),
+        ('{"hop_ms": "1"}', "hop_ms is '1'"),
+        ('{"stages": true}', "stages is True"),
+        ('{"curve": 3}', "curve is 3"),
+        ('{"stage_ms": {}}', "stage_ms is {}"),
+    ],
+)
+def test_a_profile_that_is_wrong_is_one_sentence(tmp_path: Path, capsys, content: str, part: str):
+    file = tmp_path / "profile.json"
+    file.write_text(content)
+    assert main(["plan", "--profile", str(file)]) == 2
+    assert part in capsys.readouterr().err

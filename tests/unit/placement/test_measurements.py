@@ -1,0 +1,125 @@
+"""Who does what on the hosts of a hosts file before anything has been measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.config.hosts import load_hosts
+from pipespec.engine.checkpoint import inspect
+from pipespec.errors import ConfigError
+from pipespec.placement.measurements import RUNTIME_BYTES, choose_dtype, unmeasured
+from pipespec.placement.slices import plan_slices, split_evenly
+from pipespec.system.folders import resource_dir
+
+DEMO = resource_dir("demo")
+GIB = 2**30
+THREE = (
+    "hosts:\n"
+    "  - {name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}\n"
+    "  - {name: beta, address: 127.0.0.2, ssh: local, devices: [cpu]}\n"
+    "  - {name: gamma, address: 127.0.0.3, ssh: local, devices: [cpu]}\n"
+)
+
+
+@pytest.fixture
+def hosts_file(tmp_path):
+    def write(text):
+        file = tmp_path / "three.yaml"
+        file.write_text(text)
+        return str(file)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def target():
+    return inspect(DEMO / "target")
+
+
+def asked(hosts_file, target, *settings, mid=None, **changes):
+    config = compose([f"cluster.stages={hosts_file.num_stages}", *settings])
+    info = replace(target, **changes)
+    return unmeasured(hosts_file, config, info, inspect(DEMO / "draft"), mid, context=256)
+
+
+def test_without_limits_slices_are_even_and_hosts_as_listed(hosts_file, target):
+    hosts_file = load_hosts(hosts_file(THREE))
+    placement = plan_slices(asked(hosts_file, target))
+    assert placement.workers_by_rank == hosts_file.workers
+    assert placement.layers == tuple(split_evenly(16, 3))
+
+
+def test_order_draft_split_and_spares_of_the_file_hold(hosts_file, target):
+    hosts_file = load_hosts(
+        hosts_file(f"{THREE}order: [gamma, beta, alpha]\ndraft: beta/0\nspares: 1\nsplit: [5, 11]")
+    )
+    placement = plan_slices(asked(hosts_file, target))
+    assert placement.workers_by_rank == ("beta/0", "gamma/0", "alpha/0")
+    assert [len(piece) for piece in placement.layers] == [5, 11]
+    assert placement.spares == ("alpha/1",)
+
+
+def test_devices_that_compute_together_get_as_many_layers_as_they_would_alone(hosts_file, target):
+    devices = "[[cpu, cpu, cpu], cpu, cpu]"
+    file = hosts_file(f"hosts: [{{name: a, address: 10.0.0.1, ssh: local, devices: {devices}}}]")
+    placement = plan_slices(asked(load_hosts(file), target))
+    assert placement.workers_by_rank == ("a/3", "a/0", "a/4")
+    assert [len(piece) for piece in placement.layers] == [12, 4]
+
+
+def test_a_small_device_gets_fewer_layers(hosts_file, target):
+    hosts_file = load_hosts(hosts_file(THREE.replace("name: beta", "name: beta, memory_gib: 1.1")))
+    # Layers of 200 MiB in bfloat16 take twice as much in float32.
+    heavy = {"stored": replace(target.stored, layers=(200 * 2**20,) * 16)}
+    placement = plan_slices(asked(hosts_file, target, **heavy))
+    sizes = dict(zip(placement.workers_by_rank[1:], map(len, placement.layers), strict=True))
+    assert sizes["beta/0"] == 1
+    assert sum(sizes.values()) == 16
+    assert placement.bytes_by_rank[2] <= 1.1 * GIB
+
+
+def test_weights_and_kv_are_counted_in_the_type_of_the_run(hosts_file, target):
+    hosts_file = load_hosts(hosts_file(THREE))
+    wide = asked(hosts_file, target, "model.dtype=float32").needs
+    narrow = asked(hosts_file, target, "model.dtype=bfloat16").needs
+    assert narrow.layer_bytes == target.stored.layers
+    assert wide.layer_bytes[0] == 2 * narrow.layer_bytes[0]
+    assert wide.kv_layer_bytes == 2 * narrow.kv_layer_bytes
+    assert wide.draft_bytes == 2 * narrow.draft_bytes
+    assert wide.runtime_bytes == RUNTIME_BYTES
+
+
+def test_a_mid_size_model_counts_where_it_is_on_the_device_of_the_head(hosts_file, target):
+    hosts_file = load_hosts(hosts_file(THREE))
+    settings = ["proposer=cascade", f"model.mid={DEMO / 'target'}", "model.dtype=float32"]
+    alone = asked(hosts_file, target, *settings).needs.draft_bytes
+    beside = asked(hosts_file, target, *settings, mid=target).needs.draft_bytes
+    assert beside > alone + target.loaded("float32", None).total
+    away = [*settings, "cluster.mid_device=cuda:1"]
+    assert asked(hosts_file, target, *away, mid=target).needs.draft_bytes == alone
+
+
+def test_bfloat16_is_chosen_where_every_stage_has_a_gpu(hosts_file):
+    gpus = THREE.replace("[cpu]", "[cuda:0]").replace("[cpu, cpu]", "[cpu, cuda:0]")
+    automatic = compose([])
+    assert choose_dtype(load_hosts(hosts_file(f"{gpus}draft: alpha/0")), automatic) == "bfloat16"
+    assert choose_dtype(load_hosts(hosts_file(gpus)), automatic) == "float32"
+    chosen = compose(["model.dtype=bfloat16"])
+    assert choose_dtype(load_hosts(hosts_file(THREE)), chosen) == "bfloat16"
+
+
+def test_too_little_memory_is_refused_before_anything_starts(hosts_file):
+    small = hosts_file(THREE.replace("devices", "memory_gib: 0.2, devices"))
+    with pytest.raises(ConfigError, match=r"draft needs .* alpha/0 has 0\.2: .* GiB are missing"):
+        decide(compose([f"cluster={small}"]))
+
+
+def test_a_plan_follows_the_memory_of_the_hosts(hosts_file):
+    # Beside what every rank takes there is room for the embedding and a few layers only.
+    tight = hosts_file(THREE.replace("name: beta", "name: beta, memory_gib: 0.505"))
+    made = decide(compose([f"cluster={tight}"]))
+    sizes = [len(piece) for piece in made.layers]
+    assert sum(sizes) == 16
+    assert sizes[1] < min(sizes[0], sizes[2])

@@ -1,0 +1,35 @@
+"""The server around the routes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import closing
+from dataclasses import dataclass
+
+import pytest
+
+from pipespec.client.registry import RunningCluster
+from pipespec.errors import ConfigError
+from pipespec.server.api_server import bind_listener, run_api_server
+from pipespec.server.options import ServerOptions
+
+
+@dataclass
+class ConnectingCluster:
+    """Connects to the server when the server looks for its cluster, which is not up."""
+
+    listener: socket.socket
+
+    def watch(self) -> RunningCluster | None:
+        with closing(socket.create_connection(self.listener.getsockname())):
+            raise ConfigError("No cluster is up.")
+
+
+def test_connections_are_accepted_before_the_cluster_is_found() -> None:
+    listener = bind_listener("127.0.0.1", 0)
+
+    cluster = ConnectingCluster(listener)
+    options = ServerOptions(("demo",), shutdown_timeout=0)
+    with closing(listener), pytest.raises(ConfigError, match="No cluster is up"):
+        asyncio.run(run_api_server(cluster, options, listener, lambda running: None))

@@ -1,0 +1,200 @@
+"""Prometheus' rules and Grafana's dashboard ask for metrics and labels that the server exports."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from pipespec.cluster.fault_stats import FaultKind
+from pipespec.controller.cluster_status import ClusterStatus
+from pipespec.server.metric_definitions import (
+    BOTH,
+    CLUSTER_METRICS,
+    COUNTER,
+    GAUGE,
+    HISTOGRAM,
+    OURS,
+    SUMMARY,
+    RequestMetrics,
+)
+from pipespec.server.metrics import Metrics
+
+FOLDER = Path(__file__).parents[3] / "launch" / "docker"
+GRAFANA = FOLDER / "grafana"
+DASHBOARD: dict[str, Any] = json.loads(
+    (GRAFANA / "dashboards" / "pipespec.json").read_text(encoding="utf-8")
+)
+COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER.parents[1] / "compose.yaml").read_text())
+SUFFIXES = {
+    GAUGE: ("",),
+    COUNTER: ("_total",),
+    HISTOGRAM: ("_bucket", "_count", "_sum"),
+    SUMMARY: ("_count", "_sum"),
+}
+# What Prometheus itself adds to what it reads.
+OF_PROMETHEUS = {"up": {"job", "instance"}}
+KEYWORDS = {"and", "bool", "by", "group_left", "group_right", "ignoring", "on", "or", "unless"}
+# Counts under every name and label that the definitions read.
+_COUNTED = (
+    *("steps", "tokens", "rounds", "preemptions", "cache_queries", "cache_hits"),
+    *("root_rows", "prompt_rows", "draft_rows", "mid_passes", "scored"),
+    *("fed/1", "hits/1", "expected/1", "step_tokens/1"),
+    *("active_ns/1", "busy_ns/1", "receive_ns/1", "send_ns/1"),
+    *("recoveries", "recovery_ns", "resumptions", "resumption_ns"),
+    *(f"faults/{kind}" for kind in FaultKind),
+)
+COUNTS = dict.fromkeys(_COUNTED, 1)
+STATE = dict.fromkeys(
+    ("running", "waiting", "kv_slots", "kv_slots_held", "kv_slots_retained", "row_budget"), 1
+)
+SEEN = ClusterStatus(1, 2, 1, 1, 1, None, STATE, COUNTS, COUNTS)
+
+
+def exported() -> set[str]:
+    """The names of all samples, as the definitions say them."""
+    names = {f"{OURS}cluster_up"}
+    for definition in CLUSTER_METRICS:
+        for prefix in definition.prefixes:
+            names |= {prefix + definition.name + suffix for suffix in SUFFIXES[definition.kind]}
+    for metric in RequestMetrics().collect():
+        for prefix in BOTH:
+            names |= {prefix + metric.name + suffix for suffix in SUFFIXES[metric.type]}
+    return names
+
+
+def labels() -> dict[str, set[str]]:
+    """The labels that samples of each name have in what Prometheus reads."""
+    text = Metrics("m").prometheus_text(SEEN).decode()
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels, ("job", "instance"))
+    return found | OF_PROMETHEUS
+
+
+def dashboard_queries() -> Iterator[str]:
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"]
+    for variable in DASHBOARD["templating"]["list"]:
+        (metric, label) = re.fullmatch(
+            r"label_values\((\w+), (\w+)\)", variable["query"]["query"]
+        ).groups()
+        yield f"count by ({label}) ({metric})"
+
+
+def alerts() -> list[dict[str, Any]]:
+    (group,) = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
+
+
+QUERIES = [*dashboard_queries(), *(rule["expr"] for rule in alerts())]
+
+
+def used(query: str) -> tuple[set[str], set[str]]:
+    """Names of metrics and of labels in a query."""
+    selectors = re.findall(r"\{([^}]*)\}", query)
+    grouped = re.findall(r"\b(?:by|ignoring|on|group_left) \(([^)]*)\)", query)
+    used_labels = {name for text in selectors for name in re.findall(r"(\w+)=", text)}
+    used_labels |= {name for text in grouped for name in re.findall(r"\w+", text)}
+    rest = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\b(?:by|ignoring|on|group_left) \([^)]*\)", " ", query)
+    names = re.findall(r"[a-zA-Z_:][\w:]*(?!\s*\()\b(?!\()", rest)
+    functions = set(re.findall(r"([a-zA-Z_:][\w:]*)\s*\(", rest))
+    return set(names) - KEYWORDS - functions, used_labels
+
+
+def test_a_query_is_taken_apart() -> None:
+    query = 'sum by (le) (rate(a_b:c_total{x=~"y"}[5m])) / ignoring (z) group_left () max(d) > 0.95'
+    assert used(query) == ({"a_b:c_total", "d"}, {"le", "x", "z"})
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_query_names_metrics_of_the_server(query: str) -> None:
+    names, used_labels = used(query)
+    assert names
+    assert names <= exported() | OF_PROMETHEUS.keys()
+    known = labels()
+    assert used_labels <= set().union(*(known[name] for name in names))
+
+
+def test_queries_that_name_a_job_name_that_of_prometheus() -> None:
+    (job,) = yaml.safe_load((FOLDER / "prometheus.yml").read_text())["scrape_configs"]
+    named = {name for query in QUERIES for name in re.findall(r'job="(\w+)"', query)}
+    assert named == {job["job_name"]}
+
+
+def test_every_cluster_metric_has_a_sample_to_compare_with() -> None:
+    """Or a query of it could not be checked for its labels."""
+    samples = labels()
+    without = {
+        definition.name
+        for definition in CLUSTER_METRICS
+        if not any(
+            OURS + definition.name + suffix in samples for suffix in SUFFIXES[definition.kind]
+        )
+    }
+    assert without <= {"rank_info", "rank_place_info"}, "of which no query is made"
+
+
+def test_alerts_say_what_is_wrong() -> None:
+    names = [rule["alert"] for rule in alerts()]
+    assert len(set(names)) == len(names)
+    for rule in alerts():
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        assert rule["annotations"]["summary"].endswith(".")
+        _, grouped = used(rule["expr"])
+        mentioned = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        if " by " in rule["expr"]:
+            assert mentioned <= grouped, "a sum by other labels loses it"
+
+
+def test_prometheus_reads_the_server_of_compose() -> None:
+    config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    (static,) = job["static_configs"]
+    (target,) = static["targets"]
+    host, port = target.split(":")
+    assert f"--port={port}" in COMPOSE["services"][host]["command"]
+    assert job.get("metrics_path", "/metrics") == "/metrics"
+    mounted = {each.split(":")[1] for each in COMPOSE["services"]["prometheus"]["volumes"]}
+    assert set(config["rule_files"]) <= mounted
+    (command, *_) = COMPOSE["services"]["prometheus"]["command"]
+    assert command.partition("=")[2] in mounted
+
+
+def test_grafana_is_provisioned_with_the_dashboard() -> None:
+    (source,) = yaml.safe_load((GRAFANA / "datasource.yaml").read_text())["datasources"]
+    assert source["url"] == "http://prometheus:9090"
+    asked = {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]}
+    assert asked == {source["uid"]}
+    (provider,) = yaml.safe_load((GRAFANA / "provider.yaml").read_text())["providers"]
+    mounts = dict(each.split(":")[:2] for each in COMPOSE["services"]["grafana"]["volumes"])
+    folder = provider["options"]["path"]
+    assert folder == mounts["./launch/docker/grafana/dashboards"]
+    home = COMPOSE["services"]["grafana"]["environment"][
+        "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"
+    ]
+    assert (GRAFANA / "dashboards" / Path(home).name).is_file()
+    assert Path(home).parent == Path(folder)
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert place["x"] + place["w"] <= 24
+        taken |= cells
+    numbers = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(numbers)) == len(numbers)

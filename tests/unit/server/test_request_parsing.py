@@ -1,0 +1,272 @@
+"""What a request means for the cluster, and what its answers are in OpenAI's words."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.core import SamplingParams, TokenLogprobs
+from pipespec.sampling.params import MAX_SEED, MIN_SEED
+from pipespec.server.api_errors import ApiError
+from pipespec.server.completion_format import CompletionFormat
+from pipespec.server.openai_format import ChatFormat, OutputDelta
+from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
+from pipespec.server.request_schema import ChatRequest, CompletionRequest
+from pipespec.system.folders import resource_dir
+from pipespec.text import token_text
+
+DEFAULTS = RequestDefaults(SamplingParams(), None, None, (), ignore_eos=False, priority=0)
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def running() -> RunningCluster:
+    served = ModelInfo.of(decide(compose(["model.context=100"])))
+    return RunningCluster(
+        "lab", "", "nobody", 1, Owner.this(), "here", (), served, num_ranks=5, started=1.0
+    )
+
+
+def completion(running: RunningCluster, **body: Any) -> ParsedRequest:
+    asked = CompletionRequest.model_validate({"prompt": "Once upon a time"} | body)
+    return RequestParser(running.served, RequestDefaults.of_cluster(running)).completion(asked)
+
+
+def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
+    asked = ChatRequest.model_validate({"messages": HELLO} | body)
+    return RequestParser(running.served, RequestDefaults.of_cluster(running)).chat(asked)
+
+
+# --- what is asked ----------------------------------------------------------------------------
+
+
+def test_omitted_fields_have_openais_defaults(running: RunningCluster) -> None:
+    ask = completion(running)
+    assert replace(ask.sampling_params[0], seed=0) == SamplingParams(temperature=1.0)
+    assert (ask.n, ask.max_tokens, ask.stop) == (1, (16,), ())
+    assert ask.eos == running.served.eos
+    assert ask.sampling_params[0].seed != completion(running).sampling_params[0].seed
+    ask = chat(running)
+    assert ask.max_tokens == (100 - len(ask.prompts[0]),)
+    assert ask.sampling_params[0].logprobs is None
+    assert chat(running, logprobs=True).sampling_params[0].logprobs == 0
+
+
+def test_settings_of_the_cluster_override_openais_defaults(running: RunningCluster) -> None:
+    settings = (
+        "cluster.stages=2",
+        "sampling.temperature=1",
+        "sampling.temperature=0.5",
+        "sampling.seed=4",
+        "decode.max_new_tokens=7",
+        "decode.stop=[x]",
+        "decode.ignore_eos=true",
+    )
+    warm = replace(running, overrides=settings)
+    ask = completion(warm)
+    assert ask.sampling_params == (SamplingParams(temperature=0.5, seed=4),)
+    assert (ask.max_tokens, ask.stop, ask.eos) == ((7,), ("x",), ())
+    ask = completion(warm, temperature=2, seed=5, max_tokens=8, stop="y", ignore_eos=False)
+    assert ask.sampling_params == (SamplingParams(temperature=2.0, seed=5),)
+    assert (ask.max_tokens, ask.stop, ask.eos) == ((8,), ("y",), running.served.eos)
+    greedy = replace(running, overrides=("sampling.temperature=0",))
+    assert completion(greedy).sampling_params[0].temperature == 0
+
+
+def test_every_field_reaches_the_parsed_request(running: RunningCluster) -> None:
+    ask = completion(
+        running,
+        prompt=[[5, 6], "Once"],
+        n=2,
+        seed=MAX_SEED,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=-1,
+        min_p=0.1,
+        presence_penalty=0.2,
+        frequency_penalty=-0.2,
+        repetition_penalty=1.1,
+        logit_bias={"7": -1},
+        min_tokens=3,
+        max_tokens=9,
+        stop=["a", "b"],
+        stop_token_ids=[8],
+        logprobs=2,
+        echo=None,
+        priority=-3,
+    )
+    first = SamplingParams(0.5, 0, 0.9, 0.1, 1.1, 0.2, -0.2, ((7, -1.0),), MAX_SEED, 2, None, 3)
+    # Another prompt does not change what a seed gives.
+    assert ask.sampling_params == (first, replace(first, seed=MIN_SEED)) * 2
+    assert [ask.prompt_of(i) for i in range(4)] == [(5, 6)] * 2 + [ask.prompts[1]] * 2
+    assert (ask.max_tokens, ask.stop, ask.priority) == ((9, 9), ("a", "b"), -3)
+    assert ask.eos == (*running.served.eos, 8)
+    assert completion(running, echo=True, prompt=[[5, 6]]).echo_texts == (
+        running.served.tokenizer.decode([5, 6]),
+    )
+
+
+def test_prompt_logprobs_cover_the_largest_count_that_any_field_wants(
+    running: RunningCluster,
+) -> None:
+    def counts(**fields: Any) -> tuple[int | None, int | None, int | None]:
+        ask = completion(running, prompt=[5, 6], **fields)
+        return (
+            ask.sampling_params[0].logprobs,
+            ask.sampling_params[0].prompt_logprobs,
+            ask.prompt_logprobs,
+        )
+
+    assert counts(logprobs=2) == (2, None, None)
+    assert counts(logprobs=2, echo=True) == (2, 2, None)
+    assert counts(prompt_logprobs=0) == (None, 0, 0)
+    assert counts(logprobs=2, echo=True, prompt_logprobs=5) == (2, 5, 5)
+    assert chat(running, prompt_logprobs=3).sampling_params[0].prompt_logprobs == 3
+
+
+def test_failing_chat_template_is_one_sentence(tmp_path: Path) -> None:
+    target = Path(shutil.copytree(resource_dir("demo") / "target", tmp_path / "target"))
+    (target / "chat_template.jinja").unlink()
+    settings = json.loads((target / "tokenizer_config.json").read_text())
+    for template, why in (("{{ raise_exception('no') }}", "TemplateError: no"), (None, "none")):
+        settings["chat_template"] = template
+        (target / "tokenizer_config.json").write_text(json.dumps(settings))
+        served = ModelInfo.of(decide(compose([f"model.target={target}", "proposer=suffix"])))
+        with pytest.raises(ApiError, match=why) as refused:
+            RequestParser(served, DEFAULTS).chat(ChatRequest.model_validate({"messages": HELLO}))
+        assert (refused.value.status, refused.value.param) == (400, "messages")
+        assert str(tmp_path) not in refused.value.message
+
+
+# --- what is answered -------------------------------------------------------------------------
+
+
+def test_tokens_that_are_parts_of_characters_are_reported_as_bytes(running: RunningCluster) -> None:
+    tokenizer = running.served.tokenizer
+    ids = tuple(tokenizer.encode("é"))
+    assert len(ids) == 2
+    scores = tuple(TokenLogprobs(-0.5, ((token, -0.5),)) for token in ids)
+    piece = OutputDelta(0, "é", ids, scores, finish_reason="stop")
+
+    shape = CompletionFormat(completion(running, logprobs=1), tokenizer, "demo")
+    shape.add(piece)
+    logprobs = shape.response().model_dump()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs["top_logprobs"] == [{"bytes:\\xc3": -0.5}, {"bytes:\\xa9": -0.5}]
+
+    other = ChatFormat(chat(running, logprobs=True, top_logprobs=1), tokenizer, "demo")
+    chunk, end = (each.model_dump() for each in other.chunks(piece))
+    content = chunk["choices"][0]["logprobs"]["content"]
+    assert [token["bytes"] for token in content] == [[0xC3], [0xA9]]
+    assert chunk["choices"][0]["delta"] == {"content": "é"}
+    assert (end["choices"][0]["delta"], end["choices"][0]["finish_reason"]) == ({}, "stop")
+
+
+def test_logprobs_and_prompt_logprobs_each_report_their_own_count(running: RunningCluster) -> None:
+    tokenizer = running.served.tokenizer
+    ask = completion(running, prompt=[5, 6], echo=True, logprobs=1, prompt_logprobs=2)
+    scores = TokenLogprobs(-3.0, ((7, -0.1), (8, -0.2)))
+    piece = OutputDelta(0, "x", (9,), (TokenLogprobs(-0.5, ((9, -0.5),)),), finish_reason="stop")
+    names = [token_text(tokenizer, token) for token in range(10)]
+
+    shape = CompletionFormat(ask, tokenizer, "demo")
+    shape.add(OutputDelta(0, "", prompt_logprobs=(scores,)))
+    shape.add(piece)
+    choice = shape.response().model_dump()["choices"][0]
+    assert choice["text"] == tokenizer.decode([5, 6]) + "x"
+    assert choice["logprobs"]["tokens"] == [names[5], names[6], names[9]]
+    assert choice["logprobs"]["token_logprobs"] == [None, -3.0, -0.5]
+    tops = [None, {names[7]: -0.1, names[6]: -3.0}, {names[9]: -0.5}]
+    assert choice["logprobs"]["top_logprobs"] == tops
+    first, second = choice["prompt_logprobs"]
+    assert first is None
+    assert {token: (each["rank"], each["logprob"]) for token, each in second.items()} == {
+        "6": (None, -3.0),
+        "7": (1, -0.1),
+        "8": (2, -0.2),
+    }
+
+    # A stream shows the prompt once all is known of it.
+    shape = CompletionFormat(
+        completion(running, prompt=[5, 6], echo=True, logprobs=1), tokenizer, "demo"
+    )
+    assert not [*shape.first_chunks()]
+    (shown,) = shape.chunks(OutputDelta(0, "", prompt_logprobs=(scores,)))
+    assert shown.model_dump()["choices"][0]["text"] == tokenizer.decode([5, 6])
+    assert shown.model_dump()["choices"][0]["logprobs"]["token_logprobs"] == [None, -3.0]
+    (alone,) = CompletionFormat(
+        completion(running, prompt=[5], echo=True, logprobs=1), tokenizer, "demo"
+    ).first_chunks()
+    assert alone.model_dump()["choices"][0]["logprobs"]["token_logprobs"] == [None]
+
+
+def test_minus_infinity_is_reported_as_a_number(running: RunningCluster) -> None:
+    shape = CompletionFormat(completion(running, logprobs=0), running.served.tokenizer, "demo")
+    shape.add(OutputDelta(0, "a", (5,), (TokenLogprobs(float("-inf")),)))
+    reply = json.loads(shape.response().model_dump_json())
+    assert reply["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
+
+
+TEXTS = ("a", 'say "no"\n', "é\u2028😀", "\0", "</script>")
+
+
+@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+def test_stream_events_equal_the_chunks_as_json(
+    running: RunningCluster, kind: type[ChatFormat] | type[CompletionFormat], continuous: bool
+) -> None:
+    ask = chat(running, n=2) if kind is ChatFormat else completion(running, n=2)
+    options = {"usage": True, "continuous": continuous}
+    as_json, as_models = (kind(ask, running.served.tokenizer, "demo", **options) for _ in range(2))
+    as_models.id, as_models.created = as_json.id, as_json.created
+    pieces = [OutputDelta(i % 2, text, (i,)) for i, text in enumerate(TEXTS)]
+    pieces += [
+        OutputDelta(0, ""),
+        OutputDelta(0, "b", (5,), finish_reason="stop"),
+        OutputDelta(1, "", (6,)),
+    ]
+    for piece in pieces:
+        events = [json.loads(event) for event in as_json.stream_events(piece)]
+        assert events == [chunk.model_dump() for chunk in as_models.chunks(piece)]
+    assert as_json.usage == as_models.usage
+
+
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+def test_cached_tokens_count_once_for_a_prompt_with_several_answers(
+    running: RunningCluster, kind: type[ChatFormat] | type[CompletionFormat]
+) -> None:
+    ask = chat(running, n=2) if kind is ChatFormat else completion(running, n=2)
+    shape = kind(ask, running.served.tokenizer, "demo", usage=True)
+    shape.add(OutputDelta(0, "a", (5,)))
+    assert "prompt_tokens_details" not in shape.usage.model_dump(), "it is not known yet"
+    shape.add(OutputDelta(1, "", finish_reason="stop", num_cached_tokens=9))
+    shape.add(OutputDelta(0, "", finish_reason="stop", num_cached_tokens=4))
+    assert shape.usage.model_dump()["prompt_tokens_details"] == {"cached_tokens": 4}
+
+
+def test_usage_is_reported_at_the_end_or_in_every_chunk(running: RunningCluster) -> None:
+    ask = chat(running)
+    for continuous in (False, True):
+        shape = ChatFormat(ask, running.served.tokenizer, "demo", usage=True, continuous=continuous)
+        first, second = (
+            next(iter(shape.chunks(OutputDelta(0, text, ids)))).model_dump()["usage"]
+            for text, ids in (("a", (5,)), ("b", (6, 7)))
+        )
+        (last,) = (each.model_dump() for each in shape.last_chunks())
+        prompt = len(ask.prompts[0])
+        assert last["usage"]["completion_tokens"] == 3
+        assert last["usage"]["total_tokens"] == prompt + 3
+        if continuous:
+            assert (first["completion_tokens"], second["completion_tokens"]) == (1, 3)
+        else:
+            assert first is second is None
+    assert list(ChatFormat(ask, running.served.tokenizer, "demo").last_chunks()) == []

@@ -1,0 +1,206 @@
+"""Tools in a chat: what the template is shown, and what replies say beside the calls."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.client.registry import Owner, RunningCluster
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.core import SamplingParams, TokenLogprobs
+from pipespec.engine.tokenizer import BackendTokenizer
+from pipespec.sampling.grammar import unpack_mask
+from pipespec.server.openai_format import OutputDelta
+from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
+from pipespec.server.request_schema import ChatRequest
+from pipespec.server.tool_call_format import ToolCallFormat
+from tests.helpers.calling import HERMES, WEATHER, calling
+
+DEFAULTS = RequestDefaults(SamplingParams(), None, None, (), ignore_eos=False, priority=0)
+DIG: dict[str, Any] = {"type": "function", "function": {"name": "dig"}}
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "user", "content": "And in Zürich?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'},
+            },
+            {"id": "b", "type": "function", "function": {"name": "get_time", "arguments": ""}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "Sunny"}]},
+    {"role": "tool", "tool_call_id": "b", "content": "12:00", "name": "get_time"},
+]
+
+
+@pytest.fixture(scope="module")
+def running() -> RunningCluster:
+    served = calling(ModelInfo.of(decide(compose(["model.context=100"]))), HERMES)
+    return RunningCluster(
+        "lab", "", "nobody", 1, Owner.this(), "here", (), served, num_ranks=5, started=1.0
+    )
+
+
+def chat(running: RunningCluster, **body: Any) -> ParsedRequest:
+    asked = ChatRequest.model_validate({"messages": CONVERSATION, "tools": [WEATHER]} | body)
+    return RequestParser(running.served, RequestDefaults.of_cluster(running)).chat(asked)
+
+
+def test_chat_template_gets_the_same_input_as_from_transformers(running: RunningCluster) -> None:
+    backend = running.served.backend
+    assert backend is not None
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(backend.backend), chat_template=HERMES
+    )
+    parsed = json.loads(json.dumps(CONVERSATION))
+    parsed[1]["content"] = ""
+    for call, arguments in zip(parsed[1]["tool_calls"], ({"city": "Zürich"}, {}), strict=True):
+        call["function"]["arguments"] = arguments
+    parsed[2]["content"] = "Sunny"
+    expected = theirs.apply_chat_template(
+        parsed, tools=[WEATHER], add_generation_prompt=True, tokenize=False
+    )
+    assert '"arguments": {"city": "Zürich"}' in expected
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    for tools in ([WEATHER], [strict]):
+        ask = chat(running, tools=tools)
+        assert running.served.tokenizer.decode(ask.prompts[0]) == expected
+
+
+def test_tokenizer_without_backend_renders_tools_too(tmp_path: Path) -> None:
+    theirs = ByT5Tokenizer(chat_template=HERMES)
+    theirs.save_pretrained(tmp_path)
+    served = ModelInfo(str(tmp_path), len(theirs), 2000, (1,), None)
+    assert not isinstance(served.tokenizer, BackendTokenizer)
+    asked = ChatRequest.model_validate({"messages": CONVERSATION[:1], "tools": [WEATHER]})
+    parser = RequestParser(served, DEFAULTS)
+    assert parser.render_chat(asked.messages, asked.tools or ()) == (
+        theirs.apply_chat_template(CONVERSATION[:1], tools=[WEATHER], tokenize=False)
+    )
+
+
+def test_tools_that_may_not_be_called_are_not_in_the_prompt(running: RunningCluster) -> None:
+    for body in ({"tool_choice": "none"}, {"tools": []}, {"tools": None}):
+        ask = chat(running, **body)
+        assert ask.tool_use is None
+        assert "What the weather is" not in running.served.tokenizer.decode(ask.prompts[0])
+    for body in ({}, {"tool_choice": "auto"}, {"tool_choice": None}):
+        ask = chat(running, **body)
+        assert ask.tool_use is not None and ask.tool_use.parallel
+    cut = chat(running, parallel_tool_calls=False).tool_use
+    assert cut is not None and not cut.parallel
+
+
+@pytest.mark.parametrize(
+    ("body", "texts", "unfit", "reason"),
+    [
+        (
+            {"tool_choice": "required"},
+            ['[{"name":"get_weather","arguments":{"city":"a"}},{"name":"dig","arguments":{}}]'],
+            ["Hello", "[]", '[{"name":"fly","arguments":{}}]'],
+            "tool_calls",
+        ),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            ['[{"name":"dig","arguments":{"depth":3,"more":[null]}}]'],
+            ['[{"name":"dig","arguments":{}},{"name":"dig","arguments":{}}]'],
+            "tool_calls",
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}},
+            ['[{"name":"get_weather","arguments":{"city":"Bern"}}]'],
+            ['[{"name":"dig","arguments":{}}]', '[{"name":"get_weather","arguments":{"city":3}}]'],
+            "stop",
+        ),
+    ],
+)
+def test_required_call_is_the_only_answer_that_matches(
+    running: RunningCluster, body: dict[str, Any], texts: list[str], unfit: list[str], reason: str
+) -> None:
+    ask = chat(running, tools=[WEATHER, DIG], **body)
+    tokenizer, (sampling,) = running.served.tokenizer, ask.sampling_params
+    for text in (*texts, *unfit):
+        matcher = running.served.grammars().compile(sampling.grammar)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        taken = matcher.consume(ids)
+        ended = unpack_mask(matcher.allowed(), running.served.vocab_size)[list(ask.eos)].any()
+        assert (taken == len(ids) and ended) == (text in texts)
+    shape = ToolCallFormat(ask, tokenizer, "demo")
+    shape.add(OutputDelta(0, texts[0], (5,)))
+    shape.add(OutputDelta(0, "", (6,), finish_reason="stop"))
+    (choice,) = shape.response().model_dump()["choices"]
+    assert choice["finish_reason"] == reason and choice["message"]["content"] is None
+    assert [
+        {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
+        for call in choice["message"]["tool_calls"]
+    ] == json.loads(texts[0])
+
+
+def test_references_to_definitions_of_tools_are_resolved(running: RunningCluster) -> None:
+    parameters = {
+        "type": "object",
+        "$defs": {"place": {"enum": ["Bern", "Uri"]}},
+        "properties": {"at": {"$ref": "#/$defs/place"}},
+        "required": ["at"],
+    }
+    tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
+    (sampling,) = chat(running, tools=[tool, WEATHER], tool_choice="required").sampling_params
+    for place, fits in (("Uri", True), ("Ulm", False)):
+        text = json.dumps([{"name": "go", "arguments": {"at": place}}], separators=(",", ":"))
+        ids = running.served.tokenizer.encode(text)
+        matcher = running.served.grammars().compile(sampling.grammar)
+        assert (matcher.consume(ids) == len(ids)) == fits
+
+
+def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> None:
+    text = 'Hm <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    tokenizer = running.served.tokenizer
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = [
+        OutputDelta(0, tokenizer.decode([token]), (token,), (TokenLogprobs(-0.5),)) for token in ids
+    ]
+    ask = chat(running, logprobs=True)
+    shape, whole = (
+        ToolCallFormat(ask, tokenizer, "demo", continuous=True, usage=True) for _ in "ab"
+    )
+    chunks = [json.loads(event) for piece in pieces for event in shape.stream_events(piece)]
+    end = OutputDelta(0, "", finish_reason="stop")
+    chunks += [json.loads(event) for event in shape.stream_events(end)]
+    for piece in (*pieces, end):
+        whole.add(piece)
+    reply = whole.response().model_dump()
+    (choice,) = reply["choices"]
+    result = [
+        token["token"]
+        for chunk in chunks
+        if chunk["choices"][0]["logprobs"]
+        for token in chunk["choices"][0]["logprobs"]["content"]
+    ]
+    assert result == [token["token"] for token in choice["logprobs"]["content"]]
+    assert len(result) == len(ids) == reply["usage"]["completion_tokens"]
+    assert chunks[-1]["usage"]["completion_tokens"] == len(ids)
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["tool_calls"][0]["function"] == {
+        "name": "f",
+        "arguments": '{"a": 1}',
+    }
+
+
+def test_message_of_a_tool_call_alone_has_no_content(running: RunningCluster) -> None:
+    shape = ToolCallFormat(chat(running), running.served.tokenizer, "demo")
+    shape.add(OutputDelta(0, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', (5,)))
+    shape.add(OutputDelta(0, "\n", (6,), finish_reason="stop"))
+    message = shape.response().model_dump()["choices"][0]["message"]
+    assert message["content"] is None
+    assert len(message["tool_calls"]) == 1

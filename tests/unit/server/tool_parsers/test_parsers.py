@@ -1,0 +1,313 @@
+"""Calls of tools, read out of what models of each family write, wherever it is cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta, ParsedDelta, merge_deltas
+from pipespec.server.tool_parsers.parser_families import (
+    FAMILIES,
+    family_for_template,
+    forced_json_family,
+)
+
+Call = tuple[str, str]
+PARSERS = {**FAMILIES, "required": forced_json_family(None)}
+# Brackets, braces, quotes and markers within strings; letters beyond ASCII; all kinds of values.
+HARD = (
+    r'{"a": {"b": [1, -2.5e3, {"c": null}], "d": true}, "e": "}] \"quoted\" \\", '
+    r'"é": "日本 😀 </tool_call> [TOOL_CALLS] ;", "f": "\u00e9\n"}'
+)
+NESTED = '{"points": [[1, 2], [3, 4]], "of": {}}'
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def llama(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+def mistral(*calls: Call) -> str:
+    objects = [f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls]
+    return f"[TOOL_CALLS][{', '.join(objects)}]"
+
+
+# What a model writes, what of it is the message, and its calls.
+CANNED: list[tuple[str, str, str, list[Call]]] = [
+    ("hermes", "Just text.\n", "Just text.\n", []),
+    ("hermes", "", "", []),
+    ("hermes", hermes("f", HARD), "", [("f", HARD)]),
+    ("hermes", f"I look.\n\n{hermes('f', '{}')}\n", "I look.", [("f", "{}")]),
+    (
+        "hermes",
+        f"{hermes('f', HARD)}\n{hermes('g', NESTED)}{hermes('f', '{}')}",
+        "",
+        [("f", HARD), ("g", NESTED), ("f", "{}")],
+    ),
+    ("hermes", f"A {hermes('f', '{}')}\n B ", "A\n B ", [("f", "{}")]),
+    ("hermes", '<tool_call>{"arguments":{"a":1},"name":"f"}</tool_call>', "", [("f", '{"a":1}')]),
+    (
+        "hermes",
+        r'<tool_call>{"id": [1, {}], "ok": true, "s": "\"}", "name": "f", "arguments": {}, "x": 2}',
+        "",
+        [("f", "{}")],
+    ),
+    # The end tag is missing, or cut.
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool_c', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}', "", [("f", "{}")]),
+    # A call whose name was returned stays a call, as far as it came.
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', "", [("f", '{"a": "b')]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": [1}} more',
+        "}} more",
+        [("f", '{"a": [1')],
+    ),
+    ("required", f'[{{"name":"f","arguments":{HARD}}}]', "", [("f", HARD)]),
+    (
+        "required",
+        f'[{{"name":"f","arguments":{{}}}},{{"name":"g","arguments":{NESTED}}}]',
+        "",
+        [("f", "{}"), ("g", NESTED)],
+    ),
+    ("required", '[{"name":"f","arguments":{"a":"b', "", [("f", '{"a":"b')]),
+    ("required", '[{"name":"f","argum', '[{"name":"f","argum', []),
+    ("llama3_json", "int main() { return {1}; }", "int main() { return {1}; }", []),
+    ("llama3_json", llama("f", HARD), "", [("f", HARD)]),
+    ("llama3_json", f"<|python_tag|>{llama('f', HARD)}", "", [("f", HARD)]),
+    ("llama3_json", f"Let me see. <|python_tag|> {llama('f', '{}')}", "Let me see.", [("f", "{}")]),
+    (
+        "llama3_json",
+        f"{llama('f', NESTED)}; {llama('g', '{}')};<|python_tag|>{llama('h', HARD)};\n",
+        "",
+        [("f", NESTED), ("g", "{}"), ("h", HARD)],
+    ),
+    ("llama3_json", '{"type": "function", "name": "f", "arguments": {}}', "", [("f", "{}")]),
+    ("llama3_json", f"{{ {llama('f', '{}')}", "{", [("f", "{}")]),
+    ("llama3_json", '{"a": [1, {"b": 2}]} done; yes', '{"a": [1, {"b": 2}]} done; yes', []),
+    ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    ("mistral", "Just text.", "Just text.", []),
+    ("mistral", mistral(("f", HARD)), "", [("f", HARD)]),
+    (
+        "mistral",
+        f"Text \n{mistral(('f', HARD), ('g', '{}'), ('h', NESTED))}\n",
+        "Text",
+        [("f", HARD), ("g", "{}"), ("h", NESTED)],
+    ),
+    ("mistral", f"[TOOL_CALLS]f[ARGS]{HARD}", "", [("f", HARD)]),
+    (
+        "mistral",
+        f"Hm. [TOOL_CALLS]a.b[ARGS]{NESTED}[TOOL_CALLS]g[CALL_ID]x1[ARGS] {{}}[TOOL_CALLS] h{HARD}",
+        "Hm.",
+        [("a.b", NESTED), ("g", "{}"), ("h", HARD)],
+    ),
+    ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', "", [("f", "{}")]),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arg',
+        ', {"name": "g", "arg',
+        [("f", "{}")],
+    ),
+]
+# What looks like a call and is none is text, whole.
+OPEN = {"hermes": "<tool_call>", "llama3_json": "<|python_tag|>", "mistral": "[TOOL_CALLS]"}
+NO_OBJECTS = (
+    "",
+    "Hello",
+    "{",
+    "{}",
+    "{'name': 'f', 'arguments': {}}",
+    '{"name": "f"}',
+    '{"name": "f", "arguments": "{}"}',
+    '{"name": "f", "arguments": null}',
+    '{"name": 3, "arguments": {}}',
+    '{"name": "", "arguments": {}}',
+    r'{"name": "\ud800", "arguments": {}}',
+    r'{"name": "\x", "arguments": {}}',
+    '{"name": "f" "arguments": {}}',
+    '{"name" "f", "arguments": {}}',
+    '{"name": "f",}',
+    '{"a": , "name": "f", "arguments": {}}',
+    '{"arguments": {]}, "name": "f"}',
+    '{"arguments": {"a": 1}}',
+    '{"name": "f", "argum',
+)
+BROKEN = [
+    *(
+        (family, opening + rest + end)
+        for family, opening in OPEN.items()
+        for rest in NO_OBJECTS
+        for end in ("", " \n")
+    ),
+    *(
+        ("mistral", f"[TOOL_CALLS]{rest}")
+        for rest in ("[]", "[1]", "f", "f g{}", "f[ARG]{}", "f[CALL_ID]a", "[[", "é{}")
+    ),
+    ("hermes", "a <tool_call b < c"),
+    ("hermes", "  </tool_call> <tool"),
+    ("mistral", "a [TOOL [CALLS]"),
+    ("llama3_json", '{"a": 1; {"b"'),
+]
+CASES = [*CANNED, *((family, text, text, []) for family, text in BROKEN)]
+
+
+def read(family: str, pieces: list[str]) -> list[ParsedDelta]:
+    parser = PARSERS[family].parser()
+    deltas = [delta for piece in pieces for delta in parser.push(piece)]
+    return merge_deltas([*deltas, *parser.finish()])
+
+
+def told(deltas: list[ParsedDelta]) -> tuple[str, list[Call]]:
+    """The message and the calls. A call has its name first and its arguments right behind."""
+    calls: list[Call] = []
+    for delta in deltas:
+        if isinstance(delta, str):
+            continue
+        if delta.name is not None:
+            assert (delta.index, delta.arguments) == (len(calls), "")
+            calls.append((delta.name, ""))
+        else:
+            assert delta.index == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
+    return "".join(delta for delta in deltas if isinstance(delta, str)), calls
+
+
+@pytest.mark.parametrize(("family", "text", "content", "calls"), CASES)
+def test_known_outputs_parse_the_same_wherever_they_are_cut(
+    family: str, text: str, content: str, calls: list[Call]
+) -> None:
+    whole = read(family, [text])
+    assert told(whole) == (content, calls)
+    for at in range(len(text) + 1):
+        assert read(family, [text[:at], text[at:]]) == whole
+    assert read(family, list(text)) == whole
+
+
+@given(data=st.data())
+def test_deltas_of_any_cuts_join_to_the_same_message(data: st.DataObject) -> None:
+    family = data.draw(st.sampled_from(sorted(PARSERS)))
+    own = [text for name, text, _, _ in CASES if name == family]
+    bits = [
+        *OPEN.values(),
+        "</tool_call>",
+        '{"name": "f", "arguments": {',
+        *'{}[]":,;\\ \nfa1',
+        "é",
+    ]
+    part = st.one_of(st.sampled_from(own), st.sampled_from(bits), st.text(max_size=3))
+    text = "".join(data.draw(st.lists(part, max_size=12)))
+    ends = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+    borders = [0, *ends, len(text)]
+    pieces = [text[a:b] for a, b in pairwise(borders)]
+    assert read(family, pieces) == read(family, [text])
+    told(read(family, pieces))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+ARGUMENTS = st.dictionaries(st.text(), VALUES, max_size=3)
+
+
+@given(
+    given_calls=st.lists(st.tuples(st.sampled_from(["f", "get_weather"]), ARGUMENTS), min_size=1),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, 2]),
+)
+def test_any_json_arguments_are_returned_unchanged(
+    given_calls: list[tuple[str, dict[str, Any]]], ascii_only: bool, indent: int | None
+) -> None:
+    calls = [
+        (name, json.dumps(arguments, ensure_ascii=ascii_only, indent=indent))
+        for name, arguments in given_calls
+    ]
+    texts = {
+        "hermes": "\n".join(hermes(*call) for call in calls),
+        "llama3_json": "; ".join(llama(*call) for call in calls),
+        "mistral": mistral(*calls),
+    }
+    for family, text in texts.items():
+        assert told(read(family, list(text))) == ("", calls)
+
+
+# What is returned at once: text up to what may begin a call; of a call its name, then arguments.
+SOON: list[tuple[str, list[tuple[str, list[ParsedDelta]]]]] = [
+    (
+        "hermes",
+        [
+            ("a < b", ["a < b"]),
+            (" \n<tool", []),
+            ("_call>", []),
+            ('{"name": "f", "arguments": ', []),
+            ('{"a', [CallDelta(0, "f"), CallDelta(0, arguments='{"a')]),
+            ('": "</', [CallDelta(0, arguments='": "</')]),
+            ('"}', [CallDelta(0, arguments='"}')]),
+            ("}\n</tool_call>", []),
+        ],
+    ),
+    (
+        "llama3_json",
+        [
+            ("x {", ["x"]),
+            ("y", [" {y"]),
+            ('{"name": "f", "parameters": {', [CallDelta(0, "f"), CallDelta(0, arguments="{")]),
+            ("}}", [CallDelta(0, arguments="}")]),
+            (";", []),
+        ],
+    ),
+    (
+        "mistral",
+        [
+            ("[TOOL_CALLS]", []),
+            ("f[ARGS]", []),
+            ("{", [CallDelta(0, "f"), CallDelta(0, arguments="{")]),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "story"), SOON)
+def test_text_is_returned_as_soon_as_it_is_certain(
+    family: str, story: list[tuple[str, list[ParsedDelta]]]
+) -> None:
+    parser = FAMILIES[family].parser()
+    for piece, expected in story:
+        assert parser.push(piece) == expected
+    assert parser.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("{{ tools | tojson }}<tool_call>{{ call.arguments | tojson }}</tool_call>", "hermes"),
+        ('<|start_header_id|>{% for t in tools %}"parameters": ', "llama3_json"),
+        ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", "mistral"),
+        ("{{ tools }}<tool_call><function=f><parameter=a>", None),
+        ("{{ tools }}<tool_call>{{ name }}<arg_key>", None),
+        ("<|header_start|>{{ tools }}<|python_start|>", None),
+        ("", None),
+    ],
+)
+def test_chat_template_selects_the_parser_family(template: str, family: str | None) -> None:
+    assert family_for_template(template) == family
+
+
+def test_call_ids_are_unique_and_accepted_by_templates() -> None:
+    for name, family in FAMILIES.items():
+        ids = {family.new_id() for _ in range(100)}
+        assert len(ids) == 100
+        if name == "mistral":
+            assert all(len(each) == 9 and each.isalnum() and each.isascii() for each in ids)
+        else:
+            assert all(each.startswith("call_") for each in ids)

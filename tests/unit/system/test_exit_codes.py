@@ -1,0 +1,287 @@
+"""How a command ends: bugs of ours, closed standard streams, and what nobody can write."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pipespec.errors import PipespecError
+from pipespec.system.exit_codes import SIGNALLED, exit_code_of
+
+PIPESPEC = shlex.join([sys.executable, "-m", "pipespec"])
+QUICK = "plan --policies root --tokens 5"
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "pipespec"
+
+
+def deep(depth: int = 0) -> int:
+    return deep(depth + 1)
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, env=os.environ | environment
+    )
+
+
+# --- bugs -------------------------------------------------------------------------------------
+
+
+def raising(error: BaseException) -> Callable[[], int]:
+    def run() -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (raising(KeyError("a")), "KeyError: 'a'"),
+        (raising(ValueError("one\ntwo")), "ValueError: one"),
+        (raising(ValueError()), "ValueError"),
+        (raising(MemoryError()), "MemoryError"),
+        (deep, "RecursionError: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_bug_is_one_line_and_its_traceback_a_file(
+    run: Callable[[], int], said: str, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(run) == 70
+    (file,) = state.iterdir()
+    assert "Traceback (most recent call last)" in file.read_text()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"pipespec: internal error: {said}; the traceback is in {file}\n"
+
+
+def test_bug_in_a_thread_is_reported_like_any_other(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = threading.excepthook
+
+    def run() -> int:
+        thread = threading.Thread(target=raising(KeyError("a")))
+        thread.start()
+        thread.join()
+        return 3
+
+    assert exit_code_of(run) == 3
+    (file,) = state.iterdir()
+    assert capsys.readouterr().err.endswith(f"the traceback is in {file}\n")
+    assert threading.excepthook is before
+
+
+def test_a_traceback_goes_where_it_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    assert exit_code_of(raising(KeyError("a"))) == 70
+    (file,) = (tmp_path / "temporary").iterdir()
+    assert f"the traceback is in {file}\n" in capsys.readouterr().err
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file" / "below"))
+    assert exit_code_of(raising(KeyError("a"))) == 70
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert err.endswith("pipespec: internal error: KeyError: 'a'; the traceback is above\n")
+
+
+def test_what_a_user_can_mend_leaves_no_file(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(raising(PipespecError("Mend it."))) == 1
+    assert capsys.readouterr().err == "pipespec: Mend it.\n"
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), PipespecError("It is not valid.")])
+@pytest.mark.parametrize("explicit", [True, False])
+def test_an_error_raised_because_of_a_signal_is_reported_as_the_signal(
+    error: Exception, explicit: bool, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> int:
+        try:
+            try:
+                raise KeyboardInterrupt
+            finally:  # of a library
+                raise ValueError("left half done")
+        except ValueError as fault:
+            if explicit:
+                raise error from fault
+            raise error from None
+
+    with pytest.raises(KeyboardInterrupt):
+        exit_code_of(run)
+    assert capsys.readouterr().err == ""
+    assert not state.exists()
+
+
+# --- standard streams -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [QUICK, f"{QUICK} --json", "status", "--version"])
+def test_without_standard_output_nothing_is_begun(command: str) -> None:
+    answer = shell(f"{PIPESPEC} {command} >&-")
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("pipespec: Standard output is closed; open it")
+    assert answer.stderr.count("\n") == 1
+
+
+def test_generate_decodes_nothing_when_its_output_is_closed() -> None:
+    answer = shell(f"{PIPESPEC} generate --prompt a model.target=/missing >&-")
+    assert (answer.returncode, answer.stderr.count("\n")) == (1, 1)
+    assert "Standard output is closed" in answer.stderr
+
+
+@pytest.mark.parametrize("command", ["generate -", "generate --prompt-file -", "up -"])
+def test_without_standard_input_none_is_read(command: str) -> None:
+    answer = shell(f"{PIPESPEC} {command} <&-")
+    assert answer.returncode == 2
+    assert "tandard input cannot be read: it is closed" in answer.stderr
+    assert answer.stderr.count("\n") == 1
+
+
+def test_without_standard_error_the_command_works_all_the_same() -> None:
+    answer = shell(f"{PIPESPEC} {QUICK} --json 2>&-")
+    assert answer.returncode == 0
+    assert json.loads(answer.stdout)["plain_tbt_ms"]
+    assert shell(f"{PIPESPEC} plan --stages 0 2>&-").returncode == 2
+    assert shell(f"{PIPESPEC} plan --stages 0 <&- >&- 2>&-").returncode == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
+def test_what_is_opened_takes_no_place_of_a_closed_stream(closed: str) -> None:
+    code = (
+        "import os, subprocess, sys; from pipespec.system.exit_codes import exit_code_of\n"
+        "def run():\n"
+        "    assert os.open('/dev/null', os.O_RDONLY) > 2\n"
+        "    print(subprocess.run(['cat'], capture_output=True).stdout)\n"
+        "    return 5\n"
+        "sys.exit(exit_code_of(run))"
+    )
+    answer = shell(f"{shlex.join([sys.executable, '-c', code])} {closed}")
+    assert (answer.returncode, answer.stdout) == (5, "b''\n")
+
+
+def test_a_standard_error_that_is_full_changes_no_exit_code() -> None:
+    assert shell(f"{PIPESPEC} {QUICK} 2>/dev/full").returncode == 0
+    assert shell(f"{PIPESPEC} plan --stages 0 2>/dev/full").returncode == 2
+
+
+def test_a_terminal_of_few_characters_is_one_sentence() -> None:
+    answer = shell(f"{PIPESPEC} {QUICK}", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert answer.returncode == 1
+    assert "takes ascii alone; set PYTHONUTF8=1" in answer.stderr
+    assert answer.stderr.count("\n") == 1
+
+
+def test_a_reader_that_leaves_a_table_ends_it_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out:
+        answer = subprocess.run(
+            ["bash", "-c", f"{PIPESPEC} {QUICK}"], stdout=out, stderr=subprocess.PIPE, text=True
+        )
+    assert (answer.returncode, answer.stderr) == (SIGNALLED + signal.SIGPIPE, "")
+
+
+def test_joining_says_it_alike(tmp_path: Path) -> None:
+    hosts_file, invitation = tmp_path / "two.yaml", tmp_path / "two.invitation"
+    hosts_file.write_text("hosts: [{name: a, address: 127.0.0.1, ssh: none, devices: [cpu, cpu]}]")
+    invitation.write_text(
+        '{"url": ["secret"], "namespace": "", "secret": "", "overrides": [], "version": ""}'
+    )
+    join = shlex.join(
+        [
+            sys.executable,
+            "-m",
+            "pipespec.cluster.manual_host",
+            str(hosts_file),
+            "a",
+            str(invitation),
+        ]
+    )
+    answer = shell(join, LOCAL_RANK="0")
+    assert answer.returncode == 2
+    assert "is no invitation (url must be a text)" in answer.stderr
+    assert answer.stderr.count("\n") == 1
+    invitation.write_text("[" * 3000)
+    assert "nested too deeply" in shell(join, LOCAL_RANK="0").stderr
+    # Without a launcher there is no number, which is nobody's mistake but the caller's of us.
+    invitation.write_text(
+        '{"url": "", "namespace": "", "secret": "", "overrides": [], "version": ""}'
+    )
+    answer = shell(f"unset LOCAL_RANK; {join}")
+    assert "Traceback" not in answer.stderr
+    assert answer.stderr.count("\n") == 1
+
+
+# --- folders ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A file system with no room for a byte of a file."""
+    place = tmp_path / "full"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k,nr_inodes=8", "tmpfs", str(place)],
+        capture_output=True,
+        text=True,
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"needs to mount a small file system: {mounted.stderr.strip()}")
+    (place / "taken").write_bytes(bytes(4096))
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("flags", ["", "--detach"])
+def test_a_folder_of_cards_without_room_is_one_sentence(flags: str, full: Path) -> None:
+    answer = shell(f"{PIPESPEC} up {flags} model.target=/missing", XDG_STATE_HOME=str(full))
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr.count("\n") == 1
+    if not flags:
+        assert "cannot be used (No space left on device)" in answer.stderr
+    assert {path.name for path in (full / "pipespec").iterdir()} <= {"default.log"}
+
+
+@pytest.mark.parametrize("flags", ["", "--detach"])
+def test_a_folder_of_cards_that_cannot_be_made_is_one_sentence(flags: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    answer = shell(f"{PIPESPEC} up {flags}", XDG_STATE_HOME=str(tmp_path / "file"))
+    assert answer.returncode == 2
+    assert "set XDG_STATE_HOME to a folder of yours" in answer.stderr
+    assert answer.stderr.count("\n") == 1
+
+
+def test_interrupt_that_a_library_hides_behind_its_own_error_stays_an_interrupt(
+    state: Path,
+) -> None:
+    def run() -> int:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise AttributeError("cleaning up was interrupted")
+
+    with pytest.raises(KeyboardInterrupt):
+        exit_code_of(run)
+    assert not state.exists(), "no traceback was kept"

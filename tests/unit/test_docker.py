@@ -1,0 +1,220 @@
+"""The Dockerfile and compose.yaml, checked without Docker: by rules of hadolint and of our own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pipespec.cli import serve
+from pipespec.cli.main import _parser
+from pipespec.config.compose import compose
+from pipespec.console.arguments import overrides
+from pipespec.server.options import ServerOptions
+from tests.helpers.dockerfile import Dockerfile, Instruction
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = Dockerfile.read(ROOT / "Dockerfile")
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+CUDA: dict[str, Any] = yaml.safe_load((ROOT / "launch" / "docker" / "cuda.yaml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+# A tag with a whole version: `latest`, `3` and `3.11` change what they mean.
+PINNED = re.compile(r"[a-z0-9./-]+:v?\d+\.\d+\.\d+(-[a-z0-9.-]+)?")
+# What a cluster may take to end once its server has.
+ENDING_S = 30.0
+
+
+def runs() -> list[Instruction]:
+    return [each for stage in DOCKERFILE.stages for each in stage.of("RUN")]
+
+
+def resolved(base: str, device: str) -> str:
+    return base.replace("${DEVICE}", device)
+
+
+def understood(words: list[str]) -> list[str]:
+    """The settings of a `pipespec serve`, which the command line and Hydra accept."""
+    arguments, rest = _parser().parse_known_args(words)
+    assert arguments.command is serve.run
+    settings = overrides(rest, arguments.known_options)
+    compose([text for text in settings if "/models/" not in text])
+    return settings
+
+
+# --- Dockerfile ---------------------------------------------------------------------------------
+
+
+def test_base_images_are_pinned() -> None:
+    names = {stage.name for stage in DOCKERFILE.stages}
+    for device in ("cpu", "cuda"):
+        for stage in DOCKERFILE.stages:
+            base = resolved(stage.base, device)
+            assert base in names or PINNED.fullmatch(base), base
+
+
+def test_build_argument_chooses_between_cpu_and_cuda() -> None:
+    assert DOCKERFILE.arguments == {"DEVICE": "cpu"}
+    for device, index in (("cpu", "/whl/cpu"), ("cuda", "/whl/cu")):
+        base = DOCKERFILE.stage(f"base-{device}")
+        (variables, *_) = base.of("ENV")
+        assert re.search(rf"TORCH_INDEX=\S+{index}", variables.arguments)
+    (cuda,) = DOCKERFILE.stage("base-cuda").of("ENV")
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in cuda.arguments
+    assert [s.base for s in DOCKERFILE.stages[-2:]] == ["base-${DEVICE}", "base-${DEVICE}"]
+
+
+def test_container_does_not_run_as_root() -> None:
+    names = [each.name for each in DOCKERFILE.final.instructions]
+    (user,) = DOCKERFILE.final.of("USER")
+    assert user.arguments == "pipespec"
+    (made,) = (each for each in DOCKERFILE.final.of("RUN") if "useradd" in each.arguments)
+    assert re.search(r"--uid [1-9]\d+ .* pipespec$", made.arguments)
+    # Nothing that makes the image runs as this user, and nothing that runs is root.
+    assert max(i for i, name in enumerate(names) if name == "RUN") < names.index("USER")
+    assert names.index("USER") < names.index("ENTRYPOINT")
+
+
+def test_run_instructions_leave_no_caches() -> None:
+    for each in runs():
+        for command in each.arguments.split("&&"):
+            if "pip install" in command:
+                assert "--no-cache-dir" in command
+            if "apt-get install" in command:
+                assert {"--yes", "--no-install-recommends"} <= set(command.split())
+                assert "rm -rf /var/lib/apt/lists/*" in each.arguments
+                assert "apt-get update" in each.arguments, "the lists may be of another day"
+
+
+def test_run_instructions_fail_if_a_part_of_them_fails() -> None:
+    for each in runs():
+        quoted = re.sub(r"'[^']*'|\"[^\"]*\"", "", each.arguments)
+        assert not re.search(r"[|;]", quoted.replace("||", "")), each.arguments
+        assert not re.search(r"\b(sudo|curl|wget|cd)\b", quoted), each.arguments
+
+
+def test_files_are_copied_by_name_and_exist() -> None:
+    patterns = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in patterns, "everything else, such as .git, stays out of the build"
+    admitted = {line[1:] for line in patterns if line.startswith("!")}
+    copied: set[str] = set()
+    for stage in DOCKERFILE.stages:
+        assert not stage.of("ADD")
+        for each in stage.of("COPY"):
+            if each.arguments.startswith("--from="):
+                source, path = each.arguments.removeprefix("--from=").split()[:2]
+                assert source in {known.name for known in DOCKERFILE.stages}
+                assert any(path in run.arguments for run in DOCKERFILE.stage(source).of("RUN"))
+            else:
+                copied |= set(each.arguments.split()[:-1])
+    assert copied == admitted
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+
+
+def test_commands_are_in_exec_form() -> None:
+    """So that signals reach `pipespec` and not a shell."""
+    for name in ("ENTRYPOINT", "CMD", "HEALTHCHECK"):
+        (found,) = DOCKERFILE.final.of(name)
+        assert found.exec_form, found.arguments
+
+
+def test_command_and_health_check_fit_the_server() -> None:
+    (entry,), (command,) = DOCKERFILE.final.of("ENTRYPOINT"), DOCKERFILE.final.of("CMD")
+    assert entry.exec_form == ["pipespec"]
+    assert command.exec_form is not None
+    assert understood(command.exec_form) == []
+    (exposed,) = DOCKERFILE.final.of("EXPOSE")
+    arguments, _ = _parser().parse_known_args(command.exec_form)
+    assert exposed.arguments == str(arguments.port)
+    (health,) = DOCKERFILE.final.of("HEALTHCHECK")
+    assert re.search(r"--interval=\S+ --timeout=\S+ --start-period=\S+", health.arguments)
+    assert f"http://127.0.0.1:{arguments.port}/health" in health.arguments
+
+
+# --- compose.yaml -------------------------------------------------------------------------------
+
+
+def test_compose_has_server_prometheus_and_grafana() -> None:
+    assert set(SERVICES) == {"pipespec", "prometheus", "grafana"}
+    for name, service in SERVICES.items():
+        assert PINNED.fullmatch(service["image"]), name
+        assert "privileged" not in service
+        assert "network_mode" not in service
+
+
+def test_ports_are_reachable_from_this_machine_alone() -> None:
+    ports = {name: service["ports"] for name, service in SERVICES.items()}
+    assert ports == {
+        "pipespec": ["127.0.0.1:8000:8000"],
+        "prometheus": ["127.0.0.1:9090:9090"],
+        "grafana": ["127.0.0.1:3000:3000"],
+    }
+
+
+def test_every_service_has_a_health_check() -> None:
+    assert DOCKERFILE.final.of("HEALTHCHECK"), "that of the service that is built here"
+    assert "build" in SERVICES["pipespec"]
+    for name in ("prometheus", "grafana"):
+        command, *words = SERVICES[name]["healthcheck"]["test"]
+        assert command == "CMD"
+        port = SERVICES[name]["ports"][0].rsplit(":", 1)[1]
+        assert any(f"http://127.0.0.1:{port}/" in word for word in words)
+
+
+def test_volumes_and_mounted_files_exist() -> None:
+    named: set[str] = set()
+    for service in SERVICES.values():
+        for volume in service["volumes"]:
+            source, target, *options = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":")
+            assert target.startswith("/")
+            if source.startswith("."):
+                assert (ROOT / source).exists(), source
+                assert options == ["ro"], f"{source} is a file of the repository"
+            else:
+                named.add(source)
+    assert named == set(COMPOSE["volumes"])
+    (home,) = re.findall(r"--home-dir (\S+)", str(DOCKERFILE.final.of("RUN")))
+    assert f"state:{home}" in SERVICES["pipespec"]["volumes"], "requests outlive the container"
+
+
+def test_secrets_come_from_the_environment_and_are_used() -> None:
+    assert all(set(secret) == {"environment"} for secret in COMPOSE["secrets"].values())
+    text = (ROOT / "compose.yaml").read_text()
+    prometheus = (ROOT / "launch" / "docker" / "prometheus.yml").read_text()
+    for service in SERVICES.values():
+        for name in service["secrets"]:
+            assert name in COMPOSE["secrets"]
+            assert f"/run/secrets/{name}" in text + prometheus
+    for variable in (secret["environment"] for secret in COMPOSE["secrets"].values()):
+        assert f"{variable}=" in text.partition("name:")[0], "the first lines say how to start"
+
+
+def test_compose_starts_a_server_that_pipespec_understands() -> None:
+    words = SERVICES["pipespec"]["command"]
+    settings = understood(words)
+    models = [text.partition("=")[2] for text in settings if text.startswith("model.")]
+    for model in models:  # of the folder that is mounted by default
+        assert (ROOT / "demo" / Path(model).name / "config.json").is_file()
+    assert "--host=0.0.0.0" in words, "Prometheus asks from another container"
+    assert any(word.startswith("--api-key-file=") for word in words)
+
+
+def test_server_has_time_to_end() -> None:
+    seconds = float(SERVICES["pipespec"]["stop_grace_period"].removesuffix("s"))
+    assert seconds >= ServerOptions(("a",)).shutdown_timeout + ENDING_S
+
+
+def test_image_has_the_version_of_the_project() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    (version,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
+    assert SERVICES["pipespec"]["image"] == f"pipespec:{version}"
+    assert CUDA["services"]["pipespec"]["image"] == f"pipespec:{version}-cuda"
+
+
+def test_file_for_gpus_changes_the_server_alone() -> None:
+    assert set(CUDA["services"]) == {"pipespec"}
+    service = CUDA["services"]["pipespec"]
+    assert service["build"] == {"args": {"DEVICE": "cuda"}}
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])

@@ -1,0 +1,256 @@
+"""README and docs/ name only what exists, and generated parts are up to date."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from pipespec.cli.main import COMMANDS
+from pipespec.config.hosts import FILE, HOST
+from pipespec.engine.architectures import ARCHITECTURES
+from tests.helpers.documentation import blocks, indented_commands, pages
+from tools.docs import diagrams, figures, metrics
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+# Names files and choices of its day.
+HISTORY = DOCS / "log.md"
+PROSE = [page for page in PAGES if page != DOCS / "settings.md"]
+FOLDERS = (
+    "benchmarks",
+    "conf",
+    "demo",
+    "docs",
+    "examples",
+    "launch",
+    "lua",
+    "pipespec",
+    "tests",
+    "tools",
+)
+PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w")
+LINK = re.compile(r"\]\((?!https?://)([^)\s#]*)(#[^)\s]*)?\)")
+MODULE = re.compile(r"python -m ((?:benchmarks|tools|pipespec)[\w.]*)")
+SETTING = re.compile(r"(?<![\w./:-])([a-z_]+\.[a-z_]+)=")
+QUOTED_SETTING = re.compile(r"`([a-z_]+)\.([a-z_]+)`")
+CHOICE = re.compile(r"(?<![\w./-])(policy|proposer|emulate|emulate_link)=([a-z0-9]\w*)")
+COMMAND = re.compile(r"(?:^\$ |`)pipespec ([a-z]+)", re.MULTILINE)
+METRIC = re.compile(r"(?:\bpipespec_|(?<=`))((?:[a-z]+_)+(?:total|seconds|info|perc|share))\b")
+BANNED = re.compile(r"\b(?:whoever|nobody|told|tells|heard|heed|graft(?:s|ed)?)\b", re.IGNORECASE)
+FILES = ("json", "md", "py", "pem", "yaml", "log", "data", "env", "service")
+TUTORIALS = {"beam", "bigram"}  # choices that the tutorials add
+MOST_BANNED_LINES = 20
+MOST_WORDS = 120  # of a paragraph
+README_LINES = 150
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=page_name)
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading.replace("`", "").lower()) for heading in headings]
+    return {re.sub(r"[-\s]+", "-", heading.strip()) for heading in plain}
+
+
+@every_page
+def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, anchor in LINK.findall(prose(page)):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page_name(page)} links to {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor[1:] in anchors(file), f"{page_name(page)} links to {target}{anchor}"
+
+
+@every_page
+def test_paths_of_the_repository_exist(page: Path) -> None:
+    for path in PATH.findall(page.read_text()):
+        if path.startswith(("pipespec/", "tests/", "tools/", "lua/", "conf/", "launch/")) or (
+            page != HISTORY and not path.startswith("benchmarks/results/")
+        ):
+            found = ROOT / path.rstrip(".")
+            assert found.exists(), f"{page_name(page)} names {path}"
+
+
+@every_page
+def test_modules_that_are_run_exist(page: Path) -> None:
+    for module in MODULE.findall(page.read_text()):
+        path = ROOT.joinpath(*module.split("."))
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), (
+            f"{page_name(page)} runs {module}"
+        )
+
+
+@cache
+def settings() -> frozenset[str]:
+    """Every `group.name` that some choice of its group has."""
+    listed = re.findall(r"`([a-z_]+\.[a-z_]+)`", (DOCS / "settings.md").read_text())
+    return frozenset(listed)
+
+
+@every_page
+def test_settings_exist(page: Path) -> None:
+    text = page.read_text()
+    groups = {setting.partition(".")[0] for setting in settings()}
+    named = set(SETTING.findall(text))
+    quoted = QUOTED_SETTING.findall(text)
+    named |= {f"{group}.{name}" for group, name in quoted if name not in FILES}
+    for name in named:
+        if name.partition(".")[0] in groups:
+            assert name in settings(), f"{page_name(page)} names the setting {name}"
+
+
+@cache
+def choices() -> frozenset[str]:
+    """Every choice of a group, from the tables of the settings reference."""
+    rows = re.findall(r"^\| `(\w+)`", (DOCS / "settings.md").read_text(), re.MULTILINE)
+    return frozenset(rows) | TUTORIALS
+
+
+@every_page
+def test_choices_exist(page: Path) -> None:
+    if page != HISTORY:
+        for group, choice in CHOICE.findall(page.read_text()):
+            assert choice in choices(), f"{page_name(page)} names {group}={choice}"
+
+
+@every_page
+def test_commands_exist(page: Path) -> None:
+    known = {command.__name__.rpartition(".")[2] for command in COMMANDS}
+    text = re.sub(r"^### .*$", "", page.read_text(), flags=re.MULTILINE)  # quoted messages
+    for command in COMMAND.findall(text):
+        assert command in known, f"{page_name(page)} names pipespec {command}"
+
+
+@every_page
+def test_metrics_exist(page: Path) -> None:
+    known = (DOCS / "metrics.md").read_text()
+    for name in METRIC.findall(page.read_text()):
+        assert re.search(rf"`pipespec_{name}(_total)?`", known), f"{page_name(page)} names {name}"
+
+
+@every_page
+def test_code_is_in_fences(page: Path) -> None:
+    assert not indented_commands(page)
+    assert all(block.language for block in blocks(page))
+
+
+@pytest.mark.parametrize("page", PROSE, ids=page_name)
+def test_paragraphs_are_short(page: Path) -> None:
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:- |\d+\. ))", prose(page)):
+        if not paragraph.lstrip().startswith(("|", "<!--")):
+            words = len(paragraph.split())
+            assert words <= MOST_WORDS, f"{page_name(page)}: {words} words: {paragraph[:60]}"
+
+
+def test_words_that_readers_do_not_search_for_are_rare() -> None:
+    lines = [
+        f"{page_name(page)}: {line}"
+        for page in PAGES
+        for line in page.read_text().splitlines()
+        if BANNED.search(line)
+    ]
+    assert len(lines) <= MOST_BANNED_LINES, "\n".join(lines)
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_number_of_architectures_is_right() -> None:
+    count = str(len(ARCHITECTURES))
+    assert f"{count} decoder architectures" in (ROOT / "README.md").read_text()
+    assert f"names all {count}" in (DOCS / "getting-started.md").read_text()
+
+
+def test_figures_of_readme_are_those_of_the_stored_results() -> None:
+    text = figures.README.read_text()
+    assert text == figures.updated(text), "run python -m tools.docs.figures"
+    assert {found["name"] for found in figures.BLOCK.finditer(text)} == set(figures.BLOCKS)
+
+
+def test_metrics_reference_is_up_to_date() -> None:
+    assert metrics.PAGE.read_text() == metrics.page(), "run python -m tools.docs.metrics"
+
+
+def test_diagrams_are_up_to_date() -> None:
+    for name, drawn in diagrams.DIAGRAMS.items():
+        assert (diagrams.IMAGES / f"{name}.svg").read_text() == drawn(), (
+            "run python -m tools.docs.diagrams"
+        )
+
+
+def test_architecture_describes_every_package() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    for init in (ROOT / "pipespec").glob("*/__init__.py"):
+        assert f"| `{init.parent.name}/` |" in text, init.parent.name
+
+
+def test_every_entry_of_a_hosts_file_is_described() -> None:
+    page = (ROOT / "docs" / "several-hosts.md").read_text()
+    _, of_file, of_host = re.split(r"^\| entry of .*$", page, flags=re.MULTILINE)
+    for table, known in ((of_file, FILE), (of_host, HOST)):
+        first_cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+        named = [name for cell in first_cells for name in re.findall(r"`(.+?)`", cell)]
+        assert sorted(named) == sorted(known)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert set(PAGES) <= set(pages())
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+def literals(module: ast.Module) -> Iterator[str]:
+    """Every text of a module; what is filled in is a gap."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield " ".join(node.value.split())
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(
+                part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+            )
+
+
+@cache
+def messages() -> tuple[str, ...]:
+    return tuple(
+        text
+        for file in sorted((ROOT / "pipespec").rglob("*.py"))
+        for text in literals(ast.parse(file.read_text()))
+    )
+
+
+def quoted_messages() -> list[str]:
+    """The headings of the troubleshooting page."""
+    return re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_message_of_the_troubleshooting_page_exists(message: str) -> None:
+    gap = "[^.;]*\0[^.;]*"
+    pattern = re.compile(gap.join(re.escape(part.strip()) for part in message.split("…")))
+    assert any(pattern.search(text) for text in messages())
+
+
+def test_troubleshooting_covers_the_most_likely_messages() -> None:
+    assert len(quoted_messages()) >= 25

@@ -1,0 +1,140 @@
+"""How code blocks are read from Markdown, which the tests of documented commands rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.documentation import (
+    Block,
+    Command,
+    Page,
+    blocks,
+    commands,
+    indented_commands,
+    parse,
+    printed_as_documented,
+)
+from tests.helpers.sandbox import Sandbox
+
+TEXT = """\
+Text.
+
+<!-- slow -->
+<!-- exit: 2 -->
+```console
+$ false
+```
+
+- item
+
+  ```text
+  a
+  ```
+
+<!-- not run: needs two hosts -->
+```bash
+true
+```
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    with Sandbox(tmp_path) as sandbox:
+        yield Page(sandbox)
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "page.md"
+    file.write_text(text)
+    return file
+
+
+def console(text: str, **marks: str) -> Block:
+    return Block("page.md", 1, "console", text, marks)
+
+
+def test_blocks_have_language_text_and_marks(tmp_path: Path) -> None:
+    first, second, third = blocks(written(tmp_path, TEXT))
+    assert (first.language, first.text, first.slow, first.line) == ("console", "$ false\n", True, 5)
+    assert first.marks["exit"] == "2"
+    assert (second.language, second.text, second.marks) == ("text", "a\n", {})
+    assert third.not_run == "needs two hosts"
+
+
+@pytest.mark.parametrize("text", ["```bash\ntrue\n", "<!-- slow -->\nText.\n"])
+def test_block_without_end_and_mark_without_block_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(AssertionError, match=r"page\.md:"):
+        blocks(written(tmp_path, text))
+
+
+def test_commands_outside_fences_are_found(tmp_path: Path) -> None:
+    file = written(tmp_path, "Run\n\n    pipespec check\n\n```bash\n    pipespec check\n```\n")
+    assert indented_commands(file) == ["page.md:3"]
+
+
+def test_commands_go_on_over_lines() -> None:
+    text = "$ a \\\n    b\nprinted\n$ cat <<'EOF'\nc\nEOF\n$ curl -d '{\n  d}'\n$ e\n"
+    assert commands(text) == [
+        Command("a \\\n    b", "printed"),
+        Command("cat <<'EOF'\nc\nEOF", ""),
+        Command("curl -d '{\n  d}'", ""),
+        Command("e", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("documented", "printed", "same"),
+    [
+        ("took 12.5 ms", "it took .48 ms\n", True),
+        ("a b", "a\nb", True),
+        ("┏━━━┓", "┏━━━━━━━┓", True),
+        ("first ... last", "first\nsecond\nlast\n", True),
+        ("last ... first", "first\nsecond\nlast\n", False),
+        ("", "anything", True),
+        ("1 host", "1 hosts are missing", True),
+        ("2 hosts", "no host", False),
+    ],
+)
+def test_output_is_compared_loosely(documented: str, printed: str, same: bool) -> None:
+    assert printed_as_documented(documented, printed) == same
+
+
+def test_variables_and_folder_go_on_from_command_to_command(page: Page) -> None:
+    page.run(console("$ export WHERE=$PWD\n$ mkdir -p a && cd a\n"))
+    page.run(console('$ test "$PWD" = "$WHERE/a" && ls ../conf/config.yaml\n../conf/config.yaml\n'))
+
+
+def test_command_that_fails_or_prints_something_else_fails_the_page(page: Page) -> None:
+    with pytest.raises(AssertionError, match=r"page\.md:1: false"):
+        page.run(console("$ false\n$ true\n"))
+    with pytest.raises(AssertionError, match="not b"):
+        page.run(console("$ echo a\nb\n"))
+    page.run(console("$ true\n$ exit 3\n", exit="3"))
+
+
+def test_curl_fails_where_a_server_refuses(page: Page) -> None:
+    page.run(console("$ python -m http.server --bind 127.0.0.1 8000\n...\n", background=""))
+    page.run(console("$ curl -s http://127.0.0.1:8000/CONTRIBUTING.md\n# Contributing\n"))
+    with pytest.raises(AssertionError, match="exit code 22"):
+        page.run(console("$ curl -s http://127.0.0.1:8000/nothing\n"))
+
+
+def test_command_in_the_background_runs_beside_the_next(page: Page) -> None:
+    page.run(console("$ echo ready && sleep 1000 & echo $! > pid; wait\n", background=""))
+    page.run(console("$ kill $(cat pid)\n"))
+    with pytest.raises(AssertionError, match=r"page\.md:1"):
+        page.run(console("$ exit 1\n", background=""))
+
+
+def test_hosts_files_and_json_are_read(page: Page, tmp_path: Path) -> None:
+    page.run(Block("page.md", 1, "json", '"a": [1]\n'))
+    hosts = "hosts: [{address: 10.0.0.1, devices: [cpu, cpu]}]\n"
+    page.run(Block("page.md", 1, "yaml", hosts, {"file": "hosts.yaml"}))
+    page.run(console("$ cat hosts.yaml\nhosts: ...\n"))
+    for language, text in (("json", "{"), ("yaml", "hosts: [{adress: 10.0.0.1}]\n")):
+        with pytest.raises(Exception, match=r"."):
+            parse(Block("page.md", 1, language, text), tmp_path)

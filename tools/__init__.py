@@ -1,0 +1,1 @@
+"""Programs that make checkpoints and pictures; `rig/` runs clusters for tests and benchmarks."""

@@ -1,0 +1,1 @@
+"""Tools for the documentation: generated pages and figures, and the site's build."""

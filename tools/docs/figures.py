@@ -1,0 +1,196 @@
+"""Write the figures of README.md from the stored results of the benchmarks.
+
+A block of README between `<!-- figures: NAME -->` and `<!-- end of figures -->` is written by the
+function of that name here, from the files of `benchmarks/results/`.
+
+    python -m tools.docs.figures          # writes the blocks
+    python -m tools.docs.figures --check  # exit code 1 if a block is not up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results"
+# What makes a result today; the stored command has the names of its own commit.
+COMMANDS = {
+    "tbt_synthetic_1b": "pipeline.tbt --proposer synthetic --scale 2",
+    "tbt": "pipeline.tbt --scale 4",
+    "methods": "pipeline.methods --rounds 3 --tokens 24",
+    "chaos": "faults.chaos --faults 200",
+    "chaos_in_flight": (
+        "faults.chaos --in-flight 16 --hosts 2 --stages 3 --tokens 32 --faults 300"
+    ),
+    "controller": "budgets.controller_hop --steps 1000",
+    "startup": "budgets.startup --repeats 3",
+    "memory": "budgets.rank_memory",
+}
+# Engines whose times differ by less are alike.
+CHANCE = 0.02
+BLOCK = re.compile(r"(<!-- figures: (?P<name>\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+
+def result(name: str) -> dict[str, Any]:
+    """A stored result: rows, and the hardware, commit, date and command that made it."""
+    stored: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return stored
+
+
+def row(stored: Mapping[str, Any], **values: Any) -> dict[str, Any]:
+    """The only row of a result with these values."""
+    found = [each for each in stored["rows"] if values.items() <= each.items()]
+    assert len(found) == 1, f"{len(found)} rows have {values}"
+    chosen: dict[str, Any] = found[0]
+    return chosen
+
+
+def origin(stored: Mapping[str, Any]) -> str:
+    """Hardware, commit and date of a result."""
+    hardware = stored["hardware"].replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
+    return f"{hardware}, {stored['commit']}, {stored['date']}"
+
+
+def source(name: str) -> str:
+    """Where a figure comes from: file, command, hardware, commit and date."""
+    return f"`{name}.json`: `python -m benchmarks.{COMMANDS[name]}`; {origin(result(name))}"
+
+
+def table(header: str, rows: list[str]) -> str:
+    """A Markdown table."""
+    columns = header.count("|") - 1
+    return "\n".join([header, "|" + "---|" * columns, *rows]) + "\n"
+
+
+def engines() -> str:
+    """Which engines of `peers.json` are faster than pipespec on one machine, and by how much."""
+    stored = result("peers")
+    times = {each["engine"]: each["tbt_ms"]["median"] for each in stored["rows"]}
+    ours = min((engine for engine in times if engine.startswith("pipespec")), key=times.__getitem__)
+    faster = {
+        engine: time
+        for engine, time in times.items()
+        if time < times[ours] * (1 - CHANCE) and not engine.startswith("pipespec")
+    }
+    assert faster, "no engine is faster any more; reword README"
+    listed = ", ".join(
+        f"{engine} {time:.1f} ms" for engine, time in sorted(faster.items(), key=lambda e: e[1])
+    )
+    return (
+        f"Measured on one machine, time per token: {listed}; {ours} {times[ours]:.1f} ms "
+        f"({origin(stored)}: [other engines](docs/peers.md)).\n"
+    )
+
+
+def emulated() -> str:
+    """Time between tokens of the methods, on the emulated cluster of eight RTX 3090s."""
+    drafts = {
+        "SYNTHETIC, as accurate as a 1B (top-1 .74 ASSUMED)": "tbt_synthetic_1b",
+        "the demo pair's own": "tbt",
+    }
+    rows = []
+    for draft, name in drafts.items():
+        stored = result(name)
+        cells = []
+        for method in ("root", "static_tree", "level", "best_first"):
+            found = row(stored, data_set="all", method=method)
+            cells.append(f"{found['tbt_ms']:.0f} ms ({found['speed_up']:.2f}×)")
+        rows.append(f"| {draft} | {' | '.join(cells)} | {source(name)} |")
+    header = (
+        "| draft | plain pipeline (`root`) | as SpecInfer (`static_tree`) | as SpecPipe (`level`) "
+        "| pipespec (`best_first`) | from `benchmarks/results/` |"
+    )
+    return table(header, rows)
+
+
+def measured() -> str:
+    """Figures that were measured without emulation, beside what to compare them with."""
+    controller, memory, startup = result("controller"), result("memory"), result("startup")
+    chaos, crowd = result("chaos"), result("chaos_in_flight")
+    methods = result("methods")
+    hop = row(controller, name="hop: complete -> ready elsewhere")["value"]
+    ping = row(controller, name="Redis PING round trip")["value"]
+    four = row(startup, what="generate, 4 stages")["first_s"]
+    imports = row(startup, what="imports")["first_s"]
+    own = max(each["uss_beyond"] for each in memory["rows"])
+    wide = {"width": 64, "children": 16, "source": "demo"}
+    best = row(methods, policy="best_first", **wide)["tokens_per_step"]
+    level = row(methods, policy="level", **wide)["tokens_per_step"]
+    plain = row(methods, policy="root", width=1, source="demo")["tokens_per_step"]
+    kill = row(chaos, fault="kill")["median_s"]
+    lines = [
+        (
+            "tokens per step, 8 stages, demo pair: `best_first`",
+            f"{best:.2f}",
+            f"`root` {plain:.3f}, `level` {level:.2f}",
+            "methods",
+        ),
+        (
+            "a rank is killed in the middle of an answer: time to the next token, median",
+            f"{kill:.2f} s",
+            f"{chaos['mismatches']} of {chaos['requests_finished']} texts differ",
+            "chaos",
+        ),
+        (
+            f"{len(crowd['faults'])} faults, 16 requests in flight: texts that differ, lost",
+            f"{crowd['texts_differ']}, {crowd['requests_lost']}",
+            f"of {crowd['requests_finished']}",
+            "chaos_in_flight",
+        ),
+        (
+            "controller: from one rank's report to another's start",
+            f"{hop:.0f} µs",
+            f"Redis PING {ping:.0f} µs",
+            "controller",
+        ),
+        (
+            "from the command to the first token, 4 stages, demo pair",
+            f"{four:.1f} s",
+            f"importing torch and Transformers {imports:.1f} s",
+            "startup",
+        ),
+        (
+            "memory of a rank beyond weights and KV cache",
+            f"{own:.0f} MiB",
+            "budget 300 MiB",
+            "memory",
+        ),
+    ]
+    rows = [
+        f"| {what} | {value} | {baseline} | {source(name)} |"
+        for what, value, baseline, name in lines
+    ]
+    return table("| measured | figure | beside | from `benchmarks/results/` |", rows)
+
+
+BLOCKS: Mapping[str, Callable[[], str]] = {
+    "engines": engines,
+    "emulated": emulated,
+    "measured": measured,
+}
+
+
+def updated(text: str) -> str:
+    """A text whose blocks of figures are those of the stored results."""
+    return BLOCK.sub(lambda found: found[1] + BLOCKS[found["name"]]() + found[3], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare only")
+    text = README.read_text()
+    if parser.parse_args().check:
+        return int(text != updated(text))
+    README.write_text(updated(text))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""`pipespec serve` as a process with its own cluster, and the processes of both.
+
+with HttpServer(folder, "cluster.stages=2") as server:
+    asyncio.run(read_stream(server.address.connect, "/v1/completions", {...}))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from pipespec.client import registry
+from pipespec.client.registry import RunningCluster
+from pipespec.controller.cluster_status import read_status
+from pipespec.controller.membership import Membership
+from pipespec.controller.redis_connection import RedisConnection
+from tools.rig.testbed import Testbed
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "bench"
+STATE_VARIABLE = "XDG_STATE_HOME"  # the variable that says where the registry is
+ANSWER_S = 120.0
+END_S = 60.0
+NO_ENVIRONMENT: Mapping[str, str] = {}
+
+
+class ServerFailed(Exception):
+    """The server did not start, or answered something unexpected."""
+
+
+class HttpServer:
+    """A server and its cluster; both end with the block.
+
+    The registry and temporary files are in `folder`; this process uses that registry too until the
+    block ends. Raises ServerFailed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *settings: str,
+        bed: Testbed | None = None,
+        environment: Mapping[str, str] = NO_ENVIRONMENT,
+    ):
+        """`bed`: a test bed, in whose first host the server runs; None: this machine.
+        `environment`: variables that its processes have besides this one's."""
+        self._before = os.environ.get(STATE_VARIABLE)
+        os.environ[STATE_VARIABLE] = str(folder)
+        self.process = start(folder, settings, bed, environment)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.__exit__()
+            raise ServerFailed("The server did not start.")
+        self.address = ServerAddress(json.loads(line)["url"], bed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        self.process.wait(END_S)
+        if self._before is None:
+            del os.environ[STATE_VARIABLE]
+        else:
+            os.environ[STATE_VARIABLE] = self._before
+
+
+def start(
+    folder: Path,
+    settings: Sequence[str],
+    bed: Testbed | None,
+    environment: Mapping[str, str] = NO_ENVIRONMENT,
+) -> subprocess.Popen[str]:
+    """The process; the first line that it prints is its URL."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "pipespec", "serve"]
+    command += ["--json", "--port", "0", "--name", NAME, *settings]
+    options: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "env": {
+            **os.environ,
+            STATE_VARIABLE: str(folder),
+            "TMPDIR": str(folder),
+            "PYTHONPATH": path,
+        }
+        | dict(environment),
+        "start_new_session": True,  # Ctrl-C is for us
+    }
+    if bed is None:
+        return subprocess.Popen(command, **options)
+    return bed.popen(bed.hosts[0], command, **options)
+
+
+class ServerAddress:
+    """The address of a server, and the figures that it publishes."""
+
+    def __init__(self, url: str, bed: Testbed | None = None):
+        self.root = url.removesuffix("/v1")
+        host, _, port = self.root.removeprefix("http://").rpartition(":")
+        self._address = (host, int(port))
+        self._bed = bed
+
+    def connect(self) -> socket.socket:
+        """A connection to it."""
+        if self._bed is None:
+            return socket.create_connection(self._address)
+        made = self._bed.socket(self._bed.hosts[0])
+        made.connect(self._address)
+        return made
+
+    def get(self, path: str) -> str:
+        """The reply to a GET."""
+        with urllib.request.urlopen(self.root + path, timeout=ANSWER_S) as reply:
+            text: str = reply.read().decode()
+        return text
+
+    def metric(self, name: str) -> float:
+        """A metric of /metrics, summed over its labels. Raises ServerFailed."""
+        lines = [line for line in self.get("/metrics").splitlines() if not line.startswith("#")]
+        found = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
+        if not found:
+            raise ServerFailed(f"/metrics has no metric {name}.")
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+    def open_requests(self) -> int:
+        """How many answers are pending."""
+        return int(json.loads(self.get("/load"))["server_load"])
+
+
+# --- its cluster -------------------------------------------------------------------------------
+
+
+def find_cluster(name: str = NAME) -> RunningCluster:
+    """The registry's entry of a cluster."""
+    return registry.find(name)
+
+
+def current_epoch(running: RunningCluster) -> int:
+    """The epoch that a cluster is in. Raises Unreachable."""
+    found = read_status(running.url, running.namespace)
+    return found.epoch if found else 0
+
+
+def rank_pids(running: RunningCluster) -> dict[int, int]:
+    """The process id of every rank of the current epoch. Raises Unreachable."""
+    now = current_epoch(running)
+    with Membership(running.url, running.namespace) as shared:
+        return shared.attached(now)
+
+
+def redis_pid(running: RunningCluster) -> int:
+    """The process id of a cluster's Redis."""
+    pipe = RedisConnection(running.url)
+    try:
+        found: bytes = pipe.call("INFO", "server")
+    finally:
+        pipe.close()
+    (line,) = [line for line in found.decode().splitlines() if line.startswith("process_id:")]
+    return int(line.partition(":")[2])
+
+
+def processes(server: int, running: RunningCluster) -> dict[str, psutil.Process]:
+    """The processes of server, launcher, Redis and ranks, by name."""
+    found = {"server": server, "launcher": running.owner.pid, "redis": redis_pid(running)}
+    for rank, pid in sorted(rank_pids(running).items()):
+        found[f"stage {rank}" if rank else "head"] = pid
+    return {name: psutil.Process(pid) for name, pid in found.items()}
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Processor time that a process has used, seconds."""
+    used: Any = process.cpu_times()
+    return float(used.user + used.system)

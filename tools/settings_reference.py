@@ -1,0 +1,210 @@
+"""Writes docs/settings.md from the dataclasses of settings and the files of conf/.
+
+python -m tools.settings_reference            # write it
+python -m tools.settings_reference --check    # exit with 1 if it is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pipespec.config.choices import (
+    Choice,
+    default,
+    default_choices,
+    options,
+    read_choice,
+    written,
+)
+from pipespec.config.schema import RunConfig
+from pipespec.settings import about, kinds
+from pipespec.system.folders import resource_dir
+from pipespec.system.validation import alternatives
+
+PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+INTRODUCTION = """\
+# Settings
+
+<!-- Written by `python -m tools.settings_reference` from the dataclasses of settings and the files
+of conf/; change those. -->
+
+`pipespec generate`, `bench`, `compare`, `up`, `serve`, `launch` and `partition` take settings as
+arguments, in any order and in the syntax of Hydra:
+
+- `group=choice` picks one of a group's choices, each a file `conf/<group>/<choice>.yaml` with the
+  values in which it differs from the defaults below;
+- `group.name=value` sets one value: `policy.width=32`, `cluster.devices=[cuda:0,cuda:1]`,
+  `model.draft=null`. A path, a URL or any other text needs no quotes inside the value; what your
+  shell would change needs quotes around the whole argument.
+
+`${oc.env:NAME}` in a value is the environment variable NAME.
+
+A *rank* is the head or one of the stages. A *step* is one tick of the pipeline: every stage
+computes one batch. A *row* is one token of a batch, of a prompt or of the tree of draft tokens. A
+*verdict* is what the last stage has decided in a step.
+"""
+CHOICE = ("choice", "what it is", "sets")
+SETTING = ("setting", "type", "default", "unit", "what it does")
+UNLIMITED = 10**6  # a limit from here on is there for safety alone, and is not shown
+# The groups whose choices are of different classes; the others are described by their class.
+GROUPS = {
+    "policy": "The decoding method: which draft tokens are made, and which are computed at a step.",
+    "proposer": "Where draft tokens come from.",
+}
+NAMES = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    list[str]: "list of texts",
+    list[int]: "list of whole numbers",
+    list[float]: "list of numbers",
+    types.NoneType: "null",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting of a group, with the choices that have it and the default of each."""
+
+    name: str
+    kind: str
+    unit: str
+    help: str
+    defaults: dict[str, str]
+
+    def cells(self, num_choices: int) -> list[str]:
+        """The cells of its line in the table of a group of so many choices."""
+        some = len(self.defaults) < num_choices
+        only = f" Only with {listed(map(code, self.defaults))}." if some else ""
+        return [code(self.name), self.kind, self.default, self.unit, self.help + only]
+
+    @property
+    def default(self) -> str:
+        """The default; where choices differ, that of each."""
+        by_value: dict[str, list[str]] = {}
+        for choice, value in self.defaults.items():
+            by_value.setdefault(value, []).append(choice)
+        (first, _), *others = by_value.items()
+        differing = [f"{shown(value)} with {listed(map(code, of))}" for value, of in others]
+        return "; ".join([shown(first), *differing])
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([INTRODUCTION, *map(section, default_choices()), last()])
+
+
+def section(group: str) -> str:
+    """A group: its choices and its settings."""
+    usual = default_choices()[group]
+    names = sorted(options(group), key=lambda name: name != usual)
+    choices = [read_choice(group, name) for name in names]
+    purpose = GROUPS.get(group) or (choices[0].cls.__doc__ or "").partition("\n\n")[0]
+    lines = [f"## {group}", "", " ".join(purpose.split()), ""]
+    lines += table(
+        CHOICE,
+        (
+            [code(c.name) + " (default)" * (c.name == usual), comment(c), changes(c)]
+            for c in choices
+        ),
+    )
+    rows = settings_of(choices)
+    lines += table(SETTING, (row.cells(len(choices)) for row in rows))
+    return "\n".join(lines)
+
+
+def last() -> str:
+    """The settings without a group."""
+    rows = [row(entry, RunConfig, entry.name, None) for entry in fields(RunConfig)]
+    lines = table(SETTING, (each.cells(1) for each in rows))
+    return "\n".join(["## Settings without a group", "", *lines])
+
+
+def settings_of(choices: Sequence[Choice]) -> list[Row]:
+    """All settings of a group; one of the same name and meaning in several choices is one row."""
+    found: dict[tuple[str, str], Row] = {}
+    for choice in choices:
+        for entry in fields(choice.cls):
+            new = row(entry, choice.cls, f"{choice.group}.{entry.name}", choice)
+            found.setdefault((new.name, new.help), new).defaults.update(new.defaults)
+    return list(found.values())
+
+
+def row(entry: Field[Any], cls: type, name: str, choice: Choice | None) -> Row:
+    """A setting of one choice."""
+    its, of_type = about(entry), alternatives(kinds(cls)[entry.name])
+    if its.choices:
+        kind = listed(map(code, its.choices), "or")
+    else:
+        kind = listed([NAMES[each] for each in of_type if each is not types.NoneType], "or")
+    if its.limits is not None:
+        least, most = its.limits
+        kind += f" {'above' if its.above else 'from'} {least:.0f}"
+        kind += f" to {most:.0f}" if most < UNLIMITED else ""
+    kind += ", or null" if types.NoneType in of_type else ""
+    usual = default(entry) or choice.default(entry) if choice else default(entry)
+    return Row(name, kind, its.unit, its.help, {choice.name if choice else "": usual})
+
+
+def changes(choice: Choice) -> str:
+    """What the file of a choice sets; a long list is not repeated."""
+    found = [
+        f"{name}={text if len(text := written(value)) < 60 else '[…]'}"
+        for name, value in choice.values.items()
+    ]
+    return listed(map(code, found))
+
+
+def comment(choice: Choice) -> str:
+    """The comment at the head of a choice's file."""
+    file = resource_dir("conf") / choice.group / f"{choice.name}.yaml"
+    lines = file.read_text(encoding="utf-8").splitlines()
+    text = " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+    return text if text.endswith(".") else f"{text}."
+
+
+def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """A Markdown table with an empty line behind it; without rows it is left out."""
+    body = [[cell.replace("|", r"\|") for cell in each] for each in rows]
+    if not body:
+        return []
+    lines = [head, ["---"] * len(head), *body]
+    return [f"| {' | '.join(line)} |" for line in lines] + [""]
+
+
+def shown(value: str) -> str:
+    """A default as the table shows it."""
+    return code(value) if value else "required"
+
+
+def code(text: str) -> str:
+    """Text as code."""
+    return f"`{text}`"
+
+
+def listed(words: Iterable[str], last_word: str = "and") -> str:
+    """Words as a list in a sentence."""
+    *rest, last_one = [*words] or [""]
+    return f"{', '.join(rest)} {last_word} {last_one}" if rest else last_one
+
+
+def main() -> int:
+    """Write or check the page."""
+    parser = argparse.ArgumentParser(prog="settings_reference", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    text = page()
+    if parser.parse_args().check:
+        return int(PAGE.read_text(encoding="utf-8") != text)
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
