@@ -72,15 +72,15 @@ def load(
             require_divisible(config, path, group.size, quantized=quantized)
             prepare = partial(shard_model, group=group)
         if gguf.is_gguf(path):
-            with gguf.opened(path) as state:
-                model, loaded = _plain(config, sliced_class(config, layers), state, dtype, options)
+            state = gguf.lazy_state(path)
+            model, loaded = _plain(config, sliced_class(config, layers), state, dtype, options)
         elif packing is not None:
             del config.quantization_config  # for Transformers it has plain weights
-            with packed_checkpoint.opened(path, packing) as (state, kept):
-                prepare = partial(int4.replace, names=kept if quantization == PACKED_INT4 else ())
-                model_class = sliced_class(config, layers, prepare)
-                model, loaded = _plain(config, model_class, state, dtype, options)
-                int4.fill(model, kept, device)
+            state, kept = packed_checkpoint.lazy_state(path, packing)
+            names = tuple(kept) if quantization == PACKED_INT4 else ()
+            model_class = sliced_class(config, layers, partial(int4.replace, names=names))
+            model, loaded = _plain(config, model_class, state, dtype, options)
+            int4.fill(model, kept, device)
         else:
             model, loaded = sliced_class(config, layers, prepare).from_pretrained(
                 path,

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,8 +25,6 @@ from pipespec.system.cache import cached_call
 from pipespec.system.validation import shown
 
 if TYPE_CHECKING:  # not needed if the header is cached
-    from collections.abc import Iterator
-
     import numpy as np
     from gguf import GGUFReader
 
@@ -110,8 +108,7 @@ def identity(path: Path) -> dict[str, Any]:
     return {"file": str(path.absolute()), "size": stat.st_size, "time": stat.st_mtime_ns}
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[dict[str, LazyTensor]]:
+def lazy_state(path: Path) -> dict[str, LazyTensor]:
     """The tensors as a state dict; each is dequantised when it is read."""
     found, reader = header(path), _reader(path)
     raw = {tensor.name: tensor for tensor in reader.tensors}
@@ -128,7 +125,7 @@ def opened(path: Path) -> Iterator[dict[str, LazyTensor]]:
                 weights = _halves(weights, of[part])
         return torch.from_numpy(weights.copy() if not weights.flags.writeable else weights)
 
-    yield {
+    return {
         name: LazyTensor(shape, "F32", partial(read, theirs))
         for name, (theirs, shape) in found.stored.items()
     }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,41 +119,39 @@ def int4_layers(tensors: Mapping[str, Tensor], packing: Packing) -> tuple[Int4La
     return tuple(found)
 
 
-@contextmanager
-def opened(
+def lazy_state(
     path: Path, packing: Packing
-) -> Iterator[tuple[dict[str, Any], dict[str, Callable[[], GroupedWeights]]]]:
+) -> tuple[dict[str, Any], dict[str, Callable[[], GroupedWeights]]]:
     """The tensors as a state dict of plain weights, which are read lazily.
 
-    The second mapping reads the matrices that can stay packed.
+    The second mapping reads the matrices that can stay packed. The files are open for as long as
+    either is referred to: a load that fails leaves threads of Transformers that still read.
     """
     from safetensors import safe_open
 
     tensors: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        where: dict[str, Any] = {}
-        for file, held in shards(path).items():
-            handle = stack.enter_context(safe_open(file, framework="pt"))
-            where |= dict.fromkeys(held, handle)
-            tensors |= held
+    where: dict[str, Any] = {}
+    for file, held in shards(path).items():
+        where |= dict.fromkeys(held, safe_open(file, framework="pt"))
+        tensors |= held
 
-        def load(name: str) -> Any:
-            return where[name].get_tensor(name) if name in where else None
+    def load(name: str) -> Any:
+        return where[name].get_tensor(name) if name in where else None
 
-        state: dict[str, Any] = {}
-        kept: dict[str, Callable[[], GroupedWeights]] = {}
-        plain = as_plain(path, tensors, packing)
-        packed = set(matrices(tensors, packing))
-        for name, each in plain.items():
-            matrix = name.removesuffix(WEIGHT)
-            if matrix not in packed:
-                state[name] = where[name].get_slice(name)
-                continue
-            read = partial(packing.read, matrix, load)
-            state[name] = LazyTensor(each.shape, each.dtype, partial(_dense, read))
-            if fits_int4_kernel(matrix, each.shape, packing):
-                kept[matrix] = read
-        yield state, kept
+    state: dict[str, Any] = {}
+    kept: dict[str, Callable[[], GroupedWeights]] = {}
+    plain = as_plain(path, tensors, packing)
+    packed = set(matrices(tensors, packing))
+    for name, each in plain.items():
+        matrix = name.removesuffix(WEIGHT)
+        if matrix not in packed:
+            state[name] = where[name].get_slice(name)
+            continue
+        read = partial(packing.read, matrix, load)
+        state[name] = LazyTensor(each.shape, each.dtype, partial(_dense, read))
+        if fits_int4_kernel(matrix, each.shape, packing):
+            kept[matrix] = read
+    return state, kept
 
 
 def _dense(read: Callable[[], GroupedWeights]) -> Any:
