@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+
+from pipespec.batch_times import size_bucket
 
 Report = dict[str, Any]
 # Counts of a stage since it last had no request, which it reports beside those of a request.
@@ -19,7 +22,7 @@ def empty_report(rank: int) -> Report:
     if rank:
         counts = dict.fromkeys(("elapsed_ns", "busy_ns", "steps", "rows", "dropped", "overruns"), 0)
         period = dict.fromkeys(PERIOD, 0)
-        common = {"control_ns": 0, "events": [], "period": period, "attention": None}
+        common = {"control_ns": 0, "events": [], "period": period, "attention": None, "experts": []}
         return {"rank": rank, **common, **counts}
     return {
         "rank": 0,
@@ -47,6 +50,8 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     decided. `stage_busy` is the share of the request's time in which each stage computed.
     `control_ms_per_step` is the time per step that a rank spends on the controller, the mean over
     the ranks: calls, and the transfer of verdicts. `attention` is the backend of each stage.
+    `experts_read` says for mixtures how many experts of a layer batches chose, by their rows, since
+    the stages were loaded.
     """
     head, *stages = sorted(reports, key=lambda report: report["rank"])
     times, counts, first = head["token_ns"], head["counts"], head["first_token"]
@@ -81,7 +86,23 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         "stage_busy": [stage["busy_ns"] / max(stage["elapsed_ns"], 1) for stage in stages],
         "overruns": sum(stage["overruns"] for stage in stages) + counts["overruns"],
         "attention": [stage["attention"] for stage in stages],
+        "experts_read": merge_expert_counts([stage["experts"] for stage in stages]),
     }
+
+
+def merge_expert_counts(
+    stages: Sequence[Sequence[tuple[float, float]]],
+) -> list[tuple[float, float]]:
+    """Rows of batches and experts that they chose in a layer: the mean of several stages, by
+    rising rows."""
+    by_size: dict[int, list[tuple[float, float]]] = {}
+    for points in stages:
+        for rows, experts in points:
+            by_size.setdefault(size_bucket(math.ceil(rows)), []).append((rows, experts))
+    return [
+        (sum(rows for rows, _ in like) / len(like), sum(read for _, read in like) / len(like))
+        for _, like in sorted(by_size.items())
+    ]
 
 
 def merge_periods(periods: Iterable[Mapping[str, int]]) -> Counter[str]:

@@ -24,6 +24,7 @@ from pipespec.engine.attention.attention_plan import AttentionBackend, Attention
 from pipespec.engine.attention.device_plan import DevicePlanBackend
 from pipespec.engine.attention.self_test import AttentionLayer
 from pipespec.engine.compiling import Compute, compile_slice
+from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
 from pipespec.engine.quantization import PACKED_INT4
 from pipespec.engine.slicing import drop_placeholders, sliced_class
@@ -84,6 +85,7 @@ class ModelSlice:
             hook.attach(layer, self._slice, num_slots, kv_heads) for layer in self._base.layers
         ]
         self.batch_invariant = batch_invariant and self.device.type == "cpu"
+        self.experts = ExpertCounts(self._base)
         self._graphs: list[CapturedGraph] = []  # by rising number of rows
         self._compiled: Compute | None = None
         self.group = group
@@ -266,7 +268,11 @@ class ModelSlice:
                 if replayed is not None:
                     return replayed
         self._slice.attention.prepare(plan)
-        return self._computed(inputs.to(self.device), positions.to(self.device))
+        inputs, positions = inputs.to(self.device), positions.to(self.device)
+        if self._compiled is not None:
+            return self._compiled(inputs, positions)
+        with self.experts.sampled(len(positions)):
+            return self.compute(inputs, positions)
 
     @torch.inference_mode()
     def compile(self, backend: str | Callable[..., Any] = "inductor") -> None:

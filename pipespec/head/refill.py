@@ -16,7 +16,7 @@ import numpy as np
 from pipespec.head.expansion import next_proposal_batch
 from pipespec.head.policies.draft_rounds import may_delay_batch
 from pipespec.head.policies.policy import Expansion, PipelineState, SpeculationPolicy
-from pipespec.head.row_budget import lost_by_waiting, step_ms_of
+from pipespec.head.row_budget import step_ms_of
 from pipespec.head.row_plan import RowPlan
 from pipespec.head.scheduler_types import ProposalBatch
 from pipespec.head.sequence import Sequence
@@ -91,7 +91,10 @@ class NextBatch:
             return np.inf
         candidates = np.outer(parents, children).ravel()
         merged = -np.sort(-np.concatenate((self.rows, candidates)))[: max(self.limit, 1)]
-        saved_ms = target.ms_per_token * lost_by_waiting(self.state)
+        # A candidate that misses this batch can enter the next, one of the steps of a pass later;
+        # and of many requests, others have candidates for its row.
+        share = 1 / (self.state.num_stages * self.state.requests ** (1 / 3))
+        saved_ms = target.ms_per_token * share
         # In a longer pipeline other batches have the target size, up to which rows add nothing.
         others = target.rows if self.state.num_stages > 1 else 0
         sizes = np.maximum([len(self.rows), len(merged)], others)

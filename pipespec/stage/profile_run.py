@@ -3,7 +3,7 @@
 Without it the head would feed the first draft tokens without knowing their cost, which is worst
 where every row takes time, and the first prompt would slow down a running answer until the stages
 have reported their times. Later times are measured on the batches themselves
-(`pipespec.stage.stage_loop`).
+(`pipespec.stage.stage_loop`). Rows are random, so those of a mixture choose different experts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pipespec.core import (
     PARENT,
     POSITION,
     SEQUENCE,
+    TOKEN,
     Batch,
 )
 from pipespec.engine.runner import SliceRunner
@@ -64,8 +65,11 @@ def _compute_ms(runner: SliceRunner, rows: int, last: bool) -> float:
     batch.rows[:, NODE] = batch.rows[:, POSITION] = places
     batch.rows[:, PARENT] = np.where(places, places - 1, NO_PARENT_NODE)
     batch.rows[:, KIND] = COMMITTED
-    if not model.is_first:
-        batch.hidden = torch.zeros(rows, model.hidden_size, dtype=model.dtype)
+    random = torch.Generator().manual_seed(rows)
+    if model.is_first:
+        batch.rows[:, TOKEN] = torch.randint(model.vocab_size, (rows,), generator=random).numpy()
+    else:
+        batch.hidden = torch.randn(rows, model.hidden_size, generator=random).to(model.dtype)
     _wait(model.device)
     start = time.perf_counter_ns()
     computed = runner.compute(batch)

@@ -198,6 +198,7 @@ class StageLoop:
                     **since,
                     "period": period,
                     "attention": self.settings.attention,
+                    "experts": self.runner.model.experts.points(),
                     "events": events,
                 }
         if not self._sequences:

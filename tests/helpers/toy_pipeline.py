@@ -18,6 +18,7 @@ from pipespec.controller.task_graph import Layout, Task, TaskKind
 from pipespec.controller.verdict_exchange import unpack_verdicts
 from pipespec.core import Batch, PromptLogprobs, Request, Verdict
 from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.runner import SliceRunner
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
@@ -42,6 +43,7 @@ class ToyModel:
     def __init__(self, num_slots: int):
         self.stored = np.zeros(num_slots, np.int64)
         self.rows = 0
+        self.experts = ExpertCounts(torch.nn.Module())
 
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan

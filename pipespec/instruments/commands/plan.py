@@ -38,9 +38,10 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--experts",
         type=list_of(float),
-        metavar="E,K,SHARE",
+        metavar="E,K,SHARE[,OVERLAP]",
         help="a mixture of experts: of E experts a row chooses K, which take that SHARE of the "
-        "time of one row, as in 256,8,0.9 (a dense model)",
+        "time of one row, as in 256,8,0.9; OVERLAP says how much alike rows choose, from 0 "
+        "(independently, the default) to 1 (the same) (a dense model)",
     )
     command.add_argument("--hop-ms", type=float, metavar="MS", help="from stage to stage (0)")
     command.add_argument("--draft-ms", type=float, metavar="MS", help="one draft round (0)")

@@ -21,6 +21,8 @@ from pipespec.limits import MAX_COUNT, MAX_MS, check_number, check_whole
 from pipespec.settings import check_settings, setting
 
 MAX_SCALE = 1e3
+# How finely overlaps are told apart when they are fitted.
+OVERLAP_STEPS = 1000
 # Rows for which the times of a mixture of experts are computed.
 EXPERT_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -72,37 +74,75 @@ def mean(curves: Sequence[TimeCurve], more: float = 0.0) -> TimeCurve:
     )
 
 
-def with_experts(curve: TimeCurve, experts: int, chosen: int, share: float) -> TimeCurve:
-    """The times of a stage whose layers are mixtures of experts.
+def with_experts(
+    curve: TimeCurve, experts: int, chosen: int, share: float, overlap: float = 0.0
+) -> TimeCurve:
+    """The times of a stage whose layers are mixtures of experts (`experts_read`).
 
-    Rows choose their experts independently, so w rows read the weights of
-    E (1 - (1 - k / E)^w) of E experts, k of them chosen by each row. Rows of a text share more
-    than that, so this is the most that they cost. Raises ConfigError.
+    Raises ConfigError.
 
     Args:
         curve: the times if all rows chose the same experts.
         experts, chosen: of each layer, and by each row.
         share: of the time of one row that its experts take, from 0 to 1.
+        overlap: see `experts_read`.
     """
     check_whole("The number of experts", experts, 1, MAX_COUNT)
     check_whole("The number of experts that a row chooses", chosen, 1, experts)
     check_number("The share of its time that a row's experts take", share, 0, 1)
+    check_number("The overlap of the experts of rows", overlap, 0, 1)
 
     def ms(rows: int) -> float:
-        read = experts * (1 - (1 - chosen / experts) ** rows) / chosen  # in those of one row
+        read = experts_read(rows, experts, chosen, overlap) / chosen  # in those of one row
         return curve.ms(rows) + share * curve.ms(1) * (read - 1)
 
     return TimeCurve(tuple((rows, ms(rows)) for rows in EXPERT_ROWS))
 
 
-def experts_of(name: str, values: Sequence[float]) -> tuple[int, int, float]:
+def experts_read(rows: float, experts: int, chosen: int, overlap: float = 0.0) -> float:
+    """How many experts of a layer a batch reads.
+
+    w rows that choose k of E experts independently read E (1 - (1 - k / E)^w). Rows of a text
+    choose more alike: they read as many as rows^(1 - overlap) independent ones. That is not
+    derived, but fits what stages count (`benchmarks.budgets.expert_overlap`).
+    """
+    return experts * (1 - (1 - chosen / experts) ** rows ** (1 - overlap))
+
+
+def fit_overlap(points: Sequence[tuple[float, float]], experts: int, chosen: int) -> float:
+    """The overlap at which `experts_read` is nearest to measured rows and experts read, in the sum
+    of the squares of relative errors."""
+
+    def error(overlap: float) -> float:
+        return sum(
+            (experts_read(rows, experts, chosen, overlap) / read - 1) ** 2 for rows, read in points
+        )
+
+    return min((step / OVERLAP_STEPS for step in range(OVERLAP_STEPS + 1)), key=error)
+
+
+def fit_experts(
+    points: Sequence[tuple[float, float]], experts: int, chosen: int, overlap: float = 0.0
+) -> tuple[float, float]:
+    """The milliseconds of one row, and the share of it that its experts take, from measured rows
+    and milliseconds by least squares; see `with_experts`."""
+    rows, ms = np.array(points, float).T
+    read = np.array([experts_read(n, experts, chosen, overlap) for n in rows.tolist()]) / chosen
+    slope, rest = np.polyfit(read, ms, 1)
+    slope = float(np.clip(slope, 0.0, slope + rest))
+    first = float(np.mean(ms - slope * (read - 1)))
+    return first, slope / first
+
+
+def experts_of(name: str, values: Sequence[float]) -> tuple[int, int, float, float]:
     """The arguments of `with_experts` from the setting `name`. Raises ConfigError."""
     match values:
-        case [experts, chosen, share] if experts % 1 == chosen % 1 == 0:  # and both are finite
-            return int(experts), int(chosen), share
+        case [experts, chosen, share, *rest] if len(rest) < 2 and experts % 1 == chosen % 1 == 0:
+            return int(experts), int(chosen), share, *(rest or (0.0,))
     raise ConfigError(
-        f"{name} is {list(values)}, but must be how many there are, how many a row chooses, and "
-        "their share of its time, as in 256,8,0.9."
+        f"{name} is {list(values)}, but must be how many there are, how many a row chooses, their "
+        "share of its time and, if known, how much alike rows choose, as in 256,8,0.9 or "
+        "256,8,0.9,0.3."
     )
 
 
@@ -132,8 +172,9 @@ class EmulatedMachine(StepClock):
     )
     experts: list[float] = setting(
         [],
-        "For a mixture of experts: how many a layer has, how many of them a row chooses, and their "
-        "share of the time of one row; stage_ms is then the time if all rows chose the same.",
+        "For a mixture of experts: how many a layer has, how many of them a row chooses, their "
+        "share of the time of one row and, if known, how much alike rows choose, from 0 "
+        "(independently) to 1 (the same); stage_ms is then the time if all rows chose the same.",
     )
     draft_ms: float = setting(
         0.0, "Least time of a draft round; 0 is as fast as it goes.", "ms", limits=(0, MAX_MS)

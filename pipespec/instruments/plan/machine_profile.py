@@ -24,11 +24,15 @@ from pipespec.system.validation import Unreadable, from_fields, read_json
 @dataclass(frozen=True)
 class Profile:
     """Times in milliseconds; the defaults are SpecPipe's 8 stages of ten layers of a 70B on an
-    RTX 3090, and a draft that is right at once for 81 of 100 tokens. `experts` are those that each
-    layer has, how many of them a row chooses, and their share of a row's time; empty: the model is
-    dense. `mid_curve` is the accuracy of the mid-size model of a cascade, empty: there is none.
-    `tensor_parallel` are numbers of devices that might compute their layers together, and `sum_ms`
-    what adding up takes them for the layers of one stage."""
+    RTX 3090, and a draft that is right at once for 81 of 100 tokens.
+
+    Attributes:
+        experts: those that each layer has, how many of them a row chooses, their share of a row's
+            time and, if known, the overlap of the choices of rows; empty: the model is dense.
+        mid_curve: the accuracy of the mid-size model of a cascade; empty: there is none.
+        tensor_parallel: numbers of devices that might compute their layers together.
+        sum_ms: what adding up takes them for the layers of one stage.
+    """
 
     stages: int = 8
     stage_ms: Sequence[str | float | Sequence[str | float]] = (37.8,)

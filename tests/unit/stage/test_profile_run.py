@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.runner import SliceRunner
@@ -24,3 +26,21 @@ def test_profile_measures_every_size_and_leaves_no_slot_allocated(
     assert not runner.lineages and runner.slots.num_free == 30
     held = profile_run(runner, 30, lambda rows: 1000.0 * rows, last=last).points()
     assert held == ((1, 1000.0), (4, 4000.0), (16, 16000.0), (30, 30000.0))
+
+
+@pytest.mark.parametrize("layers", [range(1), range(1, 2)])
+def test_profiled_rows_differ_so_that_those_of_a_mixture_read_other_experts(
+    tmp_path: Path, layers: range, monkeypatch: pytest.MonkeyPatch
+):
+    folder = models.build("qwen3_moe", tmp_path, num_hidden_layers=2)
+    model = ModelSlice.load(folder, layers, num_slots=16)
+    given: list[torch.Tensor] = []
+    forward = model.forward
+
+    def spy(inputs: torch.Tensor, *rest: Any) -> torch.Tensor:
+        given.append(inputs)
+        return forward(inputs, *rest)
+
+    monkeypatch.setattr(model, "forward", spy)
+    profile_run(SliceRunner(model, 16), 16, lambda rows: 0.0, last=False)
+    assert all(len(inputs.unique(dim=0)) > len(inputs) // 2 for inputs in given)

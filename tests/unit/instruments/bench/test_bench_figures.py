@@ -175,7 +175,7 @@ def reports() -> list[dict[str, Any]]:
         "control_ns": 0,
     }
     stage = {"dropped": 0, "busy_ns": 5, "elapsed_ns": 10, "overruns": 0, "control_ns": 6_000_000}
-    return [head, {"rank": 1, "attention": "sdpa"} | stage]
+    return [head, {"rank": 1, "attention": "sdpa", "experts": []} | stage]
 
 
 def served(*settings: str) -> ModelInfo:

@@ -67,7 +67,8 @@ class StoryClient:
         period = dict.fromkeys(PERIOD, 1)
         stage = {"rank": 1, "busy_ns": 1, "elapsed_ns": 2, "dropped": 0, "overruns": 0}
         none = {"control_ns": 0, "events": []}
-        return [head | none, stage | none | {"period": period, "attention": "sdpa"}]
+        stage |= {"attention": "sdpa", "experts": []}
+        return [head | none, stage | none | {"period": period}]
 
 
 @pytest.fixture

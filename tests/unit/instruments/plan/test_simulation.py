@@ -158,7 +158,18 @@ def test_a_mixture_reads_the_experts_of_its_rows():
     assert with_experts(TimeCurve(((1, 10.0),)), 8, 8, 0.9).ms(64) == pytest.approx(10)
     dense = Profile(stages=2, stage_ms=[10.0])
     assert replace(dense, experts=[256, 8, 0.9]).machine().stages[1].ms(64) > 200
-    for experts in ([256, 8], [256, 8.5, 0.9], [8, 9, 0.9], [8, 2, 1.1]):
+    alike = replace(dense, experts=[256, 8, 0.9, 0.5]).machine().stages[1]
+    assert 10 < alike.ms(64) < replace(dense, experts=[256, 8, 0.9]).machine().stages[1].ms(64)
+    assert replace(dense, experts=[256, 8, 0.9, 1]).machine().stages[1].ms(64) == 10
+    malformed = (
+        [256, 8],
+        [256, 8.5, 0.9],
+        [8, 9, 0.9],
+        [8, 2, 1.1],
+        [8, 2, 0.9, 1.1],
+        [8, 2, 1, 0, 0],
+    )
+    for experts in malformed:
         with pytest.raises(ConfigError):
             replace(dense, experts=experts).machine()
 
