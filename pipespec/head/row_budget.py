@@ -230,12 +230,15 @@ def tokens_by_rows(offered: OfferedRows, state: PipelineState) -> np.ndarray:
     Every token is a row that was fed once, so batches of the present size yield the sum of their
     rows' probabilities. A certain row that is added or left out changes that by one token. A draft
     token does so by less: left out, it is offered again in the next step; and with larger batches
-    fewer probable rows are left to offer. docs/policies.md has the formula and its evidence.
+    fewer probable rows are left to offer. With one stage neither is so, as no batch is in the
+    pipeline when the next one is sent. docs/policies.md has the formula and its evidence.
     """
     fed = max(offered.fed, 1.0)
     rows = np.arange(1, len(offered.probabilities) + 1)
     drafts = offered.probabilities - offered.certain
-    share = np.minimum(lost_by_waiting(state) * np.sqrt(fed / rows), 1.0)
+    share = np.ones(len(rows))
+    if state.num_stages > 1:
+        share = np.minimum(lost_by_waiting(state) * np.sqrt(fed / rows), 1.0)
     gained = np.cumsum(offered.certain + drafts * share)
     now = np.interp(fed, rows, np.cumsum(offered.probabilities))
     tokens = now + gained - np.interp(fed, rows, gained)

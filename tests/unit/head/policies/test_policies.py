@@ -430,6 +430,12 @@ def test_a_certain_row_is_worth_one_token():
     assert tokens_by_rows(rows, PipelineState(8, 0)).tolist() == [1, 2, 3, 4]
 
 
+def test_with_one_stage_batches_of_any_size_yield_the_sum_of_their_rows():
+    probabilities = np.array([1, 0.8, 0.5, 0.1])
+    rows = OfferedRows(probabilities, np.array([1.0, 0, 0, 0]), np.zeros(4), fed=1.0)
+    assert tokens_by_rows(rows, PipelineState(1, 0)).tolist() == pytest.approx([1, 1.8, 2.3, 2.4])
+
+
 def test_a_draft_token_left_out_costs_less_than_its_probability_and_less_in_a_longer_pipeline():
     rows = offered([0.9, 0.5, 0.3, 0.1], [0, 0, 0, 0], fed=2)
     two, eight = (tokens_by_rows(rows, PipelineState(stages, 0)) for stages in (2, 8))
