@@ -3,7 +3,7 @@ averages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,6 +11,9 @@ import numpy as np
 
 # Samples that an average remembers: a newer one weighs 1/MEMORY.
 MEMORY = 64
+
+# The ratio of one profiled size to the one before.
+PROFILED_RATIO = 4
 
 # KV slots must explain this share of the variance of times, or their effect counts as chance.
 LEAST_EXPLAINED = 0.1
@@ -53,6 +56,15 @@ class Ema:
         self.samples += 1
         old = sample if self.value is None else self.value
         self.value = old + (sample - old) / min(self.samples, self.memory)
+
+
+def profiled_sizes(most: int) -> Iterator[int]:
+    """Rows of the batches, up to `most`, that a stage measures before the first request."""
+    rows = 1
+    while rows < most:
+        yield rows
+        rows *= PROFILED_RATIO
+    yield most
 
 
 def size_bucket(rows: int) -> int:

@@ -51,9 +51,11 @@ FIXED: Mapping[str, SpeculationPolicy] = {
     **{f"level {width}": Level(width) for width in (4, 16, 64)},
     **{f"best_first {width}": BestFirst(width, row_cost=0.0) for width in WIDTHS},
 }
-# Those that decode fresh texts, and how many of these there are; with TOKENS_PER_REQUEST there are
-# enough tokens for the pipeline to be full most of the time.
-FINALISTS, SEEDS, TOKENS, TOKENS_PER_REQUEST = 2, 5, 1000, 64
+# Those that decode fresh texts, and how many of these there are.
+FINALISTS, SEEDS, TOKENS = 2, 5, 1000
+# Tokens of each request at least, so that the pipeline is full most of the time, and of the texts
+# that decide, in whose first steps the default does not know the times of its batches yet.
+TOKENS_PER_REQUEST, DECIDING, MOST_TOKENS = 64, 300, 6000
 # Of Student's distribution with SEEDS - 1 degrees of freedom, for an interval of 95 %.
 STUDENT = 2.776
 
@@ -95,7 +97,7 @@ class Cell:
             self.machine,
             DRAFTS[self.draft],
             rounds="auto",
-            num_tokens=max(tokens, TOKENS_PER_REQUEST * self.requests),
+            num_tokens=tokens,
             seed=seed,
             num_requests=self.requests,
             max_rows=MAX_ROWS,
@@ -115,7 +117,10 @@ def all_cells(requests: Sequence[int] = REQUESTS) -> list[Cell]:
 
 def compare(cell: Cell, tokens: int) -> dict[str, Any]:
     """The default beside the fixed policies in a cell."""
-    first = {name: cell.ms_per_token(policy, 0, tokens) for name, policy in FIXED.items()}
+    least = max(tokens, TOKENS_PER_REQUEST * cell.requests)
+    first = {name: cell.ms_per_token(policy, 0, least) for name, policy in FIXED.items()}
+    first_default = cell.ms_per_token(DEFAULT, 0, least)
+    tokens = max(least, min(DECIDING * cell.requests, MOST_TOKENS))
     names = {*sorted(first, key=first.__getitem__)[:FINALISTS], "root"}
     seeds = range(1, 1 + SEEDS)
     default = [cell.ms_per_token(DEFAULT, seed, tokens) for seed in seeds]
@@ -129,7 +134,7 @@ def compare(cell: Cell, tokens: int) -> dict[str, Any]:
         "best": best,
         **_ratios("over_best", again[best], default),
         **_ratios("over_root", again["root"], default),
-        "first": {"default": cell.ms_per_token(DEFAULT, 0, tokens), **first},
+        "first": {"default": first_default, **first},
     }
 
 

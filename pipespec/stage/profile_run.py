@@ -9,12 +9,12 @@ have reported their times. Later times are measured on the batches themselves
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from pipespec.batch_times import RowTimes
+from pipespec.batch_times import RowTimes, profiled_sizes
 from pipespec.core import (
     COMMITTED,
     KIND,
@@ -29,8 +29,8 @@ from pipespec.core import (
 )
 from pipespec.engine.runner import SliceRunner
 
-# The ratio of one size to the one before, and measurements of a size, of which the least counts.
-SIZE_RATIO, REPEATS = 4, 2
+# Measurements of a size, of which the least counts.
+REPEATS = 2
 # No request has this number.
 NO_SEQUENCE = -1
 
@@ -43,18 +43,10 @@ def profile_run(
     `min_ms` gives the least time of a batch by its rows; the `last` stage computes logits too.
     """
     times = RowTimes()
-    for rows in _sizes(most):
+    for rows in profiled_sizes(most):
         least = min(_compute_ms(runner, rows, last) for _ in range(REPEATS))
         times.add(rows, max(least, min_ms(rows)))
     return times
-
-
-def _sizes(most: int) -> Iterator[int]:
-    rows = 1
-    while rows < most:
-        yield rows
-        rows *= SIZE_RATIO
-    yield most
 
 
 def _compute_ms(runner: SliceRunner, rows: int, last: bool) -> float:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipespec.batch_times import RowTimes
+from pipespec.batch_times import RowTimes, profiled_sizes
 from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
 from pipespec.errors import ConfigError
 from pipespec.head.policies.draft_rounds import check_rounds
@@ -251,7 +251,7 @@ class SimulatedPipeline:
             self.scheduler.add(request, lambda token: False, now=0)
         self.times = RowTimes()
         for curve in machine.stages:  # as the stages measure them before they begin
-            for rows in (1, policy.max_rows):
+            for rows in profiled_sizes(policy.max_rows):
                 self.times.add(rows, curve.ms(rows))
         self.scheduler.update_stage_times(self.times.measured())
         self.result = Simulation(np.zeros(machine.num_stages + 1, np.int64))
