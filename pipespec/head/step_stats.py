@@ -47,6 +47,10 @@ class StepStats:
         self._drafting = Ema()  # ms of the rounds that every step has
         self._drafted_ms = 0.0  # of this step
         self._verdict = Ema()
+        # ms of a verdict beyond the stages' own time, while no draft round delays them.
+        self._beside_stages = Ema()
+        self._undelayed_steps = 0  # in a row
+        self._verdict_received = False  # in this step
         self._by_rows = RowTimes()  # ms per step, by the largest batch in the pipeline
         self._stages = NO_TIMES  # ms of a stage, as the stages have measured it
         self._overhead = Ema()  # ms of a step beside its stages
@@ -69,6 +73,7 @@ class StepStats:
         )
         self.rounds = 0
         self._last_round_ms = self._drafted_ms = 0.0
+        self._verdict_received = False
 
     def add_round(self, ms: float, *, measured: bool = True) -> None:
         """Count a draft round that expanded the trees or (not measured) read part of a prompt."""
@@ -78,6 +83,8 @@ class StepStats:
             self._drafted_ms += ms
         if measured:
             self._draft.add(ms)
+        if self._verdict_received:  # the stages wait for it
+            self._undelayed_steps = 0
 
     def add_proposal(self, logps: np.ndarray) -> None:
         """Count the log-probabilities of candidates, `[nodes, children]`, the best ones first."""
@@ -98,9 +105,19 @@ class StepStats:
 
         If the head did not have to wait, the verdict may have been there for any time, and the last
         draft round may have been one too many: the sample is the moment when that round began.
+
+        Rounds that last longer than the stages compute delay the next batch, and with it later
+        verdicts, which would then seem to leave time for as many rounds. So what a verdict takes
+        beyond the stages' own time is measured while no round does that.
         """
+        stage_ms = self._computing_ms()
+        self._verdict_received = True
+        delayed = stage_ms is None or elapsed_ms > stage_ms
+        self._undelayed_steps = 0 if delayed else self._undelayed_steps + 1
         if not tokens:
             return
+        if stage_ms is not None and self._undelayed_steps > self.num_stages:
+            self._beside_stages.add(max(elapsed_ms + wait_ms - stage_ms, 0.0))
         late = wait_ms < AT_ONCE_MS
         self._verdict.add(elapsed_ms - self._last_round_ms if late else elapsed_ms + wait_ms)
 
@@ -186,7 +203,7 @@ class StepStats:
             rounds=self.rounds,
             elapsed_ms=elapsed_ms,
             draft_ms=self._draft.value,
-            verdict_ms=self._verdict.value,
+            verdict_ms=self._verdict_ms(),
             tokens_per_step=self._tokens.value,
             step_ms=self._curve(self._stages.points),
             slot_ms=self._stages.slot_ms,
@@ -200,6 +217,18 @@ class StepStats:
             streak=self._streak,
             child_probabilities=self._children,
         )
+
+    def _computing_ms(self) -> float | None:
+        """What the stages need for the largest batch in the pipeline, as they have measured it."""
+        rows, _ = self._computed
+        return _stage_ms(self._stages, rows) if rows and self._stages.points else None
+
+    def _verdict_ms(self) -> float | None:
+        """From the start of a step until its verdict, if no draft round delays the stages."""
+        stage_ms, beside = self._computing_ms(), self._beside_stages.value
+        if self._verdict.value is None or stage_ms is None or beside is None:
+            return self._verdict.value
+        return min(self._verdict.value, stage_ms + beside)
 
     def _offered_rows(self) -> OfferedRows | None:
         if self._fed.value is None:
