@@ -19,6 +19,8 @@ from pipespec.head.row_budget import Selection
 
 # A wait for a verdict that is no longer than this found it there.
 AT_ONCE_MS = 0.3
+# Rounds after which the head waits for a verdict for this share of their time delay nothing.
+SLACK = 0.2
 
 
 class StepStats:
@@ -108,11 +110,12 @@ class StepStats:
 
         Rounds that last longer than the stages compute delay the next batch, and with it later
         verdicts, which would then seem to leave time for as many rounds. So what a verdict takes
-        beyond the stages' own time is measured while no round does that.
+        beyond the stages' own time is measured while no round does that; at first it is nothing.
         """
         stage_ms = self._computing_ms()
         self._verdict_received = True
-        delayed = stage_ms is None or elapsed_ms > stage_ms
+        slack = wait_ms >= SLACK * elapsed_ms
+        delayed = stage_ms is None or (elapsed_ms > stage_ms and not slack)
         self._undelayed_steps = 0 if delayed else self._undelayed_steps + 1
         if not tokens:
             return
@@ -225,10 +228,10 @@ class StepStats:
 
     def _verdict_ms(self) -> float | None:
         """From the start of a step until its verdict, if no draft round delays the stages."""
-        stage_ms, beside = self._computing_ms(), self._beside_stages.value
-        if self._verdict.value is None or stage_ms is None or beside is None:
+        stage_ms = self._computing_ms()
+        if self._verdict.value is None or stage_ms is None:
             return self._verdict.value
-        return min(self._verdict.value, stage_ms + beside)
+        return min(self._verdict.value, stage_ms + (self._beside_stages.value or 0.0))
 
     def _offered_rows(self) -> OfferedRows | None:
         if self._fed.value is None:

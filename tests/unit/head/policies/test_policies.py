@@ -497,6 +497,36 @@ def test_auto_rounds_end_before_the_verdict():
     assert set(rounds[-50:]) == {6}
 
 
+def test_verdicts_that_are_late_because_of_the_rounds_leave_no_time_for_as_many():
+    """The stages fall in step with a head that is late, and verdicts come just after its rounds."""
+    meter = StepStats(num_stages=4)
+    meter.set_stage_times(BatchTimes(((1, 54.0),)))
+    meter.add_round(22.0)
+    meter.add_verdict(70.0, 6.0, tokens=1)  # while the pipeline filled
+    made, elapsed = [], 70.0
+    for step in range(60):
+        meter.add_batch(1)
+        meter.begin_step()
+        behind_ms, elapsed = elapsed, 0.0
+        while has_time_for_round(AUTO, meter.state(step, end=9, elapsed_ms=elapsed)):
+            elapsed += 22.0
+            meter.add_round(22.0)
+        verdict_ms = max(57.0, behind_ms + 1.0, elapsed + 1.0)
+        meter.add_verdict(elapsed, verdict_ms - elapsed, tokens=1)
+        made.append(meter.rounds)
+    assert set(made[20:]) == {2}
+
+
+@pytest.mark.parametrize(("hop_ms", "rounds"), [(1.0, 1), (20.0, 2), (40.0, 4)])
+def test_time_on_links_is_used_for_draft_rounds_although_stages_are_faster(
+    hop_ms: float, rounds: int
+):
+    meter = StepStats(num_stages=4)
+    meter.set_stage_times(BatchTimes(((1, 10.0),)))
+    made = rounds_per_step(meter, draft_ms=12.0, stage_ms=10.0 + hop_ms, steps=100)
+    assert set(made[20:]) == {rounds}
+
+
 def test_draft_slower_than_a_stage_has_one_round():
     assert set(rounds_per_step(StepStats(4), draft_ms=12.0, stage_ms=10.0, steps=50)) == {1}
 
