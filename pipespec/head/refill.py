@@ -16,7 +16,7 @@ import numpy as np
 from pipespec.head.expansion import next_proposal_batch
 from pipespec.head.policies.draft_rounds import may_delay_batch
 from pipespec.head.policies.policy import Expansion, PipelineState, SpeculationPolicy
-from pipespec.head.row_budget import step_ms_of
+from pipespec.head.row_budget import lost_by_waiting, step_ms_of
 from pipespec.head.row_plan import RowPlan
 from pipespec.head.scheduler_types import ProposalBatch
 from pipespec.head.sequence import Sequence
@@ -28,14 +28,16 @@ def next_refill(
     state: PipelineState,
     rounds: int | str,
     budget: Callable[[int], int],
+    *,
+    overlap: bool = True,
 ) -> ProposalBatch | None:
     """The draft round that is worth the time for which it delays the batch of `plan`; None: there
     is none. `rounds` is how many a step may have, or "auto"; `budget` gives rows and nodes by the
-    number of requests."""
+    number of requests; `overlap`: the draft works beside the stages too."""
     if not policy.refills or state.target is None or not may_delay_batch(rounds, state):
         return None
     limit = min(budget(len(plan.nodes)), state.target.rows)
-    batch = NextBatch(_probabilities(plan.nodes), limit, state)
+    batch = NextBatch(_probabilities(plan.nodes), limit, state, overlap)
     if batch.least >= 0:  # nothing is more probable than its rows, such as roots under load
         return None
 
@@ -66,11 +68,13 @@ class NextBatch:
         rows: the probabilities of the rows that it has without them, `[rows]`.
         limit: rows that it has at most.
         state: the state of the pipeline, with a target batch.
+        overlap: the draft works beside the stages too.
     """
 
     rows: np.ndarray
     limit: int
     state: PipelineState
+    overlap: bool = True
 
     @property
     def least(self) -> float:
@@ -91,9 +95,11 @@ class NextBatch:
             return np.inf
         candidates = np.outer(parents, children).ravel()
         merged = -np.sort(-np.concatenate((self.rows, candidates)))[: max(self.limit, 1)]
-        # A candidate that misses this batch can enter the next, one of the steps of a pass later;
-        # and of many requests, others have candidates for its row.
-        share = 1 / (self.state.num_stages * self.state.requests ** (1 / 3))
+        share = lost_by_waiting(self.state)
+        if self.overlap:
+            # A candidate that misses this batch can enter the next, one of the steps of a pass
+            # later; and of many requests, others have candidates for its row.
+            share = 1 / (self.state.num_stages * self.state.requests ** (1 / 3))
         saved_ms = target.ms_per_token * share
         # In a longer pipeline other batches have the target size, up to which rows add nothing.
         others = target.rows if self.state.num_stages > 1 else 0

@@ -336,7 +336,14 @@ class Scheduler:
         state = self._state(elapsed_ms)
         plan = self._plan(state)
         if not (self._draft_has_no_room or self._draft_reads_prompts):
-            refill = next_refill(plan, self._policy, state, self.config.rounds, self._budget)
+            refill = next_refill(
+                plan,
+                self._policy,
+                state,
+                self.config.rounds,
+                self._budget,
+                overlap=self.config.overlap,
+            )
             if refill is not None:
                 return refill
         if not plan.prompts and not plan.has_nodes:
