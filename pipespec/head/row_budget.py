@@ -106,6 +106,10 @@ def select_rows(
     limit = budget if target is None else min(budget, target.rows)
     selected, some_wait = _select_certain(candidates, limit, target)
     num_selected = sum(map(len, selected))
+    if some_wait:  # no draft token enters the pipeline before its root
+        waits = np.array([each.num_certain for each in candidates]) > [*map(len, selected)]
+        ready = ~waits[owner]
+        order, owner, draft_probabilities = order[ready], owner[ready], draft_probabilities[ready]
 
     if target is not None and state.slot_ms:
         saved_ms = target.ms_per_token * draft_probabilities * lost_by_waiting(state)

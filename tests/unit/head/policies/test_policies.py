@@ -19,6 +19,7 @@ from pipespec.head.policies.policy import (
     OfferedRows,
     PipelineState,
     SpeculationPolicy,
+    TargetBatch,
     TokenCost,
 )
 from pipespec.head.policies.root import Root
@@ -466,6 +467,18 @@ def test_draft_tokens_are_scheduled_only_if_they_save_more_than_reading_their_co
     for slot_ms, fed in ((0.0, [2, 3]), (0.95 * limit, [2, 3]), (1.05 * limit, [0, 3])):
         taken = selected([far, near], 16, replace(state, slot_ms=slot_ms))
         assert [len(nodes) for nodes in taken] == fed, "the root reads that of the second anyway"
+
+
+def test_no_draft_token_is_scheduled_before_a_root_that_waits():
+    """The target may be of a moment at which reading a context still took time."""
+    offers = [
+        RequestCandidates(one_level([0.9, 0.8]), np.arange(3), context_len=1000) for _ in range(2)
+    ]
+    for slot_ms in (0.0, 0.001):
+        target = TargetBatch(rows=8, kv_slots=1500.0, ms_per_token=10.0)
+        state = replace(STATE, target=target, slot_ms=slot_ms, offered=offered([1], [1], 1))
+        first, second = select_rows(offers, 16, None, state).nodes
+        assert first[0] == ROOT and len(second) == 0
 
 
 # --- rounds and measurements ------------------------------------------------------------------
