@@ -3,6 +3,7 @@ averages."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -130,24 +131,28 @@ class RowTimes:
         return ms / slots if share >= LEAST_SHARE else 0.0
 
 
+def mean_by_size(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The mean rows and the mean of what was measured with them, for each bucket, by rising
+    rows."""
+    by_size: dict[int, list[tuple[float, float]]] = {}
+    for rows, value in points:
+        by_size.setdefault(size_bucket(math.ceil(rows)), []).append((rows, value))
+    return [
+        (sum(rows for rows, _ in like) / len(like), sum(value for _, value in like) / len(like))
+        for _, like in sorted(by_size.items())
+    ]
+
+
 def merge_times(measured: Iterable[BatchTimes]) -> BatchTimes:
     """Merge the measurements of several stages: the mean for each bucket.
 
     The first stage computes whole batches, later ones the rows that verdicts have left, so together
     they have measured more sizes.
     """
-    by_size: dict[int, list[tuple[int, float]]] = {}
     found = list(measured)
-    for each in found:
-        for rows, ms in each.points:
-            by_size.setdefault(size_bucket(rows), []).append((rows, ms))
-    means = _rising(
-        (sum(rows for rows, _ in like) / len(like), sum(ms for _, ms in like) / len(like))
-        for like in by_size.values()
-    )
     count = max(len(found), 1)
     return BatchTimes(
-        means,
+        _rising(mean_by_size(point for each in found for point in each.points)),
         sum(each.slot_ms for each in found) / count,
         sum(each.slots for each in found) / count,
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from pipespec.batch_times import size_bucket
+from pipespec.batch_times import mean_by_size
 
 Report = dict[str, Any]
 # Counts of a stage since it last had no request, which it reports beside those of a request.
@@ -86,23 +85,8 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         "stage_busy": [stage["busy_ns"] / max(stage["elapsed_ns"], 1) for stage in stages],
         "overruns": sum(stage["overruns"] for stage in stages) + counts["overruns"],
         "attention": [stage["attention"] for stage in stages],
-        "experts_read": merge_expert_counts([stage["experts"] for stage in stages]),
+        "experts_read": mean_by_size(point for stage in stages for point in stage["experts"]),
     }
-
-
-def merge_expert_counts(
-    stages: Sequence[Sequence[tuple[float, float]]],
-) -> list[tuple[float, float]]:
-    """Rows of batches and experts that they chose in a layer: the mean of several stages, by
-    rising rows."""
-    by_size: dict[int, list[tuple[float, float]]] = {}
-    for points in stages:
-        for rows, experts in points:
-            by_size.setdefault(size_bucket(math.ceil(rows)), []).append((rows, experts))
-    return [
-        (sum(rows for rows, _ in like) / len(like), sum(read for _, read in like) / len(like))
-        for _, like in sorted(by_size.items())
-    ]
 
 
 def merge_periods(periods: Iterable[Mapping[str, int]]) -> Counter[str]:

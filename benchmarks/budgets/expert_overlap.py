@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from benchmarks.common import experiment
 from benchmarks.common.demo_pair import Pair
+from pipespec.batch_times import mean_by_size
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.model_slice import ModelSlice
@@ -32,7 +33,6 @@ from pipespec.instruments.emulation.machine import (
     fit_overlap,
     with_experts,
 )
-from pipespec.stats import merge_expert_counts
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
 PROMPT_TOKENS = 64
@@ -49,7 +49,7 @@ def counts(pair: Pair, num_prompts: int, tokens: int) -> list[tuple[float, float
             settings = ("cluster.stages=2", f"policy.width={width}", "policy.row_cost=0")
             measured = pair.decode(server, prompts, tokens, *settings)
             found.append(measured.stats[-1]["experts_read"])
-    points = merge_expert_counts(found)
+    points = mean_by_size(point for each in found for point in each)
     return [(rows, read) for rows, read in points if rows <= max(WIDTHS)]
 
 

@@ -12,21 +12,19 @@ so many ranks over-run on few cores.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import experiment, run_options
-from benchmarks.common.experiment import ROOT
 from benchmarks.load.throughput import Window, merged, varied_prompts
-from benchmarks.pipeline.frontier import CURVES, DRAFTS, FIRST_MS, MAX_ROWS, Cell
+from benchmarks.pipeline.frontier import CURVES, DRAFTS, FIRST_MS, MAX_ROWS, Cell, stored
 from pipespec.config.compose import compose
 from pipespec.instruments.bench.measurement import bench
 from pipespec.instruments.bench.reference import record_reference
 
-RESULTS = [ROOT / "benchmarks" / "results" / f"frontier_{requests}.json" for requests in (1, 8)]
 MOST_STAGES = 8
 
 
@@ -80,10 +78,10 @@ def measured(
     return Window.of(result), figures["overruns"] / figures["pipeline_steps"]
 
 
-def compare(stored: Mapping[str, Any], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The default beside the best fixed policy of a cell."""
-    cell = Cell(*(stored[name] for name in Cell.__dataclass_fields__))
-    windows: dict[str, list[Window]] = {"default": [], stored["best"]: []}
+def compare(row: Mapping[str, Any], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The default beside the best fixed policy of a cell, by its stored row."""
+    cell = Cell.of(row)
+    windows: dict[str, list[Window]] = {"default": [], row["best"]: []}
     overruns = 0.0
     for _ in range(options.rounds):
         for policy, found in windows.items():
@@ -93,12 +91,12 @@ def compare(stored: Mapping[str, Any], options: argparse.Namespace, folder: Path
     default, best = (merged(found) for found in windows.values())
     default_ms, best_ms = default.ms / default.tokens, best.ms / best.tokens
     return {
-        **{name: stored[name] for name in Cell.__dataclass_fields__},
-        "best": stored["best"],
+        **asdict(cell),
+        "best": row["best"],
         "default_ms": default_ms,
         "best_ms": best_ms,
         "over_best": best_ms / default_ms,
-        "simulated": stored["over_best"],
+        "simulated": row["over_best"],
         "overruns_per_step": overruns,
     }
 
@@ -106,8 +104,7 @@ def compare(stored: Mapping[str, Any], options: argparse.Namespace, folder: Path
 def chosen(count: int) -> list[Mapping[str, Any]]:
     """Stored cells, evenly from those in which the default is slowest to those where it is
     fastest."""
-    rows = [row for file in RESULTS for row in json.loads(file.read_text())["rows"]]
-    rows = [row for row in rows if row["stages"] <= MOST_STAGES]
+    rows = [row for row in stored((1, 8)) if row["stages"] <= MOST_STAGES]
     rows.sort(key=lambda row: row["over_best"])
     return [rows[i * (len(rows) - 1) // max(count - 1, 1)] for i in range(count)]
 
@@ -126,8 +123,8 @@ def main() -> None:
     options = experiment.parse(parser, cells=2, tokens=64, least=24)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for stored in chosen(options.cells):
-            rows.append(compare(stored, options, Path(folder)))
+        for row in chosen(options.cells):
+            rows.append(compare(row, options, Path(folder)))
             print(rows[-1], flush=True)
     title = f"EMULATED ({options.scale:g} times slower), SYNTHETIC drafts: cells of the frontier"
     experiment.publish(options, title, rows, unit="ms")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipespec.batch_times import size_bucket
 
-# One of so many batches is counted, which keeps the cost of counting below a thousandth of theirs.
+# One of so many batches is counted, so that counting costs little.
 SAMPLED = 16
 # Counts that may be on a device before they are read, which waits for it.
 MAX_UNREAD = 64

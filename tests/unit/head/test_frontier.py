@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from statistics import fmean
 from typing import Any
 
 import pytest
 
-from benchmarks.common.experiment import ROOT
-from benchmarks.pipeline.frontier import DECIDING, DEFAULT, FIXED, MOST_TOKENS, Cell
+from benchmarks.pipeline.frontier import DECIDING, DEFAULT, FIXED, MOST_TOKENS, Cell, stored
 
-RESULTS = [ROOT / "benchmarks" / "results" / f"frontier_{requests}.json" for requests in (1, 8, 64)]
 SEEDS, LEAST_TOKENS = (11, 12), 600
 # How much of a ratio is chance on two texts, which both policies decode.
 NOISE = 0.06
 
 
-def stored() -> list[dict[str, Any]]:
-    return [row for file in RESULTS for row in json.loads(file.read_text())["rows"]]
-
-
-def cell_of(row: dict[str, Any]) -> Cell:
-    return Cell(*(row[name] for name in Cell.__dataclass_fields__))
-
-
 def test_stored_ratios_are_within_their_intervals():
     rows = stored()
-    assert len({cell_of(row) for row in rows}) == len(rows) > 50
+    assert len({Cell.of(row) for row in rows}) == len(rows) > 50
     assert all(row["over_best_low"] <= row["over_best"] + 1e-9 for row in rows)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("row", stored(), ids=lambda row: str(cell_of(row)))
+@pytest.mark.parametrize("row", stored(), ids=lambda row: str(Cell.of(row)))
 def test_default_keeps_its_ratio_to_the_best_fixed_policy(row: dict[str, Any]):
-    cell = cell_of(row)
+    cell = Cell.of(row)
     tokens = max(LEAST_TOKENS, min(DECIDING * cell.requests, MOST_TOKENS))
     default, best = (
         fmean(cell.ms_per_token(policy, seed, tokens) for seed in SEEDS)
