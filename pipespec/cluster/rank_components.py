@@ -211,6 +211,8 @@ def scheduler_config(
     """
     config = deployment.config
     overlap = config.proposer.overlap
+    # In a longer pipeline tokens are lost while all stages wait for the draft.
+    auto = apart or deployment.layout.num_steps > 1 or bool(config.clock)
     for_drafts = draft_slots(config, num_ranks=deployment.num_ranks, head=False)
     return SchedulerConfig(
         policy=config.policy,
@@ -222,7 +224,7 @@ def scheduler_config(
         max_rows=config.max_rows,
         num_slots=kv_tokens + for_drafts,
         max_retained=config.scheduler.max_retained,
-        overlap=overlap == "yes" or (overlap == "auto" and (apart or bool(config.clock))),
+        overlap=overlap == "yes" or (overlap == "auto" and auto),
         request_policies=config.request_policies,
     )
 

@@ -16,10 +16,14 @@ import numpy as np
 from pipespec.head.expansion import next_proposal_batch
 from pipespec.head.policies.draft_rounds import may_delay_batch
 from pipespec.head.policies.policy import Expansion, PipelineState, SpeculationPolicy
-from pipespec.head.row_budget import lost_by_waiting, step_ms_of
+from pipespec.head.row_budget import lost_by_waiting, step_ms_of, token_ms
 from pipespec.head.row_plan import RowPlan
 from pipespec.head.scheduler_types import ProposalBatch
 from pipespec.head.sequence import Sequence
+
+# Rounds that are looked ahead: few rows may save less than they cost where many save more.
+LOOK_AHEAD = 8
+TINY = 1e-9  # a probability
 
 
 def next_refill(
@@ -28,16 +32,19 @@ def next_refill(
     state: PipelineState,
     rounds: int | str,
     budget: Callable[[int], int],
-    *,
-    overlap: bool = True,
 ) -> ProposalBatch | None:
     """The draft round that is worth the time for which it delays the batch of `plan`; None: there
     is none. `rounds` is how many a step may have, or "auto"; `budget` gives rows and nodes by the
-    number of requests; `overlap`: the draft works beside the stages too."""
-    if not policy.refills or state.target is None or not may_delay_batch(rounds, state):
+    number of requests."""
+    if not policy.refills or not state.step_ms or not may_delay_batch(rounds, state):
         return None
-    limit = min(budget(len(plan.nodes)), state.target.rows)
-    batch = NextBatch(_probabilities(plan.nodes), limit, state, overlap)
+    limit = budget(len(plan.nodes))
+    if not state.is_alone:
+        if state.target is None:
+            return None
+        limit = min(limit, state.target.rows)
+    offered = plan.selection.probabilities if state.is_alone else None
+    batch = NextBatch(_probabilities(plan.nodes), limit, state, offered)
     if batch.least >= 0:  # nothing is more probable than its rows, such as roots under load
         return None
 
@@ -48,7 +55,7 @@ def next_refill(
 
     sequences = [sequence for sequence, _ in plan.nodes]
     parents = _probabilities([(each, select(each).nodes) for each in sequences])
-    if batch.gain_ms(parents) <= (state.draft_ms or 0.0):
+    if not batch.is_round_worth(parents):
         return None
     work, _ = next_proposal_batch(sequences, policy, select, budget)
     return work
@@ -62,47 +69,74 @@ def _probabilities(nodes: list[tuple[Sequence, np.ndarray]]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class NextBatch:
-    """A batch, to which a draft round could add candidates.
+    """A batch, to which draft rounds could add candidates.
 
     Attributes:
         rows: the probabilities of the rows that it has without them, `[rows]`.
         limit: rows that it has at most.
-        state: the state of the pipeline, with a target batch.
-        overlap: the draft works beside the stages too.
+        state: the state of the pipeline, with known times of steps.
+        offered: the probabilities of all rows that it could have without them, if it is chosen for
+            itself.
     """
 
     rows: np.ndarray
     limit: int
     state: PipelineState
-    overlap: bool = True
+    offered: np.ndarray | None = None
 
     @property
     def least(self) -> float:
         """The log-probability above which a node's best child enters the batch."""
         best = self.state.child_probabilities.max(initial=0.0)
-        if len(self.rows) < self.limit or not best:
+        if not best:
             return -np.inf
-        return float(np.log(self.rows.min(initial=1.0) / best))
+        if len(self.rows) >= self.limit:
+            return float(np.log(self.rows.min(initial=1.0) / best))
+        if not self.state.is_alone:
+            return -np.inf
+        more = np.arange(1, 1 + self.limit - len(self.rows))
+        now_ms, *more_ms = step_ms_of(self.state, np.array([0, *more]) + len(self.rows)).tolist()
+        row_ms = float(np.min((np.array(more_ms) - now_ms) / more))  # of the cheapest rows
+        return float(np.log(max(row_ms / token_ms(self.state), TINY) / best))
 
-    def gain_ms(self, parents: np.ndarray) -> float:
-        """The milliseconds that the children of nodes with probabilities `parents` `[nodes]` save,
-        beyond what their rows add to the step; inf: unknown until the draft has proposed any."""
-        target, children = self.state.target, self.state.child_probabilities
-        assert target is not None
+    def is_round_worth(self, parents: np.ndarray) -> bool:
+        """Whether some number of rounds, of which the first expands nodes with probabilities
+        `parents` `[nodes]`, saves more than they take."""
+        children, draft_ms = self.state.child_probabilities, self.state.draft_ms or 0.0
         if not len(parents):
-            return 0.0
+            return False
         if not len(children):
-            return np.inf
-        candidates = np.outer(parents, children).ravel()
-        merged = -np.sort(-np.concatenate((self.rows, candidates)))[: max(self.limit, 1)]
+            return True  # unknown until the draft has proposed any
+        alone = self.state.is_alone and not self.state.overlap
+        if alone and self.rows.min(initial=1.0) == 1.0:
+            return True  # the policy, which could decode without drafts, has chosen not to
+        merged = self.rows if self.offered is None else self.offered
+        for rounds in range(1, 1 + (LOOK_AHEAD if alone else 1)):
+            parents = _top(np.outer(parents, children).ravel(), self.limit)
+            merged = _top(np.concatenate((merged, parents)), self.limit)
+            if self.saved_ms(merged) > rounds * draft_ms:
+                return True
+        return False
+
+    def saved_ms(self, merged: np.ndarray) -> float:
+        """The milliseconds that the best batch of `merged` `[candidates]`, probabilities that fall,
+        saves beyond what its rows add to the step."""
         share = lost_by_waiting(self.state)
-        if self.overlap:
+        if self.state.overlap:
             # A candidate that misses this batch can enter the next, one of the steps of a pass
             # later; and of many requests, others have candidates for its row.
             share = 1 / (self.state.num_stages * self.state.requests ** (1 / 3))
-        saved_ms = target.ms_per_token * share
+        saved = token_ms(self.state) * share * (np.cumsum(merged) - self.rows.sum())
         # In a longer pipeline other batches have the target size, up to which rows add nothing.
-        others = target.rows if self.state.num_stages > 1 else 0
-        sizes = np.maximum([len(self.rows), len(merged)], others)
-        before_ms, after_ms = step_ms_of(self.state, sizes).tolist()
-        return float(saved_ms * (merged.sum() - self.rows.sum()) - (after_ms - before_ms))
+        others = 0
+        if self.state.num_stages > 1 and self.state.target is not None:
+            others = self.state.target.rows
+        sizes = np.maximum([len(self.rows), *range(1, 1 + len(merged))], others)
+        before_ms, *after_ms = step_ms_of(self.state, sizes).tolist()
+        saved -= np.array(after_ms) - before_ms
+        return float(saved.max() if self.state.is_alone else saved[-1])
+
+
+def _top(probabilities: np.ndarray, count: int) -> np.ndarray:
+    """The largest `count`, at least one, that fall."""
+    return -np.sort(-probabilities)[: max(count, 1)]

@@ -99,7 +99,9 @@ def select_rows(
     kv_slots = _kv_slots_read(candidates, owner)
 
     target = state.target
-    if row_cost is None and state.offered is None:  # before the first step
+    if row_cost is None and state.is_alone:
+        target = lone_batch(probabilities, kv_slots, state, prompt_rows)
+    elif row_cost is None and state.offered is None:  # before the first step
         certain = (np.arange(len(probabilities)) < num_certain).astype(float)
         offered = OfferedRows(probabilities, certain, kv_slots, num_certain)
         target = target_batch(replace(state, offered=offered))
@@ -121,7 +123,7 @@ def select_rows(
     worth = len(rows)
     if row_cost is not None:
         worth = _num_worth_stated_cost(rows, row_cost, state)
-    elif target is not None and prompt_rows and worth:
+    elif target is not None and not state.is_alone and prompt_rows and worth:
         worth = _num_worth_measured_cost(rows, target, state, prompt_rows)
     num_drafts = max(worth - num_selected, 0)
     for i, nodes in enumerate(_split(drafts, order[:num_drafts])):
@@ -225,6 +227,48 @@ def target_batch(state: PipelineState) -> TargetBatch | None:
     if state.slot_ms:
         max_kv_slots = read[rows - 1] + CONTEXT_SLACK * ms[rows - 1] / state.slot_ms
     return TargetBatch(rows, max_kv_slots, ms[rows - 1] / tokens[rows - 1])
+
+
+def lone_batch(
+    probabilities: np.ndarray, kv_slots: np.ndarray, state: PipelineState, prompt_rows: int = 0
+) -> TargetBatch | None:
+    """The best size of the next batch, beside rows of prompts, if no other is in the pipeline when
+    it is sent; None: no time is known.
+
+    With one stage batches do not depend on each other, so each has the rows that save more time
+    than they take, with a token worth the time that one takes now (renewal-reward theorem).
+
+    Args:
+        probabilities, kv_slots: of the rows that it could have, as in `Selection`.
+    """
+    if not len(probabilities) or not state.step_ms:
+        return None
+    read = np.cumsum(kv_slots)
+    rows = prompt_rows + np.arange(1, len(probabilities) + 1)
+    ms = step_ms_of(state, rows) + state.slot_ms * read
+    ms_per_token = token_ms(state)
+    saved_ms = ms_per_token * np.cumsum(probabilities) - ms
+    best = int(np.argmax(saved_ms))
+    about = saved_ms[best] - (1 - ABOUT_AS_FAST) * ms[best]
+    best = int(np.flatnonzero(saved_ms >= about)[-1])
+    max_kv_slots = math.inf
+    if state.slot_ms:
+        max_kv_slots = read[best] + CONTEXT_SLACK * ms[best] / state.slot_ms
+    return TargetBatch(best + 1, max_kv_slots, ms_per_token)
+
+
+def token_ms(state: PipelineState) -> float:
+    """What a token takes at present, of all requests together; needs the times of steps.
+
+    In a longer pipeline it is that of the target size, as batches may still be growing to it. With
+    one stage it is measured, with the draft rounds that delay batches.
+    """
+    cost = state.speculative_cost if state.was_speculating else state.plain_cost
+    if state.is_alone and cost is not None:
+        return cost.ms_per_token
+    if state.target is not None and not state.is_alone:
+        return state.target.ms_per_token
+    return float(step_ms_of(state, np.array([1]))[0]) * state.num_stages / state.requests
 
 
 def tokens_by_rows(offered: OfferedRows, state: PipelineState) -> np.ndarray:

@@ -156,7 +156,8 @@ class Scheduler:
     def _new_stats(self) -> StepStats:
         config = self.config
         most = self._budget(config.max_num_seqs)
-        return StepStats(config.num_steps, min_rounds(config.rounds), most)
+        rounds = min_rounds(config.rounds)
+        return StepStats(config.num_steps, rounds, most, overlap=config.overlap)
 
     # --- a step -------------------------------------------------------------------------------
 
@@ -336,14 +337,7 @@ class Scheduler:
         state = self._state(elapsed_ms)
         plan = self._plan(state)
         if not (self._draft_has_no_room or self._draft_reads_prompts):
-            refill = next_refill(
-                plan,
-                self._policy,
-                state,
-                self.config.rounds,
-                self._budget,
-                overlap=self.config.overlap,
-            )
+            refill = next_refill(plan, self._policy, state, self.config.rounds, self._budget)
             if refill is not None:
                 return refill
         if not plan.prompts and not plan.has_nodes:

@@ -33,10 +33,14 @@ class StepStats:
         num_stages: steps that a batch takes through the pipeline.
         rounds: draft rounds that every step has, however long they take.
         max_rows: rows of a batch.
+        overlap: draft rounds are made beside the stages.
     """
 
-    def __init__(self, num_stages: int, rounds: int = 1, max_rows: int = 1) -> None:
+    def __init__(
+        self, num_stages: int, rounds: int = 1, max_rows: int = 1, *, overlap: bool = True
+    ) -> None:
         self.num_stages = num_stages
+        self._overlap = overlap
         self._rounds = rounds
         # Of `OfferedRows`: probabilities, certain rows and KV slots, each by row.
         self._offered = np.zeros((3, max_rows))
@@ -57,7 +61,7 @@ class StepStats:
         self._stages = NO_TIMES  # ms of a stage, as the stages have measured it
         self._overhead = Ema()  # ms of a step beside its stages
         self._plain = Ema()  # ms per step
-        self._plain_requests = Ema()  # that were decoding in such a step
+        self._plain_tokens = Ema()  # tokens per such step
         self._speculative = Ema()  # ms per step
         self._tokens = Ema()  # tokens per such step
         self._children = NO_PROBABILITIES  # of candidates, averaged over so many proposals
@@ -135,11 +139,13 @@ class StepStats:
             if speculating:
                 self._speculative, self._tokens = Ema(), Ema()
             else:
-                self._plain, self._plain_requests = Ema(), Ema()
+                self._plain, self._plain_tokens = Ema(), Ema()
         self._streak += 1
         if not speculating:
             self._plain.add(ms)
-            self._plain_requests.add(requests)
+            # A request decides one token in each pass, unless batches are chosen for themselves.
+            alone = self.num_stages == 1 and not self._overlap
+            self._plain_tokens.add(tokens if alone else requests / self.num_stages)
         elif self._streak > self.num_stages:
             self._speculative.add(ms)
             self._tokens.add(tokens)
@@ -202,6 +208,7 @@ class StepStats:
             num_stages=self.num_stages,
             step=step,
             requests=requests,
+            overlap=self._overlap,
             end=end,
             rounds=self.rounds,
             elapsed_ms=elapsed_ms,
@@ -213,7 +220,7 @@ class StepStats:
             offered=self._offered_rows(),
             drafting_ms=self._drafting.value or 0.0,
             target=target,
-            plain_cost=self._rate(self._plain, (self._plain_requests.value or 0) / self.num_stages),
+            plain_cost=self._rate(self._plain, self._plain_tokens.value),
             speculative_cost=self._rate(self._speculative, self._tokens.value),
             least_plain_ms=self._least_plain_ms(requests),
             was_speculating=self._was_speculating,

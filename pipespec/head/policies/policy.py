@@ -70,6 +70,7 @@ class PipelineState:
             of stage groups.
         step: the pipeline step.
         requests: how many have their first token.
+        overlap: draft rounds are made beside the stages.
         end: the position at which the text ends at the latest; no row is needed from there on.
         rounds: draft rounds that this step has had already.
         elapsed_ms: how long this step has lasted.
@@ -94,6 +95,7 @@ class PipelineState:
     num_stages: int
     step: int
     requests: int = 1
+    overlap: bool = True
     end: int = 2**62
     rounds: int = 0
     elapsed_ms: float = 0.0
@@ -111,6 +113,12 @@ class PipelineState:
     was_speculating: bool = False
     streak: int = 0
     child_probabilities: np.ndarray = field(default_factory=lambda: NO_PROBABILITIES, compare=False)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether a batch is chosen for itself: no other is in the pipeline when it is sent, and no
+        request gains by waiting, as one does whose tree grows beside the batches of others."""
+        return self.num_stages == 1 and (self.requests == 1 or not self.overlap)
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,8 +182,8 @@ class ProposerConfig(ABC):
     overlap: str = setting(
         AUTO,
         "Whether the draft works while the stages compute, or only while they wait for a batch, "
-        "which takes best_first with policy.row_cost=null; auto is yes, but no where the stages of "
-        "the head's host use all of its cores.",
+        "which takes best_first with policy.row_cost=null; auto is yes, but no where the only "
+        "stage uses all cores of the head's host.",
         choices=OVERLAPS,
     )
 

@@ -70,10 +70,11 @@ def test_ranks_of_other_hosts_take_no_cores() -> None:
         ([], False, False),
         (["proposer.overlap=yes"], False, True),
         (["proposer.overlap=no"], True, False),
+        (["cluster.stages=2"], False, True),
         (["emulate=fixed"], False, True),  # emulated hosts have cores of their own
     ],
 )
-def test_the_draft_works_beside_the_stages_unless_they_use_all_cores(
+def test_the_draft_works_beside_the_stages_unless_the_only_one_uses_all_cores(
     settings: list[str], apart: bool, overlaps: bool
 ) -> None:
     deployment = held(0, *settings).deployment

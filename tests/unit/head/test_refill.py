@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,8 +10,9 @@ import pytest
 from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.head.policies.best_first import BestFirst
-from pipespec.head.policies.policy import PipelineState, TargetBatch
+from pipespec.head.policies.policy import PipelineState, TargetBatch, TokenCost
 from pipespec.head.refill import NextBatch
+from pipespec.head.row_budget import lone_batch
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.simulation import Machine, SimulatedPipeline, simulate
@@ -39,41 +40,82 @@ def state(num_stages: int = 1, target_rows: int = 8, **more: object) -> Pipeline
         step=1,
         step_ms=((1, STEP_MS), (64, 1.1 * STEP_MS)),
         target=target,
+        was_speculating=True,
+        speculative_cost=TokenCost(STEP_MS / 2, 10),
         **{"child_probabilities": np.array([0.7, 0.2]), **more},
     )
 
 
+def worth_ms(rows: np.ndarray, limit: int, at: PipelineState, parents: np.ndarray) -> float:
+    """What a round that expands `parents` may take at most, to a thousandth of a millisecond."""
+    low, high = 0.0, 10 * STEP_MS
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        batch = NextBatch(rows, limit, replace(at, draft_ms=middle))
+        low, high = (middle, high) if batch.is_round_worth(parents) else (low, middle)
+    return low
+
+
 def test_children_of_a_root_alone_save_what_their_tokens_take():
-    gain_ms = NextBatch(ROOT_ALONE, 8, state()).gain_ms(ROOT_ALONE)
     rows_ms = 2 * 0.1 * STEP_MS / 63
-    assert gain_ms == pytest.approx(0.9 * STEP_MS / 2 - rows_ms)
+    found = worth_ms(ROOT_ALONE, 8, state(), ROOT_ALONE)
+    assert found == pytest.approx(0.9 * STEP_MS / 2 - rows_ms, abs=0.01)
 
 
 def test_the_longer_the_pipeline_the_less_a_round_saves():
-    gains = [NextBatch(ROOT_ALONE, 8, state(stages)).gain_ms(ROOT_ALONE) for stages in (1, 2, 4, 8)]
-    assert sorted(gains, reverse=True) == gains and len(set(gains)) == 4
+    found = [worth_ms(ROOT_ALONE, 8, state(stages), ROOT_ALONE) for stages in (1, 2, 4, 8)]
+    assert sorted(found, reverse=True) == found and len(set(found)) == 4
 
 
 def test_a_round_without_nodes_saves_nothing():
-    assert NextBatch(ROOT_ALONE, 8, state()).gain_ms(np.empty(0)) == 0
+    assert not NextBatch(ROOT_ALONE, 8, state()).is_round_worth(np.empty(0))
 
 
 def test_the_first_round_of_all_is_tried():
-    unknown = state(child_probabilities=np.empty(0))
-    assert NextBatch(ROOT_ALONE, 8, unknown).gain_ms(ROOT_ALONE) == np.inf
+    unknown = state(child_probabilities=np.empty(0), draft_ms=100 * STEP_MS)
+    assert NextBatch(ROOT_ALONE, 8, unknown).is_round_worth(ROOT_ALONE)
 
 
 def test_in_a_full_batch_only_better_candidates_count():
-    full = NextBatch(np.array([1.0, 0.5]), 2, state(target_rows=2))
-    assert full.gain_ms(np.array([0.6])) == 0, ".6 × .7 is less than .5"
-    assert full.gain_ms(np.array([0.9])) == pytest.approx((0.63 - 0.5) * STEP_MS / 2)
+    full = np.array([1.0, 0.5])
+    at = state(target_rows=2)
+    assert worth_ms(full, 2, at, np.array([0.6])) == 0, ".6 × .7 is less than .5"
+    expected = (0.63 - 0.5) * STEP_MS / 2
+    assert worth_ms(full, 2, at, np.array([0.9])) == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize("rows", [[1.0], [1.0, 0.5, 0.3], [0.4, 0.2]])
 def test_nodes_below_the_least_bring_nothing_to_a_full_batch(rows: list[float]):
-    batch = NextBatch(np.array(rows), len(rows), state(target_rows=len(rows)))
-    assert batch.gain_ms(np.exp([batch.least - 0.01])) == 0
-    assert batch.gain_ms(np.minimum(np.exp([batch.least + 0.01]), 1.0)) >= 0
+    at = state(target_rows=len(rows))
+    least = NextBatch(np.array(rows), len(rows), at).least
+    assert worth_ms(np.array(rows), len(rows), at, np.exp([least - 0.01])) == 0
+
+
+def test_a_batch_chosen_for_itself_has_the_rows_that_save_more_than_they_take():
+    """Each row takes 4 ms and a token 10, so rows of .4 and more are worth it."""
+    dear = replace(
+        state(), step_ms=((1, STEP_MS), (64, 4 * 64 + 6)), speculative_cost=TokenCost(10.0, 10)
+    )
+    probabilities = np.array([1.0, 0.9, 0.5, 0.45, 0.3, 0.2])
+    found = lone_batch(probabilities, np.zeros(6), dear)
+    assert found is not None and found.rows == 4
+    free = replace(dear, step_ms=FLAT.points)
+    assert lone_batch(probabilities, np.zeros(6), free).rows == 6
+
+
+def test_many_rows_may_be_worth_their_time_where_few_are_not():
+    """The second row takes 8 ms and all others nothing: a single round, which adds one token of
+    6 ms, is not worth it, several are."""
+    steep = replace(
+        state(),
+        step_ms=((1, STEP_MS), (2, 18.0), (64, 18.0)),
+        speculative_cost=TokenCost(6.0, 10),
+        child_probabilities=np.array([0.95]),
+        draft_ms=1.0,
+    )
+    rows = np.array([0.99])
+    assert not NextBatch(rows, 64, steep, rows).is_round_worth(rows)
+    assert NextBatch(rows, 64, replace(steep, overlap=False), rows).is_round_worth(rows)
 
 
 def ms_per_token(policy: BestFirst, num_stages: int, draft_ms: float) -> float:
@@ -112,6 +154,20 @@ def test_a_draft_without_a_device_of_its_own_works_while_the_stages_wait(overlap
     assert (scheduler.next_expansion(0.0) is not None) == overlap
     tokens, steps = sum(scheduler.totals.hits), scheduler.totals.steps
     assert tokens > 2 * steps, "batches hold draft tokens either way"
+
+
+DEAR = TimeCurve(((1, STEP_MS), (4, 2 * STEP_MS), (16, 2.2 * STEP_MS), (64, 4 * STEP_MS)))
+
+
+def test_a_draft_that_waits_for_verdicts_is_used_where_the_first_rows_are_dear():
+    """Before its first round the tree has nothing to offer, so nothing seems to be worth a row."""
+    machine = Machine((DEAR,), draft_ms=STEP_MS / 4)
+    pipeline = SimulatedPipeline(
+        BestFirst(), machine, ACCURACY, "auto", 40 * STEPS, seed=1, overlap=False
+    )
+    while pipeline.result.tokens < 10 * STEPS:
+        pipeline.step()
+    assert pipeline.result.ms < 0.85 * STEP_MS * pipeline.result.tokens
 
 
 def test_no_batch_waits_until_the_draft_has_read_a_prompt():
