@@ -104,7 +104,7 @@ def load_model(
     if settings.compile:
         model.compile()
     else:
-        model.swap_products()
+        model.use_fastest_products()
     if model.device.type == "cuda" and settings.attention == AUTO:
         autotune(model, settings.graph_rows)
     elif model.device.type == "cuda" and model.attention != SDPA:

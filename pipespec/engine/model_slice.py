@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from pipespec.engine import few_rows, loading
+from pipespec.engine import cpu_products, loading
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook, select
 from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan, causal_plan
@@ -96,7 +96,7 @@ class ModelSlice:
         # Milliseconds of a batch, and of reading the weights, if measured
         # (`pipespec.engine.autotune`).
         self.step_ms: float | None = None
-        self.swapped_rows: tuple[int, ...] = ()
+        self.products = cpu_products.Choice()
         self.floor_ms: float | None = None
         if isinstance(attention, str):
             with torch.inference_mode():
@@ -224,7 +224,8 @@ class ModelSlice:
             "attention": self.attention,
             "graph_rows": list(self.graph_rows),
             "compiled": self._compiled is not None,
-            "swapped_rows": list(self.swapped_rows),
+            "packed_weights": self.products.packed,
+            "swapped_rows": list(self.products.swapped),
             "refused": self.refused,
             "step_ms": self.step_ms,
             "floor_ms": self.floor_ms,
@@ -293,13 +294,12 @@ class ModelSlice:
             why = " ".join(str(error).split())[:200]
             self.refused.append(f"The slice is not compiled: {why}.")
 
-    def swap_products(self) -> None:
-        """Compute linear layers as `W @ x.T` for the numbers of rows for which that is faster here
-        (`pipespec.engine.few_rows`): in float32 on a CPU, where no batch changes a result by more
-        than rounding."""
-        if self.device.type == "cpu" and self.dtype == torch.float32 and not self.batch_invariant:
+    def use_fastest_products(self) -> None:
+        """On a CPU, compute linear layers in the way that is fastest here for few rows
+        (`pipespec.engine.cpu_products`), where rows may depend on their batch by rounding."""
+        if self.device.type == "cpu" and not self.batch_invariant:
             whole = nn.ModuleList((self._base, self._model))
-            self.swapped_rows = few_rows.swap_where_faster(whole)
+            self.products = cpu_products.use_fastest(whole)
 
     def _computed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         return (self._compiled or self.compute)(inputs, positions)
