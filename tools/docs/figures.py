@@ -75,7 +75,7 @@ def engines() -> str:
         f"{engine} {times[engine]:.1f} ms" for engine in sorted(times, key=times.__getitem__)
     )
     return (
-        f"Measured on one machine, time per token with the same draft: {listed} "
+        f"Measured on one machine, time per token, with the same draft where one is used: {listed} "
         f"({origin(stored)}: [other engines](docs/peers.md)).\n"
     )
 
