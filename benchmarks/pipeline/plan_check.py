@@ -72,7 +72,8 @@ def main() -> None:
         root = pair.decode(server, prompts, options.tokens, "policy=root", *cluster, *pace)
         hop_ms = max(root.tbt_ms / options.stages - options.stage_ms, 0.0)
         stage = TimeCurve(((1, options.stage_ms),))
-        machine = Machine((stage,) * options.stages, hop_ms, options.draft_ms)
+        hop = TimeCurve(((1, hop_ms),))
+        machine = Machine((stage,) * options.stages, hop, options.draft_ms)
         methods = list(choices(POLICIES, options.widths, [8], options.rounds))
         rows = []
         for draft, accuracy, settings in (

@@ -43,7 +43,12 @@ def add(commands: Commands) -> None:
         "time of one row, as in 256,8,0.9; OVERLAP says how much alike rows choose, from 0 "
         "(independently, the default) to 1 (the same) (a dense model)",
     )
-    command.add_argument("--hop-ms", type=float, metavar="MS", help="from stage to stage (0)")
+    command.add_argument(
+        "--hop-ms",
+        type=list_of(str),
+        metavar="ROWS:MS,...",
+        help="from stage to stage by rows, as in 1:0.1,64:8.4 (0)",
+    )
     command.add_argument("--draft-ms", type=float, metavar="MS", help="one draft round (0)")
     command.add_argument(
         "--curve",

@@ -125,7 +125,9 @@ def predict(
         hit_rate = accuracy.hit_rate(choice.policy.children)
         equation = level_equation(hit_rate, machine.num_stages)
         # Every stage is full, and the next step waits for the hop.
-        stage_ms = [c.ms(choice.policy.max_rows) + machine.hop_ms for c in machine.stages]
+        rows = [choice.policy.max_rows] * machine.num_stages
+        both = zip(machine.stage_ms(rows, [0] * len(rows)), machine.hop_ms(rows), strict=True)
+        stage_ms = [*map(sum, both)]
         bound_ms = max(stage_ms) / equation
         paper_ms = specpipe_ms(hit_rate, stage_ms)
     tbt_ms = ran.ms / ran.tokens

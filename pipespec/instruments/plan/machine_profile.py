@@ -27,6 +27,8 @@ class Profile:
     RTX 3090, and a draft that is right at once for 81 of 100 tokens.
 
     Attributes:
+        stage_ms: of every stage, `ROWS:MS`, or one such list for each stage.
+        hop_ms: a time for any rows, or a list like that of a stage.
         experts: those that each layer has, how many of them a row chooses, their share of a row's
             time and, if known, the overlap of the choices of rows; empty: the model is dense.
         mid_curve: the accuracy of the mid-size model of a cascade; empty: there is none.
@@ -36,7 +38,7 @@ class Profile:
 
     stages: int = 8
     stage_ms: Sequence[str | float | Sequence[str | float]] = (37.8,)
-    hop_ms: float = 0.0
+    hop_ms: float | Sequence[str | float] = 0.0
     draft_ms: float = 0.0
     curve: Sequence[str] = ("1:0.81", "8:0.99")
     spread: float = 0.5
@@ -69,13 +71,12 @@ class Profile:
                 f"stage_ms has times of {len(curves)} stages, but there are {self.stages}."
             )
         per_stage = curves or [[*self.stage_ms]] * self.stages
-        stages = tuple(
-            TimeCurve(tuple(point(str(entry)) for entry in curve)) for curve in per_stage
-        )
+        stages = tuple(_curve("stage_ms", curve) for curve in per_stage)
+        hop = [self.hop_ms] if isinstance(self.hop_ms, int | float) else self.hop_ms
         if self.experts:
             of_layer = experts_of("experts", self.experts)
             stages = tuple(with_experts(curve, *of_layer) for curve in stages)
-        return Machine(stages, self.hop_ms, self.draft_ms, mid_ms=self.mid_ms)
+        return Machine(stages, _curve("hop_ms", hop), self.draft_ms, mid_ms=self.mid_ms)
 
     def machines(self) -> dict[int, Machine]:
         """What the devices make, by how many compute together. Raises ConfigError."""
@@ -89,3 +90,11 @@ class Profile:
     def mid(self) -> Accuracy | None:
         """Raises ConfigError."""
         return Accuracy.parse(list(self.mid_curve), self.spread) if self.mid_curve else None
+
+
+def _curve(name: str, points: Sequence[str | float]) -> TimeCurve:
+    """Raises ConfigError."""
+    try:
+        return TimeCurve(tuple(point(str(entry)) for entry in points))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error

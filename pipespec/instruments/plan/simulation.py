@@ -53,6 +53,7 @@ MAX_REQUESTS = 4096
 # The text of one of several requests is so many times as long as the mean of the answers.
 AHEAD = 4
 
+NO_HOP = TimeCurve(((1, 0.0),))
 # Steps between two reports of the stages' times.
 LEARNED_EVERY = 16
 
@@ -63,15 +64,16 @@ Rounds = int | str
 class Machine:
     """The stages, the draft and the links of a pipeline.
 
-    One time curve per stage; `hop_ms` from the end of a stage's computation to the start of the
-    next one's, the verdict's way included; `draft_ms` of one draft round and `mid_ms` of a pass of
-    the mid-size model, which works beside the head; `slot_ms` for each KV slot that a stage reads.
+    One time curve per stage; `hop` from the end of a stage's computation to the start of the next
+    one's, by the rows that it sends on, and for the verdict's way that of one row; `draft_ms` of
+    one draft round and `mid_ms` of a pass of the mid-size model, which works beside the head;
+    `slot_ms` for each KV slot that a stage reads.
     Stages that form a group count as one, with the sum of their times.
     Raises ConfigError.
     """
 
     stages: tuple[TimeCurve, ...]
-    hop_ms: float = 0.0
+    hop: TimeCurve = NO_HOP
     draft_ms: float = 0.0
     slot_ms: float = 0.0
     mid_ms: float = 0.0
@@ -79,7 +81,7 @@ class Machine:
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError("A pipeline without stages cannot be planned; give 1 or more.")
-        for name in ("hop_ms", "draft_ms", "slot_ms", "mid_ms"):
+        for name in ("draft_ms", "slot_ms", "mid_ms"):
             check_number(name, getattr(self, name), 0, MAX_MS)
 
     @property
@@ -89,7 +91,7 @@ class Machine:
     @property
     def plain_tbt_ms(self) -> float:
         """Time between tokens of plain pipeline parallelism: one row goes through every stage."""
-        return sum(curve.ms(1) + self.hop_ms for curve in self.stages)
+        return sum(curve.ms(1) + self.hop.ms(1) for curve in self.stages)
 
     def shared(self, size: int, sum_ms: float) -> Machine:
         """The same devices with tensor parallelism: groups of `size` compute the layers of so many
@@ -114,6 +116,11 @@ class Machine:
             curve.ms(count) + self.slot_ms * read
             for curve, count, read in zip(self.stages, rows, slots, strict=True)
         ]
+
+    def hop_ms(self, rows: Sequence[int]) -> list[float]:
+        """The time after each stage in a step until what it sends has arrived, by its rows; the
+        last one sends a verdict."""
+        return [*(self.hop.ms(count) for count in rows[:-1]), self.hop.ms(min(rows[-1], 1))]
 
 
 def level_equation(hit_rate: float, num_stages: int) -> float:
@@ -286,7 +293,6 @@ class SimulatedPipeline:
     def receive_verdicts(self) -> None:
         in_flight = self.in_flight()
         stage_ms = self.machine.stage_ms(*in_flight)
-        computed_ms = max(stage_ms)
         for ms, rows, slots in zip(stage_ms, *in_flight, strict=True):
             if rows:
                 self.times.add(rows, ms, slots)
@@ -299,7 +305,8 @@ class SimulatedPipeline:
                     self.scheduler.apply(verdict, now=0)
         # The draft sends no hidden states and its rounds end before the verdict arrives, so a
         # slow draft hides the hop (PipeDec: max(T_draft, C T_c + T_t)).
-        verdict_ms = computed_ms + (self.machine.hop_ms if computed_ms else 0.0)
+        hop_ms = self.machine.hop_ms(in_flight[0])
+        verdict_ms = max(map(sum, zip(stage_ms, hop_ms, strict=True)))
         self.step_ms = max(verdict_ms, self.step_ms)
 
     def drop_cancelled(self) -> None: ...

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -36,7 +37,12 @@ PERFECT = Accuracy({1: 1.0})
 POOR = Accuracy({1: 0.3, 32: 0.8}, spread=0.8)
 
 
-def machine(num_stages: int, stage_ms: float = 10.0, **times: float) -> Machine:
+def hop(ms: float) -> TimeCurve:
+    """A hop that takes as long for any rows."""
+    return TimeCurve(((1, ms),))
+
+
+def machine(num_stages: int, stage_ms: float = 10.0, **times: Any) -> Machine:
     return Machine((TimeCurve(((1, stage_ms),)),) * num_stages, **times)
 
 
@@ -142,7 +148,7 @@ def test_a_prediction_repeats_itself():
 def test_times_follow_the_rows():
     curve = TimeCurve(((2, 10.0), (4, 14.0), (8, 30.0)))
     assert [curve.ms(rows) for rows in (0, 1, 2, 3, 4, 6, 8, 10)] == [0, 10, 10, 12, 14, 22, 30, 38]
-    uneven = Machine((TimeCurve(((1, 10.0),)), TimeCurve(((1, 30.0),))), hop_ms=1)
+    uneven = Machine((TimeCurve(((1, 10.0),)), TimeCurve(((1, 30.0),))), hop=hop(1.0))
     assert uneven.plain_tbt_ms == 42
     assert uneven.stage_ms([1, 0], [0, 0]) == [10, 0]
     assert replace(uneven, slot_ms=0.5).stage_ms([1, 1], [40, 2]) == [30, 31]
@@ -195,7 +201,9 @@ def test_more_draft_rounds_never_make_it_slower(rounds):
 
 def test_both_equations_of_level_are_reported():
     """A miss costs SpecPipe's schedule a pipeline beyond its step, and this one that in all."""
-    [told] = [predict(w, machine(8, hop_ms=2), PUBLISHED, num_tokens=50) for w in methods("level")]
+    [told] = [
+        predict(w, machine(8, hop=hop(2.0)), PUBLISHED, num_tokens=50) for w in methods("level")
+    ]
     assert told.bound_ms == pytest.approx(12 * (0.99 + 0.01 * 8))
     assert told.specpipe_ms == pytest.approx(12 + 0.01 * 8 * 12)
     [root] = [predict(w, machine(8), PUBLISHED, num_tokens=50) for w in methods("root")]
@@ -206,9 +214,17 @@ def test_both_equations_of_level_are_reported():
 
 def test_a_slow_draft_hides_the_hop():
     for hop_ms, step_ms in ((0, 40), (5, 40), (40, 50)):
-        asked = machine(4, draft_ms=40, hop_ms=hop_ms)
+        asked = machine(4, draft_ms=40, hop=hop(hop_ms))
         [slow] = [predict(w, asked, PUBLISHED, num_tokens=100) for w in methods("level")]
         assert slow.step_ms == pytest.approx(step_ms, rel=0.1)
+
+
+def test_a_hop_takes_longer_with_more_rows_and_the_verdict_is_one():
+    link = Machine((TimeCurve(((1, 10.0),)),) * 3, hop=TimeCurve(((1, 0.1), (64, 8.4))))
+    assert link.plain_tbt_ms == pytest.approx(3 * 10.1)
+    assert link.hop_ms([64, 0, 64]) == pytest.approx([8.4, 0.0, 0.1])
+    [wide] = [predict(w, link, PUBLISHED, num_tokens=50) for w in methods("level", widths=[64])]
+    assert wide.bound_ms == pytest.approx(18.4 * (0.99 + 0.01 * 3))
 
 
 def test_a_pool_of_processes_predicts_what_one_does(monkeypatch):
@@ -286,8 +302,8 @@ def test_devices_that_share_their_layers_take_the_mean_and_the_sums(curves, size
         TimeCurve(tuple(zip(sorted(points), sorted(points.values()), strict=True)))
         for points in curves
     )
-    shared = Machine(stages, hop_ms=1.0).shared(size, 0.5)
-    assert (shared.num_stages, shared.hop_ms) == (4 // size, 1.0)
+    shared = Machine(stages, hop=hop(1.0)).shared(size, 0.5)
+    assert (shared.num_stages, shared.hop) == (4 // size, hop(1.0))
     for number, stage in enumerate(shared.stages):
         group = stages[number * size : (number + 1) * size]
         alone = sum(curve.ms(rows) for curve in group) / size
