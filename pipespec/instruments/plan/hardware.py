@@ -1,0 +1,83 @@
+"""GPUs and networks that people have, for plans of clusters that do not exist yet.
+
+Memory, bandwidth and arithmetic are those of NVIDIA's data sheets and architecture papers: dense
+products of bfloat16 with sums in float32. What share of both a stage reaches is ASSUMED. There is
+one figure to compare with: vLLM's pipeline takes 181.41 ms a token for a 70B over eight RTX 3090
+(SpecPipe, section 4), so 22.7 ms for ten layers, which is .8 of the bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipespec.errors import ConfigError
+from pipespec.limits import suggest
+
+MAX_GPUS = 64
+# ASSUMED shares of the stated bandwidth and arithmetic that a stage reaches.
+BANDWIDTH_SHARE, ARITHMETIC_SHARE = 0.8, 0.6
+# ASSUMED: of a GPU's memory, what weights and KV can have.
+MEMORY_SHARE = 0.92
+
+
+@dataclass(frozen=True)
+class GPU:
+    """Memory in GiB, bandwidth in GB/s, and arithmetic in teraflops, all as stated."""
+
+    name: str
+    memory_gib: float
+    gb_per_s: float
+    tflops: float
+
+    @property
+    def usable_bytes(self) -> float:
+        """For weights and KV."""
+        return self.memory_gib * 2**30 * MEMORY_SHARE
+
+    def ms(self, num_bytes: float, flops: float) -> float:
+        """To read so many bytes of weights and compute with them: the longer of both."""
+        reading = num_bytes / (self.gb_per_s * 1e9 * BANDWIDTH_SHARE)
+        computing = flops / (self.tflops * 1e12 * ARITHMETIC_SHARE)
+        return 1e3 * max(reading, computing)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("rtx3060", 12, 360, 25),
+        GPU("rtx3090", 24, 936, 71),
+        GPU("rtx4060ti", 16, 288, 44),
+        GPU("rtx4090", 24, 1008, 165),
+        GPU("rtx5090", 32, 1792, 209),
+        GPU("a6000", 48, 768, 155),
+        GPU("rtx6000ada", 48, 960, 182),
+        GPU("l4", 24, 300, 121),
+        GPU("l40", 48, 864, 181),
+        GPU("l40s", 48, 864, 362),
+        GPU("a100-40gb", 40, 1555, 312),
+        GPU("a100-80gb", 80, 2039, 312),
+        GPU("h100", 80, 3350, 989),
+        GPU("h100-pcie", 80, 2000, 756),
+        GPU("h200", 141, 4800, 989),
+    )
+}
+
+
+def parse_gpus(parts: Sequence[str]) -> list[GPU]:
+    """The GPUs of `NAME:COUNT` or `NAME`, in their order. Raises ConfigError."""
+    found: list[GPU] = []
+    for part in parts:
+        name, _, count = part.partition(":")
+        gpu = GPUS.get(name.lower())
+        if gpu is None:
+            raise ConfigError(
+                f"The GPU {name!r} is not known; {suggest(name.lower(), list(GPUS))}. For others "
+                "measure a stage and give --stage-ms."
+            )
+        if count and not (count.isdecimal() and int(count) > 0):
+            raise ConfigError(f"{part!r} is no number of GPUs; write NAME:COUNT, as in rtx3090:4.")
+        found += [gpu] * int(count or 1)
+    if len(found) > MAX_GPUS:
+        raise ConfigError(f"{len(found)} GPUs are too many; give at most {MAX_GPUS}.")
+    return found

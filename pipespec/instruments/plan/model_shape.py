@@ -1,0 +1,168 @@
+"""The sizes of a model from its config alone, for plans before anything is downloaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipespec.engine.architectures import require_supported
+from pipespec.engine.model_path import resolve_config
+from pipespec.errors import ModelError
+from pipespec.instruments.emulation.machine import experts_read
+from pipespec.system.validation import Unreadable, read_json
+
+# What a number of the layers takes with scales and zeros of groups of 128 (AWQ, GPTQ), in bytes.
+WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.03, "int4": 0.53}
+# Numbers of embedding, head and KV are in bfloat16.
+ITEM = 2
+# Config files of published models, with the fields that count.
+TABLE = Path(__file__).with_name("models.json")
+# Names of one thing in different architectures.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
+_SHARED_EXPERTS = ("n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_SHARED_SIZE = ("shared_expert_intermediate_size", "shared_intermediate_size")
+# Architectures whose MLP has no gate, and whose KV heads are always the query heads.
+_TWO_MATRICES = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")
+_ALL_KV_HEADS = ("gpt_neox", "persimmon")
+_VARIANT = re.compile(r"-(instruct|chat|it|base|thinking)\b.*$")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Numbers of parameters of a decoder.
+
+    Attributes:
+        dense: of a layer, in what every row is multiplied with.
+        experts, chosen: of a layer, and by each row; 0: there are none.
+        expert: parameters of one expert.
+        kv: numbers of K and V of a token in a layer.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    tied: bool
+    dense: int
+    experts: int
+    chosen: int
+    expert: int
+    kv: int
+
+    @classmethod
+    def from_config(cls, name: str, raw: Mapping[str, Any]) -> ModelShape:
+        """Raises ModelError if the model is not supported, or sizes are missing. Norms, biases and
+        routers are left out, and of a mixture the layers without experts."""
+        model_type = str(raw.get("model_type"))
+        require_supported(model_type, name)
+        if raw.get("kv_lora_rank") is not None:
+            raise ModelError(
+                f"{name} has latent attention, which is not planned from its config; measure a "
+                "stage (`python -m benchmarks.budgets.stage_time`) and give --stage-ms"
+            )
+
+        def number(field: str, default: int | None = None) -> int:
+            value = raw.get(field)
+            value = default if value is None else value
+            if type(value) is not int or value < 1:
+                raise ModelError(f"config.json of {name} has no {field} from which to plan")
+            return value
+
+        def first(fields: tuple[str, ...]) -> int:
+            """The first field that there is, of a list its first element; 0: none."""
+            found = [raw[field] for field in fields if raw.get(field)]
+            value = found[0] if found else 0
+            return int(value[0] if isinstance(value, list) else value)
+
+        hidden, heads = number("hidden_size"), number("num_attention_heads")
+        kv_heads = heads if model_type in _ALL_KV_HEADS else number("num_key_value_heads", heads)
+        head_dim = number("head_dim", hidden // heads)
+        inner = number("intermediate_size", 4 * hidden)
+        experts = first(_EXPERTS)
+        expert_inner = number("moe_intermediate_size", inner)
+        num_shared = first(_SHARED_EXPERTS) or model_type == "hunyuan_v1_moe"  # its default
+        shared = num_shared * expert_inner or first(_SHARED_SIZE)
+        if experts and not first(_CHOSEN):
+            raise ModelError(f"config.json of {name} does not say how many experts a row chooses")
+        matrices = 2 if model_type in _TWO_MATRICES else 3
+        attention = 2 * hidden * (heads + kv_heads) * head_dim
+        return cls(
+            name=name,
+            num_layers=number("num_hidden_layers"),
+            hidden_size=hidden,
+            vocab_size=number("vocab_size"),
+            tied=bool(raw.get("tie_word_embeddings")),
+            dense=attention + matrices * hidden * (shared if experts else inner),
+            experts=experts,
+            chosen=first(_CHOSEN) if experts else 0,
+            expert=matrices * hidden * expert_inner if experts else 0,
+            kv=2 * kv_heads * head_dim,
+        )
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer."""
+        return self.dense + self.experts * self.expert
+
+    @property
+    def embedding(self) -> int:
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def parameters(self) -> int:
+        return self.num_layers * self.layer + self.embedding * (1 if self.tied else 2)
+
+    def layer_bytes(self, weights: str) -> float:
+        """Of a layer's weights in memory; `weights` is one of WEIGHT_BYTES."""
+        return self.layer * WEIGHT_BYTES[weights]
+
+    def read_bytes(self, weights: str, rows: int) -> float:
+        """What a batch reads of a layer's weights. Rows choose experts independently (ASSUMED)."""
+        read = experts_read(rows, self.experts, self.chosen) if self.experts else 0.0
+        return (self.dense + read * self.expert) * WEIGHT_BYTES[weights]
+
+    def layer_flops(self, rows: int) -> float:
+        """Of a batch in a layer, without attention to the context."""
+        return 2.0 * rows * (self.dense + self.chosen * self.expert)
+
+    @property
+    def head_bytes(self) -> int:
+        return self.embedding * ITEM
+
+    def head_flops(self, rows: int) -> float:
+        return 2.0 * rows * self.embedding
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Of K and V of so many tokens in a layer."""
+        return self.kv * ITEM * tokens
+
+
+def published() -> dict[str, Mapping[str, Any]]:
+    """The shipped table of configs, by hub id."""
+    table: dict[str, Mapping[str, Any]] = json.loads(TABLE.read_text())
+    return table
+
+
+def find(model: str) -> ModelShape:
+    """The shape of a model in a folder, in the shipped table, or on the hub, of which only
+    config.json is fetched. Raises ModelError."""
+    if not Path(model).expanduser().exists():
+        known = {_family(name): name for name in published()}
+        name = known.get(_family(model))
+        if name is not None:
+            return ModelShape.from_config(name, published()[name])
+    file = resolve_config(model)
+    try:
+        return ModelShape.from_config(model, read_json(file))
+    except Unreadable as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+
+
+def _family(model: str) -> str:
+    """A name without its owner, and without what says how it was tuned."""
+    return _VARIANT.sub("", model.rpartition("/")[2].lower())

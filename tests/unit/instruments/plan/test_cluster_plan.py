@@ -1,0 +1,191 @@
+"""Clusters for models that are known by their configs alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipespec.cli.main import main
+from pipespec.engine.architectures import ARCHITECTURES
+from pipespec.engine.checkpoint import inspect
+from pipespec.errors import ConfigError, ModelError
+from pipespec.instruments.emulation.link import EmulatedLink
+from pipespec.instruments.plan.hardware import GPUS, parse_gpus
+from pipespec.instruments.plan.model_shape import ModelShape, find, published
+from pipespec.instruments.plan.sizing import clusters
+from tests.helpers.models import NUM_LAYERS, build
+
+TARGET, DRAFT = find("meta-llama/Llama-3.1-70B"), find("meta-llama/Llama-3.2-1B")
+# Billions of parameters that their publishers state.
+BILLIONS = {
+    "meta-llama/Llama-3.1-8B": 8.03,
+    "meta-llama/Llama-3.1-70B": 70.6,
+    "meta-llama/Llama-3.1-405B": 406,
+    "meta-llama/Llama-3.2-1B": 1.24,
+    "mistralai/Mistral-Nemo-2407": 12.2,
+    "mistralai/Mistral-Small-24B-2501": 23.6,
+    "mistralai/Mistral-Large-2407": 123,
+    "mistralai/Mixtral-8x7B-v0.1": 46.7,
+    "mistralai/Mixtral-8x22B-v0.1": 141,
+    "Qwen/Qwen2.5-0.5B": 0.49,
+    "Qwen/Qwen2.5-7B": 7.61,
+    "Qwen/Qwen2.5-72B": 72.7,
+    "Qwen/Qwen3-8B": 8.2,
+    "Qwen/Qwen3-32B": 32.8,
+    "Qwen/Qwen3-30B-A3B": 30.5,
+    "Qwen/Qwen3-235B-A22B": 235,
+    "openai/gpt-oss-20b": 20.9,
+    "openai/gpt-oss-120b": 117,
+    "google/gemma-2-9b": 9.24,
+    "google/gemma-2-27b": 27.2,
+    "microsoft/phi-4": 14.7,
+}
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_the_config_alone_gives_the_sizes_of_every_architecture(tmp_path: Path, model_type: str):
+    folder = build(model_type, tmp_path / "model")
+    raw, stored = json.loads((folder / "config.json").read_text()), inspect(folder)
+    if raw.get("kv_lora_rank"):
+        with pytest.raises(ModelError, match="latent attention"):
+            find(str(folder))
+        return
+    shape = find(str(folder))
+    assert shape.num_layers == NUM_LAYERS
+    assert shape.layer == pytest.approx(stored.matrix_bytes[-1] / 4, rel=0.03)
+    assert (shape.kv, shape.tied) == (stored.kv_size, stored.tied)
+
+
+@pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
+def test_published_configs_have_the_published_number_of_parameters(name: str, billions: float):
+    shape = ModelShape.from_config(name, published()[name])
+    assert shape.parameters == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_every_published_config_is_of_a_supported_architecture():
+    assert len(published()) >= 30
+    for name, raw in published().items():
+        assert ModelShape.from_config(name, raw).parameters > 1e8
+
+
+def test_tuned_versions_have_the_sizes_of_their_base():
+    assert find("meta-llama/Llama-3.1-70B-Instruct") == TARGET
+    assert find("mirror/llama-3.1-70b") == TARGET
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"num_attention_heads": "8"}, "no num_attention_heads"),
+        ({"model_type": "unknown"}, "not supported"),
+        ({"num_experts": 8, "num_experts_per_tok": None}, "how many experts"),
+    ],
+)
+def test_a_config_without_sizes_is_refused(changes: dict, reason: str):
+    raw = dict(published()["Qwen/Qwen3-8B"]) | changes
+    with pytest.raises(ModelError, match=reason):
+        ModelShape.from_config("some", raw)
+
+
+def test_ten_layers_of_a_70b_take_what_vllm_takes_on_that_gpu():
+    """181.41 ms over eight stages (SpecPipe, section 4)."""
+    gpus = [GPUS["rtx3090"]] * 8
+    (found,) = clusters(TARGET, None, gpus, None, weights="bfloat16", context=2048)
+    assert [stage.layers for stage in found.stages[:-1]].count(10) >= 5
+    assert found.machine.plain_tbt_ms == pytest.approx(181.4, rel=0.03)
+
+
+names = st.sampled_from(sorted(GPUS))
+
+
+@given(gpus=st.lists(names, min_size=2, max_size=12), weights=st.sampled_from(["int4", "bfloat16"]))
+def test_layers_fit_and_no_other_split_of_them_is_faster(gpus: list[str], weights: str):
+    chosen = [GPUS[name] for name in gpus]
+    try:
+        (found,) = clusters(TARGET, None, chosen, None, weights=weights, context=4096)
+    except ConfigError:  # it does not fit
+        return
+    stages = found.stages
+    assert sum(stage.layers for stage in stages) == TARGET.num_layers
+    per_layer = TARGET.layer_bytes(weights) + TARGET.kv_bytes(4096)
+    slowest = max(stages, key=lambda stage: stage.times.ms(16))
+    for stage in stages:
+        assert stage.layers >= 1
+        assert stage.weight_bytes + stage.kv_bytes <= stage.gpu.usable_bytes
+        has_room = stage.weight_bytes + stage.kv_bytes + per_layer <= stage.gpu.usable_bytes
+        if has_room and slowest.layers > 1:
+            one_more = stage.times.ms(16) * (stage.layers + 1) / stage.layers
+            assert one_more >= slowest.times.ms(16) * 0.999
+
+
+def test_a_hop_has_the_latency_and_the_bytes_of_the_rows():
+    link = EmulatedLink(latency_ms=0.1, gbit_per_s=1.0)
+    gpus = [GPUS["a100-80gb"]] * 3
+    (found,) = clusters(TARGET, DRAFT, gpus, link, weights="bfloat16", context=2048)
+    assert found.machine.hop.ms(1) == pytest.approx(0.1 + 0.131, abs=0.001)
+    assert found.machine.hop.ms(64) == pytest.approx(0.1 + 8.389, abs=0.001)
+
+
+def test_the_draft_gets_each_kind_of_gpu_in_turn():
+    gpus = [GPUS["h100"], GPUS["a100-80gb"], GPUS["h100"], GPUS["l4"]]
+    found = clusters(TARGET, DRAFT, gpus, None, weights="bfloat16", context=2048)
+    assert [each.draft.name for each in found if each.draft] == ["h100", "a100-80gb", "l4"]
+    assert all(len(each.stages) == 3 for each in found)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "advice"),
+    [("rtx3090:4", "--weights int4 would fit"), ("rtx3060:2", "give more GPUs")],
+)
+def test_what_does_not_fit_is_said_with_a_remedy(gpus: str, advice: str):
+    with pytest.raises(ConfigError, match=f"takes 131.4 GiB with bfloat16.*{advice}"):
+        clusters(TARGET, DRAFT, parse_gpus([gpus]), None, weights="bfloat16", context=8192)
+
+
+ASKED = ["plan", "model.target=meta-llama/Llama-3.1-70B", "model.draft=meta-llama/Llama-3.2-1B"]
+
+
+def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.CaptureFixture[str]):
+    options = ["--gpus", "rtx3090:8,l40", "--link", "10gbe", "--tokens", "150"]
+    assert main([*ASKED, *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(stage["layers"] for stage in found["stages"]) == 80
+    times = [each["tbt_ms"] for each in found["predictions"]]
+    assert times == sorted(times, reverse=True) and len(times) == 3
+    assert times[0] < found["plain_tbt_ms"]
+    assert main([*ASKED, *options, "--curve", "1:0.7,8:0.95"]) == 0
+    shown = capsys.readouterr().out
+    assert "right for 70%" in shown and "ASSUMED" in shown
+
+
+def test_without_a_draft_the_plain_pipeline_is_predicted(capsys: pytest.CaptureFixture[str]):
+    assert main([*ASKED[:2], "--gpus", "h100:2"]) == 0
+    assert "Give model.draft too" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([*ASKED, "--gpus", "rtx309"], "did you mean rtx3090"),
+        ([*ASKED, "--gpus", "rtx3090:0"], "no number of GPUs"),
+        ([*ASKED, "--gpus", "rtx3090:65"], "too many"),
+        ([*ASKED, "--gpus", "h100:2", "--weights", "int3"], "--weights is 'int3'"),
+        ([*ASKED, "--gpus", "h100:2", "--link", "2gbe"], "emulate_link"),
+        ([*ASKED, "--gpus", "h100:2", "--context", "0"], "context"),
+        ([*ASKED, "policy=root", "--gpus", "h100:2"], "takes model.target and model.draft"),
+        (["plan", "--gpus", "h100:2"], "needs model.target"),
+        (["plan", "model.target=/no/such", "--gpus", "h100:2"], "no model folder"),
+        (ASKED, "models are for --gpus"),
+    ],
+)
+def test_wrong_input_is_one_sentence(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(arguments) != 0
+    said = capsys.readouterr().err.strip()
+    assert reason in said and "\n" not in said
