@@ -35,7 +35,11 @@ from pipespec.instruments.bench.measurement import bench
 from pipespec.instruments.bench.reference import record_reference
 from pipespec.instruments.emulation.machine import EmulatedMachine, TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.simulation import Machine, Simulation, simulate
+from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.instruments.plan.simulation import (
+    Simulation,
+    simulate,
+)
 
 PLAIN, BEST_FIRST = "root", "best_first"
 # The width of `level` is for each request, as in SpecPipe-DB, or shared by all.

@@ -22,7 +22,7 @@ from pipespec.head.policies.draft_rounds import AUTO
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.advice import DecodingMethod, Prediction, choices, predict
-from pipespec.instruments.plan.simulation import Machine
+from pipespec.instruments.plan.pipeline_times import Machine
 
 # Of a device's ten layers of a 70B, from 1 to 64 rows: an RTX 3090, as in SpecPipe.
 STAGE_MS, DRAFT_MS = 37.8, 17.0

@@ -37,7 +37,10 @@ from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
 from pipespec.instruments.emulation.machine import TimeCurve, with_experts
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.simulation import Machine, simulate
+from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.instruments.plan.simulation import (
+    simulate,
+)
 
 REQUESTS = (1, 8, 64)
 # Rows of a batch, of all requests.

@@ -24,7 +24,10 @@ from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.simulation import Machine, simulate
+from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.instruments.plan.simulation import (
+    simulate,
+)
 
 # A node is the ranks of the candidates on its path from the root; a batch is a set of nodes.
 Node = tuple[int, ...]

@@ -25,7 +25,7 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.advice import DecodingMethod, choices, predict
-from pipespec.instruments.plan.simulation import Machine
+from pipespec.instruments.plan.pipeline_times import Machine
 
 # Tokens recorded beyond those decoded, so that the synthetic draft has enough of the answer.
 BEYOND = 64

@@ -28,7 +28,7 @@ from pipespec.head.policies.draft_rounds import AUTO
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.advice import Prediction, choices, predict
-from pipespec.instruments.plan.simulation import Machine
+from pipespec.instruments.plan.pipeline_times import Machine
 
 # Tokens per second by GPUs that compute together, and GB per second that one reads by itself.
 TARGET = {2: 21.32, 4: 38.01, 8: 62.50}

@@ -15,8 +15,7 @@ from pipespec.errors import ConfigError
 if TYPE_CHECKING:
     from pipespec.console.arguments import Commands
     from pipespec.instruments.plan.advice import Prediction
-    from pipespec.instruments.plan.cluster_plan import ClusterPlan
-    from pipespec.instruments.plan.simulation import Machine
+    from pipespec.instruments.plan.pipeline_times import Machine
 
 
 def add(commands: Commands) -> None:
@@ -129,7 +128,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """Predict tokens per step, TBT and speed-up of every way to decode, and advise one."""
     models = overrides(rest, arguments.known_options)
     if arguments.gpus:
-        return _plan_gpus(arguments, models)
+        from pipespec.instruments.commands import plan_cluster
+
+        return plan_cluster.run(arguments, models)
     if models:
         raise ConfigError(
             f"`pipespec plan` takes options and no settings, but got {rest[0]!r}; models are for "
@@ -189,80 +190,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     groups = f"cluster.tensor_parallel={best} cluster.stages={machines[best].num_stages} "
     _print_advice([each for _, each in found], advised, groups if len(machines) > 1 else "")
     return 0
-
-
-def _plan_gpus(arguments: argparse.Namespace, settings: list[str]) -> int:
-    """Say where the layers would go on the GPUs of --gpus, and predict the time of a token."""
-    from pipespec.config.compose import compose_sections
-    from pipespec.config.method_registry import default_policy
-    from pipespec.instruments.plan import cluster_plan
-    from pipespec.instruments.plan.hardware import parse_gpus
-
-    names = {}
-    for setting in settings:
-        name, _, value = setting.partition("=")
-        if name not in ("model.target", "model.draft") or not value:
-            raise ConfigError(
-                f"`pipespec plan --gpus` takes model.target and model.draft, but got {setting!r}."
-            )
-        names[name] = value
-    if "model.target" not in names:
-        raise ConfigError("`pipespec plan --gpus` needs model.target: a folder or a hub id.")
-    link = None
-    if arguments.link:
-        (link,) = compose_sections(["emulate_link"], [f"emulate_link={arguments.link}"])
-    asked = cluster_plan.Asked(
-        target=names["model.target"],
-        draft=names.get("model.draft"),
-        gpus=tuple(parse_gpus(arguments.gpus)),
-        link=link,
-        weights=arguments.weights,
-        context=arguments.context,
-        curve=tuple(arguments.curve or ()),
-        spread=arguments.spread,
-    )
-    found = cluster_plan.plan(
-        asked, default_policy("best_first"), num_tokens=arguments.tokens, seed=arguments.seed
-    )
-    if arguments.json:
-        write(json.dumps(found.described(), allow_nan=False) + "\n")
-        return 0
-    _print_cluster(found)
-    return 0
-
-
-def _print_cluster(found: ClusterPlan) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    title = f"{found.target.name}, {found.target.parameters / 1e9:.1f} billion parameters"
-    table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
-    for heading in ("rank", "GPU", "layers", "weights", "KV", "1 row", "16 rows", "64 rows"):
-        table.add_column(f" {heading} ", justify="left" if heading == "GPU" else "right")
-    if found.draft is not None and found.cluster.draft is not None:
-        gib = f"{found.draft.parameters * 2 / 2**30:.1f} GiB"
-        round_ms = f"{found.cluster.machine.draft_ms:.1f} ms"
-        table.add_row("0", found.cluster.draft.name, "draft", gib, "", "", round_ms, "")
-    for rank, stage in enumerate(found.cluster.stages, 1):
-        times = [f"{stage.times.ms(rows):.1f} ms" for rows in (1, 16, 64)]
-        sizes = [
-            f"{num_bytes / 2**30:.1f} GiB" for num_bytes in (stage.weight_bytes, stage.kv_bytes)
-        ]
-        table.add_row(str(rank), stage.gpu.name, str(stage.layers), *sizes, *times)
-    show(table)
-    show(f"Plain pipeline parallelism (policy=root): {found.plain_ms:.0f} ms between tokens.")
-    for each in found.predicted:
-        low = min(each.tbt_ms, found.plain_ms)
-        show(
-            f"With a draft whose first choice is right for {each.top1:.0%}: {low:.0f} ms, "
-            f"{found.plain_ms / low:.1f} times as fast."
-        )
-    if found.draft is None:
-        show("Give model.draft too: a smaller model of the same family makes this much faster.")
-    show(
-        "Times are ASSUMED from the GPUs' data sheets, and so is the accuracy of the draft unless "
-        "--curve states it; `pipespec partition` measures."
-    )
 
 
 def _print_table(

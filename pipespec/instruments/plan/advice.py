@@ -12,8 +12,8 @@ from pipespec.head.policies.level import Level
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulation import (
-    Machine,
     Rounds,
     level_equation,
     simulate,

@@ -16,7 +16,10 @@ from typing import Any
 
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.advice import DecodingMethod, Prediction, predict
-from pipespec.instruments.plan.simulation import MAX_TOKENS, Machine
+from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.instruments.plan.simulation import (
+    MAX_TOKENS,
+)
 from pipespec.limits import check_whole
 from pipespec.system.process_identity import die_with_parent
 

@@ -16,7 +16,7 @@ from typing import Any
 from pipespec.errors import ConfigError
 from pipespec.instruments.emulation.machine import TimeCurve, experts_of, point, with_experts
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.simulation import Machine
+from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.limits import MAX_STAGES, check_whole
 from pipespec.system.validation import Unreadable, from_fields, read_json
 

@@ -15,7 +15,7 @@ from pipespec.instruments.emulation.link import EmulatedLink
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.plan.hardware import GPU
 from pipespec.instruments.plan.model_shape import ITEM, WEIGHT_BYTES, ModelShape
-from pipespec.instruments.plan.simulation import Machine
+from pipespec.instruments.plan.pipeline_times import Machine
 
 # Rows for which times are computed; those between are interpolated.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

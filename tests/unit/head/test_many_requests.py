@@ -32,7 +32,10 @@ from pipespec.head.scheduler_types import ProposalBatch, SchedulerConfig
 from pipespec.head.tree import ROOT
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.simulation import Machine, simulate
+from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.instruments.plan.simulation import (
+    simulate,
+)
 from tests.helpers.policies import small_policies
 
 NUM_STEPS = 3

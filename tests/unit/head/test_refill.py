@@ -15,7 +15,11 @@ from pipespec.head.refill import NextBatch
 from pipespec.head.row_budget import lone_batch
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
-from pipespec.instruments.plan.simulation import Machine, SimulatedPipeline, simulate
+from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.instruments.plan.simulation import (
+    SimulatedPipeline,
+    simulate,
+)
 
 STEP_MS, STEPS = 10.0, 50
 FLAT = TimeCurve(((1, STEP_MS), (64, 1.1 * STEP_MS)))

@@ -23,8 +23,8 @@ from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan import grid
 from pipespec.instruments.plan.advice import DecodingMethod, choices, predict, recommend
 from pipespec.instruments.plan.machine_profile import Profile
+from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulation import (
-    Machine,
     TimeCurve,
     level_equation,
     simulate,
