@@ -4,7 +4,8 @@ Only memory that is certainly used is counted, so that no cluster is refused tha
 the KV of one sequence or what `model.kv_memory` names, one batch of the largest size on its way
 through a rank, the tree, and the weights. On a CPU weights of the checkpoint's own type are no
 more than its files, mapped into memory, of which the system keeps as much as it has room for;
-they count where loading converts them.
+they count where loading converts them. Where there is room for them, they are packed
+(`pipespec.engine.cpu_products`).
 """
 
 from __future__ import annotations

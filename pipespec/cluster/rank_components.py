@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -104,7 +105,10 @@ def load_model(
     if settings.compile:
         model.compile()
     else:
-        model.use_fastest_products()
+        # Weights that count as used are freed as they are packed.
+        layers = memory.layers_of(deployment, info, rank)
+        mapped = memory.weight_bytes(deployment, info, device, layers) == 0
+        model.use_fastest_products(memory.share_bytes(device, sharing) if mapped else math.inf)
     if model.device.type == "cuda" and settings.attention == AUTO:
         autotune(model, settings.graph_rows)
     elif model.device.type == "cuda" and model.attention != SDPA:

@@ -13,6 +13,7 @@ the weights of the slice.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -46,10 +47,12 @@ class Choice:
     Attributes:
         packed: their weights are packed, those of a tied head excepted.
         swapped: the sizes of batches that other layers compute as `W @ x.T`.
+        lacking: bytes that packed weights would take, if they are not packed for want of room.
     """
 
     packed: bool = False
     swapped: tuple[int, ...] = ()
+    lacking: int = 0
 
 
 class SwappedLinear(nn.Linear):
@@ -120,9 +123,15 @@ def least_seconds(call: Callable[[], object]) -> float:
     return min(took)
 
 
-def use_fastest(model: nn.Module, time_s: Stopwatch = least_seconds) -> Choice:
+def use_fastest(
+    model: nn.Module, room: float = math.inf, time_s: Stopwatch = least_seconds
+) -> Choice:
     """Let the linear layers of a model compute batches of few rows in the way that is clearly the
-    fastest. Models of less than LEAST_BYTES are left alone."""
+    fastest. Models of less than LEAST_BYTES are left alone.
+
+    `room`: bytes that packed weights may take. Weights that are mapped from a file take none, and
+    packed ones do.
+    """
     layers = [each for each in model.modules() if _is_plain(each)]
     if sum(each.weight.nbytes for each in layers) < LEAST_BYTES:
         return Choice()
@@ -130,12 +139,17 @@ def use_fastest(model: nn.Module, time_s: Stopwatch = least_seconds) -> Choice:
     own = [each for each in layers if owners[id(each.weight)] == 1]
     choice = fastest(_largest_alike(own or layers), time_s)
     packed = own if choice.packed else []
+    lacking = sum(each.weight.nbytes for each in packed)
+    if lacking > room:
+        packed = []
+    else:
+        lacking = 0
     for layer in packed:
         PackedLinear.become(layer)
     left = [each for each in layers if type(each) is nn.Linear]
     for layer in left if choice.swapped else ():
         SwappedLinear.become(layer, choice.swapped)
-    return Choice(bool(packed), choice.swapped if left else ())
+    return Choice(bool(packed), choice.swapped if left else (), lacking)
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:

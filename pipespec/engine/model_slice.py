@@ -8,6 +8,7 @@ Transformers calls a registered function, which calls a backend with the layer's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -294,12 +295,22 @@ class ModelSlice:
             why = " ".join(str(error).split())[:200]
             self.refused.append(f"The slice is not compiled: {why}.")
 
-    def use_fastest_products(self) -> None:
+    def use_fastest_products(self, room: float = math.inf) -> None:
         """On a CPU, compute linear layers in the way that is fastest here for few rows
-        (`pipespec.engine.cpu_products`), where rows may depend on their batch by rounding."""
-        if self.device.type == "cpu" and not self.batch_invariant:
-            whole = nn.ModuleList((self._base, self._model))
-            self.products = cpu_products.use_fastest(whole)
+        (`pipespec.engine.cpu_products`), where rows may depend on their batch by rounding.
+
+        `room`: bytes that other copies of the weights may take, beside those of all KV pools;
+        `refused` says if they are too few.
+        """
+        if self.device.type != "cpu" or self.batch_invariant:
+            return
+        whole = nn.ModuleList((self._base, self._model))
+        self.products = cpu_products.use_fastest(whole, room - self.num_kv_bytes)
+        if self.products.lacking:
+            self.refused.append(
+                f"The weights are not packed, which would make it faster but takes "
+                f"{self.products.lacking / 2**30:.1f} GiB of memory that is not free."
+            )
 
     def _computed(self, inputs: Tensor, positions: Tensor) -> Tensor:
         return (self._compiled or self.compute)(inputs, positions)

@@ -62,7 +62,7 @@ SLOW, FAST = (1.0,) * len(SIZES), (1.2, *(0.7,) * (len(SIZES) - 1))
 def test_the_sizes_that_are_clearly_faster_are_swapped():
     assert SIZES == (1, 2, 4, 8, 16, 32)
     swapped = model()
-    assert use_fastest(swapped, timer(*PLAIN, *SLOW)) == Choice(swapped=(2, 16))
+    assert use_fastest(swapped, time_s=timer(*PLAIN, *SLOW)) == Choice(swapped=(2, 16))
     assert [type(each) for each in swapped] == [SwappedLinear, nn.ReLU, SwappedLinear]
 
 
@@ -81,7 +81,7 @@ def test_the_sizes_that_are_clearly_faster_are_swapped():
 )
 def test_sizes_in_between_are_computed_as_the_next_larger(monkeypatch, rows, is_swapped):
     layer = model()[0]
-    use_fastest(layer, timer(*PLAIN, *SLOW))
+    use_fastest(layer, time_s=timer(*PLAIN, *SLOW))
     inputs = torch.randn(rows, WIDE)
     expected = nn.functional.linear(inputs, layer.weight)
     calls = []
@@ -98,7 +98,7 @@ def test_sizes_in_between_are_computed_as_the_next_larger(monkeypatch, rows, is_
 def test_swapped_weights_stay_the_same_tensors():
     swapped = model()
     before = dict(swapped.named_parameters())
-    use_fastest(swapped, timer(*PLAIN, *SLOW))
+    use_fastest(swapped, time_s=timer(*PLAIN, *SLOW))
     assert all(after is before[name] for name, after in swapped.named_parameters())
 
 
@@ -109,7 +109,7 @@ def test_weights_are_packed_where_all_sizes_together_are_clearly_faster(dtype):
     with torch.inference_mode():
         expected = [packed(each) for each in rows]
         plain = PLAIN if dtype == torch.float32 else SLOW
-        assert use_fastest(packed, timer(*plain, *FAST)) == Choice(packed=True)
+        assert use_fastest(packed, time_s=timer(*plain, *FAST)) == Choice(packed=True)
         assert [type(each) for each in packed] == [PackedLinear, nn.ReLU, PackedLinear]
         assert list(dict(packed.named_parameters())) == ["2.bias"], "the plain weights are freed"
         for inputs, product in zip(rows, expected, strict=True):
@@ -122,9 +122,18 @@ def test_a_tied_head_keeps_its_plain_weights():
     embedding = nn.Embedding(8, WIDE)
     embedding.weight = tied[2].weight
     whole = nn.ModuleList([tied, embedding])
-    assert use_fastest(whole, timer(*PLAIN, *FAST)) == Choice(packed=True, swapped=(2, 16))
+    assert use_fastest(whole, time_s=timer(*PLAIN, *FAST)) == Choice(packed=True, swapped=(2, 16))
     assert [type(each) for each in tied] == [PackedLinear, nn.ReLU, SwappedLinear]
     assert tied[2].weight is embedding.weight
+
+
+@pytest.mark.parametrize(("more", "is_packed"), [(0, True), (-1, False)])
+def test_weights_are_packed_only_where_there_is_room(more: int, is_packed: bool):
+    layers = model()
+    needed = sum(layers[place].weight.nbytes for place in (0, 2))
+    choice = use_fastest(layers, needed + more, timer(*PLAIN, *FAST))
+    assert choice == (Choice(packed=True) if is_packed else Choice(False, (2, 16), needed))
+    assert type(layers[0]) is (PackedLinear if is_packed else SwappedLinear)
 
 
 def fail(*_: object) -> None:
@@ -135,16 +144,16 @@ def fail(*_: object) -> None:
 def test_weights_are_not_packed_where_that_fails_or_gives_other_results(monkeypatch, wrong):
     monkeypatch.setattr(cpu_products, "packed_product", wrong)
     usual = model()
-    assert use_fastest(usual, timer(*PLAIN)) == Choice(swapped=(2, 16))
+    assert use_fastest(usual, time_s=timer(*PLAIN)) == Choice(swapped=(2, 16))
 
 
 def test_models_that_fit_into_caches_are_left_alone():
     small = nn.Sequential(nn.Linear(64, 64))
-    assert use_fastest(small, timer()) == Choice()
+    assert use_fastest(small, time_s=timer()) == Choice()
     assert type(small[0]) is nn.Linear
 
 
 def test_nothing_changes_where_the_usual_product_is_as_fast():
     usual = model()
-    assert use_fastest(usual, timer(*(1.0,) * len(PLAIN), *SLOW)) == Choice()
+    assert use_fastest(usual, time_s=timer(*(1.0,) * len(PLAIN), *SLOW)) == Choice()
     assert type(usual[0]) is nn.Linear
