@@ -18,14 +18,13 @@ from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.root import Root
 from pipespec.head.policies.static_tree import StaticTree
-from pipespec.instruments.emulation.machine import with_experts
+from pipespec.instruments.emulation.machine import TimeCurve, with_experts
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan import grid
 from pipespec.instruments.plan.advice import DecodingMethod, choices, predict, recommend
 from pipespec.instruments.plan.machine_profile import Profile
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulation import (
-    TimeCurve,
     level_equation,
     simulate,
     specpipe_ms,
