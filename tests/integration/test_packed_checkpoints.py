@@ -365,7 +365,7 @@ def test_what_one_rank_cannot_multiply_in_four_bits_all_make_plain(tmp_path):
     assert not none
     tokens, (fault,) = answer(f"model.target={path}", in_four_bits=True)
     assert tokens == expected
-    assert re.search(r"failed its self-test on cpu: of .*q_proj.*dequantised", fault.reason)
+    assert re.search(r"failed its self-test on cpu: in .*q_proj.*dequantised", fault.reason)
     with pytest.raises(RankFailed, match=r"set model\.keep_quantized=no"):
         answer(f"model.target={path}", "model.keep_quantized=yes", in_four_bits=True)
 

@@ -17,7 +17,7 @@ from pipespec.errors import ConfigError
 from pipespec.instruments.emulation.machine import TimeCurve, experts_of, point, with_experts
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.limits import MAX_STAGES, check_whole
+from pipespec.limits import MAX_MS, MAX_STAGES, check_number, check_whole
 from pipespec.system.validation import Unreadable, from_fields, read_json
 
 
@@ -94,7 +94,7 @@ class Profile:
 
 def _curve(name: str, points: Sequence[str | float]) -> TimeCurve:
     """Raises ConfigError."""
-    try:
-        return TimeCurve(tuple(point(str(entry)) for entry in points))
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
+    parsed = tuple(point(str(entry)) for entry in points)
+    for _, ms in parsed:
+        check_number(name, ms, 0, MAX_MS)
+    return TimeCurve(parsed)
