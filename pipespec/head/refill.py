@@ -108,7 +108,8 @@ class NextBatch:
         if not len(children):
             return True  # unknown until the draft has proposed any
         alone = self.state.is_alone and not self.state.overlap
-        if alone and self.rows.min(initial=1.0) == 1.0:
+        tried = self.state.rounds >= LOOK_AHEAD
+        if alone and not tried and self.rows.min(initial=1.0) == 1.0:
             return True  # the policy, which could decode without drafts, has chosen not to
         merged = self.rows if self.offered is None else self.offered
         for rounds in range(1, 1 + (LOOK_AHEAD if alone else 1)):

@@ -11,7 +11,7 @@ from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import PipelineState, TargetBatch, TokenCost
-from pipespec.head.refill import NextBatch
+from pipespec.head.refill import LOOK_AHEAD, NextBatch
 from pipespec.head.row_budget import lone_batch
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
@@ -119,7 +119,15 @@ def test_many_rows_may_be_worth_their_time_where_few_are_not():
     )
     rows = np.array([0.99])
     assert not NextBatch(rows, 64, steep, rows).is_round_worth(rows)
-    assert NextBatch(rows, 64, replace(steep, overlap=False), rows).is_round_worth(rows)
+    later = replace(steep, overlap=False, rounds=1)
+    assert NextBatch(rows, 64, later, rows).is_round_worth(rows)
+
+
+def test_a_lone_batch_without_draft_tokens_is_delayed_by_few_rounds_for_nothing():
+    dear = replace(state(), draft_ms=100 * STEP_MS, overlap=False)
+    assert NextBatch(ROOT_ALONE, 64, dear, ROOT_ALONE).is_round_worth(ROOT_ALONE)
+    again = replace(dear, rounds=LOOK_AHEAD)
+    assert not NextBatch(ROOT_ALONE, 64, again, ROOT_ALONE).is_round_worth(ROOT_ALONE)
 
 
 def ms_per_token(policy: BestFirst, num_stages: int, draft_ms: float) -> float:
