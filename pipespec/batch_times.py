@@ -41,6 +41,11 @@ class BatchTimes(NamedTuple):
         """The mean milliseconds by rows, with the time for the average number of KV slots."""
         return tuple((rows, ms + self.slot_ms * self.slots) for rows, ms in self.points)
 
+    def scaled(self, factor: float) -> BatchTimes:
+        """The same times multiplied by `factor`."""
+        points = tuple((rows, ms * factor) for rows, ms in self.points)
+        return BatchTimes(points, self.slot_ms * factor, self.slots)
+
 
 NO_TIMES = BatchTimes()
 

@@ -38,8 +38,8 @@ class StepClock:
     def check(self, num_stages: int) -> None:
         """Raise ConfigError unless the clock fits a pipeline of so many stages."""
 
-    def wait_for_draft_round(self, start_ns: int) -> bool:
-        """Wait for the end of a draft round of the head."""
+    def wait_for_draft_round(self, start_ns: int, nodes: int) -> bool:
+        """Wait for the end of a draft round of the head that expanded `nodes` nodes."""
         return True
 
     def wait_for_mid_pass(self, start_ns: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.batch_times import mean_by_size
+from pipespec.batch_times import mean_by_size, unpack
 
 Report = dict[str, Any]
 # Counts of a stage since it last had no request, which it reports beside those of a request.
@@ -22,9 +22,10 @@ def empty_report(rank: int) -> Report:
         counts = dict.fromkeys(("elapsed_ns", "busy_ns", "steps", "rows", "dropped", "overruns"), 0)
         period = dict.fromkeys(PERIOD, 0)
         common = {"control_ns": 0, "events": [], "period": period, "attention": None, "experts": []}
-        return {"rank": rank, **common, **counts}
+        return {"rank": rank, "times": "", **common, **counts}
     return {
         "rank": 0,
+        "times": "",
         "control_ns": 0,
         "events": [],
         "hits": 0,
@@ -50,7 +51,8 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
     `control_ms_per_step` is the time per step that a rank spends on the controller, the mean over
     the ranks: calls, and the transfer of verdicts. `attention` is the backend of each stage.
     `experts_read` says for mixtures how many experts of a layer batches chose, by their rows, since
-    the stages were loaded.
+    the stages were loaded. `stage_times` are the latest of each stage (`BatchTimes`), and
+    `round_times` those of the draft by the nodes that a round expanded.
     """
     head, *stages = sorted(reports, key=lambda report: report["rank"])
     times, counts, first = head["token_ns"], head["counts"], head["first_token"]
@@ -86,6 +88,8 @@ def summarise(enqueued_ns: int, reports: list[Report]) -> dict[str, Any]:
         "overruns": sum(stage["overruns"] for stage in stages) + counts["overruns"],
         "attention": [stage["attention"] for stage in stages],
         "experts_read": mean_by_size(point for stage in stages for point in stage["experts"]),
+        "stage_times": [unpack(stage["times"])._asdict() for stage in stages],
+        "round_times": unpack(head["times"]).points,
     }
 
 

@@ -24,8 +24,6 @@ from tools.rig import cluster
 
 PROMPTS = ROOT / "tests" / "data" / "prompts.jsonl"
 GREEDY = SamplingParams()
-# Ranks whose hit rate is measured.
-RANKS = 16
 
 
 def shipped(count: int | None) -> list[dict[str, str]]:
@@ -66,30 +64,6 @@ class Pair:
         answers = cluster.decode(deployment, server, requests)
         return Measured([tokens for tokens, *_ in answers], [stats for *_, stats in answers])
 
-    def accuracy(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-    ) -> DraftAccuracy:
-        """How the draft ranks the target's tokens, and its confidence, given the target's text."""
-        model = AutoModelForCausalLM.from_pretrained(self.draft, dtype=torch.float32)
-        ranks: list[int] = []
-        confidence: list[float] = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            text = torch.tensor([[*prompt, *answer]])
-            with torch.inference_mode():
-                logits = model(text).logits[0, len(prompt) - 1 : -1]
-            expected = logits.gather(1, torch.tensor(answer)[:, None])
-            ranks += ((logits > expected).sum(1) + 1).tolist()
-            confidence += logits.softmax(-1).amax(1).tolist()
-        shares = np.bincount(np.minimum(ranks, RANKS + 1), minlength=RANKS + 2)[1:-1] / len(ranks)
-        # Sorted, as by chance a later rank may be hit more often than an earlier one.
-        cumulative = np.sort(shares)[::-1].cumsum()
-        mean = float(np.mean(confidence))
-        return DraftAccuracy(
-            curve=[f"{k}:{hit:.6f}" for k, hit in enumerate(cumulative, 1)],
-            spread=float(np.var(confidence) / (mean * (1 - mean))),
-            confidence=mean,
-        )
-
     def draft_ranks(
         self,
         prompts: Sequence[Sequence[int]],
@@ -113,16 +87,6 @@ class Pair:
             none = torch.full((len(answer),), order.shape[1])
             ranks["foresight"] += found.int().argmax(1).where(found.any(1), none).tolist()
         return {name: np.array(values) for name, values in ranks.items()}
-
-
-@dataclass(frozen=True)
-class DraftAccuracy:
-    """A draft's accuracy as `pipespec plan` takes it; `confidence` is the mean probability of its
-    best token, which equals the curve's first point if the draft is calibrated."""
-
-    curve: list[str]
-    spread: float
-    confidence: float
 
 
 @dataclass(frozen=True)

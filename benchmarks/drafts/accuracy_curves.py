@@ -15,15 +15,19 @@ from pathlib import Path
 
 from benchmarks.common import comparison, experiment, plot, run_options
 from benchmarks.common.comparison import ALL
-from benchmarks.common.demo_pair import RANKS, DraftAccuracy, Pair
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.instruments.bench.draft_reader import read_answers
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
+from pipespec.instruments.plan.recorded_draft import DraftRecord
 
 SHOWN = (1, 2, 4, 8, 16)
+RANKS = 16  # whose hit rate is measured
 
 
-def curve(accuracy: DraftAccuracy) -> list[tuple[int, float]]:
+def curve(record: DraftRecord) -> list[tuple[int, float]]:
     """(k, share of tokens among the k best), k from 1."""
-    return [*Accuracy.parse(accuracy.curve, accuracy.spread).curve.items()]
+    return [*Accuracy.parse(record.curve(), record.spread()).curve.items()]
 
 
 def draw(title: str, curves: Mapping[str, list[tuple[int, float]]], path: Path) -> None:
@@ -54,29 +58,27 @@ def main() -> None:
         run_options.samples(options),
         prompt_tokens=options.prompt_tokens,
     )
-    sets = list(dict.fromkeys(request.benchmark for request in case_run.requests))
-    pair = Pair()
-    accuracies: dict[str, DraftAccuracy] = {}
-    tokens: dict[str, int] = {}
-    for name in [*sets, ALL]:
-        requests = [request for request in case_run.requests if name in (request.benchmark, ALL)]
-        tokens[name] = sum(len(request.token_ids) for request in requests)
-        accuracies[name] = pair.accuracy(
-            [r.prompt_ids for r in requests], [r.token_ids for r in requests]
-        )
+    whole = read_answers(decide(compose()), case_run.requests, RANKS)
+    records = {
+        name: DraftRecord([text for text in whole.texts if name in (text.benchmark, ALL)])
+        for name in dict.fromkeys([*(text.benchmark for text in whole.texts), ALL])
+    }
     rows = []
-    for name, accuracy in accuracies.items():
-        found = dict(curve(accuracy))
+    for name, record in records.items():
+        found = dict(curve(record))
         rows.append(
-            {"data_set": run_options.short(name), "tokens": tokens[name]}
+            {
+                "data_set": run_options.short(name),
+                "tokens": sum(len(text.ranks) for text in record.texts),
+            }
             | {f"top_{k}": found[k] for k in SHOWN}
-            | {"confidence": accuracy.confidence, "spread": accuracy.spread}
+            | {"confidence": record.confidence(), "spread": record.spread()}
         )
     title = (
         f"Draft accuracy of the demo pair, {len(case_run.requests)} prompts × "
         f"{options.tokens} greedy tokens"
     )
-    curves = {name: curve(accuracy) for name, accuracy in accuracies.items()}
+    curves = {name: curve(record) for name, record in records.items()}
     experiment.publish(
         options,
         title,

@@ -78,7 +78,7 @@ def simulated(config: Config, requests: int, options: argparse.Namespace) -> Sim
     plain = max(PLAIN_LEAST, PLAIN_TOKENS * requests)
     return simulate(
         config.policy,
-        Machine(tuple(stages), draft_ms=machine.draft_ms),
+        Machine(tuple(stages), draft_ms=machine.draft),
         Accuracy.parse(options.curve.split(","), options.spread),
         rounds=options.rounds,
         num_tokens=plain if config.policy.max_rows == 1 else max(plain, options.tokens),

@@ -138,7 +138,7 @@ def main() -> None:
                 **row,
                 "speed_up": first["tbt_ms"] / row["tbt_ms"],
                 "stage_ms": machine.stages[0].ms(1),
-                "round_ms": machine.draft_ms,
+                "round_ms": machine.round_ms(1),
                 "predicted_ms": predicted(division, machine).tbt_ms,
             }
         )

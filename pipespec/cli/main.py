@@ -21,7 +21,7 @@ from pipespec.cli import down, generate, launch, serve, status, up
 from pipespec.console.arguments import Parser
 from pipespec.console.terminal import write
 from pipespec.errors import ConfigError
-from pipespec.instruments.commands import bench, check, compare, doctor, partition, plan
+from pipespec.instruments.commands import bench, check, compare, doctor, partition, plan, profile
 from pipespec.system.exit_codes import SIGNALLED, exit_code_of
 from pipespec.system.resource_limits import require_resources
 
@@ -33,6 +33,7 @@ COMMANDS = (
     bench,
     compare,
     plan,
+    profile,
     check,
     doctor,
     partition,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipespec.batch_times import BatchTimes
 from pipespec.client.model_info import ModelInfo
 from pipespec.cluster.deployment import Deployment
 from pipespec.controller.log_records import Accepted, Event, Finished
@@ -95,7 +96,11 @@ def statistics(served: ModelInfo, enqueued_ns: int, reports: list[Report]) -> di
         return None if value is None else value * factor
 
     times = {name: scaled(stats[name], 1 / scale) for name in TIMES}
-    return stats | times | {"tokens_per_s": scaled(stats["tokens_per_s"], scale)}
+    batches = [BatchTimes(**each).scaled(1 / scale)._asdict() for each in stats["stage_times"]]
+    rounds = BatchTimes(stats["round_times"]).scaled(1 / scale).points
+    tokens_per_s = scaled(stats["tokens_per_s"], scale)
+    times |= {"stage_times": batches, "round_times": rounds, "tokens_per_s": tokens_per_s}
+    return stats | times
 
 
 def labels(served: ModelInfo, sampling: SamplingParams) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pipespec.config.overrides import (
     quoted,
     resolved,
     value_of,
-    with_hosts,
+    with_files,
 )
 from pipespec.config.schema import Config, RunConfig, masked
 from pipespec.errors import ConfigError, interrupt_cause
@@ -59,7 +59,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     """The raw tree of settings, all names and types checked."""
     from omegaconf import OmegaConf
 
-    texts = with_hosts(overrides)
+    texts = with_files(overrides)
     options = default_choices()
     chosen = [text for text in texts if text.partition("=")[0] in options]
     for override in map(parse, chosen):

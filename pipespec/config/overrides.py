@@ -19,14 +19,17 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 
-def with_hosts(overrides: Sequence[str]) -> list[str]:
-    """`cluster=FILE.yaml` as the settings that it stands for. Raises ConfigError."""
+def with_files(overrides: Sequence[str]) -> list[str]:
+    """`cluster=FILE.yaml` and `emulate=FILE.json` as the settings that they stand for. Raises
+    ConfigError."""
     found = []
     for text in overrides:
         name, _, value = text.partition("=")
         if name == "cluster" and value.endswith((".yaml", ".yml")):
             hosts_file = load_hosts(value)
             found += [f"cluster.hosts={value}", f"cluster.stages={hosts_file.num_stages}"]
+        elif name == "emulate" and value.endswith(".json"):
+            found += ["emulate=profile", f"emulate.file={value}"]
         else:
             found.append(text)
     return found

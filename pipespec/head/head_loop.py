@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
-from pipespec.batch_times import merge_times
+from pipespec.batch_times import RowTimes, merge_times, pack
 from pipespec.clock import REAL_TIME, StepClock
 from pipespec.controller.draft_tokens import END_OF_SEQUENCE
 from pipespec.controller.log_records import CANCELLED, Accepted
@@ -87,6 +87,7 @@ class HeadLoop:
         self._step_started_ns = 0  # when this step began, on the timeline's clock
         self._done: list[Task] = []
         self._submitted = 0  # steps
+        self._rounds = RowTimes()  # of the draft, by the nodes that they expanded
         # Verdicts that were applied, but neither logged nor passed to the proposer, by request.
         self._unlogged: list[tuple[int, Verdict]] = []
         self._published: int | None = None  # when gauges and counters were published last
@@ -196,10 +197,14 @@ class HeadLoop:
         start = self.timeline.clock()
         with self.timeline("draft"):
             proposals = self.proposer.propose(work.requests, work.children)
-            paced = self.settings.clock.wait_for_draft_round(start)
+            nodes = sum(len(each.nodes) for each in work.requests)
+            paced = self.settings.clock.wait_for_draft_round(start, nodes)
         for part in work.parts:
             part.sequence.counts["overruns"] += not paced
-        return proposals, self._ms_since(start)
+        took_ms = self._ms_since(start)
+        if nodes and all(proposal is not None for proposal in proposals):  # it read no prompt
+            self._rounds.add(nodes, took_ms)
+        return proposals, took_ms
 
     def receive_verdicts(self) -> None:
         """Wait until this step's batch is due, and apply the verdicts that arrive until then.
@@ -264,6 +269,7 @@ class HeadLoop:
         # The only report, if no stage knows the request.
         alone = sequence.number == NOT_IN_PIPELINE or not sequence.start_sent
         report = {"rank": 0, "alone": alone, "control_ns": control, "events": events}
+        report["times"] = pack(self._rounds.measured())
         self.controller.report(request.id, report | sequence.statistics())
         self.controller.finish(request.id, reason, sequence.prefill_ns, sequence.cached)
         self.end_sequence(sequence)

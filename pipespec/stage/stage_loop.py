@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.batch_times import RowTimes
+from pipespec.batch_times import RowTimes, pack
 from pipespec.clock import REAL_TIME, StepClock
 from pipespec.controller.rank_controller import Controller
 from pipespec.controller.task_graph import Layout, Task, compute, prune, transfer
@@ -199,6 +199,7 @@ class StageLoop:
                     "period": period,
                     "attention": self.settings.attention,
                     "experts": self.runner.model.experts.points(),
+                    "times": pack(self._times.measured()),
                     "events": events,
                 }
         if not self._sequences:

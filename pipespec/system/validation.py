@@ -132,11 +132,14 @@ def typed(name: str, value: Any, hint: Any) -> Any:
     """`value` as the type `hint`, made from what JSON or YAML has.
 
     A hint is bool, int, float, str, None, a sequence or a mapping of one, a dataclass, a TypedDict,
-    or one of several; a list may also be given as its only item. Raises Unreadable.
+    or one of several; a list may also be given as its only item, and with Any the value stays as it
+    is. Raises Unreadable.
     """
     kinds = alternatives(hint)
     for kind in kinds:
         origin, inner = typing.get_origin(kind), typing.get_args(kind)
+        if kind is Any:
+            return value
         if origin is list:
             items = value if isinstance(value, list) else [value]
             if all(_is_plain(item, inner[0]) for item in items):

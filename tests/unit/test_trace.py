@@ -78,10 +78,12 @@ def test_statistics_of_a_request():
         "counts": {"steps": 9, "rows": 40, "rounds": 12, "overruns": 0},
         "first_token": {"steps": 5, "rows": 20, "rounds": 4},
         "control_ns": 9 * ms,
+        "times": "4:1.5,30:2;0;0",
     }
     stage = {
         "busy_ns": 30 * ms, "elapsed_ns": 60 * ms, "dropped": 4, "overruns": 1,
         "control_ns": 18 * ms, "attention": "triton", "experts": [(1, 8.0), (3, 20.0)],
+        "times": "1:5.25,16:8;0.001;350",
     }  # fmt: skip
     other = stage | {"rank": 2, "experts": [(4, 24.0)]}
     stats = summarise(0, [stage | {"rank": 1}, head])
@@ -100,16 +102,19 @@ def test_statistics_of_a_request():
     assert stats["control_ms_per_step"] == 1.5
     assert stats["overruns"] == 1
     assert stats["attention"] == ["triton"]
+    times = {"points": ((1, 5.25), (16, 8.0)), "slot_ms": 0.001, "slots": 350.0}
+    assert stats["stage_times"] == [times]
+    assert stats["round_times"] == ((4, 1.5), (30, 2.0))
 
 
 def test_a_request_of_one_token_has_no_rates():
     head = {
-        "rank": 0, "token_ns": [5], "hits": 0, "cached_tokens": 0, "control_ns": 0,
+        "rank": 0, "token_ns": [5], "hits": 0, "cached_tokens": 0, "control_ns": 0, "times": "",
         "counts": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
         "first_token": {"steps": 2, "rows": 3, "rounds": 0, "overruns": 0},
     }  # fmt: skip
     stage = {"rank": 1, "busy_ns": 1, "elapsed_ns": 4, "dropped": 0, "overruns": 0, "control_ns": 0}
-    stage |= {"attention": "sdpa", "experts": []}
+    stage |= {"attention": "sdpa", "experts": [], "times": ""}
     stats = summarise(0, [head, stage])
     assert stats["tokens_per_step"] is None
     assert stats["tbt_ms"] == {"mean": None, "p50": None, "p99": None}

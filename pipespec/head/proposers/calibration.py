@@ -180,11 +180,11 @@ class _PendingNode:
 
 
 class CalibratedProposer:
-    """A proposer with calibrated probabilities."""
+    """A proposer with calibrated probabilities; `calibration` may know other texts already."""
 
-    def __init__(self, proposer: Proposer):
+    def __init__(self, proposer: Proposer, calibration: Calibration | None = None):
         self.proposer = proposer
-        self.calibration = Calibration()
+        self.calibration = calibration or Calibration()
         self.stated: NodeRecords[_PendingNode] = NodeRecords()
 
     def start_sequence(self, context: Context) -> None:

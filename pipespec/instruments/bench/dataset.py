@@ -1,6 +1,7 @@
 """Prompts for benchmarks, from JSON Lines: {"id", "benchmark", "prompt"} per line.
 
-Other keys are ignored. Whatever is wrong is one sentence with file and line in a ConfigError.
+Other keys are ignored. A text file (`.txt`) has a prompt per line. Whatever is wrong is one
+sentence with file and line in a ConfigError.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, check_whole
 from pipespec.system.validation import (
     Unreadable,
+    decode,
     is_folder,
     is_whole,
     parse_json,
@@ -22,6 +24,7 @@ from pipespec.system.validation import (
 )
 
 PATTERN = "*.jsonl"
+PLAIN = ".txt"
 MOST_BYTES = 2**30
 
 
@@ -76,11 +79,21 @@ def _read(file: Path) -> Iterator[tuple[str, Sample]]:
         raise ConfigError(
             f"The data set {str(file)!r} cannot be read: {error}; pass another dataset=PATH."
         ) from error
+    parse = _plain if file.suffix == PLAIN else _parse
     # Not `splitlines`: a text may hold characters that it takes for the end of a line.
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             place = f"{file}, line {number}"
-            yield place, _parse(line, place)
+            yield place, parse(line, place)
+
+
+def _plain(line: bytes, place: str) -> Sample:
+    """A prompt that is a line of text; its file is the benchmark."""
+    try:
+        prompt = decode(line).strip()
+    except Unreadable as error:
+        raise ConfigError(f"{place}: {error}; write it as UTF-8.") from error
+    return Sample(place, Path(place.partition(",")[0]).stem, prompt)
 
 
 def _parse(line: bytes, place: str) -> Sample:

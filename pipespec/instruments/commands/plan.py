@@ -42,11 +42,14 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--context",
         type=int,
-        default=8192,
         metavar="TOKENS",
-        help="of all requests together (8192)",
+        help="of all requests together (8192; with --profile that at which it was measured)",
     )
-    command.add_argument("--profile", metavar="FILE", help="JSON with what the options below give")
+    command.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="JSON with what the options below give, as `pipespec profile` writes it",
+    )
     command.add_argument("--stages", type=int, metavar="N", help="stages of the pipeline (8)")
     command.add_argument(
         "--stage-ms",
@@ -155,6 +158,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         tensor_parallel=arguments.tensor_parallel,
         sum_ms=arguments.sum_ms,
     )
+    if arguments.curve or arguments.spread is not None:
+        profile = profile.replaced(texts=())  # these describe the draft instead
+    if arguments.context is not None:
+        profile = profile.at_context(arguments.context)
     machines, accuracy = profile.machines(), profile.accuracy()
     policies = arguments.policies or policies_to_compare()
     ways = list(advice.choices(policies, arguments.widths, arguments.children, arguments.rounds))
@@ -178,7 +185,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.json:
         chosen = None if advised is None else {**asdict(advised), "tensor_parallel": best}
         answer = {
-            "profile": asdict(profile),
+            "profile": asdict(profile.replaced(texts=())),
             "plain_tbt_ms": profile.machine().plain_tbt_ms,
             "predictions": [{**asdict(each), "tensor_parallel": size} for size, each in found],
             "recommended": chosen,
@@ -189,7 +196,38 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         _print_table(machine, size, by_size[size], advised)
     groups = f"cluster.tensor_parallel={best} cluster.stages={machines[best].num_stages} "
     _print_advice([each for _, each in found], advised, groups if len(machines) > 1 else "")
+    if advised is not None and advised.texts:
+        _print_texts(machines[best], advised)
     return 0
+
+
+def _print_texts(machine: Machine, advised: Prediction) -> None:
+    """Print what the advised method does with each benchmark, and how much texts differ."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(
+        box=SIMPLE_HEAD, padding=0, title="The recommended one, by benchmark", title_justify="left"
+    )
+    table.add_column("benchmark")
+    for heading in ("texts", "tok/step", "TBT", "of texts", "gain"):
+        table.add_column(f" {heading}", justify="right", no_wrap=True)
+    plain_ms = machine.plain_tbt_ms
+    for benchmark in dict.fromkeys(text.benchmark for text in advised.texts):
+        texts = [text for text in advised.texts if text.benchmark == benchmark]
+        tokens = sum(text.tokens for text in texts)
+        tbt_ms = sum(text.tbt_ms * text.tokens for text in texts) / tokens
+        steps = sum(text.tokens / text.tokens_per_step for text in texts)
+        times = [text.tbt_ms for text in texts]
+        table.add_row(
+            benchmark,
+            str(len(texts)),
+            f"{tokens / steps:.2f}",
+            f"{tbt_ms:.1f}",
+            f" {min(times):.1f} to {max(times):.1f}",
+            f"{plain_ms / tbt_ms:.2f}",
+        )
+    show(table)
 
 
 def _print_table(

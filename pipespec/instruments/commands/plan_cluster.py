@@ -12,6 +12,9 @@ from pipespec.errors import ConfigError
 if TYPE_CHECKING:
     from pipespec.instruments.plan.cluster_plan import ClusterPlan
 
+# Tokens of all requests together, for which the devices need room.
+CONTEXT = 8192
+
 
 def run(arguments: argparse.Namespace, settings: list[str]) -> int:
     """Say where the layers would go on the GPUs of --gpus, and predict the time of a token."""
@@ -39,7 +42,7 @@ def run(arguments: argparse.Namespace, settings: list[str]) -> int:
         gpus=tuple(parse_gpus(arguments.gpus)),
         link=link,
         weights=arguments.weights,
-        context=arguments.context,
+        context=arguments.context or CONTEXT,
         curve=tuple(arguments.curve or ()),
         spread=arguments.spread,
     )
@@ -63,7 +66,7 @@ def _print(found: ClusterPlan) -> None:
         table.add_column(f" {heading} ", justify="left" if heading == "GPU" else "right")
     if found.draft is not None and found.cluster.draft is not None:
         gib = f"{found.draft.parameters * 2 / 2**30:.1f} GiB"
-        round_ms = f"{found.cluster.machine.draft_ms:.1f} ms"
+        round_ms = f"{found.cluster.machine.round_ms(1):.1f} ms"
         table.add_row("0", found.cluster.draft.name, "draft", gib, "", "", round_ms, "")
     for rank, stage in enumerate(found.cluster.stages, 1):
         times = [f"{stage.times.ms(rows):.1f} ms" for rows in (1, 16, 64)]

@@ -176,8 +176,11 @@ class EmulatedMachine(StepClock):
         "share of the time of one row and, if known, how much alike rows choose, from 0 "
         "(independently) to 1 (the same); stage_ms is then the time if all rows chose the same.",
     )
-    draft_ms: float = setting(
-        0.0, "Least time of a draft round; 0 is as fast as it goes.", "ms", limits=(0, MAX_MS)
+    draft_ms: Any = setting(
+        0.0,
+        "Least time of a draft round, by its nodes as in '1:9 64:12'; 0 is as fast as it goes.",
+        "ms",
+        kind=float | str,
     )
     mid_ms: float = setting(
         0.0, "Least time of a pass of the mid-size model of a cascade.", "ms", limits=(0, MAX_MS)
@@ -200,19 +203,22 @@ class EmulatedMachine(StepClock):
         check_settings("emulate", self)
         if not self.curves:
             raise ConfigError("emulate.stage_ms is an empty list; give one time, or one per stage.")
+        _ = self.draft  # raises now, before any rank starts
 
     @cached_property
     def curves(self) -> tuple[TimeCurve, ...]:
         """One for all stages, or one per stage."""
         entries = self.stage_ms if isinstance(self.stage_ms, list) else [self.stage_ms]
-        try:
-            curves = tuple(TimeCurve.parse(str(entry)) for entry in entries)
-        except ConfigError as error:
-            raise ConfigError(f"emulate.stage_ms: {error}") from error
+        curves = tuple(_parsed("emulate.stage_ms", entry) for entry in entries)
         if self.experts:
             of_layer = experts_of("emulate.experts", self.experts)
             curves = tuple(with_experts(curve, *of_layer) for curve in curves)
         return curves
+
+    @cached_property
+    def draft(self) -> TimeCurve:
+        """Of a draft round, by the nodes that it expands."""
+        return _parsed("emulate.draft_ms", self.draft_ms)
 
     def check(self, num_stages: int) -> None:
         """Raise ConfigError unless there is a time for every stage."""
@@ -223,11 +229,11 @@ class EmulatedMachine(StepClock):
             )
 
     def __bool__(self) -> bool:
-        slow = any(ms for curve in self.curves for _, ms in curve.points)
-        return slow or max(self.draft_ms, self.mid_ms, self.jitter_ms) > 0
+        slow = any(ms for curve in (*self.curves, self.draft) for _, ms in curve.points)
+        return slow or max(self.mid_ms, self.jitter_ms) > 0
 
-    def wait_for_draft_round(self, start_ns: int) -> bool:
-        return wait_until(start_ns, self.draft_ms * self.scale)
+    def wait_for_draft_round(self, start_ns: int, nodes: int) -> bool:
+        return wait_until(start_ns, self.draft.ms(max(nodes, 1)) * self.scale)
 
     def wait_for_mid_pass(self, start_ns: int) -> bool:
         return wait_until(start_ns, self.mid_ms * self.scale)
@@ -243,3 +249,11 @@ class EmulatedMachine(StepClock):
         if self.jitter_ms:
             ms += random.Random(f"{rank}:{step}").expovariate(1 / self.jitter_ms)
         return ms * self.scale
+
+
+def _parsed(name: str, value: object) -> TimeCurve:
+    """The times of a setting. Raises ConfigError."""
+    try:
+        return TimeCurve.parse(str(value))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -124,6 +125,13 @@ class Accuracy:
         best = self._confidences[(uniform * QUANTILES).astype(np.int64)]
         return np.column_stack((best, (1 - best)[:, None] * rest))
 
+    def draw(
+        self, answer: np.ndarray, on_path: np.ndarray, confidence: np.ndarray, hit: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `DrawnDraft`; every position of a text is like the others."""
+        stated = self.distributions(confidence)
+        return stated, (hit[:, None] >= stated.cumsum(1)).sum(1)
+
     @cached_property
     def _confidences(self) -> np.ndarray:
         """The quantiles of rank 1's probability, `[QUANTILES]`."""
@@ -145,6 +153,23 @@ def _quantiles(mean: float, spread: float) -> np.ndarray:
     drawn = np.random.default_rng(0).beta(mean * s, (1 - mean) * s, 64 * QUANTILES)
     quantiles = np.sort(drawn).reshape(QUANTILES, 64).mean(1)
     return np.clip(quantiles, SMALLEST_MISS, 1 - SMALLEST_MISS)
+
+
+class DrawnDraft(Protocol):
+    """What a synthetic draft states of the children of nodes, and how good it is there."""
+
+    def draw(
+        self, answer: np.ndarray, on_path: np.ndarray, confidence: np.ndarray, hit: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The stated probabilities of the candidates of nodes, `[nodes, ranks]`, the likeliest
+        first, and the index among them of the target's own token, `[nodes]`; `ranks`: of none.
+
+        Args:
+            answer: which token of the answer follows each node, from 0, `[nodes]`.
+            on_path: whether the node agrees with the answer, `[nodes]`.
+            confidence, hit: uniform random numbers, `[nodes]`.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -241,16 +266,16 @@ class SyntheticProposer:
     """
 
     def __init__(
-        self, accuracy: Accuracy, truth: Sequence[Sequence[int]], vocabulary: int, seed: int
+        self, draft: DrawnDraft, truth: Sequence[Sequence[int]], vocabulary: int, seed: int
     ):
-        self.accuracy = accuracy
-        accuracy.distributions(np.zeros(1))  # makes its table now, not in the first round
+        self.draft = draft
+        one = np.zeros(1)
+        draft.draw(np.zeros(1, np.int64), np.ones(1, bool), one, one)  # makes its tables now
         self.truth = truth
         self.vocabulary = vocabulary
         self.seed = seed
-        self._answers: dict[
-            int, tuple[Context, np.ndarray, np.ndarray]
-        ] = {}  # its text, key of its prompt
+        # Of a sequence: its text, and the key and the length of its prompt.
+        self._answers: dict[int, tuple[Context, np.ndarray, np.ndarray, int]] = {}
 
     def start_sequence(self, context: Context) -> None:
         known = context.tokens
@@ -258,7 +283,7 @@ class SyntheticProposer:
         for text in self.truth:
             if list(text[: len(known)]) == known[: len(text)]:
                 key = np.array([zlib.crc32(np.array(prompt).tobytes())])
-                self._answers[context.sequence] = context, np.array(text), key
+                self._answers[context.sequence] = context, np.array(text), key, len(prompt)
                 return
         raise ConfigError(
             f"proposer.truth holds no text that begins with the prompt of a request "
@@ -267,7 +292,7 @@ class SyntheticProposer:
 
     def accept_verdict(self, verdict: Verdict) -> None:
         """Raises ConfigError if the target's answer differs from the file's."""
-        context, answer, _ = self._answers[verdict.sequence]
+        context, answer, *_ = self._answers[verdict.sequence]
         decided = context.tokens[verdict.base :][: max(0, len(answer) - verdict.base)]
         expected = answer[verdict.base : verdict.base + len(decided)].tolist()
         if decided != expected:
@@ -283,13 +308,17 @@ class SyntheticProposer:
         return [self._proposal(each.context, each.tree, each.nodes, children) for each in requests]
 
     def _proposal(self, context: Context, tree: Tree, nodes: np.ndarray, children: int) -> Proposal:
-        _, answer, prompt = self._answers[context.sequence]
+        _, answer, prompt, length = self._answers[context.sequence]
         right = self._on_path(tree, answer)[nodes]
         position = tree.position[nodes]
         key = np.where(right, position, tree.id[nodes])
         off = np.where(right, 0, OFF_PATH)
-        stated = self.accuracy.distributions(self._uniform(CONFIDENCE, key, off, prompt))
-        rank = (self._uniform(RANK, key, off, prompt)[:, None] >= stated.cumsum(1)).sum(1)
+        stated, rank = self.draft.draw(
+            position + 1 - length,
+            right,
+            self._uniform(CONFIDENCE, key, off, prompt),
+            self._uniform(RANK, key, off, prompt),
+        )
         count = min(children, stated.shape[1], self.vocabulary - 1)
         known = right & (position + 1 < len(answer))
         truth = answer[np.where(known, position + 1, 0)]

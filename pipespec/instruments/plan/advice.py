@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from itertools import product
+from operator import add
 
 from pipespec.config.method_registry import default_policy, sized_policy
 from pipespec.head.policies.level import Level
@@ -13,10 +15,12 @@ from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.instruments.plan.recorded_draft import DraftRecord
 from pipespec.instruments.plan.simulation import (
     Rounds,
     level_equation,
     simulate,
+    simulate_texts,
     specpipe_ms,
 )
 
@@ -57,7 +61,8 @@ class Prediction:
     is one, with every draft token within the children in time: a bound for any width. `bound_ms` is
     the time between tokens that follows from it, `specpipe_ms` what SpecPipe's equation gives
     instead. `speedup` is over plain pipeline parallelism; below 1 speculation loses. `settings`
-    are the overrides for `pipespec generate` that decode by this method.
+    are the overrides for `pipespec generate` that decode by this method, and `texts` the figures of
+    each text, if the draft was recorded.
     """
 
     policy: str
@@ -76,6 +81,19 @@ class Prediction:
     step_ms: float
     tbt_ms: float
     speedup: float
+    texts: tuple[TextPrediction, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextPrediction:
+    """What a decoding method will do with one text of which the draft was recorded; `tokens` are
+    those after the first."""
+
+    id: str
+    benchmark: str
+    tokens: int
+    tokens_per_step: float
+    tbt_ms: float
 
 
 def choices(
@@ -100,24 +118,36 @@ def choices(
 def predict(
     choice: DecodingMethod,
     machine: Machine,
-    accuracy: Accuracy,
+    accuracy: Accuracy | DraftRecord,
     *,
     num_tokens: int,
     seed: int = 0,
     mid: Accuracy | None = None,
 ) -> Prediction:
     """What one way to decode will do on a machine, with a draft of that accuracy and, in a
-    cascade, a `mid`-size model of that one."""
+    cascade, a `mid`-size model of that one. Of a draft that was recorded, about `num_tokens` of its
+    texts are decoded; no cascade can be."""
     choice = replace(choice, cascade=mid is not None)
-    ran = simulate(
-        choice.policy,
-        machine,
-        accuracy,
-        rounds=choice.rounds,
-        num_tokens=num_tokens,
-        seed=seed,
-        mid=mid,
-    )
+    rounds = choice.rounds
+    texts: tuple[TextPrediction, ...] = ()
+    if isinstance(accuracy, DraftRecord):
+        records = list(accuracy.sample(num_tokens))
+        each = simulate_texts(choice.policy, machine, records, rounds=rounds, seed=seed)
+        ran = reduce(add, each)
+        texts = tuple(
+            TextPrediction(r.id, r.benchmark, of.tokens, of.tokens_per_step, of.tbt_ms)
+            for r, of in zip(records, each, strict=True)
+        )
+    else:
+        ran = simulate(
+            choice.policy,
+            machine,
+            accuracy,
+            rounds=rounds,
+            num_tokens=num_tokens,
+            seed=seed,
+            mid=mid,
+        )
     equation = bound_ms = paper_ms = None
     if isinstance(choice.policy, Root):
         equation = level_equation(0.0, machine.num_stages)
@@ -130,7 +160,6 @@ def predict(
         stage_ms = [*map(sum, both)]
         bound_ms = max(stage_ms) / equation
         paper_ms = specpipe_ms(hit_rate, stage_ms)
-    tbt_ms = ran.ms / ran.tokens
     return Prediction(
         policy=choice.name,
         width=choice.policy.max_rows,
@@ -146,8 +175,9 @@ def predict(
         rows_per_step=ran.rows / ran.steps,
         rounds_per_step=ran.rounds / ran.steps,
         step_ms=ran.ms / ran.steps,
-        tbt_ms=tbt_ms,
-        speedup=machine.plain_tbt_ms / tbt_ms if tbt_ms else math.inf,
+        tbt_ms=ran.tbt_ms,
+        speedup=machine.plain_tbt_ms / ran.tbt_ms if ran.tbt_ms else math.inf,
+        texts=texts,
     )
 
 

@@ -78,7 +78,7 @@ class ClusterPlan:
             "target": asdict(self.target) | {"parameters": self.target.parameters},
             "draft": None if self.draft is None else asdict(self.draft),
             "draft_gpu": None if draft is None else draft.name,
-            "draft_ms": self.cluster.machine.draft_ms,
+            "draft_ms": self.cluster.machine.round_ms(1),
             "stages": [
                 {
                     "gpu": stage.gpu.name,

@@ -17,9 +17,8 @@ from typing import Any
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.advice import DecodingMethod, Prediction, predict
 from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulation import (
-    MAX_TOKENS,
-)
+from pipespec.instruments.plan.recorded_draft import DraftRecord
+from pipespec.instruments.plan.simulation import MAX_TOKENS
 from pipespec.limits import check_whole
 from pipespec.system.process_identity import die_with_parent
 
@@ -35,7 +34,7 @@ WORTH_A_PROCESS = 500
 def predictions(
     methods: Sequence[DecodingMethod],
     machine: Machine,
-    accuracy: Accuracy,
+    accuracy: Accuracy | DraftRecord,
     *,
     num_tokens: int,
     seed: int = 0,

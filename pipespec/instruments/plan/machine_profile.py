@@ -4,19 +4,20 @@
      "curve": ["1:0.81", "8:0.99"], "spread": 0.5, "experts": [256, 8, 0.9]}
 
 Every entry may be missing. For stages that differ, `stage_ms` is a list of such lists.
-`benchmarks/pipeline/plan_check.py` writes one from what it measured.
+`pipespec profile` writes one from what it measured, with what the draft proposed along each text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipespec.errors import ConfigError
 from pipespec.instruments.emulation.machine import TimeCurve, experts_of, point, with_experts
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.instruments.plan.recorded_draft import DraftRecord, TextRecord
 from pipespec.limits import MAX_MS, MAX_STAGES, check_number, check_whole
 from pipespec.system.validation import Unreadable, from_fields, read_json
 
@@ -29,17 +30,23 @@ class Profile:
     Attributes:
         stage_ms: of every stage, `ROWS:MS`, or one such list for each stage.
         hop_ms: a time for any rows, or a list like that of a stage.
+        draft_ms: of a draft round, for any nodes or a list by the nodes that it expands.
         experts: those that each layer has, how many of them a row chooses, their share of a row's
             time and, if known, the overlap of the choices of rows; empty: the model is dense.
         mid_curve: the accuracy of the mid-size model of a cascade; empty: there is none.
         tensor_parallel: numbers of devices that might compute their layers together.
         sum_ms: what adding up takes them for the layers of one stage.
+        slot_ms, slots: what each KV slot that a batch reads adds, and how many it read when
+            `stage_ms` was measured.
+        texts: what the draft proposed along each text; its accuracy, in place of the curve.
+        about: of what and when it was measured.
+        figures: what `pipespec partition` measured of the hosts, for its --measured.
     """
 
     stages: int = 8
     stage_ms: Sequence[str | float | Sequence[str | float]] = (37.8,)
     hop_ms: float | Sequence[str | float] = 0.0
-    draft_ms: float = 0.0
+    draft_ms: float | Sequence[str | float] = 0.0
     curve: Sequence[str] = ("1:0.81", "8:0.99")
     spread: float = 0.5
     experts: Sequence[float] = ()
@@ -47,6 +54,11 @@ class Profile:
     mid_ms: float = 0.0
     tensor_parallel: Sequence[int] = (1,)
     sum_ms: float = 0.0
+    slot_ms: float = 0.0
+    slots: float = 0.0
+    texts: Sequence[TextRecord] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, file: str) -> Profile:
@@ -76,20 +88,41 @@ class Profile:
         if self.experts:
             of_layer = experts_of("experts", self.experts)
             stages = tuple(with_experts(curve, *of_layer) for curve in stages)
-        return Machine(stages, _curve("hop_ms", hop), self.draft_ms, mid_ms=self.mid_ms)
+        draft = self.draft_ms
+        return Machine(
+            stages,
+            _curve("hop_ms", hop),
+            draft if isinstance(draft, int | float) else _curve("draft_ms", draft),
+            mid_ms=self.mid_ms,
+        )
+
+    def at_context(self, tokens: int) -> Profile:
+        """With the times of stages whose batches read so many KV slots."""
+        more = self.slot_ms * (tokens - self.slots)
+        return replace(self, stage_ms=_later(self.stage_ms, more), slots=tokens)
 
     def machines(self) -> dict[int, Machine]:
         """What the devices make, by how many compute together. Raises ConfigError."""
         alone = self.machine()
         return {size: alone.shared(size, self.sum_ms) for size in self.tensor_parallel}
 
-    def accuracy(self) -> Accuracy:
+    def accuracy(self) -> Accuracy | DraftRecord:
         """Raises ConfigError."""
+        if self.texts:
+            return DraftRecord(self.texts)
         return Accuracy.parse(list(self.curve), self.spread)
 
     def mid(self) -> Accuracy | None:
         """Raises ConfigError."""
         return Accuracy.parse(list(self.mid_curve), self.spread) if self.mid_curve else None
+
+
+def _later(times: Any, ms: float) -> Any:
+    """Times of stages as a profile has them, with so many milliseconds more."""
+    if isinstance(times, list | tuple):
+        return tuple(_later(each, ms) for each in times)
+    rows, own = point(str(times))
+    return f"{rows}:{max(own + ms, 0.0):.5g}"
 
 
 def _curve(name: str, points: Sequence[str | float]) -> TimeCurve:

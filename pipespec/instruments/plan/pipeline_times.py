@@ -18,15 +18,15 @@ class Machine:
 
     One time curve per stage; `hop` from the end of a stage's computation to the start of the next
     one's, by the rows that it sends on, and for the verdict's way that of one row; `draft_ms` of
-    one draft round and `mid_ms` of a pass of the mid-size model, which works beside the head;
-    `slot_ms` for each KV slot that a stage reads.
+    one draft round, for any nodes or by the nodes that it expands, and `mid_ms` of a pass of the
+    mid-size model, which works beside the head; `slot_ms` for each KV slot that a stage reads.
     Stages that form a group count as one, with the sum of their times.
     Raises ConfigError.
     """
 
     stages: tuple[TimeCurve, ...]
     hop: TimeCurve = NO_HOP
-    draft_ms: float = 0.0
+    draft_ms: float | TimeCurve = 0.0
     slot_ms: float = 0.0
     mid_ms: float = 0.0
 
@@ -34,7 +34,8 @@ class Machine:
         if not self.stages:
             raise ConfigError("A pipeline without stages cannot be planned; give 1 or more.")
         for name in ("draft_ms", "slot_ms", "mid_ms"):
-            check_number(name, getattr(self, name), 0, MAX_MS)
+            if not isinstance(value := getattr(self, name), TimeCurve):
+                check_number(name, value, 0, MAX_MS)
 
     @property
     def num_stages(self) -> int:
@@ -68,6 +69,12 @@ class Machine:
             curve.ms(count) + self.slot_ms * read
             for curve, count, read in zip(self.stages, rows, slots, strict=True)
         ]
+
+    def round_ms(self, nodes: int) -> float:
+        """The time of a draft round that expands so many nodes."""
+        if isinstance(self.draft_ms, TimeCurve):
+            return self.draft_ms.ms(max(nodes, 1))
+        return self.draft_ms
 
     def hop_ms(self, rows: Sequence[int]) -> list[float]:
         """The time after each stage in a step until what it sends has arrived, by its rows; the

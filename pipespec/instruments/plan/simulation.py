@@ -21,8 +21,8 @@ limits. Everything here is pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from pipespec.core import NODE, SEQUENCE, Batch, Request, Verdict
 from pipespec.head.policies.draft_rounds import check_rounds
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.proposers.async_proposer import AsyncResult
+from pipespec.head.proposers.calibration import CalibratedProposer, Calibration
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.proposers.proposer import Context, Proposal, ProposalRequest, Proposer
 from pipespec.head.scheduler import Scheduler
@@ -39,8 +40,13 @@ from pipespec.head.scoring import MID_ROWS, Scoring
 from pipespec.head.sequence import Sequence as HeadSequence
 from pipespec.head.step import run_step
 from pipespec.head.tree import ROOT
-from pipespec.instruments.emulation.synthetic_proposer import Accuracy, SyntheticProposer
+from pipespec.instruments.emulation.synthetic_proposer import (
+    Accuracy,
+    DrawnDraft,
+    SyntheticProposer,
+)
 from pipespec.instruments.plan.pipeline_times import Machine
+from pipespec.instruments.plan.recorded_draft import TextRecord
 from pipespec.limits import MAX_SEED, check_whole
 
 # The simulated text is random, and longer than what is decoded, so that no draft token reaches its
@@ -86,9 +92,20 @@ class Simulation:
     rounds: int = 0
     ms: float = 0.0
 
+    def __add__(self, other: Simulation) -> Simulation:
+        """Both together."""
+        return Simulation(
+            *(getattr(self, each.name) + getattr(other, each.name) for each in fields(self))
+        )
+
     @property
     def tokens(self) -> int:
         return int(self.delays.sum())
+
+    @property
+    def tbt_ms(self) -> float:
+        """The mean time between tokens."""
+        return self.ms / self.tokens
 
     @property
     def tokens_per_step(self) -> float:
@@ -133,17 +150,46 @@ def simulate(
     return pipeline.result
 
 
+def simulate_texts(
+    policy: SpeculationPolicy,
+    machine: Machine,
+    texts: Iterable[TextRecord],
+    *,
+    rounds: Rounds,
+    seed: int = 0,
+) -> list[Simulation]:
+    """Decode texts of which a draft was recorded, one after another, as `simulate` does.
+
+    The head learns from one text to the next how sure the draft may be, as a running one does.
+    """
+    check_rounds(rounds)
+    check_whole("seed", seed, 0, MAX_SEED)
+    calibration = Calibration()
+    found = []
+    for text in texts:
+        later = len(text.ranks) - 1  # the first token is not counted
+        pipeline = SimulatedPipeline(
+            policy, machine, text, rounds, later, seed, calibration=calibration
+        )
+        while pipeline.result.tokens < later:
+            pipeline.step()
+        pipeline.end()
+        found.append(pipeline.result)
+    return found
+
+
 class SimulatedPipeline:
     """The head's scheduler before stages that are times and texts: a `pipespec.head.step.Pipeline`.
 
     It runs on a clock that the machine drives. Prompts are one token, answers are random.
+    `calibration`: of the draft's stated probabilities, which goes on; None: they are right.
     """
 
     def __init__(
         self,
         policy: SpeculationPolicy,
         machine: Machine,
-        accuracy: Accuracy,
+        draft: DrawnDraft,
         rounds: Rounds,
         num_tokens: int,
         seed: int,
@@ -152,6 +198,7 @@ class SimulatedPipeline:
         mid: Accuracy | None = None,
         *,
         overlap: bool = True,
+        calibration: Calibration | None = None,
     ):
         self.machine = machine
         random = np.random.default_rng(seed)
@@ -163,7 +210,9 @@ class SimulatedPipeline:
             text[0] = (self.texts[0][0] + i) % VOCABULARY
         self.now_ms = 0.0  # when this step began
         context_limit = len(self.texts[0]) + 1
-        self.proposer: Proposer = SyntheticProposer(accuracy, self.texts, VOCABULARY, seed)
+        self.proposer: Proposer = SyntheticProposer(draft, self.texts, VOCABULARY, seed)
+        if calibration is not None:
+            self.proposer = CalibratedProposer(self.proposer, calibration)
         cascade = None
         if mid is not None:
             # With one seed both go wrong at the same places.
@@ -221,9 +270,10 @@ class SimulatedPipeline:
         return self.step_ms
 
     def propose(self, work: ProposalBatch) -> tuple[Sequence[Proposal | None], float]:
-        self.step_ms += self.machine.draft_ms
+        round_ms = self.machine.round_ms(sum(len(each.nodes) for each in work.requests))
+        self.step_ms += round_ms
         self.rounds += 1
-        return self.proposer.propose(work.requests, work.children), self.machine.draft_ms
+        return self.proposer.propose(work.requests, work.children), round_ms
 
     def receive_verdicts(self) -> None:
         in_flight = self.in_flight()
@@ -237,12 +287,23 @@ class SimulatedPipeline:
             if not sequence.prompt_left:
                 verdict = self.verdict(request, counts=self.reading in ([], [request]))
                 if verdict.tokens:
-                    self.scheduler.apply(verdict, now=0)
+                    self.apply(verdict)
         # The draft sends no hidden states and its rounds end before the verdict arrives, so a
         # slow draft hides the hop (PipeDec: max(T_draft, C T_c + T_t)).
         hop_ms = self.machine.hop_ms(in_flight[0])
         verdict_ms = max(map(sum, zip(stage_ms, hop_ms, strict=True)))
         self.step_ms = max(verdict_ms, self.step_ms)
+
+    def apply(self, verdict: Verdict) -> None:
+        """A verdict arrives at the head."""
+        progress = self.scheduler.apply(verdict, now=0)
+        if progress is not None:
+            self.proposer.accept_verdict(progress.accepted)
+
+    def end(self) -> None:
+        """The requests end, whatever they have left to decode."""
+        for number in self.scheduler.sequences:
+            self.proposer.end_sequence(number)
 
     def drop_cancelled(self) -> None: ...
 

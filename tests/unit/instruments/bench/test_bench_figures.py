@@ -173,9 +173,11 @@ def reports() -> list[dict[str, Any]]:
         "hits": 0,
         "cached_tokens": 0,
         "control_ns": 0,
+        "times": "4:8;0;0",
     }
     stage = {"dropped": 0, "busy_ns": 5, "elapsed_ns": 10, "overruns": 0, "control_ns": 6_000_000}
-    return [head, {"rank": 1, "attention": "sdpa", "experts": []} | stage]
+    times = "1:4,8:12;0.02;100"
+    return [head, {"rank": 1, "attention": "sdpa", "experts": [], "times": times} | stage]
 
 
 def served(*settings: str) -> ModelInfo:
@@ -196,6 +198,10 @@ def test_times_are_divided_by_the_scale_of_what_is_emulated_and_shares_are_not()
     assert (plain["step_ms"], paced["step_ms"]) == (15, 3.75)
     assert (plain["control_ms_per_step"], paced["control_ms_per_step"]) == (1, 0.25)
     assert paced["tokens_per_s"] == pytest.approx(4 * plain["tokens_per_s"])
+    assert paced["stage_times"] == [
+        {"points": ((1, 1.0), (8, 3.0)), "slot_ms": 0.005, "slots": 100.0}
+    ]
+    assert paced["round_times"] == ((4, 2.0),)
     for name in ("steps", "tokens_per_step", "stage_busy", "hit_rate"):
         assert paced[name] == plain[name]
 

@@ -66,7 +66,7 @@ class StoryClient:
         head |= {"hits": 0, "cached_tokens": 0}
         period = dict.fromkeys(PERIOD, 1)
         stage = {"rank": 1, "busy_ns": 1, "elapsed_ns": 2, "dropped": 0, "overruns": 0}
-        none = {"control_ns": 0, "events": []}
+        none = {"control_ns": 0, "events": [], "times": ""}
         stage |= {"attention": "sdpa", "experts": []}
         return [head | none, stage | none | {"period": period}]
 

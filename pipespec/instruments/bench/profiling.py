@@ -1,0 +1,193 @@
+"""Measures a pair of models on a cluster and a user's own prompts: what `pipespec profile` runs.
+
+Devices and links of a hosts file are measured first, as `pipespec partition` measures them. The
+prompts are decoded twice on the cluster, plainly and with its policy; the stages and the head
+report how long their batches and draft rounds took. Then the draft reads the answers.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from pipespec.batch_times import BatchTimes
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.config.hosts import load_hosts
+from pipespec.config.schema import Config
+from pipespec.engine.precision import ITEM_BYTES
+from pipespec.errors import ConfigError
+from pipespec.instruments.bench.dataset import Sample
+from pipespec.instruments.bench.draft_reader import read_answers
+from pipespec.instruments.bench.figures import BenchResult
+from pipespec.instruments.bench.measurement import bench
+from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
+from pipespec.instruments.plan.machine_profile import Profile
+from pipespec.instruments.plan.recorded_draft import DraftRecord
+from pipespec.placement.measurements import Figures
+from pipespec.system.versions import package_version
+
+# Candidates that are recorded of each token, unless a policy takes more.
+CANDIDATES = 16
+
+Progress = Callable[[int, int], None]
+
+
+def nothing(done: int, of: int) -> None:
+    """Show no progress."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Where progress is shown: of measuring hosts, of loading, of the plain run, of the other one,
+    and of the draft's reading."""
+
+    measuring: Progress = nothing
+    loading: Progress = nothing
+    plain: Progress = nothing
+    speculating: Progress = nothing
+    reading: Progress = nothing
+
+
+def profile(
+    settings: Sequence[str],
+    samples: Sequence[Sample],
+    *,
+    prompt_tokens: int | None = None,
+    shown: Shown = Shown(),
+) -> Profile:
+    """Measure a pair; `settings` are those of the cluster. Raises as `bench` does."""
+    config = compose(settings)
+    check(config)
+    figures = None
+    if config.cluster.hosts is not None:
+        figures = measure_hosts(load_hosts(config.cluster.hosts), config, shown.measuring)
+    plainly = [each for each in settings if not each.startswith("policy")]
+    plain = bench(
+        compose([*plainly, "policy=root"]),
+        samples,
+        prompt_tokens=prompt_tokens,
+        on_loaded=shown.loading,
+        on_done=shown.plain,
+    )
+    speculating = bench(
+        config,
+        samples,
+        prompt_tokens=prompt_tokens,
+        on_loaded=shown.loading,
+        on_done=shown.speculating,
+    )
+    candidates = max(CANDIDATES, *(each.children for each in config.policies))
+    record = read_answers(decide(config), speculating.requests, candidates, shown.reading)
+    return combine(config, plain, speculating, record, figures)
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError unless the pair can be measured so."""
+    if not config.proposer.needs_draft:
+        raise ConfigError(
+            "`pipespec profile` measures a draft model, but the proposer has none; pass "
+            "proposer=draft_model."
+        )
+    if config.policy.max_rows == 1:
+        raise ConfigError(
+            "`pipespec profile` decodes with draft tokens to measure their batches, but "
+            "policy=root has none; leave policy out."
+        )
+    if config.sampling.temperature:
+        raise ConfigError(
+            "`pipespec profile` measures greedy decoding; leave sampling.temperature out."
+        )
+
+
+def combine(
+    config: Config,
+    plain: BenchResult,
+    speculating: BenchResult,
+    record: DraftRecord,
+    figures: Figures | None = None,
+) -> Profile:
+    """A profile from what was measured; `figures` of the hosts, if there are several."""
+    before, after = _stage_times(plain), _stage_times(speculating)
+    stages = [stage_points(one, wide) for one, wide in zip(before, after, strict=True)]
+    count = len(stages)
+    plain_ms = _mean_tbt(plain)
+    hop_ms = max(plain_ms - sum(points[0][1] for points in stages), 0.0) / count
+    rounds = speculating.requests[-1].stats["round_times"]
+    return Profile(
+        stages=count,
+        stage_ms=tuple(_texts(points) for points in stages),
+        hop_ms=_texts(hop_points(hop_ms, figures)),
+        draft_ms=_texts(rounds) or (0.0,),
+        curve=record.curve(),
+        spread=record.spread(),
+        slot_ms=sum(each.slot_ms for each in after) / count,
+        slots=sum(each.slots for each in after) / count,
+        texts=record.texts,
+        about={
+            "target": str(config.model.target),
+            "draft": str(config.model.draft),
+            "pipespec": package_version("pipespec"),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "emulated": bool(speculating.labels["emulated"]),
+            "confidence": record.confidence(),
+            "measured": measured(plain, speculating),
+        },
+        figures={} if figures is None else figures.as_json(),
+    )
+
+
+def measured(plain: BenchResult, speculating: BenchResult) -> list[dict[str, Any]]:
+    """The times between tokens of the two runs, by benchmark."""
+    return [
+        {
+            "benchmark": one["benchmark"],
+            "tokens": one["total_output_tokens"],
+            "plain_tbt_ms": one["mean_tbt_ms"],
+            "tbt_ms": other["mean_tbt_ms"],
+            "tokens_per_step": other["tokens_per_step"],
+            "hit_rate": other["hit_rate"],
+        }
+        for one, other in zip(plain.by_benchmark(), speculating.by_benchmark(), strict=True)
+    ]
+
+
+def stage_points(plain: BatchTimes, wide: BatchTimes) -> list[tuple[int, float]]:
+    """The times of one stage by rows, at the context that was measured: of one row from the plain
+    run, of more from the other; more rows never take less time."""
+    one = next(ms for _, ms in plain.with_slots())
+    points = [(1, one), *((rows, ms) for rows, ms in wide.with_slots() if rows > 1)]
+    highest = one
+    rising = []
+    for rows, ms in points:
+        highest = max(highest, ms)
+        rising.append((rows, highest))
+    return rising
+
+
+def hop_points(ms: float, figures: Figures | None) -> list[tuple[int, float]]:
+    """The time of a hop by rows, given that of one row: the slowest link between hosts also carries
+    the hidden states of the others."""
+    if figures is None or not figures.links:
+        return [(1, ms)]
+    gbit = min(link["gbit_s"] for link in figures.links)
+    row_bytes = figures.target["hidden_size"] * ITEM_BYTES[figures.target["dtype"]]
+    more = (figures.rows - 1) * row_bytes * 8 / (gbit * 1e6)
+    return [(1, ms), (max(figures.rows, 2), ms + more)]
+
+
+def _stage_times(result: BenchResult) -> list[BatchTimes]:
+    """The latest times of each stage."""
+    return [BatchTimes(**each) for each in result.requests[-1].stats["stage_times"]]
+
+
+def _mean_tbt(result: BenchResult) -> float:
+    gaps = [b - a for request in result.requests for a, b in pairwise(request.token_ms)]
+    return sum(gaps) / len(gaps) if gaps else 0.0
+
+
+def _texts(points: Sequence[tuple[int, float]]) -> tuple[str, ...]:
+    return tuple(f"{rows}:{ms:.5g}" for rows, ms in points)
