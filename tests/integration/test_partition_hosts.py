@@ -54,23 +54,6 @@ def test_hosts_measure_themselves_and_links_count(bed, hosts_file):
 
 
 @pytest.mark.long
-def test_profile_of_hosts_holds_what_partition_reads(bed, hosts_file):
-    prompts, file = bed.folder / "prompts.txt", bed.folder / "profile.json"
-    prompts.write_text("Once upon a time\n")
-    settings = ["policy.width=8", "decode.max_new_tokens=8", "decode.ignore_eos=true"]
-    profile = ["profile", "--prompts", prompts, "--output", file, f"cluster={hosts_file}"]
-    command = [sys.executable, "-m", "pipespec", *map(str, profile), *settings]
-    done = bed.run("a", command, timeout=150)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_text())
-    (_, first), (rows, wide) = (map(float, point.split(":")) for point in found["hop_ms"])
-    assert rows == 8 and wide > first >= DELAY_MS / 2  # half of the hops stay on a host
-    done = partition(bed, "--json", "--measured", file, hosts_file, "policy.width=8")
-    assert done.returncode == 0, done.stderr
-    assert sum(json.loads(done.stdout)["hosts"]["split"]) == NUM_LAYERS
-
-
-@pytest.mark.long
 def test_a_host_that_is_cut_off_is_named(bed, hosts_file):
     bed.cut("a", "b")
     try:

@@ -21,6 +21,12 @@ pytestmark = pytest.mark.slow
 
 CLUSTER = ("cluster.stages=2", "cluster.devices=[cpu]", "decode.ignore_eos=true")
 SIZE = ("policy=level", "policy.width=16", "policy.children=8")
+HOSTS = """
+hosts:
+  - {name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
+  - {name: beta, address: 127.0.0.2, ssh: local, devices: [cpu]}
+"""
+NUM_LAYERS = 16
 TIMES = ("emulate=fixed", "emulate.stage_ms=40", "emulate.draft_ms=4")
 
 
@@ -51,6 +57,23 @@ def test_profile_predicts_what_the_bench_then_measures(
     assert measured["tokens_per_step"] == pytest.approx(np.mean(tokens), rel=0.15)
     assert root["tokens_per_step"] == pytest.approx(1 / 2)
     assert 80 <= root["tbt_ms"] < 160
+
+
+def test_profile_of_hosts_holds_what_partition_reads(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    prompts, file, hosts = (tmp_path / name for name in ("mine.txt", "p.json", "hosts.yaml"))
+    prompts.write_text("Once upon a time\n")
+    hosts.write_text(HOSTS)
+    settings = ["policy.width=8", "decode.max_new_tokens=8", "decode.ignore_eos=true"]
+    profiled = ["profile", "--prompts", str(prompts), "--output", str(file), "--json"]
+    assert main([*profiled, f"cluster={hosts}", *settings]) == 0
+    found = json.loads(capfd.readouterr().out)
+    (_, first), (rows, wide) = (map(float, point.split(":")) for point in found["hop_ms"])
+    assert rows == 8 and wide > first
+    assert main(["partition", "--json", "--measured", str(file), str(hosts), settings[0]]) == 0
+    assert sum(json.loads(capfd.readouterr().out)["hosts"]["split"]) == NUM_LAYERS
 
 
 @pytest.mark.parametrize("length", [5, CHUNK + 3])
