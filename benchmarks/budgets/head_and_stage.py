@@ -35,9 +35,7 @@ from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulation import (
-    SimulatedPipeline,
-)
+from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
 from pipespec.transport.wire import Wire
 
 WIDTH, CHILDREN, LIVE = 64, 16, 600

@@ -36,10 +36,8 @@ from pipespec.instruments.bench.reference import record_reference
 from pipespec.instruments.emulation.machine import EmulatedMachine, TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulation import (
-    Simulation,
-    simulate,
-)
+from pipespec.instruments.plan.simulated_pipeline import Simulation
+from pipespec.instruments.plan.simulation import simulate
 
 PLAIN, BEST_FIRST = "root", "best_first"
 # The width of `level` is for each request, as in SpecPipe-DB, or shared by all.

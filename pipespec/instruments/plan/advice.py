@@ -16,8 +16,8 @@ from pipespec.head.policies.root import Root
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.recorded_draft import DraftRecord
+from pipespec.instruments.plan.simulated_pipeline import Rounds
 from pipespec.instruments.plan.simulation import (
-    Rounds,
     level_equation,
     simulate,
     simulate_texts,

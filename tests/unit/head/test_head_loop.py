@@ -42,10 +42,7 @@ from pipespec.head.scoring import MID_ROWS, Scoring
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy, SyntheticProposer
 from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulation import (
-    VOCABULARY,
-    SimulatedPipeline,
-)
+from pipespec.instruments.plan.simulated_pipeline import VOCABULARY, SimulatedPipeline
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher
 from pipespec.trace import Timeline
 from tests.helpers.grammar import OneOf, compiled

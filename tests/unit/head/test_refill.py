@@ -16,10 +16,8 @@ from pipespec.head.row_budget import lone_batch
 from pipespec.instruments.emulation.machine import TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulation import (
-    SimulatedPipeline,
-    simulate,
-)
+from pipespec.instruments.plan.simulated_pipeline import SimulatedPipeline
+from pipespec.instruments.plan.simulation import simulate
 
 STEP_MS, STEPS = 10.0, 50
 FLAT = TimeCurve(((1, STEP_MS), (64, 1.1 * STEP_MS)))

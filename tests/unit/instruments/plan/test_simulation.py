@@ -25,12 +25,8 @@ from pipespec.instruments.plan import grid
 from pipespec.instruments.plan.advice import DecodingMethod, choices, predict, recommend
 from pipespec.instruments.plan.machine_profile import Profile
 from pipespec.instruments.plan.pipeline_times import Machine
-from pipespec.instruments.plan.simulation import (
-    TokenArrival,
-    level_equation,
-    simulate,
-    specpipe_ms,
-)
+from pipespec.instruments.plan.simulated_pipeline import TokenArrival
+from pipespec.instruments.plan.simulation import level_equation, simulate, specpipe_ms
 
 PUBLISHED = Accuracy({1: 0.81, 8: 0.99}, spread=0.8)
 ONE_B = Accuracy({1: 0.74, 32: 0.99}, spread=0.8)
