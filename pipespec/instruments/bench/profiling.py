@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import pairwise
+from operator import add
 from typing import Any
 
 from pipespec.batch_times import BatchTimes
@@ -18,7 +20,6 @@ from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.config.schema import Config
-from pipespec.engine.precision import ITEM_BYTES
 from pipespec.errors import ConfigError
 from pipespec.instruments.bench.dataset import Sample
 from pipespec.instruments.bench.draft_reader import read_answers
@@ -27,7 +28,7 @@ from pipespec.instruments.bench.measurement import bench
 from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
 from pipespec.instruments.plan.machine_profile import Profile
 from pipespec.instruments.plan.recorded_draft import DraftRecord
-from pipespec.placement.measurements import Figures
+from pipespec.instruments.plan.simulation import simulate_texts
 from pipespec.system.versions import package_version
 
 # Candidates that are recorded of each token, unless a policy takes more.
@@ -82,7 +83,10 @@ def profile(
     )
     candidates = max(CANDIDATES, *(each.children for each in config.policies))
     record = read_answers(decide(config), speculating.requests, candidates, shown.reading)
-    return combine(config, plain, speculating, record, figures)
+    found = combine(config, plain, speculating, record)
+    if figures is not None:
+        found = replace(found, figures=figures.as_json())
+    return with_wide_hop(found, config, speculating)
 
 
 def check(config: Config) -> None:
@@ -104,13 +108,9 @@ def check(config: Config) -> None:
 
 
 def combine(
-    config: Config,
-    plain: BenchResult,
-    speculating: BenchResult,
-    record: DraftRecord,
-    figures: Figures | None = None,
+    config: Config, plain: BenchResult, speculating: BenchResult, record: DraftRecord
 ) -> Profile:
-    """A profile from what was measured; `figures` of the hosts, if there are several."""
+    """A profile from what was measured, with the hop of one row."""
     before, after = _stage_times(plain), _stage_times(speculating)
     stages = [stage_points(one, wide) for one, wide in zip(before, after, strict=True)]
     count = len(stages)
@@ -120,7 +120,7 @@ def combine(
     return Profile(
         stages=count,
         stage_ms=tuple(_texts(points) for points in stages),
-        hop_ms=_texts(hop_points(hop_ms, figures)),
+        hop_ms=_texts([(1, hop_ms)]),
         draft_ms=_texts(rounds) or (0.0,),
         curve=record.curve(),
         spread=record.spread(),
@@ -136,7 +136,6 @@ def combine(
             "confidence": record.confidence(),
             "measured": measured(plain, speculating),
         },
-        figures={} if figures is None else figures.as_json(),
     )
 
 
@@ -168,15 +167,30 @@ def stage_points(plain: BatchTimes, wide: BatchTimes) -> list[tuple[int, float]]
     return rising
 
 
-def hop_points(ms: float, figures: Figures | None) -> list[tuple[int, float]]:
-    """The time of a hop by rows, given that of one row: the slowest link between hosts also carries
-    the hidden states of the others."""
-    if figures is None or not figures.links:
-        return [(1, ms)]
-    gbit = min(link["gbit_s"] for link in figures.links)
-    row_bytes = figures.target["hidden_size"] * ITEM_BYTES[figures.target["dtype"]]
-    more = (figures.rows - 1) * row_bytes * 8 / (gbit * 1e6)
-    return [(1, ms), (max(figures.rows, 2), ms + more)]
+def with_wide_hop(found: Profile, config: Config, speculating: BenchResult) -> Profile:
+    """The profile with the hop of a wide batch: what a step of the speculating run took longer than
+    simulation says. It holds what more rows take on links, and what the head does between a verdict
+    and the next batch."""
+    simulated = reduce(
+        add,
+        simulate_texts(config.policy, found.machine(), found.texts, rounds=config.proposer.rounds),
+    )
+    more_ms = step_ms(speculating) - simulated.ms / simulated.steps
+    rows = round(simulated.rows / simulated.steps)
+    if more_ms <= 0 or rows < 2:
+        return found
+    hop = found.machine().hop.ms(1)
+    return replace(found, hop_ms=_texts([(1, hop), (rows, hop + more_ms)]))
+
+
+def step_ms(result: BenchResult) -> float:
+    """The mean time of a step between the first and the last token of requests."""
+    counted = [
+        (request.token_ms[-1] - request.token_ms[0], request.stats["step_ms"])
+        for request in result.requests
+        if request.stats["step_ms"]
+    ]
+    return sum(ms for ms, _ in counted) / sum(ms / step for ms, step in counted)
 
 
 def _stage_times(result: BenchResult) -> list[BatchTimes]:

@@ -14,7 +14,8 @@ from pipespec.config.compose import compose
 from pipespec.errors import ConfigError
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.level import Level
-from pipespec.instruments.bench.profiling import hop_points, stage_points
+from pipespec.instruments.bench.figures import BenchResult, RequestResult
+from pipespec.instruments.bench.profiling import stage_points, with_wide_hop
 from pipespec.instruments.emulation.machine import EmulatedMachine, TimeCurve
 from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 from pipespec.instruments.plan.advice import DecodingMethod, predict
@@ -22,7 +23,6 @@ from pipespec.instruments.plan.machine_profile import Profile
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.recorded_draft import MISSED, DraftRecord, TextRecord
 from pipespec.instruments.plan.simulation import level_equation, simulate, simulate_texts
-from pipespec.placement.measurements import Figures
 
 MACHINE = Machine((TimeCurve(((1, 10.0),)),) * 4, draft_ms=2.0)
 LEVEL = Level(width=16, children=4)
@@ -114,17 +114,21 @@ def test_stage_times_join_both_runs_and_never_fall():
     assert stage_points(plain, wide) == [(1, 5.0), (4, 5.5), (16, 7.0)]
 
 
-def test_hop_of_many_rows_waits_for_the_slowest_link():
-    links = [
-        {"source": "a", "to": "b", "rtt_ms": 0.2, "gbit_s": 10.0},
-        {"source": "b", "to": "a", "rtt_ms": 0.2, "gbit_s": 1.0},
-    ]
-    sizes = {"dtype": "bfloat16", "hidden_size": 8192}
-    figures = Figures(64, 0, "bfloat16", (None, None), sizes, None, {}, links)
-    (one, first), (rows, wide) = hop_points(0.5, figures)
-    assert (one, first, rows) == (1, 0.5, 64)
-    assert wide - first == pytest.approx(63 * 8192 * 2 * 8 / 1e6)
-    assert hop_points(0.5, None) == [(1, 0.5)]
+def test_step_that_takes_longer_than_simulated_is_put_down_to_the_hop():
+    texts = (text([1] * 40),)
+    found = Profile(stages=4, stage_ms=("1:10",), draft_ms=2.0, hop_ms=("1:1",), texts=texts)
+    config = compose(["cluster.stages=4", "policy=level", "policy.width=16"])
+    slow = ran(step_ms=15.0)
+    wide = with_wide_hop(found, config, slow).machine().hop
+    assert wide.ms(1) == 1 and wide.ms(16) == pytest.approx(5, rel=0.1)
+    assert with_wide_hop(found, config, ran(step_ms=10.5)) == found
+
+
+def ran(step_ms: float) -> BenchResult:
+    """A request of 40 tokens, one a step."""
+    times = [step_ms * i for i in range(40)]
+    request = RequestResult("r", "b", [1], [1] * 40, "", "length", 0.0, times, {"step_ms": step_ms})
+    return BenchResult([request], 1.0, 1, {})
 
 
 def profile(tmp_path: Path, **more: Any) -> str:
