@@ -41,6 +41,11 @@ class BatchTimes(NamedTuple):
         """The mean milliseconds by rows, with the time for the average number of KV slots."""
         return tuple((rows, ms + self.slot_ms * self.slots) for rows, ms in self.points)
 
+    def times(self, count: int) -> BatchTimes:
+        """Those of a batch that passes so many such stages, one after another."""
+        points = tuple((rows, ms * count) for rows, ms in self.points)
+        return self._replace(points=points, slot_ms=self.slot_ms * count)
+
 
 NO_TIMES = BatchTimes()
 
