@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from benchmarks.peers.delayed_links import (
     LARGE,
@@ -15,13 +16,17 @@ from benchmarks.peers.delayed_links import (
     delayed_links,
     round_trip_ms,
 )
-from benchmarks.peers.python_engines import PeerFailed
+from benchmarks.peers.link_engines import pipespec
+from benchmarks.peers.python_engines import Job, PeerFailed
 from pipespec.config.hosts import load_hosts
-from tools.rig import relay
+from pipespec.instruments.bench.dataset import Sample
+from pipespec.system.folders import resource_dir
+from tools.rig import cluster, relay
 from tools.rig.testbed import BURST, Testbed, missing
 
 DELAY_MS = 8.0
 GBIT = 0.2
+PROMPT = "Once upon a time there was a king who had three sons and"
 
 if (lacking := missing(with_ssh=False)) is not None:
     pytest.skip(lacking, allow_module_level=True)
@@ -84,3 +89,22 @@ def test_hosts_file_without_ssh_leaves_other_hosts_to_be_started_by_hand(bed: Te
     assert [host.local for host in hosts_file.hosts] == [True, False, False]
     assert hosts_file.by_hand == ("b", "c")
     assert hosts_file.num_stages == 2
+
+
+@pytest.mark.long
+def test_pipespec_over_delayed_links_gives_the_tokens_of_hugging_face(bed: Testbed) -> None:
+    target = resource_dir("demo") / "target"
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    samples = [Sample(str(index), "none", PROMPT) for index in range(2)]
+    prompts = [tokenizer.encode(sample.prompt) for sample in samples]
+    tokens = 12
+    job = Job(target, resource_dir("demo") / "draft", samples, prompts, 64, tokens, [0], "float32")
+
+    run = pipespec(bed, job, ["cluster.threads=1", "cluster.groups=2"])
+
+    (expected,) = cluster.reference(target, prompts[:1], tokens)
+    assert [answer.tokens for answer in run.answers] == [expected, expected]
+    # A token that was not drafted passes all links: three hops, the last with the verdict.
+    assert run.answers[1].first_ms >= 3 * DELAY_MS
+    assert run.tokens_per_step is not None and run.tokens_per_step > 0
+    assert all(len(bed.processes(host)) == 0 for host in bed.hosts)

@@ -57,7 +57,7 @@ A_PAYLOAD = 1
 LONGEST = HEADER + 65535
 PER_TURN = 64  # packets read from one device before the others have their turn
 LOST = (errno.EIO, errno.EAGAIN, errno.ENOBUFS)  # the device is down, or out of buffers
-PRIORITY = -15  # a cable is never busy with something else
+PRIORITY = -20  # a cable is never busy with something else
 
 Result = TypeVar("Result")
 
