@@ -11,6 +11,7 @@ Each starts anew, loads, and decodes a first prompt that does not count.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -40,13 +41,14 @@ from benchmarks.peers.python_engines import (
     in_child,
     pipespec,
 )
-from benchmarks.peers.server_engines import GGUF_TYPES, RPC_SERVERS, find_llama_cpp, find_vllm, vllm
+from benchmarks.peers.server_engines import GGUF_TYPES, RpcHost, find_llama_cpp, find_vllm, vllm
 from pipespec.errors import ConfigError
 from pipespec.instruments.bench import dataset
 from pipespec.system.folders import resource_dir
 
 REFERENCE = "Hugging Face generate"
 POLICIES = ("root", "level", "best_first")
+RPC_SERVERS = (RpcHost(), RpcHost())
 
 
 def find(
@@ -70,11 +72,11 @@ def find(
             found[name] = partial(pipespec, overrides=overrides)
     try:
         llama = find_llama_cpp(job, folder)
-        found["llama.cpp"] = partial(llama, speculate=False, rpc=False)
-        found["llama.cpp with draft"] = partial(llama, speculate=True, rpc=False)
-        over = f"over {RPC_SERVERS} rpc-servers"
-        found[f"llama.cpp {over}"] = partial(llama, speculate=False, rpc=True)
-        found[f"llama.cpp with draft {over}"] = partial(llama, speculate=True, rpc=True)
+        found["llama.cpp"] = partial(llama, draft_tokens=None)
+        found["llama.cpp with draft"] = partial(llama, draft_tokens=0)
+        over = f"over {len(RPC_SERVERS)} rpc-servers"
+        found[f"llama.cpp {over}"] = partial(llama, draft_tokens=None, rpc=RPC_SERVERS)
+        found[f"llama.cpp with draft {over}"] = partial(llama, draft_tokens=0, rpc=RPC_SERVERS)
     except ConfigError as error:
         missing["llama.cpp"] = str(error)
     try:
@@ -111,14 +113,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def figures(runs: dict[str, list[Run]], eos: Sequence[int]) -> list[dict[str, Any]]:
     """One row per engine. The ratio is of the same repeat's times between tokens."""
     reference = runs[REFERENCE]
-    expected = [_bare(answer, eos) for answer in reference[0].answers[1:]]
     rows = []
     for name, ran in runs.items():
-        equal = [
-            _bare(answer, eos) == wanted
-            for run in ran
-            for answer, wanted in zip(run.answers[1:], expected, strict=True)
-        ]
+        equal = equal_answers(ran, reference[0], eos)
         pairs = zip(reference, ran, strict=True)
         rows.append(
             {
@@ -133,6 +130,16 @@ def figures(runs: dict[str, list[Run]], eos: Sequence[int]) -> list[dict[str, An
             }
         )
     return rows
+
+
+def equal_answers(ran: Sequence[Run], reference: Run, eos: Sequence[int]) -> list[bool]:
+    """Whether each answer of some runs, the first of a run left out, is that of the reference."""
+    expected = [_bare(answer, eos) for answer in reference.answers[1:]]
+    return [
+        _bare(answer, eos) == wanted
+        for run in ran
+        for answer, wanted in zip(run.answers[1:], expected, strict=True)
+    ]
 
 
 def _bare(answer: Answer, eos: Sequence[int]) -> list[int]:
@@ -156,19 +163,27 @@ def cells(row: Mapping[str, Any]) -> dict[str, str]:
     return {"engine": row["engine"], **spreads, "equal": equal}
 
 
-def main() -> None:
-    parser = experiment.parser(__doc__)
+def versions() -> dict[str, str]:
+    """Those of the packages that the engines in Python use."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def add_job(parser: argparse.ArgumentParser, *, prompts: int, tokens: int) -> None:
+    """The options of `job_of`, and how often each engine does the job."""
     parser.add_argument("--target", type=Path, default=resource_dir("demo") / "target")
     parser.add_argument("--draft", type=Path, default=resource_dir("demo") / "draft")
-    parser.add_argument("--stages", type=int, nargs="+", default=[2], help="of pipespec (2)")
-    parser.add_argument("--also", nargs="+", default=[], help="settings of further rows")
-    parser.add_argument("--prompts", type=int, default=3, help="(3)")
+    parser.add_argument("--prompts", type=int, default=prompts, help=f"({prompts})")
     parser.add_argument("--prompt-tokens", type=int, default=64, help="cut prompts to (64)")
-    parser.add_argument("--tokens", type=int, default=32, help="decoded after each prompt (32)")
+    parser.add_argument("--tokens", type=int, default=tokens, help=f"of each answer ({tokens})")
     parser.add_argument("--repeats", type=int, default=3, help="(3)")
     parser.add_argument("--only", nargs="+", default=[""], help="engines with this in their names")
     parser.add_argument("--dtype", choices=list(GGUF_TYPES), default="float32")
     parser.add_argument("--cores", help="such as 0,1 (all that this process may use)")
+
+
+def parse_job(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of a parser with `add_job`; this process keeps to their cores from now on, and
+    ends in order if it is told to."""
     options = experiment.parse(parser, prompts=1, tokens=8, repeats=1)
     if options.prompts < 1 or options.tokens < 2 or options.repeats < 1:
         parser.error("at least 1 prompt, 2 tokens and 1 repeat are needed.")
@@ -176,6 +191,11 @@ def main() -> None:
     if options.cores:
         # What this process starts inherits it.
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
+    return options
+
+
+def job_of(options: argparse.Namespace) -> tuple[Job, list[int]]:
+    """What every engine does, and the tokens that end a text."""
     samples = dataset.load(run_options.DATA, options.prompts + 1)
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     job = Job(
@@ -188,6 +208,16 @@ def main() -> None:
         cores=sorted(os.sched_getaffinity(0)),
         dtype=options.dtype,
     )
+    return job, [tokenizer.eos_token_id]
+
+
+def main() -> None:
+    parser = experiment.parser(__doc__)
+    add_job(parser, prompts=3, tokens=32)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2], help="of pipespec (2)")
+    parser.add_argument("--also", nargs="+", default=[], help="settings of further rows")
+    options = parse_job(parser)
+    job, eos = job_of(options)
     load_before = os.getloadavg()[0]
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -198,7 +228,7 @@ def main() -> None:
             if name == REFERENCE or any(part in name for part in options.only)
         }
         runs, failed = measure(job, chosen, options.repeats)
-    rows = figures(runs, [tokenizer.eos_token_id])
+    rows = figures(runs, eos)
     title = (
         f"Measured, {len(job.cores)} cores, {job.dtype}: {options.prompts} prompts × "
         f"{options.tokens} tokens, {options.repeats} repeats; median (min..max)"
@@ -212,7 +242,7 @@ def main() -> None:
             "cores": job.cores,
             "load_average_before": load_before,
             "duration_s": time.perf_counter() - began,
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "versions": versions(),
             "missing": missing,
             "failed": failed,
         }

@@ -56,10 +56,18 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """One engine, once: seconds until it could take a prompt, and an answer per prompt."""
+    """One engine, once.
+
+    Attributes:
+        load_s: seconds until it could take a prompt.
+        answers: one per prompt.
+        tokens_per_step: that each pass over the target, or each step of the pipeline, decided;
+            None: the engine does not say.
+    """
 
     load_s: float
     answers: list[Answer]
+    tokens_per_step: float | None = None
 
     @property
     def ttft_ms(self) -> float:

@@ -13,7 +13,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ from typing import Any
 from benchmarks.peers.python_engines import Answer, Job, PeerFailed, Run
 from pipespec.errors import ConfigError
 
-RPC_SERVERS = 2
 LOOPBACK = "127.0.0.1"
 # A server may compile its kernels on its first start.
 START_S = 900
@@ -41,6 +40,20 @@ Command = list[str | Path]
 @contextmanager
 def running(command: Command, ready: Callable[[], bool], env: Mapping[str, str]) -> Iterator[None]:
     """A server that is up; it and its children are gone afterwards. Raises PeerFailed."""
+    with started(command, env) as await_ready:
+        await_ready(ready)
+        yield
+
+
+@contextmanager
+def started(
+    command: Command, env: Mapping[str, str]
+) -> Iterator[Callable[[Callable[[], bool]], None]]:
+    """A server that may not be up; it and its children are gone afterwards.
+
+    Yields a function that waits until what it is given returns true, and raises PeerFailed if the
+    server ends before.
+    """
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -50,7 +63,8 @@ def running(command: Command, ready: Callable[[], bool], env: Mapping[str, str])
             env=os.environ | env,
             start_new_session=True,
         )
-        try:
+
+        def await_ready(ready: Callable[[], bool]) -> None:
             deadline = time.monotonic() + START_S
             while not ready():
                 if process.poll() is not None or time.monotonic() > deadline:
@@ -58,7 +72,9 @@ def running(command: Command, ready: Callable[[], bool], env: Mapping[str, str])
                     said = log.read().decode(errors="replace").strip()[-LAST_WORDS:]
                     raise PeerFailed(f"{command[0]} did not start: {said}")
                 time.sleep(POLL_S)
-            yield
+
+        try:
+            yield await_ready
         finally:
             # The group outlives its leader where a child still runs.
             for number in (signal.SIGTERM, signal.SIGKILL):
@@ -76,9 +92,9 @@ def free_port() -> int:
         return port
 
 
-def listens(port: int) -> bool:
+def listens(address: str, port: int) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex((LOOPBACK, port)) == 0
+        return probe.connect_ex((address, port)) == 0
 
 
 def healthy(port: int) -> bool:
@@ -121,6 +137,14 @@ GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
+class RpcHost:
+    """Where an rpc-server runs: its address, and the command that runs a program there."""
+
+    address: str = LOOPBACK
+    prefix: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class LlamaCpp:
     """Where llama.cpp's programs are, and both models in its format."""
 
@@ -129,44 +153,61 @@ class LlamaCpp:
     target: Path
     draft: Path
 
-    def __call__(self, job: Job, speculate: bool, rpc: bool) -> Run:
+    def __call__(
+        self,
+        job: Job,
+        draft_tokens: int | None,
+        rpc: Sequence[RpcHost] = (),
+    ) -> Run:
         """llama-server, by its own clock: its stream leaves out tokens that end inside a
-        character. With `rpc`, its layers lie on two rpc-servers, of which one computes at a
-        time, so each may use all cores.
+        character.
+
+        Args:
+            draft_tokens: how many are drafted at a time at most, 0: llama.cpp's default; None: it
+                runs without a draft. The draft is always computed by llama-server itself.
+            rpc: where an rpc-server holds an equal part of the layers. One of them computes at a
+                time, so each may use all cores.
         """
         threads, kind = str(len(job.cores)), GGUF_TYPES[job.dtype]
         command: Command = [self.server, "-m", self.target, "-t", threads, "-np", "1"]
         command += ["-c", str(job.prompt_tokens + job.tokens), "-ctk", kind, "-ctv", kind]
-        if speculate:
+        if draft_tokens is not None:
             command += ["-md", self.draft, "--spec-type", "draft-simple", "-td", threads]
+            command += ["-devd", "none"]
+        if draft_tokens:
+            command += ["--spec-draft-n-max", str(draft_tokens)]
         began = time.perf_counter()
         with ExitStack() as stack:
             if rpc:
-                ports = [free_port() for _ in range(RPC_SERVERS)]
-                for port in ports:
-                    worker: Command = [
-                        self.rpc_server,
-                        "-H",
-                        LOOPBACK,
-                        "-p",
-                        str(port),
-                        "-t",
-                        threads,
-                    ]
-                    stack.enter_context(running(worker, partial(listens, port), {}))
-                places = ",".join(f"{LOOPBACK}:{port}" for port in ports)
-                command += ["--rpc", places, "-ngl", "999"]
+                places = [stack.enter_context(self.rpc_server_on(host, threads)) for host in rpc]
+                command += ["--rpc", ",".join(places), "-ngl", "999"]
+                command += ["--tensor-split", ",".join("1" for _ in rpc)]
             port = free_port()
             command += ["--host", LOOPBACK, "--port", str(port)]
             stack.enter_context(running(command, partial(healthy, port), {}))
             load_s = time.perf_counter() - began
-            return Run(load_s, [self.ask(port, prompt, job.tokens) for prompt in job.prompts])
+            asked = [self.ask(port, prompt, job.tokens) for prompt in job.prompts]
+        answers = [answer for answer, _ in asked]
+        later = sum(len(answer.tokens) - 1 for answer in answers[1:])
+        passes = later - sum(accepted for _, accepted in asked[1:])
+        return Run(load_s, answers, later / passes)
 
-    def ask(self, port: int, prompt: list[int], tokens: int) -> Answer:
+    @contextmanager
+    def rpc_server_on(self, host: RpcHost, threads: str) -> Iterator[str]:
+        """An rpc-server there; yields where it listens."""
+        port = free_port()
+        worker: Command = [*host.prefix, self.rpc_server, "-H", host.address, "-p", str(port)]
+        with running([*worker, "-t", threads], partial(listens, host.address, port), {}):
+            yield f"{host.address}:{port}"
+
+    def ask(self, port: int, prompt: list[int], tokens: int) -> tuple[Answer, int]:
+        """An answer, and how many of its tokens the draft had proposed."""
         body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "return_tokens": True}
         reply = json.loads(b"".join(post(port, "/completion", body | {"cache_prompt": False})))
-        first_ms = reply["timings"]["prompt_ms"]
-        return Answer(reply["tokens"], first_ms, first_ms + reply["timings"]["predicted_ms"])
+        timings = reply["timings"]
+        first_ms = timings["prompt_ms"]
+        answer = Answer(reply["tokens"], first_ms, first_ms + timings["predicted_ms"])
+        return answer, timings.get("draft_n_accepted", 0)
 
 
 def find_llama_cpp(job: Job, folder: Path) -> LlamaCpp:

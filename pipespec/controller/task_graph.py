@@ -120,6 +120,11 @@ class Layout:
         """Steps that a batch takes from the head through the last stage: the groups."""
         return len(self.groups) if self.groups is not None else self.num_stages
 
+    @property
+    def largest_group(self) -> int:
+        """How many stages compute a batch within one step, at most."""
+        return max(self.groups or (1,))
+
     @cached_property
     def group_of(self) -> tuple[int, ...]:
         """The pipeline step of every rank; the head is a group of its own."""

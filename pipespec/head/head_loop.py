@@ -333,7 +333,8 @@ class HeadLoop:
                 self.controller.publish_statistics(
                     self.scheduler.statistics(), self.scheduler.counts()
                 )
-                self.scheduler.update_stage_times(merge_times(self.controller.row_times()))
+                of_stage = merge_times(self.controller.row_times())
+                self.scheduler.update_stage_times(of_stage.scaled(self.layout.largest_group))
                 requests = [each.request.id for each in self.scheduler.sequences.values()]
                 self.telemetry.update_watchers(
                     self.controller.watched_requests(requests), self.scheduler.totals

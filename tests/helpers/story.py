@@ -67,7 +67,8 @@ class StoryController:
         self._num_read: dict[int, int] = {}  # of them, by sequence
         self.statistics: dict[str, int] = {}
         self.counts: dict[str, int] = {}
-        self.times = BatchTimes()
+        self.times = BatchTimes()  # that a stage has published last
+        self.of_stages: list[BatchTimes] = []  # that the head reads
         self.watches: set[int] | None = None  # requests
         self.shown: list[dict[str, bytes]] = []
 
@@ -106,7 +107,7 @@ class StoryController:
         self.counts = dict(counts)
 
     def row_times(self) -> list[BatchTimes]:
-        return []
+        return self.of_stages
 
     def watched_requests(self, requests: Sequence[int]) -> set[int] | None:
         return None if self.watches is None else self.watches & set(requests)

@@ -41,6 +41,12 @@ def test_merged_times_have_the_sizes_of_every_stage():
     assert merge_times([]) == unpack(pack(BatchTimes())) == BatchTimes()
 
 
+def test_batch_through_several_stages_takes_the_sum_of_their_times():
+    of_stage = BatchTimes(((1, 5.0), (64, 20.0)), slot_ms=0.5, slots=100)
+    assert of_stage.scaled(3) == BatchTimes(((1, 15.0), (64, 60.0)), slot_ms=1.5, slots=100)
+    assert of_stage.scaled(1) == of_stage
+
+
 @pytest.mark.parametrize(
     ("row_ms", "slot_ms", "found"),
     [(0.0, 0.002, 0.002), (0.5, 0.002, 0.002), (0.5, 0.0, 0.0)],

@@ -33,9 +33,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from pipespec.cluster.ssh import CONFIG_VARIABLE
+from pipespec.config.hosts import BY_HAND, LOCAL
 from tools.rig import relay, sshd
 
 BURST = 70 * 1024  # bytes; the least that lets a packet of 64 KiB through in one piece
@@ -47,11 +49,12 @@ _serial = itertools.count()
 
 
 @functools.cache
-def missing() -> str | None:
+def missing(*, with_ssh: bool = True) -> str | None:
     """What this machine lacks for a test bed, as a reason to skip; None if nothing."""
     if os.geteuid() != 0:
         return "a test bed needs root for network namespaces"
-    for program in ("ip", "tc", "ssh", "ssh-keygen", sshd.SSHD):
+    of_ssh = ("ssh", "ssh-keygen", sshd.SSHD) if with_ssh else ()
+    for program in ("ip", "tc", *of_ssh):
         if shutil.which(program) is None:
             return f"a test bed needs {program}"
     name = f"pipespec-{os.getpid()}-trial"
@@ -68,14 +71,26 @@ def missing() -> str | None:
 
 
 class Testbed:
-    """`hosts` hosts; a packet takes `delay_ms`; a host sends at most `gbit` Gbit/s."""
+    """`hosts` hosts; a packet takes `delay_ms`; a host sends at most `gbit` Gbit/s.
+
+    Without `with_ssh` no host has an sshd, and its hosts files say that the first host starts
+    workers on itself, and others are started by hand.
+    """
 
     __test__ = False  # not a class of tests
 
-    def __init__(self, hosts: int = 3, delay_ms: float = 0.1, gbit: float = 10.0):
+    def __init__(
+        self,
+        hosts: int = 3,
+        delay_ms: float = 0.1,
+        gbit: float = 10.0,
+        *,
+        with_ssh: bool = True,
+    ):
         self.hosts = tuple(string.ascii_lowercase[:hosts])
         self.delay_ms = delay_ms
         self.gbit = gbit
+        self.with_ssh = with_ssh
         self.folder = Path(tempfile.mkdtemp(prefix="pipespec-testbed-"))
         bed = f"pipespec-{os.getpid()}-{next(_serial)}"
         self.namespaces = {host: f"{bed}-{host}" for host in self.hosts}
@@ -86,9 +101,10 @@ class Testbed:
     def __enter__(self) -> Testbed:
         try:
             self._make_links()
-            sshd.make_keys(self.folder, [self.address(host) for host in self.hosts])
-            with ThreadPoolExecutor(len(self.hosts)) as threads:
-                list(threads.map(self._start_sshd, self.hosts))
+            if self.with_ssh:
+                sshd.make_keys(self.folder, [self.address(host) for host in self.hosts])
+                with ThreadPoolExecutor(len(self.hosts)) as threads:
+                    list(threads.map(self._start_sshd, self.hosts))
         except BaseException:
             self.close()
             raise
@@ -138,8 +154,11 @@ class Testbed:
             **options.pop("env", os.environ),
             CONFIG_VARIABLE: str(self.folder / sshd.CLIENT_CONFIG),
         }
-        line = ["ip", "netns", "exec", self.namespaces[host], *argv]
-        return subprocess.Popen(line, env=env, **options)
+        return subprocess.Popen([*self.prefix(host), *argv], env=env, **options)
+
+    def prefix(self, host: str) -> tuple[str, ...]:
+        """The command that runs the one behind it inside the host."""
+        return ("ip", "netns", "exec", self.namespaces[host])
 
     def run(
         self, host: str, argv: Sequence[str], given: str = "", timeout: float = 60
@@ -160,6 +179,11 @@ class Testbed:
     def processes(self, host: str) -> list[int]:
         """The ids of the processes that run in the host, its sshd among them."""
         return relay.processes(self.namespaces[host])
+
+    def relay_cpu_s(self) -> float:
+        """How many seconds of a core the relay has used so far."""
+        times = psutil.Process(self.relay_pid).cpu_times()
+        return float(times.user + times.system)
 
     def socket(self, host: str, kind: int = socket.SOCK_STREAM, protocol: int = 0) -> socket.socket:
         """An unconnected IPv4 socket of this process that lives inside the host."""
@@ -184,11 +208,11 @@ class Testbed:
         `settings` are its other entries, such as `draft`, `order`, `split` and `spares`.
         """
         counts = dict.fromkeys(self.hosts, devices) if isinstance(devices, int) else devices
+        reached = {"user": "root", "identity": str(self.folder / "key")} if self.with_ssh else {}
         hosts_file = {
             "defaults": {
-                "user": "root",
+                **reached,
                 "python": sys.executable,
-                "identity": str(self.folder / "key"),
                 "env": {
                     "OMP_NUM_THREADS": "1",
                     "HF_HUB_OFFLINE": "1",
@@ -201,8 +225,9 @@ class Testbed:
                     "address": self.address(host),
                     "interface": relay.DEVICE,
                     "devices": ["cpu"] * count,
+                    **({} if self.with_ssh else {"ssh": LOCAL if place == 0 else BY_HAND}),
                 }
-                for host, count in counts.items()
+                for place, (host, count) in enumerate(counts.items())
             ],
             **settings,
         }

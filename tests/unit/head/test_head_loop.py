@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipespec.batch_times import BatchTimes
 from pipespec.controller.draft_tokens import END_OF_SEQUENCE
 from pipespec.controller.request_log import CANCELLED
 from pipespec.controller.task_graph import Layout, TaskKind
@@ -149,6 +150,24 @@ def test_head_requests_the_same_scores_of_a_mid_size_model_as_the_simulation(rou
     for batch in link.sent:
         assert batch.rows.tolist() == simulated.step().rows.tolist()
     assert loop.scheduler.totals.mid_passes >= len(link.sent), "every step asks at least once"
+
+
+@pytest.mark.parametrize(
+    ("groups", "passed"), [(None, 1), ((4,), 4), ((1, 3), 3)], ids=["no groups", "one", "two"]
+)
+def test_step_of_a_group_takes_the_sum_of_its_stages_times(
+    groups: tuple[int, ...] | None, passed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A batch that passes several stages in a step costs each of them its rows' time."""
+    loop, _, controller = head(BestFirst(), [], {})
+    loop.layout = Layout(NUM_STAGES, groups)
+    controller.of_stages = [BatchTimes(((1, 5.0), (64, 20.0)))] * NUM_STAGES
+    told: list[BatchTimes] = []
+    monkeypatch.setattr(loop.scheduler, "update_stage_times", told.append)
+
+    loop.publish(now=True)
+
+    assert told == [BatchTimes(((1, 5.0 * passed), (64, 20.0 * passed)))]
 
 
 def test_accepted_tokens_are_logged_before_the_request_finishes_with_its_report():

@@ -1,0 +1,132 @@
+"""Engines that are spread over the hosts of `benchmarks.peers.delayed_links`.
+
+The first host has the client, the draft and what starts the rest; each other host has an equal part
+of the target's layers. pipespec runs as its commands do it by hand: `pipespec up` on the first
+host, `launch/torchrun.sh` on the others, and `pipespec bench` beside `up`. llama.cpp has
+llama-server on the first host, and an rpc-server on each of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.experiment import ROOT
+from benchmarks.peers.python_engines import Answer, Job, PeerFailed, Run
+from benchmarks.peers.server_engines import (
+    ANSWER_S,
+    LAST_WORDS,
+    Command,
+    LlamaCpp,
+    RpcHost,
+    running,
+    started,
+)
+from pipespec.client.registry import ENTRY, INVITATION
+from tools.rig import relay
+from tools.rig.testbed import Testbed
+
+# An engine over the hosts of a bed.
+LinkedEngine = Callable[[Testbed, Job], Run]
+
+NAME = "links"
+PIPESPEC = (sys.executable, "-m", "pipespec")
+TORCHRUN = ROOT / "launch" / "torchrun.sh"
+
+
+def llama_cpp(bed: Testbed, job: Job, engine: LlamaCpp, draft_tokens: int | None) -> Run:
+    """llama.cpp over rpc-servers, as `LlamaCpp` runs it."""
+    servers = [RpcHost(bed.address(host), bed.prefix(host)) for host in bed.hosts[1:]]
+    with relay.entered(bed.namespaces[bed.hosts[0]]):
+        return engine(job, draft_tokens, servers)
+
+
+def pipespec(bed: Testbed, job: Job, settings: Sequence[str]) -> Run:
+    """pipespec with the head on the first host and a stage on each of the others."""
+    first, *others = bed.hosts
+    with (
+        tempfile.TemporaryDirectory() as name,
+        relay.entered(bed.namespaces[first]),
+        ExitStack() as stack,
+    ):
+        folder = Path(name)
+        env = {
+            "HF_HUB_OFFLINE": "1",
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": name,
+            "XDG_STATE_HOME": name,
+        }
+        hosts_file = str(bed.hosts_file())
+        command: Command = [*PIPESPEC, "up", "--name", NAME, f"cluster={hosts_file}"]
+        command += [f"model.target={job.target.resolve()}", f"model.draft={job.draft.resolve()}"]
+        command += [f"model.dtype={job.dtype}", f"model.context={job.prompt_tokens + job.tokens}"]
+        files = folder / "pipespec"
+        invitation = files / (NAME + INVITATION)
+        began = time.perf_counter()
+        await_ready = stack.enter_context(started([*command, *settings], env))
+        await_ready(lambda: invitation.exists() and invitation.stat().st_size > 0)
+        for host in others:
+            by_hand: Command = [*bed.prefix(host), TORCHRUN, hosts_file, host, invitation]
+            stack.enter_context(running(by_hand, lambda: True, env))
+        await_ready((files / (NAME + ENTRY)).exists)
+        load_s = time.perf_counter() - began
+        requests = ask(job, folder, env)
+    answers = [
+        Answer(request["token_ids"], request["ttft_ms"], request["token_ms"][-1])
+        for request in requests
+    ]
+    later = [len(answer.tokens) - 1 for answer in answers[1:]]
+    rates = [request["stats"]["tokens_per_step"] for request in requests[1:]]
+    steps = sum(count / rate for count, rate in zip(later, rates, strict=True))
+    return Run(load_s, answers, sum(later) / steps)
+
+
+def ask(job: Job, folder: Path, env: dict[str, str]) -> list[dict[str, Any]]:
+    """What a running pipespec says of each prompt (`RequestResult`), by the clock of its head.
+    Raises PeerFailed."""
+    prompts, output = folder / "prompts.jsonl", folder / "answers.json"
+    prompts.write_text("".join(json.dumps(asdict(sample)) + "\n" for sample in job.samples))
+    command = [*PIPESPEC, "bench", "--on", NAME, "--json", "--output", str(output)]
+    command += [f"dataset={prompts}", f"prompt_tokens={job.prompt_tokens}"]
+    command += [f"decode.max_new_tokens={job.tokens}"]
+    done = subprocess.run(
+        command, env=os.environ | env, capture_output=True, text=True, timeout=ANSWER_S
+    )
+    if done.returncode:
+        raise PeerFailed(f"pipespec bench failed: {done.stderr.strip()[-LAST_WORDS:]}")
+    requests: list[dict[str, Any]] = json.loads(output.read_text())["requests"]
+    assert [request["prompt_ids"] for request in requests] == job.prompts
+    return requests
+
+
+def engines(
+    llama: LlamaCpp | None, draft_tokens: Sequence[int], settings: Sequence[str]
+) -> dict[str, LinkedEngine]:
+    """The engines to race, by name.
+
+    `draft_tokens`: of llama.cpp's drafts at most, beside its default. `settings`: of pipespec; the
+    plain pipeline (`policy=root`) has those of the cluster alone.
+    """
+    plain = [text for text in settings if text.startswith("cluster.")]
+    found: dict[str, LinkedEngine] = {
+        "pipespec root": partial(pipespec, settings=[*plain, "policy=root"]),
+        "pipespec": partial(pipespec, settings=settings),
+    }
+    if llama is not None:
+        of_llama = partial(llama_cpp, engine=llama)
+        found["llama.cpp"] = partial(of_llama, draft_tokens=None)
+        found["llama.cpp with draft"] = partial(of_llama, draft_tokens=0)
+        for most in draft_tokens:
+            found[f"llama.cpp with draft of {most}"] = partial(of_llama, draft_tokens=most)
+    return found

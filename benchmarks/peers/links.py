@@ -1,0 +1,281 @@
+"""pipespec beside llama.cpp over links with a real delay and bandwidth. Nothing is emulated.
+
+    python -m tools.inflate build/target --parameters 200M
+    python -m benchmarks.peers.links --target build/target --draft demo/draft
+
+Every engine spreads the target over the same hosts (`benchmarks.peers.delayed_links`): network
+namespaces of this machine, so all of them share its cores. All engines decode the same prompts
+greedily, one engine at a time and all of them in every repeat, and each starts anew
+(`docs/peers.md` says how to get llama.cpp). Their tokens are compared with those of Hugging Face
+`generate`, which computes them without a link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.progress import track
+
+from benchmarks.common import experiment, plot
+from benchmarks.peers.compare_engines import (
+    add_job,
+    brief,
+    equal_answers,
+    job_of,
+    parse_job,
+    spread,
+    versions,
+)
+from benchmarks.peers.delayed_links import TCP_SETTINGS, LinkCheck, check, delayed_links
+from benchmarks.peers.link_engines import LinkedEngine, engines
+from benchmarks.peers.python_engines import Job, PeerFailed, Run, hugging_face, in_child
+from benchmarks.peers.server_engines import find_llama_cpp
+from pipespec.errors import ConfigError
+from tools.rig import testbed
+
+PLAIN, DRAFTING = "llama.cpp", "llama.cpp with draft"
+VLLM = "not raced: it could not be installed where this was written"
+
+
+@dataclass(frozen=True)
+class Race:
+    """All runs over links of one delay: those of each engine, how much of a core the relay used
+    meanwhile, and why engines fell out."""
+
+    check: LinkCheck
+    runs: Mapping[str, Sequence[Run]]
+    relay_cores: Mapping[str, float]
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def race(
+    job: Job,
+    found: Mapping[str, LinkedEngine],
+    delay_ms: float,
+    gbit: float,
+    hosts: int,
+    repeats: int,
+) -> Race:
+    """Every engine in every repeat over links of one delay, every second time in reverse. Each has
+    hosts of its own, so nothing of another is left."""
+    runs: dict[str, list[Run]] = {name: [] for name in found}
+    used = dict.fromkeys(found, 0.0)
+    spent = dict.fromkeys(found, 0.0)
+    turns: list[str] = []
+    for repeat in range(repeats):
+        turns += list(found) if repeat % 2 == 0 else list(reversed(found))
+    with delayed_links(hosts, delay_ms, gbit) as bed:
+        links = check(bed)
+    failed: dict[str, str] = {}
+    for name in track(turns, f"{delay_ms:g} ms"):
+        if name in failed:
+            continue
+        with delayed_links(hosts, delay_ms, gbit) as bed:
+            began = time.monotonic()
+            try:
+                runs[name].append(found[name](bed, job))
+            except PeerFailed as error:
+                failed[name] = str(error)
+            spent[name] += time.monotonic() - began
+            used[name] += bed.relay_cpu_s()
+    kept = {name: ran for name, ran in runs.items() if name not in failed}
+    return Race(links, kept, {name: used[name] / spent[name] for name in kept}, failed)
+
+
+def figures(found: Race, reference: Run, eos: Sequence[int]) -> list[dict[str, Any]]:
+    """One row per engine over links of one delay. A ratio is of the same repeat's times between
+    tokens; the best draft of llama.cpp is the one with the least median."""
+    tbt = {name: [run.tbt_ms for run in ran] for name, ran in found.runs.items()}
+    drafting = [name for name in tbt if name.startswith(DRAFTING)]
+    best = min(drafting, key=lambda name: spread(tbt[name])["median"], default="")
+    baselines = {
+        "times_llama_cpp": PLAIN,
+        "times_llama_cpp_with_draft": DRAFTING,
+        "times_llama_cpp_with_its_best_draft": best,
+    }
+    rows = []
+    for name, ran in found.runs.items():
+        equal = equal_answers(ran, reference, eos)
+        ratios = {
+            column: spread([b / own for b, own in zip(tbt[baseline], tbt[name], strict=True)])
+            for column, baseline in baselines.items()
+            if baseline in tbt
+        }
+        per_step = [run.tokens_per_step for run in ran if run.tokens_per_step is not None]
+        rows.append(
+            {
+                "delay_ms": found.check.delay_ms,
+                "engine": name,
+                "repeats": len(ran),
+                "load_s": spread([run.load_s for run in ran]),
+                "ttft_ms": spread([run.ttft_ms for run in ran]),
+                "tbt_ms": spread(tbt[name]),
+                "tokens_per_step": spread(per_step),
+                **ratios,
+                "relay_cores": found.relay_cores[name],
+                "equal_answers": sum(equal),
+                "answers": len(equal),
+            }
+        )
+    return rows
+
+
+# --- what comes out -----------------------------------------------------------------------------
+
+
+def cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """A row as it is printed."""
+    spreads = {
+        name.replace("times_", "× "): f"{brief(value['median'])} ({brief(value['min'])}.."
+        f"{brief(value['max'])})"
+        for name, value in row.items()
+        if isinstance(value, dict)
+    }
+    return {
+        "delay ms": f"{row['delay_ms']:g}",
+        "engine": row["engine"],
+        "repeats": str(row["repeats"]),
+        **spreads,
+        "relay": f"{row['relay_cores']:.2f}",
+        "equal": f"{row['equal_answers']} of {row['answers']}",
+    }
+
+
+def draw(title: str, rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Time between tokens by delay, and how many times as fast pipespec is."""
+    names = list(dict.fromkeys(row["engine"] for row in rows))
+    of = {name: [row for row in rows if row["engine"] == name] for name in names}
+    with plot.figure(path, title, columns=2, size=(9.6, 4.0)) as (left, right):
+        plot.lines(
+            left,
+            {
+                name: [(row["delay_ms"], row["tbt_ms"]["median"]) for row in of_engine]
+                for name, of_engine in of.items()
+            },
+            xlabel="delay of a link, one way, ms",
+            ylabel="time between tokens, ms",
+            legend=False,
+        )
+        left.legend(loc="upper left")
+        ratios = [name for name in rows[0] if name.startswith("times_")]
+        plot.lines(
+            right,
+            {
+                name.removeprefix("times_").replace("_", " "): [
+                    (row["delay_ms"], row[name]["median"]) for row in of["pipespec"]
+                ]
+                for name in ratios
+            },
+            xlabel="delay of a link, one way, ms",
+            ylabel="pipespec is so many times as fast as",
+            legend=False,
+        )
+        right.legend(loc="upper left")
+
+
+def keep_others(path: Path, result: dict[str, Any], delays: Sequence[float]) -> dict[str, Any]:
+    """The result with what a stored one has of other delays. Raises ConfigError if that is of other
+    settings, another commit or other hardware."""
+    if not path.exists():
+        return result
+    stored = json.loads(path.read_text())
+    for name, own in (experiment.provenance() | {"title": result["title"]}).items():
+        if name not in ("date", "command") and stored[name] != own:
+            raise ConfigError(
+                f"{path} has {name} {stored[name]!r}, but this run has {own!r}; remove the file, "
+                "or leave out --add."
+            )
+    merged = dict(result)
+    for name in ("rows", "links"):
+        others = [each for each in stored[name] if each["delay_ms"] not in delays]
+        merged[name] = sorted([*others, *result[name]], key=lambda each: each["delay_ms"])
+    merged["failed"] = stored["failed"] | result["failed"]
+    merged["other_commands"] = [*stored["other_commands"], stored["command"]]
+    return merged
+
+
+def parse() -> argparse.Namespace:
+    parser = experiment.parser(__doc__, plot=True)
+    add_job(parser, prompts=3, tokens=48)
+    parser.add_argument(
+        "--delays", type=float, nargs="+", default=[0, 2, 10, 40], help="one way, ms (0 2 10 40)"
+    )
+    parser.add_argument("--gbit", type=float, default=1.0, help="Gbit/s of each host (1)")
+    parser.add_argument("--stages", type=int, default=4, help="hosts with layers (4)")
+    parser.add_argument(
+        "--draft-tokens", type=int, nargs="*", default=[8], help="further drafts of llama.cpp (8)"
+    )
+    parser.add_argument("--settings", nargs="*", default=[], help="of pipespec")
+    parser.add_argument(
+        "--add", action="store_true", help="keep what the JSON file has of other delays"
+    )
+    options = parse_job(parser)
+    if (lacking := testbed.missing(with_ssh=False)) is not None:
+        parser.error(f"{lacking}.")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    job, eos = job_of(options)
+    load_before = os.getloadavg()[0]
+    began = time.perf_counter()
+    missing = {"vLLM": VLLM}
+    with TemporaryDirectory() as folder:
+        # Hugging Face's tokens come first: without them the race is worth nothing.
+        reference = in_child(hugging_face, job, assisted=False)
+        try:
+            llama = find_llama_cpp(job, Path(folder))
+        except ConfigError as error:
+            llama, missing["llama.cpp"] = None, str(error)
+        found = {
+            name: engine
+            for name, engine in engines(llama, options.draft_tokens, options.settings).items()
+            if any(part in name for part in options.only)
+        }
+        races = [
+            race(job, found, delay, options.gbit, options.stages + 1, options.repeats)
+            for delay in options.delays
+        ]
+    result: dict[str, Any] = {
+        "title": f"Measured, {options.stages} stages on {len(job.cores)} cores, {job.dtype}, "
+        f"links of {options.gbit:g} Gbit/s: {options.prompts} prompts × {options.tokens} tokens",
+        "emulated": False,
+        "rows": [row for each in races for row in figures(each, reference, eos)],
+        "links": [asdict(each.check) for each in races],
+        "tcp": TCP_SETTINGS,
+        "settings": options.settings,
+        "target": json.loads((options.target / "config.json").read_text()),
+        "cores": job.cores,
+        "load_average_before": load_before,
+        "duration_s": time.perf_counter() - began,
+        "versions": versions(),
+        "missing": missing,
+        "failed": {
+            f"{name}, {each.check.delay_ms:g} ms": why
+            for each in races
+            for name, why in each.failed.items()
+        },
+        "other_commands": [],
+    }
+    if options.json and options.add:
+        result = keep_others(options.json, result, options.delays)
+    experiment.show(f"{result['title']}; median (min..max)", list(map(cells, result["rows"])))
+    for name, why in (missing | result["failed"]).items():
+        print(f"{name}: {why}")
+    if options.json:
+        experiment.store(options.json, result)
+    if options.plot:
+        draw(result["title"], result["rows"], options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The pure parts of `benchmarks.peers.links`: no engine is started here."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks.common import experiment
+from benchmarks.peers import links
+from benchmarks.peers.delayed_links import LinkCheck
+from benchmarks.peers.links import DRAFTING, PLAIN, Race, figures
+from benchmarks.peers.python_engines import Answer, Run
+from pipespec.errors import ConfigError
+
+END = 0
+CHECK = LinkCheck(10.0, 1.0, 20.1, 20.2, 24.0, 0.6)
+
+
+def ran(ms_per_token: float, *texts: list[int]) -> Run:
+    """A run whose first answer does not count."""
+    answers = [
+        Answer(text, 100.0, 100.0 + ms_per_token * (len(text) - 1)) for text in ([9, 9], *texts)
+    ]
+    return Run(1.0, answers, 2.0)
+
+
+def race_of(**tbt: list[float]) -> Race:
+    names = {"own": "pipespec", "plain": PLAIN, "drafting": DRAFTING, "longer": f"{DRAFTING} of 8"}
+    runs = {names[key]: [ran(each, [1, 2, 3]) for each in values] for key, values in tbt.items()}
+    return Race(CHECK, runs, dict.fromkeys(runs, 0.1))
+
+
+def test_ratio_is_the_median_over_repeats_of_the_same_repeats_times() -> None:
+    rows = figures(
+        race_of(
+            own=[10, 20, 10], plain=[100, 100, 100], drafting=[30, 40, 50], longer=[20, 40, 30]
+        ),
+        ran(1, [1, 2, 3]),
+        [END],
+    )
+
+    own = next(row for row in rows if row["engine"] == "pipespec")
+    assert own["tbt_ms"]["median"] == pytest.approx(10)
+    assert own["times_llama_cpp"] == pytest.approx({"median": 10, "min": 5, "max": 10})
+    assert own["times_llama_cpp_with_draft"]["median"] == pytest.approx(3)
+    assert own["times_llama_cpp_with_its_best_draft"]["median"] == pytest.approx(2)
+    assert own["delay_ms"] == 10.0
+
+
+def test_answer_that_differs_from_the_reference_is_not_counted_as_equal() -> None:
+    found = Race(
+        CHECK,
+        {"pipespec": [ran(1, [1, 2, END], [4, 5]), ran(1, [1, 3], [4, 5])]},
+        {"pipespec": 0.1},
+    )
+
+    (row,) = figures(found, ran(1, [1, 2], [4, 5, END]), [END])
+
+    assert (row["equal_answers"], row["answers"]) == (3, 4)
+
+
+def test_figures_are_drawn_with_a_line_per_engine_and_per_ratio(tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed (extra: bench)")
+    rows = figures(
+        race_of(own=[10], plain=[100], drafting=[30]),
+        ran(1, [1, 2, 3]),
+        [END],
+    )
+
+    links.draw("A race", rows, tmp_path / "links")
+
+    drawn = (tmp_path / "links.svg").read_text()
+    assert all(name in drawn for name in ("pipespec", PLAIN, DRAFTING, "llama cpp with draft"))
+
+
+def test_rows_of_other_delays_are_kept_and_those_of_other_settings_refused(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks/peers/links.py"])
+    path = tmp_path / "links.json"
+    row = {"delay_ms": 2.0, "engine": "pipespec"}
+    first = {"title": "A race", "rows": [row], "links": [], "failed": {}, "other_commands": []}
+    assert links.keep_others(path, first, [2.0]) == first
+
+    experiment.store(path, first)
+    again = first | {"rows": [row | {"delay_ms": 0.0}]}
+    merged = links.keep_others(path, again, [0.0])
+    assert [each["delay_ms"] for each in merged["rows"]] == [0.0, 2.0]
+    assert len(merged["other_commands"]) == 1
+    with pytest.raises(ConfigError, match="'A race', but this run has 'Another'"):
+        links.keep_others(path, again | {"title": "Another"}, [0.0])
