@@ -12,14 +12,13 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.formats.packed_checkpoint import LAYER
 from pipespec.engine.safetensors_headers import Tensor
+from pipespec.engine.slice_tensors import LAYER, OUTPUT_HEADS
 from pipespec.errors import ModelError
 from pipespec.limits import suggest
 from pipespec.system.validation import shown
 
 REMEDY = "fetch the checkpoint again"
-HEADS = ("lm_head.weight", "embed_out.weight")
 # Tensors that only some layers of a mixture have, where others are dense.
 _VARYING = ("mlp.", "block_sparse_moe.", "feed_forward.", "moe.")
 # Types whose class derives the size of a head from hidden_size and ignores `head_dim`.
@@ -184,7 +183,7 @@ def check_shapes(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tenso
         found = LAYER.search(name)
         inner = found[2] if found else name
         if inner not in expected_by_name:
-            expected_by_name[inner] = _expected(raw, inner)
+            expected_by_name[inner] = expected_sizes(raw, inner)
         for axis, (expected, why) in expected_by_name[inner].items():
             if len(tensor.shape) == 2 and tensor.shape[axis] != expected:
                 raise ModelError(
@@ -193,10 +192,12 @@ def check_shapes(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tenso
                     f"{REMEDY}"
                 )
     outside = [name for name in tensors if LAYER.search(name) is None]
-    if raw.get("tie_word_embeddings") is False and not any(n.endswith(HEADS) for n in outside):
+    if raw.get("tie_word_embeddings") is False and not any(
+        n.endswith(OUTPUT_HEADS) for n in outside
+    ):
         raise ModelError(
-            f"{path} holds no output head ({' or '.join(HEADS)}), but tie_word_embeddings in "
-            f"config.json is false; {REMEDY}"
+            f"{path} holds no output head ({' or '.join(OUTPUT_HEADS)}), but tie_word_embeddings "
+            f"in config.json is false; {REMEDY}"
         )
     normed = any(
         "norm" in found[2] and found[2].endswith(".weight")
@@ -207,7 +208,7 @@ def check_shapes(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tenso
         raise ModelError(f"{path} holds no norm after the last layer; {REMEDY}")
 
 
-def _expected(raw: Mapping[str, Any], name: str) -> dict[int, tuple[int, str]]:
+def expected_sizes(raw: Mapping[str, Any], name: str) -> dict[int, tuple[int, str]]:
     """The numbers of rows (axis 0) and columns (axis 1) that config.json implies for a matrix, with
     the reason; `name` is that within its layer, or within the model. Nothing for values that
     config.json leaves to its class."""
@@ -233,7 +234,7 @@ def _expected(raw: Mapping[str, Any], name: str) -> dict[int, tuple[int, str]]:
         known = count is not None and head_dim is not None and not latent
         return (count * head_dim if known else None), f"{names} {count} x head_dim {head_dim}"  # type: ignore[operator]
 
-    if name.endswith((*HEADS, "embed_tokens.weight", "embed_in.weight")):
+    if name.endswith((*OUTPUT_HEADS, "embed_tokens.weight", "embed_in.weight")):
         expect(0, size("vocab_size"), f"vocab_size {size('vocab_size')}")
         expect(1, hidden, f"hidden_size {hidden}")
     elif name == "self_attn.q_proj.weight":

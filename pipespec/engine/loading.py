@@ -17,9 +17,11 @@ from pipespec.engine.attention import hook
 from pipespec.engine.formats import gguf, packed_checkpoint
 from pipespec.engine.formats.lazy import LazyTensor
 from pipespec.engine.model_config import FOREIGN, LONGEST_REASON
+from pipespec.engine.partial_checkpoint import loadable, require_parts
 from pipespec.engine.precision import name_of
 from pipespec.engine.quantization import PACKED_INT4, loading_options, stored_packing
 from pipespec.engine.safetensors_headers import Tensor
+from pipespec.engine.slice_tensors import LAYER, parts_of
 from pipespec.engine.slicing import sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, finalize_shards, require_divisible, shard_model
 from pipespec.errors import ModelError
@@ -55,6 +57,8 @@ def load(
         require_supported(config.model_type, path)
         assert layers.step == 1
         assert 0 <= layers.start < layers.stop <= config.num_hidden_layers
+        parts = parts_of(layers, config.num_hidden_layers, tied=config.tie_word_embeddings)
+        require_parts(path, parts)
         hook.register()
         options = {
             "device_map": {"": device},
@@ -76,19 +80,20 @@ def load(
             model, loaded = _plain(config, sliced_class(config, layers), state, dtype, options)
         elif packing is not None:
             del config.quantization_config  # for Transformers it has plain weights
-            state, kept = packed_checkpoint.lazy_state(path, packing)
+            state, kept = packed_checkpoint.lazy_state(path, packing, parts)
             names = tuple(kept) if quantization == PACKED_INT4 else ()
             model_class = sliced_class(config, layers, partial(int4.replace, names=names))
             model, loaded = _plain(config, model_class, state, dtype, options)
             int4.fill(model, kept, device)
         else:
-            model, loaded = sliced_class(config, layers, prepare).from_pretrained(
-                path,
-                config=config,
-                dtype=dtype if dtype is not None else "auto",
-                **options,
-                **loading_options(config, quantization, dtype),
-            )
+            with loadable(path, parts) as folder:
+                model, loaded = sliced_class(config, layers, prepare).from_pretrained(
+                    folder,
+                    config=config,
+                    dtype=dtype if dtype is not None else "auto",
+                    **options,
+                    **loading_options(config, quantization, dtype),
+                )
     _require_all(path, loaded)
     if group is not None:
         finalize_shards(model, group)
@@ -142,7 +147,7 @@ def check_fit(path: Path, tensors: Mapping[str, Tensor], *, strict: bool) -> int
     weights = [
         name
         for name in left_out
-        if (layer := packed_checkpoint.LAYER.search(name)) is not None
+        if (layer := LAYER.search(name)) is not None
         and int(layer[1]) not in mtp
         and name.endswith((".weight", ".bias"))
     ]
