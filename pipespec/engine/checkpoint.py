@@ -41,6 +41,7 @@ from pipespec.engine.quantization import (
 )
 from pipespec.engine.safetensors_headers import Tensor, read_json, read_tensors
 from pipespec.engine.slice_tensors import EMBEDDING_NAME, LAYER
+from pipespec.engine.text_part import text_config, text_type
 from pipespec.engine.tp_divisibility import local_kv_heads, require_tp_divisible
 from pipespec.errors import ModelError
 from pipespec.system.validation import shown
@@ -341,11 +342,14 @@ def _read_gguf(path: Path) -> _CheckpointFiles:
 
 
 def _read_folder(path: Path) -> _CheckpointFiles:
-    raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
-    refuse_draft_head(path, raw)
+    whole = read_json(
+        path / "config.json", "a model folder holds config.json and safetensors files"
+    )
+    refuse_draft_head(path, whole)
+    raw = text_config(whole)
     stored = raw.get("quantization_config")
     # First, as an unsupported architecture is the more useful error message.
-    require_supported(str(raw.get("model_type")), path)
+    require_supported(str(raw.get("model_type")), path, text_type(whole))
     try:
         method = stored_method(path, stored)
     except RecursionError as error:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipespec.engine.architectures import count_field
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER, OUTPUT_HEADS
 from pipespec.errors import ModelError
@@ -19,22 +20,32 @@ from pipespec.limits import suggest
 from pipespec.system.validation import shown
 
 REMEDY = "fetch the checkpoint again"
+# Fields with the kind of each layer, of attention and of what follows it.
+_LAYER_KINDS = ("layer_types", "mlp_layer_types", "indexer_types", "num_attention_heads_per_layer")
 # Tensors that only some layers of a mixture have, where others are dense.
 _VARYING = ("mlp.", "block_sparse_moe.", "feed_forward.", "moe.")
 # Types whose class derives the size of a head from hidden_size and ignores `head_dim`.
 _HEAD_DIM_IGNORED = ("stablelm",)
+# Types whose layers differ in the number or size of their heads.
+_HEADS_VARY = ("dots3_note_text", "gemma4_text", "gemma4_unified_text", "laguna", "mimo_v2_flash")
 # Types with a layer for multi-token prediction (MTP) after the last one, which is not decoded.
-_WITH_MTP = ("deepseek_v3", "glm4_moe")
+_WITH_MTP = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 # Masks and position tables of older checkpoints, which are not weights.
 _TABLES = re.compile(r"(attention|attn)\.(bias|masked_bias)$|position_ids$|inv_freq$")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # Default eos tokens of config classes, which may lie outside the vocabulary of a small model.
 USUAL_EOS = {
-    **dict.fromkeys(("arcee", "smollm3"), (128001,)),
-    **dict.fromkeys(("cohere", "cohere2"), (255001,)),
+    **dict.fromkeys(("arcee", "bitnet", "smollm3", "youtu"), (128001,)),
+    **dict.fromkeys(("axk1", "axk2"), (163691,)),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), (255001,)),
+    "cwm": (128001, 128008, 128009),
+    "dots3_note_text": (151668,),
+    **dict.fromkeys(("flex_olmo", "granite_swa"), (100257,)),
     **dict.fromkeys(("glm", "glm4"), (151329, 151336, 151338)),
     **dict.fromkeys(("olmo", "olmo2", "olmo3", "olmoe"), (50279,)),
+    "jais2": (150024,),
+    "minimax_m2": (200020,),
     "phi3": (32000,),
     "starcoder2": (50256,),
 }
@@ -105,7 +116,7 @@ def check_floats(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def check_layers(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raise ModelError if there are tensors of layers beyond num_hidden_layers, or if layers differ
     in their tensors."""
-    count = raw.get("num_hidden_layers")
+    count = raw.get(count_field(str(raw.get("model_type"))))
     layers: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         if (found := LAYER.search(name)) is not None:
@@ -122,15 +133,28 @@ def check_layers(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tenso
             )
         numbers = {number for number in numbers if number < count}
     mixture = any("expert" in suffix for suffix in layers)
-    _check_experts(path, layers)
+    _check_experts(path, raw, layers)
     for suffix, held in layers.items():
-        inside = {number: each for number, each in held.items() if number in numbers}
-        _check_alike(path, suffix, inside)
         varies = mixture and suffix.startswith(_VARYING)
         weight = suffix.endswith((".weight", ".bias")) and not _TABLES.search(suffix)
-        if weight and not varies and len(numbers) > len(inside) > len(numbers) / 2:
-            missing = min(numbers - inside.keys())
-            raise ModelError(f"{path} holds no {suffix} of layer {missing}; {REMEDY}")
+        for alike in _kinds(raw, numbers):
+            inside = {number: each for number, each in held.items() if number in alike}
+            _check_alike(path, suffix, inside)
+            if weight and not varies and len(alike) > len(inside) > len(alike) / 2:
+                missing = min(alike - inside.keys())
+                raise ModelError(f"{path} holds no {suffix} of layer {missing}; {REMEDY}")
+
+
+def _kinds(raw: Mapping[str, Any], numbers: Collection[int]) -> list[set[int]]:
+    """The layers in groups of the same kind by config.json, which have the same tensors."""
+    kinds: dict[tuple[object, ...], set[int]] = {}
+    for number in numbers:
+        types = (raw.get(field) for field in _LAYER_KINDS)
+        kind = tuple(
+            each[number] for each in types if isinstance(each, list) and number < len(each)
+        )
+        kinds.setdefault(tuple(map(str, kind)), set()).add(number)
+    return list(kinds.values())
 
 
 def check_count(path: Path, raw: Mapping[str, Any], tensors: Iterable[str], count: int) -> None:
@@ -148,13 +172,18 @@ def check_count(path: Path, raw: Mapping[str, Any], tensors: Iterable[str], coun
             )
 
 
-def _check_experts(path: Path, layers: Mapping[str, Mapping[int, Tensor]]) -> None:
-    """Raise ModelError if a layer with experts lacks a tensor of one of them."""
+def _check_experts(
+    path: Path, raw: Mapping[str, Any], layers: Mapping[str, Mapping[int, Tensor]]
+) -> None:
+    """Raise ModelError if a layer with experts lacks a tensor of one of them. Experts that compute
+    nothing (`zero_expert_num`) may have some."""
     found: dict[tuple[str, str], dict[int, Collection[int]]] = {}
     for suffix, held in layers.items():
         if (expert := _EXPERT.match(suffix)) is not None:
             found.setdefault((expert[1], expert[3]), {})[int(expert[2])] = held.keys()
     count = 1 + max((number for of in found.values() for number in of), default=-1)
+    if raw.get("zero_expert_num") and type(routed := raw.get("n_routed_experts")) is int:
+        count = routed
     for (before, after), layers_of in found.items():
         mixed = {layer for with_it in layers_of.values() for layer in with_it}
         for number in range(count):
@@ -221,7 +250,7 @@ def expected_sizes(raw: Mapping[str, Any], name: str) -> dict[int, tuple[int, st
     heads, kv_heads, head_dim = map(
         size, ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    if raw.get("model_type") in _HEAD_DIM_IGNORED:
+    if raw.get("model_type") in (*_HEAD_DIM_IGNORED, *_HEADS_VARY):
         head_dim = None
     latent = raw.get("qk_rope_head_dim") is not None
     found: dict[int, tuple[int, str]] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from pipespec.engine.attention import hook, select
 from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan, causal_plan
 from pipespec.engine.attention.device_plan import DevicePlanBackend
 from pipespec.engine.attention.self_test import AttentionLayer
+from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
 from pipespec.engine.quantization import PACKED_INT4
-from pipespec.engine.slicing import drop_placeholders, sliced_class
+from pipespec.engine.slicing import drop_placeholders, num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, select_kv_heads
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
@@ -64,7 +66,7 @@ class ModelSlice:
         bfloat16."""
         config = model.config
         self.layers = layers
-        self.num_layers: int = config.num_hidden_layers  # of the whole model
+        self.num_layers: int = num_layers_of(config)  # of the whole model
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
         self.num_slots = num_slots
@@ -83,7 +85,15 @@ class ModelSlice:
         )
         kv_heads = None if group is None else select_kv_heads(config, group)
         self._attentions = [
-            hook.attach(layer, self._slice, num_slots, kv_heads) for layer in self._base.layers
+            state
+            for index, layer in enumerate(self._base.layers)
+            for state in hook.attach(
+                layer,
+                self._slice,
+                num_slots,
+                chunk=chunk_of(config, index),
+                kv_heads=kv_heads,
+            )
         ]
         self.batch_invariant = batch_invariant and self.device.type == "cpu"
         self.experts = ExpertCounts(self._base)
@@ -386,8 +396,14 @@ class _ComputedBase(nn.Module):
     """Replaces the base model: its layers have run already."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
-        # The output type with the most fields: heads of mixtures also read router logits.
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return _BaseOutput(last_hidden_state=inputs_embeds)
+
+
+@dataclass
+class _BaseOutput(MoeModelOutputWithPast):
+    """Every field that an output head reads: those of mixtures also read router logits."""
+
+    shared_kv_states: Any = None
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

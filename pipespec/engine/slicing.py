@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from pipespec.engine.architectures import count_field
+from pipespec.engine.attention.variants import leave_out_indexers
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
@@ -15,6 +17,8 @@ with silence_warnings():
 
 # Names of the norm after the last layer in the supported architectures.
 _FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+# The usual name of the base model.
+_BASE = "model"
 # Quantisers skip a model's last parameter, which could be a matrix in a slice without output head.
 # Such a slice has an extra module of this name at the end until the weights are loaded.
 _SPARED = "spared"
@@ -31,11 +35,14 @@ def sliced_class(
     is called with the model before its weights are loaded.
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
+    is_first, is_last = layers.start == 0, layers.stop == num_layers_of(config)
 
     def init(self: PreTrainedModel, config: PretrainedConfig) -> None:
         model_class.__init__(self, config)
+        if not hasattr(self, self.base_model_prefix):  # Llama 4 names another attribute
+            self.base_model_prefix = _BASE
         base = self.base_model
+        leave_out_indexers(base)
         for i in range(len(base.layers)):
             if i not in layers:
                 base.layers[i] = nn.Identity()
@@ -70,18 +77,30 @@ def drop_placeholders(model: PreTrainedModel, layers: range) -> None:
     Its config then counts only the layers of the slice.
     """
     config, base = model.config, model.base_model
+    is_last = layers.stop == num_layers_of(config)
     if layers.start > 0:
         _leave_out(base, base.get_input_embeddings())
         # Granite scales embeddings in the base model's forward pass, which here gets hidden
         # states.
         if hasattr(base, "embedding_multiplier"):
             base.embedding_multiplier = 1.0
-    if layers.stop < config.num_hidden_layers:
+        if hasattr(config, "mup_enabled"):  # so does AFMoE
+            config.mup_enabled = False
+    if not is_last:
         delattr(model, _SPARED)
     base.layers = base.layers[layers.start : layers.stop]
-    config.num_hidden_layers = len(layers)
+    setattr(config, _count_field(config), len(layers))
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = config.layer_types[layers.start : layers.stop]
+
+
+def num_layers_of(config: PretrainedConfig) -> int:
+    """The number of decoder layers of a model."""
+    return int(getattr(config, _count_field(config)))
+
+
+def _count_field(config: PretrainedConfig) -> str:
+    return count_field(config.model_type)
 
 
 def _leave_out(parent: nn.Module, module: nn.Module) -> None:

@@ -117,6 +117,19 @@ def int4_layers(tensors: Mapping[str, Tensor], packing: Packing) -> tuple[Int4La
     return tuple(found)
 
 
+def stored_state(path: Path, parts: Collection[str]) -> dict[str, Any]:
+    """The plain tensors of these parts as a state dict, which are read lazily."""
+    from safetensors import safe_open
+
+    state: dict[str, Any] = {}
+    for file, held in shards(path).items():
+        wanted = {name: each for name, each in held.items() if part_of(name) in parts}
+        if wanted:
+            opened = safe_open(file, framework="pt")
+            state |= {name: opened.get_slice(each.stored_as) for name, each in wanted.items()}
+    return state
+
+
 def lazy_state(
     path: Path, packing: Packing, parts: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Callable[[], GroupedWeights]]]:
@@ -137,7 +150,7 @@ def lazy_state(
             tensors |= wanted
 
     def load(name: str) -> Any:
-        return where[name].get_tensor(name) if name in where else None
+        return where[name].get_tensor(tensors[name].stored_as) if name in where else None
 
     state: dict[str, Any] = {}
     kept: dict[str, Callable[[], GroupedWeights]] = {}
@@ -146,7 +159,7 @@ def lazy_state(
     for name, each in plain.items():
         matrix = name.removesuffix(WEIGHT)
         if matrix not in packed:
-            state[name] = where[name].get_slice(name)
+            state[name] = where[name].get_slice(tensors[name].stored_as)
             continue
         read = partial(packing.read, matrix, load)
         state[name] = LazyTensor(each.shape, each.dtype, partial(_dense, read))

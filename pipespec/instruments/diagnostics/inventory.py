@@ -14,10 +14,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipespec.engine.architectures import count_field
 from pipespec.engine.attention.select import missing_requirement
 from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.safetensors_headers import INDEX, WEIGHTS, weight_map
+from pipespec.engine.safetensors_headers import CONFIG, INDEX, WEIGHTS, weight_map
 from pipespec.engine.slice_tensors import OUTPUT_HEADS, part_of
+from pipespec.engine.text_part import text_config, text_names
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.machine_check import attention_faults
 from pipespec.system.devices import num_cuda
@@ -31,7 +33,6 @@ from pipespec.system.validation import (
 )
 from pipespec.system.versions import SHORT, code_hash, package_version
 
-CONFIG = "config.json"
 # Of a GGUF file so many bytes at its start, where its settings are, and at its end are compared.
 GGUF_END = 2**16
 PACKAGES = ("torch", "transformers")
@@ -195,8 +196,8 @@ def _sizes(path: Path, shards: Collection[str]) -> dict[str, int]:
 def _absent(here: Collection[str], shard_of: Mapping[str, str]) -> dict[str, list[str]]:
     """The parts that the missing files hold."""
     found: dict[str, set[str]] = {}
-    for name, shard in shard_of.items():
-        if shard not in here:
+    for stored, name in text_names(shard_of).items():
+        if (shard := shard_of[stored]) not in here:
             found.setdefault(shard, set()).add(part_of(name))
     return {shard: sorted(parts) for shard, parts in sorted(found.items())}
 
@@ -208,8 +209,9 @@ def _layers(config: bytes, names: Collection[str]) -> tuple[int | None, bool]:
         raw = parse_json(config)
     except Unreadable:
         return None, False
-    raw = raw if isinstance(raw, dict) else {}
-    count, tied = raw.get("num_hidden_layers"), raw.get("tie_word_embeddings")
+    raw = text_config(raw) if isinstance(raw, dict) else {}
+    count = raw.get(count_field(str(raw.get("model_type"))))
+    tied = raw.get("tie_word_embeddings")
     if type(tied) is not bool:
         tied = not any(name.endswith(OUTPUT_HEADS) for name in names)
     return count if type(count) is int and count > 0 else None, tied

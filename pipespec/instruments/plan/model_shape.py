@@ -11,6 +11,7 @@ from typing import Any
 
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.model_path import resolve_config
+from pipespec.engine.text_part import text_config, text_type
 from pipespec.errors import ModelError
 from pipespec.instruments.emulation.machine import experts_read
 from pipespec.system.validation import Unreadable, read_json
@@ -58,8 +59,9 @@ class ModelShape:
     def from_config(cls, name: str, raw: Mapping[str, Any]) -> ModelShape:
         """Raises ModelError if the model is not supported, or sizes are missing. Norms, biases and
         routers are left out, and of a mixture the layers without experts."""
+        whole, raw = raw, text_config(raw)
         model_type = str(raw.get("model_type"))
-        require_supported(model_type, name)
+        require_supported(model_type, name, text_type(whole))
         if raw.get("kv_lora_rank") is not None:
             raise ModelError(
                 f"{name} has latent attention, which is not planned from its config; measure a "
