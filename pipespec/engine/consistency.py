@@ -160,6 +160,7 @@ def _kinds(raw: Mapping[str, Any], numbers: Collection[int]) -> list[set[int]]:
 def check_count(path: Path, raw: Mapping[str, Any], tensors: Iterable[str], count: int) -> None:
     """Raise ModelError if there are tensors of layers beyond `count`, which would be left out of
     the computation. Layers for multi-token prediction are allowed."""
+    field = count_field(str(raw.get("model_type")))
     extra = raw.get("num_nextn_predict_layers")
     if type(extra) is not int:
         extra = raw.get("model_type") in _WITH_MTP
@@ -167,7 +168,7 @@ def check_count(path: Path, raw: Mapping[str, Any], tensors: Iterable[str], coun
         found = LAYER.search(name)
         if found is not None and int(found[1]) >= count + max(extra, 0):
             raise ModelError(
-                f"{path} holds {name}, but num_hidden_layers in config.json is {shown(count)}, so "
+                f"{path} holds {name}, but {field} in config.json is {shown(count)}, so "
                 f"the model would be decoded without this layer; correct config.json, or {REMEDY}"
             )
 

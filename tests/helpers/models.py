@@ -108,7 +108,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"sliding_window": _WINDOW, "layer_types": _ALTERNATE},
     "exaone_moe": {**_EXPERTS, **_SLIDING, "moe_intermediate_size": 32, "mlp_layer_types": _MIXED},
-    "flex_olmo": {**_EXPERTS, "norm_topk_prob": True},
+    "flex_olmo": {**_EXPERTS, "tie_word_embeddings": True},
     "flint": {
         **_EXPERTS,
         **_SLIDING,
@@ -315,6 +315,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2_vision": ("cohere2", {}),
     "gemma3": ("gemma3_text", {"mm_tokens_per_image": 4}),
     "gemma4": ("gemma4_text", {"audio_config": None}),
+    "gemma4_unified": ("gemma4_unified_text", {"audio_config": None}),
     "internvl": ("qwen2", {}),
     "llama4": ("llama4_text", {}),
     "llava": ("llama", {}),
