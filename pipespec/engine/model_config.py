@@ -12,6 +12,7 @@ from typing import Any
 from pipespec.engine.architectures import WRAPPERS, count_field
 from pipespec.engine.formats import gguf
 from pipespec.engine.safetensors_headers import Tensor, read_json
+from pipespec.engine.tp_divisibility import has_plan
 from pipespec.errors import ModelError
 from pipespec.limits import MAX_COUNT, fault
 from pipespec.system.cache import cached_call
@@ -82,7 +83,7 @@ def _by_transformers(path: Path) -> StoredConfig:
     return StoredConfig(
         heads,
         max(heads if _is_latent(layer) else _kv_heads(layer) for layer in _layers(config)),
-        bool(plan),
+        has_plan(plan),
         any(name.endswith(_KV) and rule == "colwise" for name, rule in plan.items()),
         getattr(config, count_field(config.model_type)),
         config.hidden_size,
