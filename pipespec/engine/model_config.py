@@ -83,7 +83,7 @@ def _by_transformers(path: Path) -> StoredConfig:
     return StoredConfig(
         heads,
         max(heads if _is_latent(layer) else _kv_heads(layer) for layer in _layers(config)),
-        has_plan(plan),
+        has_plan(config),
         any(name.endswith(_KV) and rule == "colwise" for name, rule in plan.items()),
         getattr(config, count_field(config.model_type)),
         config.hidden_size,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +29,13 @@ from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
 from pipespec.engine.quantization import PACKED_INT4
-from pipespec.engine.slicing import drop_placeholders, num_layers_of, sliced_class
+from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, select_kv_heads
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.modeling_outputs import MoeModelOutputWithPast
 
 # Called with the inputs and the plan of a batch.
 BatchCallback = Callable[[Tensor, AttentionPlan], None]
@@ -77,7 +75,7 @@ class ModelSlice:
         drop_placeholders(model, layers)
         self.num_weight_bytes = _num_bytes(model.state_dict().values())
         # From now on the model's own forward pass computes the output head only.
-        setattr(model, model.base_model_prefix, _ComputedBase())
+        setattr(model, model.base_model_prefix, ComputedBase())
         given = None if isinstance(attention, str) else attention
         # SDPA needs no self-test, so it is used until the first row has allocated the pools.
         self._slice = hook.SliceBackend(
@@ -390,20 +388,6 @@ class ModelSlice:
             row = torch.zeros(1, self.hidden_size, dtype=self.dtype)
         slot = np.zeros(1, np.int64)
         self.forward(row, position, causal_plan(slot[:0], slot))
-
-
-class _ComputedBase(nn.Module):
-    """Replaces the base model: its layers have run already."""
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
-        return _BaseOutput(last_hidden_state=inputs_embeds)
-
-
-@dataclass
-class _BaseOutput(MoeModelOutputWithPast):
-    """Every field that an output head reads: those of mixtures also read router logits."""
-
-    shared_kv_states: Any = None
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

@@ -4,8 +4,10 @@ weights are not loaded."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipespec.engine.architectures import count_field
 from pipespec.engine.attention.variants import leave_out_indexers
@@ -13,6 +15,7 @@ from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 # Names of the norm after the last layer in the supported architectures.
@@ -107,3 +110,17 @@ def _leave_out(parent: nn.Module, module: nn.Module) -> None:
     """Replace `parent`'s child `module` by a module without parameters."""
     name = next(name for name, child in parent.named_children() if child is module)
     setattr(parent, name, nn.Identity())
+
+
+class ComputedBase(nn.Module):
+    """Replaces the base model of a slice: its layers have run already."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
+        return _BaseOutput(last_hidden_state=inputs_embeds)
+
+
+@dataclass
+class _BaseOutput(MoeModelOutputWithPast):
+    """Every field that an output head reads: those of mixtures also read router logits."""
+
+    shared_kv_states: Any = None

@@ -119,7 +119,7 @@ def require_divisible(config: PretrainedConfig, path: Path, size: int, *, quanti
     require_tp_divisible(
         path,
         config.model_type,
-        has_plan(config.base_model_tp_plan),
+        has_plan(config),
         config.num_attention_heads,
         size,
         quantized=quantized,

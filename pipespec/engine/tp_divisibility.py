@@ -3,8 +3,8 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pipespec.errors import ModelError
 
@@ -16,10 +16,17 @@ GATHERED = "colwise_gather_output"
 LOCAL = ("colwise", "packed_colwise", "mla_kv_a_proj", "replicated_with_grad_allreduce")
 
 
-def has_plan(plan: Mapping[str, str] | None) -> bool:
-    """Whether a tensor-parallel plan of Transformers has rules for the layers, all of them known
-    here."""
-    rules = {rule for name, rule in (plan or {}).items() if name.startswith("layers.")}
+# Types whose layers differ in the number of their heads, which one plan cannot divide.
+_HEADS_VARY = ("laguna", "mimo_v2_flash")
+
+
+def has_plan(config: Any) -> bool:
+    """Whether Transformers has a tensor-parallel plan for the layers of a model with this config,
+    of rules that are known here and for layers with the same heads."""
+    if config.is_heterogeneous or config.model_type in _HEADS_VARY:
+        return False
+    plan = config.base_model_tp_plan or {}
+    rules = {rule for name, rule in plan.items() if name.startswith("layers.")}
     return bool(rules) and rules <= {*SUMMED, GATHERED, *LOCAL}
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from pipespec.config.hosts import HostsFile
-from pipespec.engine.safetensors_headers import INDEX
+from pipespec.engine.safetensors_headers import CONFIG, INDEX
 from pipespec.engine.slice_tensors import described, listed, parts_of
 from pipespec.errors import ConfigError
 from pipespec.instruments.diagnostics.findings import Finding
-from pipespec.instruments.diagnostics.inventory import CONFIG, Fingerprint, Inventory
+from pipespec.instruments.diagnostics.inventory import Fingerprint, Inventory
 from pipespec.placement.slices import split_evenly
 
 
