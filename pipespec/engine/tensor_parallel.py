@@ -116,11 +116,12 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
 
 def require_divisible(config: PretrainedConfig, path: Path, size: int, *, quantized: bool) -> None:
     """Raise ModelError unless the layers of a model can be divided among `size` members."""
+    divisible = has_plan(config)
     require_tp_divisible(
         path,
         config.model_type,
-        has_plan(config),
-        config.num_attention_heads,
+        divisible,
+        config.num_attention_heads if divisible else 1,
         size,
         quantized=quantized,
     )

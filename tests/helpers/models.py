@@ -325,7 +325,8 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build_multimodal(model_type: str, folder: Path, **overrides: Any) -> Path:
     """Save a random float32 checkpoint of a multimodal type to `folder`, which is returned;
-    `overrides` are values of its config."""
+    `overrides` are values of its config; `max_shard_size` splits the file."""
+    max_shard_size = overrides.pop("max_shard_size", "1GB")
     text_type, more = MULTIMODAL[model_type]
     text = {**_COMMON, **CONFIGS[text_type], "model_type": text_type}
     vision = _VISION | more.get("vision_config", {})
@@ -334,7 +335,7 @@ def build_multimodal(model_type: str, folder: Path, **overrides: Any) -> Path:
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     _spread(model)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
