@@ -356,11 +356,16 @@ def _read_folder(path: Path) -> _CheckpointFiles:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
     tensors = read_tensors(path)
     tensors |= absent_tensors(path, raw, tensors)
+    packing = stored_packing(path, stored) if method in PACKED_METHODS else None
+    if raw is not whole and method is not None and packing is None:
+        raise ModelError(
+            f"{path} is multimodal and quantised by {method}, which is read of models of text "
+            "alone; take plain weights, AWQ, GPTQ, or compressed-tensors packed in 4 or 8 bits"
+        )
     if method == MXFP4:
         return _CheckpointFiles(raw, dequantised(tensors), blocks=True)
     if method not in PACKED_METHODS:
         return _CheckpointFiles(raw, tensors, quantization=method)
-    packing = stored_packing(path, stored)
     plain = packed_checkpoint.as_plain(path, tensors, packing)
     if packing is None:
         return _CheckpointFiles(raw, plain, dequantized_from=method, package=COMPRESSED_PACKAGE)

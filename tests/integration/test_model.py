@@ -43,6 +43,8 @@ NUM_SLOTS = 96
 NEW_TOKENS = 16
 # Compiled in every run: latent attention, windows and caps, sinks and experts, two dense ones.
 COMPILED = ("deepseek_v3", "gemma2", "gpt_oss", "llama", "qwen3")
+# The host chooses the experts of these, so that they are not compiled.
+ON_THE_HOST = ("longcat_flash",)
 # Layers of these differ in their K and V; the most that a layer has is foretold.
 UNEQUAL_KV = ("dots3_note_text", "gemma4_text", "gemma4_unified_text", "mimo_v2_flash")
 # Transformers has no tensor-parallel plan for these, or one with rules that we do not have.
@@ -265,6 +267,8 @@ def test_a_slice_is_one_graph_for_every_plan(model, long):
     as many rows; so it can be recorded as a CUDA graph."""
     if model.path.name not in COMPILED and not long:
         pytest.skip("long: pass --long")
+    if model.path.name in ON_THE_HOST:
+        pytest.skip("the host chooses its experts")
     (part,) = model.static
     graphs = []
 

@@ -16,7 +16,7 @@ from pipespec.engine.checkpoint import Sizes, inspect
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
-from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build
+from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build, build_multimodal
 
 
 @pytest.fixture(scope="module")
@@ -300,3 +300,10 @@ def test_a_damaged_file(copy, damage):
     file = copy / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
     assert f"{file} is not a whole safetensors file" in _refusal(copy)
+
+
+def test_a_multimodal_checkpoint_that_another_library_quantised_is_refused(tmp_path):
+    path = build_multimodal("mistral3", tmp_path / "model")
+    quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True}
+    _edit(path / "config.json", quantization_config=quantised)
+    assert "is multimodal and quantised by bitsandbytes, which is read of models of text" in _refusal(path)
