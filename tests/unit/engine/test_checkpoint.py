@@ -306,4 +306,7 @@ def test_a_multimodal_checkpoint_that_another_library_quantised_is_refused(tmp_p
     path = build_multimodal("mistral3", tmp_path / "model")
     quantised = {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True}
     _edit(path / "config.json", quantization_config=quantised)
-    assert "is multimodal and quantised by bitsandbytes, which is read of models of text" in _refusal(path)
+    assert (
+        "is multimodal and quantised by bitsandbytes, which is read of models of text"
+        in _refusal(path)
+    )
