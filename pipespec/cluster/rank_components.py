@@ -6,26 +6,21 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from pipespec.cluster import memory
 from pipespec.cluster.deployment import Deployment, quantization_of
-from pipespec.config.hosts import Host
 from pipespec.config.schema import Config
 from pipespec.core import Request
 from pipespec.engine import tokenizer
 from pipespec.engine.attention.select import AUTO, SDPA
 from pipespec.engine.autotune import autotune
-from pipespec.engine.checkpoint import CheckpointInfo, inspect
-from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.runner import SliceRunner
 from pipespec.engine.tensor_parallel import TPRank
 from pipespec.engine.tp_worker import TPBroadcastGroup, TPDriver, negotiate, run_tp_worker
-from pipespec.errors import ConfigError
 from pipespec.head.proposers.async_proposer import AsyncProposer
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.proposers.draft_model import DraftModelProposer
@@ -38,35 +33,6 @@ from pipespec.placement.measurements import draft_slots
 from pipespec.text import StopChecker
 
 log = logging.getLogger(__name__)
-
-
-def on_this_host(deployment: Deployment, host: Host) -> Deployment:
-    """The deployment with the checkpoints at their paths on this host. Raises ConfigError."""
-
-    def here(path: Path, given: str | None, kind: str) -> Path:
-        found = Path(given).expanduser() if given else path
-        if not (found.is_dir() or (is_gguf(found) and found.is_file())):
-            what = "file" if is_gguf(found) else "folder"
-            raise ConfigError(
-                f"Host {host.name} has no {what} {found}; put the {kind} model there, or name its "
-                f"{what} as {kind} of that host in the hosts file."
-            )
-        return found
-
-    folder = here(Path(deployment.target.path), host.target, "target")
-    if str(folder) != str(deployment.target.path):
-        target = inspect(str(folder))
-        if target.kind != deployment.target.kind:
-            raise ConfigError(
-                f"Host {host.name} has another target in {folder} than the other hosts "
-                f"({target.kind}, not {deployment.target.kind}); put the same there."
-            )
-        deployment = replace(deployment, target=target)
-    for kind, info in deployment.models[1:]:
-        if (given := getattr(host, kind)) is not None:
-            own = inspect(str(here(Path(info.path), given, kind)))
-            deployment = deployment.with_model(kind, own)
-    return deployment
 
 
 def load_model(

@@ -26,6 +26,7 @@ from pipespec.cluster.deployment import (
     require_quantizers,
 )
 from pipespec.cluster.fault_stats import Fault
+from pipespec.cluster.host_weights import require_weights
 from pipespec.cluster.recovery import ClusterState, Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
 from pipespec.cluster.replanning import assignment_without, first_assignment
@@ -185,6 +186,7 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
             "cluster with `pipespec up`, and send requests to it with --on."
         )
     require_quantizers(deployment)
+    require_weights(deployment)
     require_backend(deployment)
     memory.require_files(deployment)
     require_same_model(deployment)

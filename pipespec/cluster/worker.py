@@ -21,6 +21,7 @@ from pipespec.cluster import memory, rank_components
 from pipespec.cluster.deployment import ControllerAddress, Deployment
 from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.cluster.held_rank import HeldRank
+from pipespec.cluster.host_weights import on_this_host
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.rank_components import Weights
 from pipespec.cluster.torchrun import WORKER
@@ -68,7 +69,7 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
     """
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
     worker = os.environ[WORKER]
-    here = rank_components.on_this_host(deployment, hosts[worker])
+    here = on_this_host(deployment, hosts[worker])
     weights, mid_weights = Weights(), Weights()
     number = 0
     with Heartbeat(

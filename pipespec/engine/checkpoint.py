@@ -6,7 +6,6 @@ No weight is loaded, so that a checkpoint that cannot be used is refused before 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from pipespec.engine.consistency import check_count, check_eos, require_consiste
 from pipespec.engine.draft_kind import parallel_draft, refuse_draft_head, refuse_eagle_head
 from pipespec.engine.formats import gguf, packed_checkpoint
 from pipespec.engine.formats.lazy import DTYPES
-from pipespec.engine.formats.packed_checkpoint import LAYER, Int4Layer
+from pipespec.engine.formats.packed_checkpoint import Int4Layer
 from pipespec.engine.model_config import (
     FOREIGN,
     check_numbers,
@@ -27,6 +26,7 @@ from pipespec.engine.model_config import (
     require_fit,
 )
 from pipespec.engine.model_path import resolve
+from pipespec.engine.partial_checkpoint import absent_tensors
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.quantization import (
     COMPRESSED_PACKAGE,
@@ -40,13 +40,14 @@ from pipespec.engine.quantization import (
     stored_packing,
 )
 from pipespec.engine.safetensors_headers import Tensor, read_json, read_tensors
+from pipespec.engine.slice_tensors import EMBEDDING_NAME, LAYER
+from pipespec.engine.text_part import text_config, text_type
 from pipespec.engine.tp_divisibility import local_kv_heads, require_tp_divisible
 from pipespec.errors import ModelError
 from pipespec.system.validation import shown
 
 # The type in which the kernels for packed 4-bit weights compute.
 INT4_DTYPE = "bfloat16"
-_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|embed_in)\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +258,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
                 width = math.gcd(width, tensor.shape[-1])
                 # Granite's mixtures stack their experts in one tensor.
                 experts = experts or len(tensor.shape) > 2 or ".experts." in name
-        elif _EMBEDDING.search(name):
+        elif EMBEDDING_NAME.search(name):
             embedding = tensor
         else:
             head += tensor.num_bytes
@@ -341,21 +342,30 @@ def _read_gguf(path: Path) -> _CheckpointFiles:
 
 
 def _read_folder(path: Path) -> _CheckpointFiles:
-    raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
-    refuse_draft_head(path, raw)
+    whole = read_json(
+        path / "config.json", "a model folder holds config.json and safetensors files"
+    )
+    refuse_draft_head(path, whole)
+    raw = text_config(whole)
     stored = raw.get("quantization_config")
     # First, as an unsupported architecture is the more useful error message.
-    require_supported(str(raw.get("model_type")), path)
+    require_supported(str(raw.get("model_type")), path, text_type(whole))
     try:
         method = stored_method(path, stored)
     except RecursionError as error:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
     tensors = read_tensors(path)
+    tensors |= absent_tensors(path, raw, tensors)
+    packing = stored_packing(path, stored) if method in PACKED_METHODS else None
+    if raw is not whole and method is not None and packing is None:
+        raise ModelError(
+            f"{path} is multimodal and quantised by {method}, which is read of models of text "
+            "alone; take plain weights, AWQ, GPTQ, or compressed-tensors packed in 4 or 8 bits"
+        )
     if method == MXFP4:
         return _CheckpointFiles(raw, dequantised(tensors), blocks=True)
     if method not in PACKED_METHODS:
         return _CheckpointFiles(raw, tensors, quantization=method)
-    packing = stored_packing(path, stored)
     plain = packed_checkpoint.as_plain(path, tensors, packing)
     if packing is None:
         return _CheckpointFiles(raw, plain, dequantized_from=method, package=COMPRESSED_PACKAGE)

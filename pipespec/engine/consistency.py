@@ -12,30 +12,40 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipespec.engine.formats.packed_checkpoint import LAYER
+from pipespec.engine.architectures import count_field
 from pipespec.engine.safetensors_headers import Tensor
+from pipespec.engine.slice_tensors import LAYER, OUTPUT_HEADS
 from pipespec.errors import ModelError
 from pipespec.limits import suggest
 from pipespec.system.validation import shown
 
 REMEDY = "fetch the checkpoint again"
-HEADS = ("lm_head.weight", "embed_out.weight")
+# Fields with the kind of each layer, of attention and of what follows it.
+_LAYER_KINDS = ("layer_types", "mlp_layer_types", "indexer_types", "num_attention_heads_per_layer")
 # Tensors that only some layers of a mixture have, where others are dense.
 _VARYING = ("mlp.", "block_sparse_moe.", "feed_forward.", "moe.")
 # Types whose class derives the size of a head from hidden_size and ignores `head_dim`.
 _HEAD_DIM_IGNORED = ("stablelm",)
+# Types whose layers differ in the number or size of their heads.
+_HEADS_VARY = ("dots3_note_text", "gemma4_text", "gemma4_unified_text", "laguna", "mimo_v2_flash")
 # Types with a layer for multi-token prediction (MTP) after the last one, which is not decoded.
-_WITH_MTP = ("deepseek_v3", "glm4_moe")
+_WITH_MTP = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 # Masks and position tables of older checkpoints, which are not weights.
 _TABLES = re.compile(r"(attention|attn)\.(bias|masked_bias)$|position_ids$|inv_freq$")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 # Default eos tokens of config classes, which may lie outside the vocabulary of a small model.
 USUAL_EOS = {
-    **dict.fromkeys(("arcee", "smollm3"), (128001,)),
-    **dict.fromkeys(("cohere", "cohere2"), (255001,)),
+    **dict.fromkeys(("arcee", "bitnet", "smollm3", "youtu"), (128001,)),
+    **dict.fromkeys(("axk1", "axk2"), (163691,)),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), (255001,)),
+    "cwm": (128001, 128008, 128009),
+    "dots3_note_text": (151668,),
+    **dict.fromkeys(("flex_olmo", "granite_swa"), (100257,)),
     **dict.fromkeys(("glm", "glm4"), (151329, 151336, 151338)),
     **dict.fromkeys(("olmo", "olmo2", "olmo3", "olmoe"), (50279,)),
+    "jais2": (150024,),
+    "minimax_m2": (200020,),
     "phi3": (32000,),
     "starcoder2": (50256,),
 }
@@ -106,7 +116,7 @@ def check_floats(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def check_layers(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Raise ModelError if there are tensors of layers beyond num_hidden_layers, or if layers differ
     in their tensors."""
-    count = raw.get("num_hidden_layers")
+    count = raw.get(count_field(str(raw.get("model_type"))))
     layers: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
         if (found := LAYER.search(name)) is not None:
@@ -123,20 +133,34 @@ def check_layers(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tenso
             )
         numbers = {number for number in numbers if number < count}
     mixture = any("expert" in suffix for suffix in layers)
-    _check_experts(path, layers)
+    _check_experts(path, raw, layers)
     for suffix, held in layers.items():
-        inside = {number: each for number, each in held.items() if number in numbers}
-        _check_alike(path, suffix, inside)
         varies = mixture and suffix.startswith(_VARYING)
         weight = suffix.endswith((".weight", ".bias")) and not _TABLES.search(suffix)
-        if weight and not varies and len(numbers) > len(inside) > len(numbers) / 2:
-            missing = min(numbers - inside.keys())
-            raise ModelError(f"{path} holds no {suffix} of layer {missing}; {REMEDY}")
+        for alike in _kinds(raw, numbers):
+            inside = {number: each for number, each in held.items() if number in alike}
+            _check_alike(path, suffix, inside)
+            if weight and not varies and len(alike) > len(inside) > len(alike) / 2:
+                missing = min(alike - inside.keys())
+                raise ModelError(f"{path} holds no {suffix} of layer {missing}; {REMEDY}")
+
+
+def _kinds(raw: Mapping[str, Any], numbers: Collection[int]) -> list[set[int]]:
+    """The layers in groups of the same kind by config.json, which have the same tensors."""
+    kinds: dict[tuple[object, ...], set[int]] = {}
+    for number in numbers:
+        types = (raw.get(field) for field in _LAYER_KINDS)
+        kind = tuple(
+            each[number] for each in types if isinstance(each, list) and number < len(each)
+        )
+        kinds.setdefault(tuple(map(str, kind)), set()).add(number)
+    return list(kinds.values())
 
 
 def check_count(path: Path, raw: Mapping[str, Any], tensors: Iterable[str], count: int) -> None:
     """Raise ModelError if there are tensors of layers beyond `count`, which would be left out of
     the computation. Layers for multi-token prediction are allowed."""
+    field = count_field(str(raw.get("model_type")))
     extra = raw.get("num_nextn_predict_layers")
     if type(extra) is not int:
         extra = raw.get("model_type") in _WITH_MTP
@@ -144,18 +168,23 @@ def check_count(path: Path, raw: Mapping[str, Any], tensors: Iterable[str], coun
         found = LAYER.search(name)
         if found is not None and int(found[1]) >= count + max(extra, 0):
             raise ModelError(
-                f"{path} holds {name}, but num_hidden_layers in config.json is {shown(count)}, so "
+                f"{path} holds {name}, but {field} in config.json is {shown(count)}, so "
                 f"the model would be decoded without this layer; correct config.json, or {REMEDY}"
             )
 
 
-def _check_experts(path: Path, layers: Mapping[str, Mapping[int, Tensor]]) -> None:
-    """Raise ModelError if a layer with experts lacks a tensor of one of them."""
+def _check_experts(
+    path: Path, raw: Mapping[str, Any], layers: Mapping[str, Mapping[int, Tensor]]
+) -> None:
+    """Raise ModelError if a layer with experts lacks a tensor of one of them. Experts that compute
+    nothing (`zero_expert_num`) may have some."""
     found: dict[tuple[str, str], dict[int, Collection[int]]] = {}
     for suffix, held in layers.items():
         if (expert := _EXPERT.match(suffix)) is not None:
             found.setdefault((expert[1], expert[3]), {})[int(expert[2])] = held.keys()
     count = 1 + max((number for of in found.values() for number in of), default=-1)
+    if raw.get("zero_expert_num") and type(routed := raw.get("n_routed_experts")) is int:
+        count = routed
     for (before, after), layers_of in found.items():
         mixed = {layer for with_it in layers_of.values() for layer in with_it}
         for number in range(count):
@@ -184,7 +213,7 @@ def check_shapes(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tenso
         found = LAYER.search(name)
         inner = found[2] if found else name
         if inner not in expected_by_name:
-            expected_by_name[inner] = _expected(raw, inner)
+            expected_by_name[inner] = expected_sizes(raw, inner)
         for axis, (expected, why) in expected_by_name[inner].items():
             if len(tensor.shape) == 2 and tensor.shape[axis] != expected:
                 raise ModelError(
@@ -193,10 +222,12 @@ def check_shapes(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tenso
                     f"{REMEDY}"
                 )
     outside = [name for name in tensors if LAYER.search(name) is None]
-    if raw.get("tie_word_embeddings") is False and not any(n.endswith(HEADS) for n in outside):
+    if raw.get("tie_word_embeddings") is False and not any(
+        n.endswith(OUTPUT_HEADS) for n in outside
+    ):
         raise ModelError(
-            f"{path} holds no output head ({' or '.join(HEADS)}), but tie_word_embeddings in "
-            f"config.json is false; {REMEDY}"
+            f"{path} holds no output head ({' or '.join(OUTPUT_HEADS)}), but tie_word_embeddings "
+            f"in config.json is false; {REMEDY}"
         )
     normed = any(
         "norm" in found[2] and found[2].endswith(".weight")
@@ -207,7 +238,7 @@ def check_shapes(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tenso
         raise ModelError(f"{path} holds no norm after the last layer; {REMEDY}")
 
 
-def _expected(raw: Mapping[str, Any], name: str) -> dict[int, tuple[int, str]]:
+def expected_sizes(raw: Mapping[str, Any], name: str) -> dict[int, tuple[int, str]]:
     """The numbers of rows (axis 0) and columns (axis 1) that config.json implies for a matrix, with
     the reason; `name` is that within its layer, or within the model. Nothing for values that
     config.json leaves to its class."""
@@ -220,7 +251,7 @@ def _expected(raw: Mapping[str, Any], name: str) -> dict[int, tuple[int, str]]:
     heads, kv_heads, head_dim = map(
         size, ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    if raw.get("model_type") in _HEAD_DIM_IGNORED:
+    if raw.get("model_type") in (*_HEAD_DIM_IGNORED, *_HEADS_VARY):
         head_dim = None
     latent = raw.get("qk_rope_head_dim") is not None
     found: dict[int, tuple[int, str]] = {}
@@ -233,7 +264,7 @@ def _expected(raw: Mapping[str, Any], name: str) -> dict[int, tuple[int, str]]:
         known = count is not None and head_dim is not None and not latent
         return (count * head_dim if known else None), f"{names} {count} x head_dim {head_dim}"  # type: ignore[operator]
 
-    if name.endswith((*HEADS, "embed_tokens.weight", "embed_in.weight")):
+    if name.endswith((*OUTPUT_HEADS, "embed_tokens.weight", "embed_in.weight")):
         expect(0, size("vocab_size"), f"vocab_size {size('vocab_size')}")
         expect(1, hidden, f"hidden_size {hidden}")
     elif name == "self_attn.q_proj.weight":

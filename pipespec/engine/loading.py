@@ -16,17 +16,20 @@ from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook
 from pipespec.engine.formats import gguf, packed_checkpoint
 from pipespec.engine.formats.lazy import LazyTensor
-from pipespec.engine.model_config import FOREIGN, LONGEST_REASON
+from pipespec.engine.model_config import FOREIGN, LONGEST_REASON, load_config
+from pipespec.engine.partial_checkpoint import loadable, require_parts
 from pipespec.engine.precision import name_of
 from pipespec.engine.quantization import PACKED_INT4, loading_options, stored_packing
-from pipespec.engine.safetensors_headers import Tensor
-from pipespec.engine.slicing import sliced_class
+from pipespec.engine.safetensors_headers import CONFIG, Tensor, read_json
+from pipespec.engine.slice_tensors import LAYER, parts_of
+from pipespec.engine.slicing import num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, finalize_shards, require_divisible, shard_model
+from pipespec.engine.text_part import is_multimodal
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
-    from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging as transformers_logging
 
@@ -51,10 +54,12 @@ def load(
     """The model's own class with the weights of `layers`, or with a tensor-parallel shard of them;
     see `ModelSlice.load`."""
     with lock, silence_warnings(), _log_level(progress):
-        config = _config(path)
+        config = load_config(path)
         require_supported(config.model_type, path)
         assert layers.step == 1
-        assert 0 <= layers.start < layers.stop <= config.num_hidden_layers
+        assert 0 <= layers.start < layers.stop <= num_layers_of(config)
+        parts = parts_of(layers, num_layers_of(config), tied=config.tie_word_embeddings)
+        require_parts(path, parts)
         hook.register()
         options = {
             "device_map": {"": device},
@@ -76,19 +81,25 @@ def load(
             model, loaded = _plain(config, sliced_class(config, layers), state, dtype, options)
         elif packing is not None:
             del config.quantization_config  # for Transformers it has plain weights
-            state, kept = packed_checkpoint.lazy_state(path, packing)
+            state, kept = packed_checkpoint.lazy_state(path, packing, parts)
             names = tuple(kept) if quantization == PACKED_INT4 else ()
             model_class = sliced_class(config, layers, partial(int4.replace, names=names))
             model, loaded = _plain(config, model_class, state, dtype, options)
             int4.fill(model, kept, device)
+        elif is_multimodal(read_json(path / CONFIG)):
+            state = packed_checkpoint.stored_state(path, parts)
+            more = loading_options(config, quantization, dtype)
+            model_class = sliced_class(config, layers, prepare)
+            model, loaded = _plain(config, model_class, state, dtype, options | more)
         else:
-            model, loaded = sliced_class(config, layers, prepare).from_pretrained(
-                path,
-                config=config,
-                dtype=dtype if dtype is not None else "auto",
-                **options,
-                **loading_options(config, quantization, dtype),
-            )
+            with loadable(path, parts) as folder:
+                model, loaded = sliced_class(config, layers, prepare).from_pretrained(
+                    folder,
+                    config=config,
+                    dtype=dtype if dtype is not None else "auto",
+                    **options,
+                    **loading_options(config, quantization, dtype),
+                )
     _require_all(path, loaded)
     if group is not None:
         finalize_shards(model, group)
@@ -113,7 +124,7 @@ def check_fit(path: Path, tensors: Mapping[str, Tensor], *, strict: bool) -> int
         return torch.empty(tensor.shape, device="meta")
 
     with lock, silence_warnings(), _log_level(progress=False):
-        config = _config(path)
+        config = load_config(path)
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # the headers are those of plain weights
         state = {
@@ -138,11 +149,11 @@ def check_fit(path: Path, tensors: Mapping[str, Tensor], *, strict: bool) -> int
     _require_all(path, loaded)
     left_out = [_name(key) for key in loaded["unexpected_keys"]]
     extra = getattr(config, "num_nextn_predict_layers", None) or 0
-    mtp = range(config.num_hidden_layers, config.num_hidden_layers + extra)
+    mtp = range(num_layers_of(config), num_layers_of(config) + extra)
     weights = [
         name
         for name in left_out
-        if (layer := packed_checkpoint.LAYER.search(name)) is not None
+        if (layer := LAYER.search(name)) is not None
         and int(layer[1]) not in mtp
         and name.endswith((".weight", ".bias"))
     ]
@@ -164,12 +175,6 @@ def _require_all(path: Path, loaded: Mapping[str, Any]) -> None:
                 f"{what.replace('_keys', ' tensors')}, for example "
                 f"{_name(min(loaded[what]))}; fetch the checkpoint again"
             )
-
-
-def _config(path: Path) -> PretrainedConfig:
-    if not gguf.is_gguf(path):
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    return gguf.load_config(path)
 
 
 def _plain(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipespec.engine.architectures import WRAPPERS, count_field
 from pipespec.engine.formats import gguf
 from pipespec.engine.safetensors_headers import Tensor, read_json
+from pipespec.engine.tp_divisibility import has_plan
 from pipespec.errors import ModelError
 from pipespec.limits import MAX_COUNT, fault
 from pipespec.system.cache import cached_call
@@ -75,14 +77,15 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> StoredConfig:
 
 
 def _by_transformers(path: Path) -> StoredConfig:
-    config = _load_config(path)
-    heads, plan = config.num_attention_heads, config.base_model_tp_plan or {}
+    config = load_config(path)
+    heads = max(layer.num_attention_heads for layer in _layers(config))
+    plan = config.base_model_tp_plan or {}
     return StoredConfig(
         heads,
-        heads if _is_latent(config) else _kv_heads(config),
-        bool(plan),
+        max(heads if _is_latent(layer) else _kv_heads(layer) for layer in _layers(config)),
+        has_plan(config),
         any(name.endswith(_KV) and rule == "colwise" for name, rule in plan.items()),
-        config.num_hidden_layers,
+        getattr(config, count_field(config.model_type)),
         config.hidden_size,
         _context(config),
         _kv_size(config),
@@ -119,16 +122,50 @@ def require_fit(
     cached_call("fits", Fit, depends, make)
 
 
-def _load_config(path: Path) -> Any:
+def load_config(path: Path) -> Any:
+    """The config of a checkpoint, or of its text part, as Transformers reads it. Raises
+    ModelError."""
     if gguf.is_gguf(path):
         return gguf.load_config(path)
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
     except Exception as error:  # model code may raise anything for invalid values
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
         raise ModelError(f"{path / 'config.json'} is not valid: {reason}; {FOREIGN}") from error
+    config = _text_config(config)
+    _require_layers(path, config)
+    return config
+
+
+def _text_config(whole: Any) -> Any:
+    """The config of the text part of a multimodal model; that of another model is itself."""
+    if whole.model_type not in WRAPPERS:
+        return whole
+    config = whole.text_config
+    config.tie_word_embeddings = whole.tie_word_embeddings
+    config.name_or_path = whole.name_or_path
+    for name in ("dtype", "eos_token_id", "quantization_config"):
+        if getattr(config, name, None) is None and getattr(whole, name, None) is not None:
+            setattr(config, name, getattr(whole, name))
+    return config
+
+
+def _require_layers(path: Path, config: Any) -> None:
+    """Raise ModelError if layers of a supported architecture are of a kind that is not."""
+    wrong = None
+    if getattr(config, "hidden_size_per_layer_input", None):
+        wrong = "reads embeddings of the tokens in every layer (hidden_size_per_layer_input)"
+    elif getattr(config, "num_kv_shared_layers", None):
+        wrong = "has layers that attend to K and V of other layers (num_kv_shared_layers)"
+    elif getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        wrong = "attends to later tokens (use_bidirectional_attention)"
+    if wrong is not None:
+        raise ModelError(
+            f"{path} {wrong}, which a pipeline of slices cannot compute; take a checkpoint of "
+            f"{config.model_type} without it"
+        )
 
 
 def check_sizes(path: Path, raw: Mapping[str, Any]) -> None:
@@ -175,8 +212,22 @@ def _numbers(prefix: str, value: Any, depth: int) -> Iterator[tuple[str, float]]
 
 
 def _kv_size(config: Any) -> int:
+    """The most numbers that K and V of a token have in one layer."""
+    return max(map(_kv_size_of_layer, _layers(config)))
+
+
+def _layers(config: Any) -> Sequence[Any]:
+    """The config of each layer if they differ, or that of all."""
+    return config.per_layer_config if config.is_heterogeneous else (config,)
+
+
+def _kv_size_of_layer(config: Any) -> int:
     heads = config.num_attention_heads
+    if config.model_type == "mimo_v2_flash":  # sliding layers have twice the heads
+        return int(2 * config.num_key_value_heads * (config.head_dim + config.v_head_dim))
     if _is_latent(config):
+        sublayers = 2 if config.model_type == "longcat_flash" else 1
+        heads *= sublayers
         return int(heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return int(2 * head_dim * _kv_heads(config))
@@ -189,12 +240,16 @@ def _is_latent(config: Any) -> bool:
 
 def _kv_heads(config: Any) -> int:
     # config.json may contain a field that its architecture ignores; the class knows.
+    if config.model_type == "jetmoe":  # it repeats K and V for the experts of its attention
+        return int(config.num_attention_heads)
     grouped = hasattr(type(config), "num_key_value_heads") and config.num_key_value_heads
     return int(grouped or config.num_attention_heads)
 
 
 def _context(config: Any) -> int:
     context = int(config.max_position_embeddings)
+    # Sparse attention sees every key as long as there are no more than it selects.
+    context = min(context, getattr(config, "index_topk", None) or context)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _GROWING_ROPE:
         original = rope.get("original_max_position_embeddings")

@@ -24,18 +24,18 @@ from pipespec.engine.attention import hook, select
 from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan, causal_plan
 from pipespec.engine.attention.device_plan import DevicePlanBackend
 from pipespec.engine.attention.self_test import AttentionLayer
+from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
 from pipespec.engine.quantization import PACKED_INT4
-from pipespec.engine.slicing import drop_placeholders, sliced_class
+from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, select_kv_heads
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
-    from transformers.modeling_outputs import MoeModelOutputWithPast
 
 # Called with the inputs and the plan of a batch.
 BatchCallback = Callable[[Tensor, AttentionPlan], None]
@@ -64,7 +64,7 @@ class ModelSlice:
         bfloat16."""
         config = model.config
         self.layers = layers
-        self.num_layers: int = config.num_hidden_layers  # of the whole model
+        self.num_layers: int = num_layers_of(config)  # of the whole model
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
         self.num_slots = num_slots
@@ -75,7 +75,7 @@ class ModelSlice:
         drop_placeholders(model, layers)
         self.num_weight_bytes = _num_bytes(model.state_dict().values())
         # From now on the model's own forward pass computes the output head only.
-        setattr(model, model.base_model_prefix, _ComputedBase())
+        setattr(model, model.base_model_prefix, ComputedBase())
         given = None if isinstance(attention, str) else attention
         # SDPA needs no self-test, so it is used until the first row has allocated the pools.
         self._slice = hook.SliceBackend(
@@ -83,7 +83,15 @@ class ModelSlice:
         )
         kv_heads = None if group is None else select_kv_heads(config, group)
         self._attentions = [
-            hook.attach(layer, self._slice, num_slots, kv_heads) for layer in self._base.layers
+            state
+            for index, layer in enumerate(self._base.layers)
+            for state in hook.attach(
+                layer,
+                self._slice,
+                num_slots,
+                chunk=chunk_of(config, index),
+                kv_heads=kv_heads,
+            )
         ]
         self.batch_invariant = batch_invariant and self.device.type == "cpu"
         self.experts = ExpertCounts(self._base)
@@ -380,14 +388,6 @@ class ModelSlice:
             row = torch.zeros(1, self.hidden_size, dtype=self.dtype)
         slot = np.zeros(1, np.int64)
         self.forward(row, position, causal_plan(slot[:0], slot))
-
-
-class _ComputedBase(nn.Module):
-    """Replaces the base model: its layers have run already."""
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
-        # The output type with the most fields: heads of mixtures also read router logits.
-        return MoeModelOutputWithPast(last_hidden_state=inputs_embeds)
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

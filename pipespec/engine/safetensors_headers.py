@@ -1,20 +1,26 @@
-"""Reads the JSON files of a checkpoint and the headers of its safetensors files; no weights."""
+"""Reads the JSON files of a checkpoint and the headers of its safetensors files; no weights.
+
+Of a multimodal checkpoint only the text part is there, by its names (`text_part`).
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import struct
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipespec.engine.text_part import text_names
 from pipespec.errors import ModelError
 from pipespec.system import validation
 from pipespec.system.validation import Missing, Unreadable, parse_json, shown
 
-_INDEX = "model.safetensors.index.json"
-_WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
 # The safetensors library refuses longer headers.
 _MAX_HEADER = 100_000_000
 # The largest size of a file, tensor or dimension.
@@ -38,36 +44,69 @@ class Tensor:
     shape: tuple[int, ...]
     num_bytes: int
     dtype: str  # as safetensors names it
+    stored_as: str = ""  # its name in the file
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Name, shape and size of every tensor of a checkpoint folder. Raises ModelError."""
+    """Name, shape and size of every tensor in the files of a checkpoint folder. Raises
+    ModelError."""
     return {name: each for held in shards(path).values() for name, each in held.items()}
 
 
 def shards(path: Path) -> dict[Path, dict[str, Tensor]]:
-    """The tensors of each file. Raises ModelError."""
-    index = path / _INDEX
-    if not os.path.isfile(index):
-        if not os.path.isfile(path / _WEIGHTS):
+    """The tensors of each file that the folder holds; its index may name others. Raises
+    ModelError."""
+    shard_of = _stored_index(path)
+    if shard_of is None:
+        if not os.path.isfile(path / WEIGHTS):
             raise ModelError(
-                f"{path} holds no {_WEIGHTS}; only safetensors checkpoints can be loaded, so "
+                f"{path} holds no {WEIGHTS}; only safetensors checkpoints can be loaded, so "
                 "convert it with save_pretrained"
             )
-        return {path / _WEIGHTS: _header(path / _WEIGHTS)}
-    shard_of = weight_map(index, read_json(index))
+        held = _header(path / WEIGHTS)
+        return {path / WEIGHTS: _text_part(held, held)}
     found: dict[Path, dict[str, Tensor]] = {}
     for shard in sorted(set(shard_of.values())):
-        if not os.path.isfile(path / shard):
-            raise ModelError(f"the shard {shard} named by {index} is missing; fetch it again")
-        found[path / shard] = _header(path / shard)
-    absent = shard_of.keys() - {name for held in found.values() for name in held}
+        if os.path.isfile(path / shard):
+            found[path / shard] = _header(path / shard)
+    if not found:
+        raise ModelError(
+            f"{path} holds none of the files that its {INDEX} names, such as "
+            f"{min(shard_of.values(), default='any')}; put there those that hold its layers"
+        )
+    here = {name for name, shard in shard_of.items() if path / shard in found}
+    absent = here - {name for held in found.values() for name in held}
     if absent:
         raise ModelError(
-            f"{index} names {len(absent)} tensors that no shard holds, for example "
+            f"{path / INDEX} names {len(absent)} tensors that no shard holds, for example "
             f"{min(absent)}; fetch the checkpoint again"
         )
-    return found
+    return {file: _text_part(held, shard_of) for file, held in found.items()}
+
+
+def _text_part(held: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of the text part, by their names in it; `names`: of all files."""
+    renamed = text_names({*names, *held})
+    return {
+        renamed[name]: replace(each, stored_as=name)
+        for name, each in held.items()
+        if name in renamed
+    }
+
+
+def read_index(path: Path) -> dict[str, str] | None:
+    """The file of each tensor by the index of a folder; None: it has no index, as all tensors are
+    in one file. Raises ModelError."""
+    shard_of = _stored_index(path)
+    if shard_of is None:
+        return None
+    return {name: shard_of[stored] for stored, name in text_names(shard_of).items()}
+
+
+def _stored_index(path: Path) -> dict[str, str] | None:
+    """The same by the names in the files."""
+    index = path / INDEX
+    return weight_map(index, read_json(index)) if os.path.isfile(index) else None
 
 
 def weight_map(index: Path, content: Any) -> dict[str, str]:

@@ -4,17 +4,24 @@ weights are not loaded."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from pipespec.engine.architectures import count_field
+from pipespec.engine.attention.variants import leave_out_indexers
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import MoeModelOutputWithPast
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 # Names of the norm after the last layer in the supported architectures.
 _FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+# The usual name of the base model.
+_BASE = "model"
 # Quantisers skip a model's last parameter, which could be a matrix in a slice without output head.
 # Such a slice has an extra module of this name at the end until the weights are loaded.
 _SPARED = "spared"
@@ -31,11 +38,14 @@ def sliced_class(
     is called with the model before its weights are loaded.
     """
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    is_first, is_last = layers.start == 0, layers.stop == config.num_hidden_layers
+    is_first, is_last = layers.start == 0, layers.stop == num_layers_of(config)
 
     def init(self: PreTrainedModel, config: PretrainedConfig) -> None:
         model_class.__init__(self, config)
+        if not hasattr(self, self.base_model_prefix):  # Llama 4 names another attribute
+            self.base_model_prefix = _BASE
         base = self.base_model
+        leave_out_indexers(base)
         for i in range(len(base.layers)):
             if i not in layers:
                 base.layers[i] = nn.Identity()
@@ -70,21 +80,47 @@ def drop_placeholders(model: PreTrainedModel, layers: range) -> None:
     Its config then counts only the layers of the slice.
     """
     config, base = model.config, model.base_model
+    is_last = layers.stop == num_layers_of(config)
     if layers.start > 0:
         _leave_out(base, base.get_input_embeddings())
         # Granite scales embeddings in the base model's forward pass, which here gets hidden
         # states.
         if hasattr(base, "embedding_multiplier"):
             base.embedding_multiplier = 1.0
-    if layers.stop < config.num_hidden_layers:
+        if hasattr(config, "mup_enabled"):  # so does AFMoE
+            config.mup_enabled = False
+    if not is_last:
         delattr(model, _SPARED)
     base.layers = base.layers[layers.start : layers.stop]
-    config.num_hidden_layers = len(layers)
+    setattr(config, _count_field(config), len(layers))
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = config.layer_types[layers.start : layers.stop]
+
+
+def num_layers_of(config: PretrainedConfig) -> int:
+    """The number of decoder layers of a model."""
+    return int(getattr(config, _count_field(config)))
+
+
+def _count_field(config: PretrainedConfig) -> str:
+    return count_field(config.model_type)
 
 
 def _leave_out(parent: nn.Module, module: nn.Module) -> None:
     """Replace `parent`'s child `module` by a module without parameters."""
     name = next(name for name, child in parent.named_children() if child is module)
     setattr(parent, name, nn.Identity())
+
+
+class ComputedBase(nn.Module):
+    """Replaces the base model of a slice: its layers have run already."""
+
+    def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
+        return _BaseOutput(last_hidden_state=inputs_embeds)
+
+
+@dataclass
+class _BaseOutput(MoeModelOutputWithPast):
+    """Every field that an output head reads: those of mixtures also read router logits."""
+
+    shared_kv_states: Any = None

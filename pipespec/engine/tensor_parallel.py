@@ -20,7 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from pipespec.engine.tp_divisibility import local_kv_heads, require_tp_divisible
+from pipespec.engine.tp_divisibility import (
+    GATHERED,
+    LOCAL,
+    SPLIT,
+    SUMMED,
+    has_plan,
+    local_kv_heads,
+    require_tp_divisible,
+)
 from pipespec.errors import ModelError
 from pipespec.system.silence_warnings import silence_warnings
 
@@ -28,12 +36,6 @@ with silence_warnings():
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-# Rules of the supported architectures' plans: modules whose outputs are summed, whose input is
-# split too, whose outputs are concatenated, and those without a collective.
-_SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts")
-_SPLIT = "rowwise_split_input"
-_GATHERED = "colwise_gather_output"
-_LOCAL = ("colwise", "packed_colwise", "mla_kv_a_proj", "replicated_with_grad_allreduce")
 _QUERY_NORM = ".q_norm.weight"
 _ALIGNMENT = 16
 _KV = (".k_proj", ".v_proj")
@@ -114,11 +116,12 @@ def sum_parts(parts: Sequence[Tensor]) -> Tensor:
 
 def require_divisible(config: PretrainedConfig, path: Path, size: int, *, quantized: bool) -> None:
     """Raise ModelError unless the layers of a model can be divided among `size` members."""
+    divisible = has_plan(config)
     require_tp_divisible(
         path,
         config.model_type,
-        bool(config.base_model_tp_plan),
-        config.num_attention_heads,
+        divisible,
+        config.num_attention_heads if divisible else 1,
         size,
         quantized=quantized,
     )
@@ -160,7 +163,7 @@ def finalize_shards(model: PreTrainedModel, group: TPGroup) -> None:
     if group.rank:
         rules = _plan(model, group.size)
         for name, module in model.named_modules():
-            if rules.get(name) in _SUMMED and isinstance(module, nn.Linear):
+            if rules.get(name) in SUMMED and isinstance(module, nn.Linear):
                 module.register_parameter("bias", None)
 
 
@@ -192,7 +195,7 @@ def _plan(model: PreTrainedModel, size: int) -> dict[str, str]:
         for name, rule in model.tp_plan.items()
         if ".layers." in name and not (whole_kv and rule == "colwise" and name.endswith(_KV))
     }
-    unknown = set(rules.values()) - {*_SUMMED, _GATHERED, *_LOCAL}
+    unknown = set(rules.values()) - {*SUMMED, GATHERED, *LOCAL}
     assert not unknown, f"unknown rules: {unknown}"
     expanded: dict[str, str] = model._expand_parallel_plan(rules)
     return expanded
@@ -212,7 +215,7 @@ def _require_aligned(experts: Tensor, size: int) -> None:
 def _add_collectives(module: nn.Module, rule: str, group: TPGroup) -> None:
     """Add the collective of its rule to a module's forward pass."""
     rank, size = group.rank, group.size
-    if rule == _SPLIT:
+    if rule == SPLIT:
 
         def part(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             whole, *rest = inputs
@@ -220,9 +223,9 @@ def _add_collectives(module: nn.Module, rule: str, group: TPGroup) -> None:
             return whole[..., rank * width : (rank + 1) * width], *rest
 
         module.register_forward_pre_hook(part)
-    if rule in _SUMMED:
+    if rule in SUMMED:
         module.register_forward_hook(lambda _, __, output: sum_parts(group.gather(output)))
-    elif rule == _GATHERED:
+    elif rule == GATHERED:
         width: int = module.out_features  # type: ignore[assignment]
 
         def whole(_: nn.Module, __: Any, output: Tensor) -> Tensor:

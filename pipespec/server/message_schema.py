@@ -29,6 +29,15 @@ class RequestModel(BaseModel):
 # --- messages ---------------------------------------------------------------------------------
 
 
+# What parts of messages hold besides text, by the types of OpenAI, vLLM and Transformers.
+_MEDIA = {
+    **dict.fromkeys(("image_url", "input_image", "image"), "images"),
+    **dict.fromkeys(("input_audio", "audio_url", "audio"), "recordings"),
+    **dict.fromkeys(("video_url", "video"), "videos"),
+    **dict.fromkeys(("file", "input_file"), "files"),
+}
+
+
 def _content(value: Any) -> Any:
     """Text, or parts of text."""
     if value is None or isinstance(value, str):
@@ -37,6 +46,11 @@ def _content(value: Any) -> Any:
         raise ValueError(f"is {shown(value)}, but must be a text or a list of parts")
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind in _MEDIA:
+            raise ValueError(
+                f"holds a part of type {shown(kind)}, but {_MEDIA[kind]} are not read: of a "
+                "multimodal model the text part alone is loaded"
+            )
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
                 f"holds a part of type {shown(kind)}, but the model reads parts of type 'text' "

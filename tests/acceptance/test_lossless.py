@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
+from pipespec.engine.architectures import ARCHITECTURES
 from pipespec.system.folders import resource_dir
 from tests.helpers import models, proposers
 from tests.helpers.matrix import some_of
@@ -33,6 +34,8 @@ SHORT = 4  # stages of which the short suite decodes every prompt, by `best_firs
 # Stages, how they are grouped, and steps per token without speculation.
 GROUPS = [(14, "2", 7), (3, "3", 1), (6, "[1,3,2]", 3), (3, "1", 3)]
 FREE = [(8, "null"), (1, "null"), (6, "2"), (4, "null")]
+# Chunks and temperatures, a sparse indexer, two kinds of heads, two attentions in a layer.
+SPECIAL = ("deepseek_v32", "gemma4_unified_text", "llama4_text", "longcat_flash")
 IN_GROUPS = 12  # tokens per prompt
 RUNNING_FREE = 8
 
@@ -200,6 +203,42 @@ def test_other_architectures_give_the_text_of_hugging_face(tmp_path, redis, arch
     deployment = cluster.make_deployment(target, draft, "cluster.stages=3", "policy.width=8")
     answers = cluster.decode(
         deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 24} for p in prompts]
+    )
+    assert [tokens for tokens, _, _ in answers] == expected
+
+
+@pytest.mark.parametrize(("policy", "stages"), [("level", 1), ("best_first", 2)])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name if name in SPECIAL else pytest.param(name, marks=pytest.mark.long)
+        for name in ARCHITECTURES
+    ],
+)
+def test_every_architecture_gives_the_text_of_hugging_face(
+    tmp_path, redis, architecture, policy, stages
+):
+    target = models.build(architecture, tmp_path / "target")
+    draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
+    expected = cluster.reference(target, prompts, 16)
+    deployment = cluster.make_deployment(
+        target, draft, f"cluster.stages={stages}", f"policy={policy}", "policy.width=8"
+    )
+    answers = cluster.decode(
+        deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 16} for p in prompts]
+    )
+    assert [tokens for tokens, _, _ in answers] == expected
+
+
+def test_the_text_part_of_a_multimodal_target_gives_the_text_of_hugging_face(tmp_path, redis):
+    target = models.build_multimodal("gemma3", tmp_path / "target")
+    draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
+    expected = cluster.reference(target, prompts, 16)
+    deployment = cluster.make_deployment(target, draft, "cluster.stages=2", "policy.width=8")
+    answers = cluster.decode(
+        deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 16} for p in prompts]
     )
     assert [tokens for tokens, _, _ in answers] == expected
 

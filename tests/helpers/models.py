@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 NUM_LAYERS = 4
 VOCAB_SIZE = 199
@@ -50,15 +55,50 @@ _LATENT = {
     "v_head_dim": 10,
 }
 
+_SPARSE = {"index_topk": 256, "index_head_dim": 12, "index_n_heads": 2}
+_SLIDING = {"sliding_window": _WINDOW, "layer_types": _ALTERNATE}
+_MIXED = ["dense", *["sparse"] * (NUM_LAYERS - 1)]
+
 # model_type -> what its config sets beyond `_COMMON`
 CONFIGS: dict[str, dict[str, Any]] = {
+    "afmoe": {
+        **_EXPERTS,
+        **_SLIDING,
+        "moe_intermediate_size": 32,
+        "head_dim": 12,
+        "mup_enabled": True,
+    },
     "apertus": {},
     "arcee": {},
+    "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
+    "axk1": {**_LATENT, **_ROUTED, "mlp_layer_types": _MIXED},
+    "axk2": {**_LATENT, **_ROUTED, **_SPARSE, "mlp_layer_types": _MIXED},
+    "beam": {
+        **_EXPERTS,
+        **_SLIDING,
+        "moe_intermediate_size": 32,
+        "head_dim": 12,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+    "bitnet": {},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"logit_scale": 0.5, "sliding_window": _WINDOW, "layer_types": _ALTERNATE},
+    "cohere2_moe": {
+        **_EXPERTS,
+        **_SLIDING,
+        "logit_scale": 0.5,
+        "head_dim": 12,
+        "num_shared_experts": 1,
+        "mlp_layer_types": _MIXED,
+        "prefix_dense_intermediate_size": 64,
+    },
+    "cwm": {**_SLIDING, "head_dim": 12},
     "deepseek_v2": {**_LATENT, **_ROUTED, "topk_method": "greedy"},
     "deepseek_v3": {**_LATENT, **_ROUTED},
+    "deepseek_v32": {**_LATENT, **_ROUTED, **_SPARSE},
     "dots1": {**_ROUTED, "sliding_window": _WINDOW, "layer_types": _ALTERNATE},
+    "dots3_note_text": {**_LATENT, **_ROUTED, **_SPARSE, **_SLIDING},
     "ernie4_5": {},
     "ernie4_5_moe": {
         "moe_num_experts": 4,
@@ -67,6 +107,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
     },
     "exaone4": {"sliding_window": _WINDOW, "layer_types": _ALTERNATE},
+    "exaone_moe": {**_EXPERTS, **_SLIDING, "moe_intermediate_size": 32, "mlp_layer_types": _MIXED},
+    "flex_olmo": {**_EXPERTS, "tie_word_embeddings": True},
+    "flint": {
+        **_EXPERTS,
+        **_SLIDING,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "head_dim": 12,
+    },
     "gemma": {"head_dim": 16},
     "gemma2": {
         "tie_word_embeddings": False,
@@ -84,9 +133,32 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": _ALTERNATE,
         "query_pre_attn_scalar": 12,
     },
+    "gemma4_text": {
+        **_SLIDING,
+        "tie_word_embeddings": False,
+        "head_dim": 12,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma4_unified_text": {
+        **_SLIDING,
+        "tie_word_embeddings": False,
+        "head_dim": 12,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+    },
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe": {**_ROUTED, "head_dim": 16},
+    "glm4_moe_lite": {**_LATENT, **_ROUTED},
+    "glm_moe_dsa": {
+        **_LATENT,
+        **_ROUTED,
+        **_SPARSE,
+        "indexer_types": ["full", "shared"] * (NUM_LAYERS // 2),
+    },
     "gpt_neox": {},
     "gpt_oss": {
         **_EXPERTS,
@@ -100,7 +172,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.4,
         "logits_scaling": 0.5,
     },
+    "granite_swa": {**_SLIDING, "embedding_multiplier": 3.0, "logits_scaling": 0.5},
     "granitemoe": {**_EXPERTS, "embedding_multiplier": 3.0, "logits_scaling": 0.5},
+    "granitemoe_swa": {
+        **_EXPERTS,
+        **_SLIDING,
+        "embedding_multiplier": 3.0,
+        "shared_intermediate_size": 32,
+    },
     "granitemoeshared": {
         **_EXPERTS,
         "shared_intermediate_size": 32,
@@ -109,7 +188,53 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 12},
     "hunyuan_v1_dense": {"head_dim": 12},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 12},
+    "hy_v3": {**_EXPERTS, "moe_intermediate_size": 32, "head_dim": 12, "mlp_layer_types": _MIXED},
+    "hyperclovax": {"embedding_multiplier": 3.0, "logits_scaling": 0.5},
+    "internlm3": {"head_dim": 12},
+    "iquestcoder": {"head_dim": 12},
+    "jais2": {},
+    "jetmoe": {**_EXPERTS, "kv_channels": 12},
+    "kolibri1": {
+        **_EXPERTS,
+        **_SLIDING,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "head_dim": 12,
+    },
+    "laguna": {
+        **_EXPERTS,
+        **_SLIDING,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "head_dim": 12,
+        "mlp_layer_types": _MIXED,
+    },
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+    "llama4_text": {
+        **_EXPERTS,
+        "head_dim": 12,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 0] * (NUM_LAYERS // 2),
+        "layer_types": ["chunked_attention", "full_attention"] * (NUM_LAYERS // 2),
+        "attention_chunk_size": _WINDOW,
+        "floor_scale": 4,
+        "attn_scale": 0.5,
+    },
+    "longcat_flash": {
+        **_LATENT,
+        "num_hidden_layers": 2 * NUM_LAYERS,
+        "ffn_hidden_size": 64,
+        "n_routed_experts": 4,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+        "expert_ffn_hidden_size": 32,
+        "head_dim": 4,
+    },
+    "mellum": {**_EXPERTS, **_SLIDING, "moe_intermediate_size": 32, "head_dim": 12},
+    "mimo_v2_flash": {**_ROUTED, **_SLIDING, "head_dim": 12, "v_head_dim": 8},
+    "minicpm3": {**_LATENT, "tie_word_embeddings": False, "scale_emb": 3, "dim_model_base": 48},
+    "minimax_m2": {**_EXPERTS, "head_dim": 12},
     "ministral": {"head_dim": 16, "sliding_window": _WINDOW, "layer_types": _ALTERNATE},
     "ministral3": {
         "head_dim": 16,
@@ -147,8 +272,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": _WINDOW,
         "layer_types": _ALTERNATE,
     },
+    "solar_open": {**_ROUTED, "head_dim": 12},
     "stablelm": {"partial_rotary_factor": 0.5},
     "starcoder2": {"sliding_window": _WINDOW},
+    "vaultgemma": {
+        **_SLIDING,
+        "head_dim": 12,
+        "tie_word_embeddings": False,
+        "attn_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 12,
+    },
+    "youtu": dict(_LATENT),
 }
 
 
@@ -161,6 +295,45 @@ def build(model_type: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     settings = {**_COMMON, **CONFIGS[model_type], **overrides}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
+    _spread(model)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+_VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+# Multimodal type -> the type of its text part, and what its config sets beside that and `_VISION`.
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "aria": ("aria_text", {}),
+    "aya_vision": ("cohere2", {}),
+    "cohere2_vision": ("cohere2", {}),
+    "gemma3": ("gemma3_text", {"mm_tokens_per_image": 4}),
+    "gemma4": ("gemma4_text", {"audio_config": None}),
+    "gemma4_unified": ("gemma4_unified_text", {"audio_config": None}),
+    "internvl": ("qwen2", {}),
+    "llama4": ("llama4_text", {}),
+    "llava": ("llama", {}),
+    "mistral3": ("mistral", {}),
+}
+
+
+def build_multimodal(model_type: str, folder: Path, **overrides: Any) -> Path:
+    """Save a random float32 checkpoint of a multimodal type to `folder`, which is returned;
+    `overrides` are values of its config; `max_shard_size` splits the file."""
+    max_shard_size = overrides.pop("max_shard_size", "1GB")
+    text_type, more = MULTIMODAL[model_type]
+    text = {**_COMMON, **CONFIGS[text_type], "model_type": text_type}
+    vision = _VISION | more.get("vision_config", {})
+    settings = {"tie_word_embeddings": text.get("tie_word_embeddings", False), **more, **overrides}
+    config = AutoConfig.for_model(model_type, text_config=text, **settings, vision_config=vision)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
     _spread(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from hypothesis import strategies as st
 
-from pipespec.engine.attention.attention_plan import AttentionPlan, Segment
+from pipespec.engine.attention.attention_plan import AttentionPlan, Reach, Segment
 
 
 def joined(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
@@ -64,7 +64,7 @@ def plans(draw: st.DrawFn, num_slots: int) -> AttentionPlan:
     return joined(parts, np.concatenate(writes))
 
 
-def seen_by(plan: AttentionPlan, window: int | None = None) -> list[dict[int, int]]:
+def seen_by(plan: AttentionPlan, reach: Reach) -> list[dict[int, int]]:
     """For each row the slots that it sees, with their positions."""
     found = []
     for part in plan.segments():
@@ -72,7 +72,10 @@ def seen_by(plan: AttentionPlan, window: int | None = None) -> list[dict[int, in
             keys = dict(zip(part.prefix.tolist(), range(len(part.prefix)), strict=True))
             tree = zip(part.tree[mask].tolist(), part.tree_positions[mask].tolist(), strict=True)
             keys |= dict(tree)
-            if window is not None:
-                keys = {slot: place for slot, place in keys.items() if at - place < window}
+            if reach.chunk is not None:
+                own = at // reach.chunk
+                keys = {slot: place for slot, place in keys.items() if place // reach.chunk >= own}
+            elif reach.window is not None:
+                keys = {slot: place for slot, place in keys.items() if at - place < reach.window}
             found.append(keys)
     return found

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from pipespec.cluster import session
+from pipespec.cluster.host_weights import on_this_host
 from pipespec.cluster.rank_components import load_model as build_rank
-from pipespec.cluster.rank_components import on_this_host
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect

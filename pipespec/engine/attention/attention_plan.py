@@ -9,8 +9,8 @@ the slice (`[slots, kv_heads, head_dim]`), so one plan serves all layers:
       tree    t0 t1 t2 ...    live tree nodes, or the prompt chunk; `mask` says which row sees which
 
 A row attends to all of its segment's prefix and to the tree keys that its mask row allows, within
-the layer's sliding window if it has one. Prefix and tree keys include the rows themselves. A
-backend gets the plan only; it knows neither trees nor requests.
+the layer's sliding window or chunk if it has one. Prefix and tree keys include the rows themselves.
+A backend gets the plan only; it knows neither trees nor requests.
 
 The plan consists of columns: the rows, tree keys and masks of all segments are concatenated, with
 offsets; prefixes stay in the page table, which outlives the batch.
@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -97,19 +97,39 @@ class AttentionPlan:
             )
 
 
+class Reach(NamedTuple):
+    """How far back the rows of a layer see; see `LayerOptions`."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def earliest(self, positions: Any) -> Any:
+        """The first position that rows at `positions` (an array or tensor of integers) see, which
+        may be negative; None: they see all."""
+        if self.chunk is not None:
+            return positions - positions % self.chunk
+        return None if self.window is None else positions - self.window + 1
+
+
 @dataclass(frozen=True, slots=True)
 class LayerOptions:
     """The attention parameters of a layer.
 
-    `window`: a row at position q sees keys at positions greater than q - window. `softcap`
-    bounds the scores by `softcap * tanh(score / softcap)`. `sinks` `[heads]` are learned scores
-    that take part in the softmax without a value.
+    `window`: a row at position q sees keys at positions greater than q - window. `chunk`: it sees
+    keys from the last multiple of `chunk` on (chunked attention of Llama 4). `softcap` bounds the
+    scores by `softcap * tanh(score / softcap)`. `sinks` `[heads]` are learned scores that take part
+    in the softmax without a value.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    chunk: int | None = None
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.window, self.chunk)
 
 
 @dataclass(slots=True, eq=False)

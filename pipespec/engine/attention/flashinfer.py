@@ -3,8 +3,8 @@
 For layers of one kind there are two wrappers: one without a mask for the keys that all rows of a
 request see, and one with a mask for the rest. The results are merged by their log-sum-exp
 (FlashInfer, Ye et al. 2025, section 2.2). Sinks are merged the same way, as fa2 ignores them.
-Windows are part of the mask: fa2 computes them from the index of a row in the batch, which is not
-its position in a tree.
+Windows and chunks are part of the mask: fa2 computes windows from the index of a row in the batch,
+which is not its position in a tree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Segment
+from pipespec.engine.attention.attention_plan import (
+    AttentionPlan,
+    LayerOptions,
+    LayerPool,
+    Reach,
+    Segment,
+)
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer recommends
 
@@ -44,7 +50,7 @@ class FlashInferBackend:
         pool.keys.index_copy_(0, self._write, key)
         pool.values.index_copy_(0, self._write, value)
         sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
-        name = (sizes, options.scaling, options.softcap, options.window)
+        name = (sizes, options.scaling, options.softcap, options.reach)
         if name not in self._kinds:
             self._kinds[name] = _LayerKind(self._workspace)
         kind = self._kinds[name]
@@ -54,7 +60,7 @@ class FlashInferBackend:
 
 
 class _LayerKind:
-    """Layers with the same sizes, scaling, softcap and window."""
+    """Layers with the same sizes, scaling, softcap and reach."""
 
     def __init__(self, workspace: Tensor):
         self.planned = False
@@ -68,7 +74,7 @@ class _LayerKind:
         dtype: torch.dtype,
     ) -> None:
         """Plan both wrappers."""
-        parts = [_parted(segment, options.window) for segment in plan.segments()]
+        parts = [_parted(segment, options.reach) for segment in plan.segments()]
         like = (plan.row_start, sizes, options, dtype)
         self._open.plan([keys for keys, _, _ in parts], None, *like)
         self._masked.plan([keys for _, keys, _ in parts], [mask for *_, mask in parts], *like)
@@ -148,19 +154,19 @@ class _KernelPart:
         return self._wrapper.run(query.contiguous(), pages, return_lse=True)
 
 
-def _parted(segment: Segment, window: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _parted(segment: Segment, reach: Reach) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The slots that all rows of a segment see; the slots that only some rows see; and the mask of
     these, `[rows, slots]`."""
     prefix, tree, mask = segment.prefix, segment.tree, segment.mask
-    if window is None:
+    earliest = reach.earliest(segment.positions)
+    if earliest is None:
         return prefix, tree, mask
     length = len(prefix)
-    # The first row's window limits what any row sees, the last row's what all rows see.
-    some = min(max(0, int(segment.positions.min()) - window + 1), length)
-    every = min(max(0, int(segment.positions.max()) - window + 1), length)
-    at = segment.positions[:, None]
-    near = at - np.arange(some, every) < window
-    mask = mask & (at - segment.tree_positions < window)
+    # The first row limits what any row sees, the last row what all rows see.
+    some = min(max(0, int(earliest.min())), length)
+    every = min(max(0, int(earliest.max())), length)
+    near = np.arange(some, every) >= earliest[:, None]
+    mask = mask & (segment.tree_positions >= earliest[:, None])
     slots = np.concatenate((prefix[some:every], tree))
     return prefix[every:], slots, np.hstack((near, mask))
 

@@ -18,6 +18,11 @@ from torch import Tensor, nn
 
 from pipespec.engine.attention.attention_plan import AttentionBackend, LayerOptions, LayerPool
 from pipespec.engine.attention.self_test import AttentionLayer
+from pipespec.engine.attention.variants import (
+    QueryTemperature,
+    attention_modules,
+    take_temperature,
+)
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
@@ -49,14 +54,17 @@ _slices: WeakValueDictionary[int, SliceBackend] = WeakValueDictionary()
 class AttentionState:
     """The attribute `kv` of an attention module.
 
-    `kv_heads`: the KV heads that its query heads attend to, if the module computes others too. The
-    first call sets `pool`, `options` and `heads` from the actual Q, K and V, whose shapes are more
-    reliable than what can be derived from the config.
+    `kv_heads`: the KV heads that its query heads attend to, if the module computes others too;
+    `chunk`: see `LayerOptions`; `temperature`: of its queries, if it has one. The first call sets
+    `pool`, `options` and `heads` from the actual Q, K and V, whose shapes are more reliable than
+    what can be derived from the config.
     """
 
     slice: SliceBackend
     num_slots: int
     kv_heads: Tensor | None = None
+    chunk: int | None = None
+    temperature: QueryTemperature | None = None
     pool: LayerPool | None = None
     options: LayerOptions | None = None
     heads: int = 0
@@ -75,15 +83,24 @@ def register() -> None:
 
 
 def attach(
-    layer: nn.Module, slice_: SliceBackend, num_slots: int, kv_heads: Sequence[int] | None = None
-) -> AttentionState:
-    """Give the attention module of a decoder layer its state."""
-    (attention,) = (m for m in layer.modules() if type(m).__name__.endswith("Attention"))
-    state = AttentionState(slice_, num_slots)
-    if kv_heads is not None:
-        state.kv_heads = torch.tensor(kv_heads, device=next(attention.parameters()).device)
-    attention.kv = state  # type: ignore[assignment]
-    return state
+    layer: nn.Module,
+    slice_: SliceBackend,
+    num_slots: int,
+    *,
+    chunk: int | None = None,
+    kv_heads: Sequence[int] | None = None,
+) -> list[AttentionState]:
+    """Give each attention module of a decoder layer its state."""
+    states = []
+    for attention in attention_modules(layer):
+        state = AttentionState(slice_, num_slots, chunk=chunk)
+        state.temperature = take_temperature(layer, attention)
+        if kv_heads is not None:
+            state.kv_heads = torch.tensor(kv_heads, device=next(attention.parameters()).device)
+        attention.kv = state  # type: ignore[assignment]
+        states.append(state)
+    assert states, f"{type(layer).__name__} has no attention"
+    return states
 
 
 def _attend(
@@ -91,23 +108,28 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: None,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    query_positions: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that Transformers calls: `[1, heads, rows, dim]` -> `[1, rows, heads, dim]`."""
     state: AttentionState = module.kv  # type: ignore[assignment]
     if state.kv_heads is not None:
         key, value = (x.index_select(1, state.kv_heads) for x in (key, value))
+    if state.temperature is not None:
+        assert query_positions is not None
+        query = state.temperature.applied(query, query_positions)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if state.pool is None or state.options is None:
-        assert attention_mask is None
+        # An empty one is that of `variants.leave_out_indexers`.
+        assert attention_mask is None or not attention_mask.numel()
         state.pool = LayerPool.allocate(state.num_slots, key, value)
         scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
-        state.options = LayerOptions(scaling, sliding_window, softcap, s_aux)
+        state.options = LayerOptions(scaling, sliding_window, softcap, s_aux, state.chunk)
         state.heads = query.shape[1]
     pool, options = state.pool, state.options
     out = torch.ops.pipespec.attend(
@@ -120,6 +142,7 @@ def _attend(
         options.scaling,
         options.window,
         options.softcap,
+        options.chunk,
         state.slice.number,
     )
     return out.unsqueeze(0), None
@@ -130,7 +153,7 @@ def _attend(
 _library = torch.library.Library(NAME, "DEF")
 _library.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values,"
-    " Tensor? sinks, float scaling, int? window, float? softcap, int slice) -> Tensor"
+    " Tensor? sinks, float scaling, int? window, float? softcap, int? chunk, int slice) -> Tensor"
 )
 
 
@@ -144,9 +167,10 @@ def _whole(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    chunk: int | None,
     number: int,
 ) -> Tensor:
-    options = LayerOptions(scaling, window, softcap, sinks)
+    options = LayerOptions(scaling, window, softcap, sinks, chunk)
     backend = _slices[number].attention
     return backend.attend(query, key, value, LayerPool(keys, values), options)
 

@@ -48,7 +48,7 @@ def attend(
     words,
     scaling,
     softcap,
-    window,
+    span,
     kv_heads,
     group,
     dim,
@@ -62,6 +62,7 @@ def attend(
     SPLIT: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    CHUNKED: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
     """Attention of some rows of one segment and some heads that share a KV head to a part of the
@@ -89,9 +90,14 @@ def attend(
         tree_first = tl.load(tree_firsts + top)
         end = prefix + tl.load(trees + top)
         begin = 0
+        since = position
         if WINDOWED:
-            earliest = tl.min(tl.where(there, position, 2147483647), 0)
-            begin = tl.minimum(tl.maximum(earliest - window + 1, 0), prefix)
+            since = position - span + 1
+        if CHUNKED:
+            since = position - position % span
+        if WINDOWED or CHUNKED:
+            earliest = tl.min(tl.where(there, since, 2147483647), 0)
+            begin = tl.minimum(tl.maximum(earliest, 0), prefix)
         each = tl.cdiv(tl.cdiv(end - begin, KEYS), SPLIT) * KEYS
         low = begin + split * each
         high = tl.minimum(low + each, end)
@@ -121,10 +127,10 @@ def attend(
                     -1,
                 )
                 seen = seen & ((word >> (j % BITS)[None, :]) & 1 == 1)
-                if WINDOWED:
+                if WINDOWED or CHUNKED:
                     at = tl.where(beyond, tl.load(tree_positions + tree_first + j, beyond, 0), i)
-            if WINDOWED:
-                seen = seen & (position[:, None] - at[None, :] < window)
+            if WINDOWED or CHUNKED:
+                seen = seen & (at[None, :] >= since[:, None])
             score = tl.where(seen, score, -float("inf"))
             higher = tl.maximum(best, tl.max(score, 1))
             # A pair that has seen no key yet has the maximum -inf.

@@ -2,8 +2,8 @@
 
 Each segment is one masked call over its gathered prefix and tree keys. Query heads that share a KV
 head are passed as rows: PyTorch's own grouping would copy K and V for each query head. What depends
-only on the plan and the window (slots and mask) is computed in the first layer and reused in the
-others.
+only on the plan and the window or chunk (slots and mask) is computed in the first layer and reused
+in the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Segment
+from pipespec.engine.attention.attention_plan import (
+    AttentionPlan,
+    LayerOptions,
+    LayerPool,
+    Reach,
+    Segment,
+)
 
 # Slots whose spread (highest - lowest over count) is below this are read as one slice of the pool,
 # with a mask for the unused ones, instead of being gathered in every layer. On a CPU a gather costs
@@ -25,7 +31,7 @@ _MAX_SPREAD = 1.1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SegmentKeys:
-    """The keys of one segment within a window.
+    """The keys of one segment within reach of its rows.
 
     `index` selects the slots; a slice needs no copy. `bias` `[rows, keys]` is 0 where a row sees
     a key and -inf where not, or None where every row sees every key; for `_fused` it has a row
@@ -52,8 +58,8 @@ class SdpaBackend:
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self.batch_invariant = batch_invariant
         self._plan: AttentionPlan | None = None
-        # By window and number of query heads per KV head: the rows' slots and the keys.
-        self._prepared: dict[tuple[int | None, int], tuple[Tensor, list[_SegmentKeys]]] = {}
+        # By reach and number of query heads per KV head: the rows' slots and the keys.
+        self._prepared: dict[tuple[Reach, int], tuple[Tensor, list[_SegmentKeys]]] = {}
 
     def prepare(self, plan: AttentionPlan) -> None:
         self._plan = plan
@@ -68,7 +74,7 @@ class SdpaBackend:
         if self.batch_invariant:
             query = query.double()
         group = query.shape[1] // key.shape[1] if plain else 1
-        wanted = options.window, group
+        wanted = options.reach, group
         if wanted not in self._prepared:
             assert self._plan is not None
             self._prepared[wanted] = _prepared(self._plan, *wanted, query)
@@ -117,13 +123,13 @@ def _explicit(query: Tensor, pool: LayerPool, keys: _SegmentKeys, options: Layer
 
 
 def _prepared(
-    plan: AttentionPlan, window: int | None, group: int, like: Tensor
+    plan: AttentionPlan, reach: Reach, group: int, like: Tensor
 ) -> tuple[Tensor, list[_SegmentKeys]]:
     """The rows' slots and the keys of each segment, on the device; shared by layers with this
-    window."""
+    reach."""
     assert len(plan.write) == plan.row_start[-1] == len(like)
     segments = list(plan.segments())
-    read = [_read(segment, window) for segment in segments]
+    read = [_read(segment, reach) for segment in segments]
     indices = iter(_joined([index for index, _ in read if not isinstance(index, slice)], like))
     masks = [np.repeat(~seen, group, 0) for _, seen in read if seen is not None]
     biases = iter(_joined([mask.ravel() for mask in masks], like, fill=-torch.inf))
@@ -150,18 +156,18 @@ def _joined(parts: list[np.ndarray], like: Tensor, fill: float | None = None) ->
     return tensor.to(like.device).split([len(part) for part in parts])
 
 
-def _read(segment: Segment, window: int | None) -> tuple[slice | np.ndarray, np.ndarray | None]:
+def _read(segment: Segment, reach: Reach) -> tuple[slice | np.ndarray, np.ndarray | None]:
     """The slots that a segment reads, and which of its rows sees which of them, `[rows, keys]`
     (None: each sees all)."""
     prefix, mask = segment.prefix, segment.mask
     in_prefix = None  # which rows see which of the prefix; None: all
-    if window is not None:
-        # The first row's window limits what any row sees of the prefix.
-        first = min(max(0, int(segment.positions.min()) - window + 1), len(prefix))
+    earliest = reach.earliest(segment.positions)
+    if earliest is not None:
+        # The first row limits what any row sees of the prefix.
+        first = min(max(0, int(earliest.min())), len(prefix))
         prefix = prefix[first:]
-        positions = segment.positions[:, None]
-        in_prefix = positions - np.arange(first, first + len(prefix)) < window
-        mask = mask & (positions - segment.tree_positions < window)
+        in_prefix = np.arange(first, first + len(prefix)) >= earliest[:, None]
+        mask = mask & (segment.tree_positions >= earliest[:, None])
     slots = np.concatenate((prefix, segment.tree))
     lowest, highest = int(slots.min()), int(slots.max())
     dense = highest - lowest < _MAX_SPREAD * len(slots)

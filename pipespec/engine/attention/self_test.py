@@ -19,6 +19,7 @@ from pipespec.engine.attention.attention_plan import (
     AttentionPlan,
     LayerOptions,
     LayerPool,
+    Reach,
 )
 from pipespec.engine.attention.sdpa import SdpaBackend
 
@@ -49,7 +50,7 @@ class AttentionLayer:
     def shape(self) -> tuple[object, ...]:
         """Layers of the same shape need one self-test."""
         options = self.options
-        capped = (options.softcap, options.sinks is not None, options.scaling, options.window)
+        capped = (options.softcap, options.sinks is not None, options.scaling, options.reach)
         return (self.heads, self.pool.keys.shape[1:], self.pool.values.shape[1:], *capped)
 
 
@@ -107,7 +108,7 @@ def reference_attention(
     """Attention by its definition, `[rows, heads, value_dim]`, in a wider type than the model's."""
     wide = torch.float64 if query.dtype == torch.float32 else torch.float32
     heads, kv_heads = query.shape[1], pool.keys.shape[1]
-    seen = torch.from_numpy(_seen(plan, len(pool.keys), options.window)).to(query.device)
+    seen = torch.from_numpy(_seen(plan, len(pool.keys), options.reach)).to(query.device)
     keys, values = (
         each.to(wide).repeat_interleave(heads // kv_heads, 1) for each in (pool.keys, pool.values)
     )
@@ -121,14 +122,14 @@ def reference_attention(
     return torch.einsum("rhn,nhd->rhd", scores.softmax(-1)[..., : len(keys)], values)
 
 
-def _seen(plan: AttentionPlan, num_slots: int, window: int | None) -> np.ndarray:
+def _seen(plan: AttentionPlan, num_slots: int, reach: Reach) -> np.ndarray:
     """Which row sees which slot, `[rows, slots]`."""
     seen = np.zeros((len(plan.write), num_slots), bool)
     for part in plan.segments():
-        at = part.positions[:, None]
-        near = np.inf if window is None else window
-        seen[part.rows, part.prefix] = at - np.arange(len(part.prefix)) < near
-        seen[part.rows, part.tree] = part.mask & (at - part.tree_positions < near)
+        earliest = reach.earliest(part.positions)
+        since = np.zeros((len(part.positions), 1)) if earliest is None else earliest[:, None]
+        seen[part.rows, part.prefix] = np.arange(len(part.prefix)) >= since
+        seen[part.rows, part.tree] = part.mask & (part.tree_positions >= since)
     return seen
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
+from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool, Reach
 from pipespec.engine.attention.device_plan import WORD, DevicePlanBackend
 
 # Keys of a row that are processed together.
@@ -36,7 +36,7 @@ class TorchBackend(DevicePlanBackend):
             total = torch.ones_like(best)
         out = grouped.new_zeros(*grouped.shape[:3], value.shape[2])
         for start in range(0, self.flat.longest, BLOCK):
-            slots, seen = self._keys(rows, start, options.window)
+            slots, seen = self._keys(rows, start, options.reach)
             scores = torch.einsum("rkgd,rnkd->rkgn", grouped, pool.keys[slots].float())
             if options.softcap is not None:
                 scores = torch.tanh(scores / options.softcap) * options.softcap
@@ -51,7 +51,7 @@ class TorchBackend(DevicePlanBackend):
             best = higher
         return (out / total[..., None]).to(query.dtype).view(rows, heads, -1)
 
-    def _keys(self, rows: int, start: int, window: int | None) -> tuple[Tensor, Tensor]:
+    def _keys(self, rows: int, start: int, reach: Reach) -> tuple[Tensor, Tensor]:
         """The slots of the next block of keys of every row, `[rows, BLOCK]`, and whether it sees
         them."""
         flat = self.flat
@@ -64,8 +64,9 @@ class TorchBackend(DevicePlanBackend):
         j = torch.where(beyond, i - prefix, 0)
         words = flat.mask[:rows].gather(1, (j // WORD).long())
         seen = there & ((i < prefix) | (words >> (j % WORD) & 1).bool())
-        if window is not None:
+        earliest = reach.earliest(position)
+        if earliest is not None:
             # `tree_first` of a row without tree keys may be out of range.
             at = torch.where(beyond, flat.tree_positions[torch.where(beyond, tree_first + j, 0)], i)
-            seen &= position - at < window
+            seen &= at >= earliest
         return slots, seen

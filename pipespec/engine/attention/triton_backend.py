@@ -54,7 +54,7 @@ class TritonBackend(DevicePlanBackend):
             flat.mask.shape[1],
             options.scaling,
             options.softcap or 0.0,
-            options.window or 0,
+            options.window or options.chunk or 0,
             kv_heads,
             group,
             **wide,
@@ -65,6 +65,7 @@ class TritonBackend(DevicePlanBackend):
             SPLIT=SPLITS,
             CAPPED=options.softcap is not None,
             WINDOWED=options.window is not None,
+            CHUNKED=options.chunk is not None,
             PRECISE="ieee" if query.dtype == torch.float32 else "tf32",
         )
         out = torch.empty(rows, heads, value_dim, dtype=query.dtype, device=query.device)

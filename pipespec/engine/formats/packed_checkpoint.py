@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,13 @@ from pipespec.engine.formats.lazy import DTYPES, LazyTensor
 from pipespec.engine.formats.packing import Packing
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.safetensors_headers import Tensor, shards
+from pipespec.engine.slice_tensors import LAYER, part_of
 from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # headers are read without them
     from pipespec.engine.formats.groups import GroupedWeights
 
 WEIGHT = ".weight"
-# The layer of a tensor, and its name in the layer; base models are saved without a prefix.
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
 # Group sizes that the kernel for packed 4-bit weights supports, and the divisor of `out`.
 INT4_GROUP_SIZES = (32, 64, 128)
 INT4_OUT_MULTIPLE = 16
@@ -119,10 +117,24 @@ def int4_layers(tensors: Mapping[str, Tensor], packing: Packing) -> tuple[Int4La
     return tuple(found)
 
 
+def stored_state(path: Path, parts: Collection[str]) -> dict[str, Any]:
+    """The plain tensors of these parts as a state dict, which are read lazily."""
+    from safetensors import safe_open
+
+    state: dict[str, Any] = {}
+    for file, held in shards(path).items():
+        wanted = {name: each for name, each in held.items() if part_of(name) in parts}
+        if wanted:
+            opened = safe_open(file, framework="pt")
+            state |= {name: opened.get_slice(each.stored_as) for name, each in wanted.items()}
+    return state
+
+
 def lazy_state(
-    path: Path, packing: Packing
+    path: Path, packing: Packing, parts: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Callable[[], GroupedWeights]]]:
-    """The tensors as a state dict of plain weights, which are read lazily.
+    """The tensors of these parts (`slice_tensors`) as a state dict of plain weights, which are
+    read lazily.
 
     The second mapping reads the matrices that can stay packed. The files are open for as long as
     either is referred to: a load that fails leaves threads of Transformers that still read.
@@ -132,11 +144,13 @@ def lazy_state(
     tensors: dict[str, Tensor] = {}
     where: dict[str, Any] = {}
     for file, held in shards(path).items():
-        where |= dict.fromkeys(held, safe_open(file, framework="pt"))
-        tensors |= held
+        wanted = {name: each for name, each in held.items() if part_of(name) in parts}
+        if wanted:
+            where |= dict.fromkeys(wanted, safe_open(file, framework="pt"))
+            tensors |= wanted
 
     def load(name: str) -> Any:
-        return where[name].get_tensor(name) if name in where else None
+        return where[name].get_tensor(tensors[name].stored_as) if name in where else None
 
     state: dict[str, Any] = {}
     kept: dict[str, Callable[[], GroupedWeights]] = {}
@@ -145,7 +159,7 @@ def lazy_state(
     for name, each in plain.items():
         matrix = name.removesuffix(WEIGHT)
         if matrix not in packed:
-            state[name] = where[name].get_slice(name)
+            state[name] = where[name].get_slice(tensors[name].stored_as)
             continue
         read = partial(packing.read, matrix, load)
         state[name] = LazyTensor(each.shape, each.dtype, partial(_dense, read))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 
 from pipespec.config.hosts import Host, HostsFile
+from pipespec.engine.slice_tensors import listed
 from pipespec.instruments.diagnostics.findings import Finding, HostReport, LinkReport, Offset
-from pipespec.instruments.diagnostics.inventory import (
-    CONFIG,
-    INDEX,
-    PACKAGES,
-    Fingerprint,
-    Inventory,
-)
+from pipespec.instruments.diagnostics.inventory import PACKAGES, Inventory
+from pipespec.instruments.diagnostics.model_findings import model_findings
 from pipespec.instruments.diagnostics.probe import Listening, Reachability
 from pipespec.system.network_interfaces import Interface, interface_with
 
@@ -75,7 +70,7 @@ def diagnose(
         *_unreachable(links),
         *_detours(hosts_file, hosts, links),
         *_versions(inventories),
-        *_models(hosts_file, inventories),
+        *model_findings(hosts_file, inventories),
         *_devices(hosts_file, inventories),
         *_attention(inventories),
         *_groups(hosts_file, hosts),
@@ -91,7 +86,7 @@ def _not_examined(hosts_file: HostsFile) -> Iterator[Finding]:
         yield Finding(
             False,
             names,
-            f"{_listed(names)} {are} started by hand (ssh: none) and not checked; run `pipespec "
+            f"{listed(names)} {are} started by hand (ssh: none) and not checked; run `pipespec "
             f"check` {each}.",
         )
 
@@ -111,13 +106,13 @@ def _addresses(hosts_file: HostsFile, hosts: Mapping[str, HostReport]) -> Iterat
             held = [f"{a} on {i.name}" for i in listening.interfaces if i.up for a in i.addresses]
             sentence = (
                 f"No interface of {name} has its address {host.address}; set `address` to one that "
-                f"it has ({_listed(held)})."
+                f"it has ({listed(held)})."
             )
         elif listening.problem == "no interface":
             usable = [i.name for i in listening.interfaces if i.up and i.addresses]
             sentence = (
                 f"{name} has no interface {host.interface!r} that is up and has an address; set "
-                f"`interface` to one that it has ({_listed(usable)})."
+                f"`interface` to one that it has ({listed(usable)})."
             )
         elif len(hosts_file.hosts) > 1 and _only_here(host, listening):
             sentence = (
@@ -142,7 +137,7 @@ def _unreachable(links: Sequence[LinkReport]) -> Iterator[Finding]:
             groups.setdefault(key, []).append(link.source)
     for (to, reach), sources in groups.items():
         assert reach.problem is not None and reach.place is not None
-        who = _listed(sources)
+        who = listed(sources)
         clause = CLOSED["taken" if reach.who else reach.problem].format(
             who=who, to=to, port=reach.place.port, other=reach.who
         )
@@ -171,7 +166,7 @@ def _detours(
         yield Finding(
             named,
             (source, *targets),
-            f"{source} reaches {_listed(targets)} through {used} and not through "
+            f"{source} reaches {listed(targets)} through {used} and not through "
             f"{listening.carrier}, {why}; correct the routes, or name {used} and its address.",
         )
 
@@ -185,20 +180,18 @@ def _versions(inventories: Mapping[str, Inventory]) -> Iterator[Finding]:
             yield Finding(
                 True,
                 tuple(without),
-                f"{package} is not installed on {_listed(without)}; install pipespec there again, "
+                f"{package} is not installed on {listed(without)}; install pipespec there again, "
                 "or correct `python`.",
             )
     differ = {package for package in AGREE if len(_by_version(inventories, package)) > 1}
     if "pipespec" in differ:
         differ.discard("code")  # of course
     for package in (package for package in AGREE if package in differ):
-        each = [
-            f"{v} on {_listed(names)}" for v, names in _by_version(inventories, package).items()
-        ]
+        each = [f"{v} on {listed(names)}" for v, names in _by_version(inventories, package).items()]
         yield Finding(
             AGREE[package],
             tuple(inventories),
-            f"{TITLES.get(package, package)} is {_listed(each)}; install one version on all.",
+            f"{TITLES.get(package, package)} is {listed(each)}; install one version on all.",
         )
 
 
@@ -210,54 +203,6 @@ def _by_version(inventories: Mapping[str, Inventory], package: str) -> dict[str,
             # 2.9.0+cpu and 2.9.0+cu128 are one version, built for different hosts.
             hosts_of.setdefault(version.partition("+")[0], []).append(name)
     return hosts_of
-
-
-def _models(hosts_file: HostsFile, inventories: Mapping[str, Inventory]) -> Iterator[Finding]:
-    for part in ("target", "draft", "mid"):
-        found = {
-            name: inventory.models[part]
-            for name, inventory in inventories.items()
-            if part in inventory.models
-        }
-        usable = {name: model for name, model in found.items() if model.problem is None}
-        # Without a place for the draft in the file, one host that has it is enough, and one that
-        # is not examined may.
-        nowhere = not usable and not hosts_file.by_hand
-        needed = part == "target" or hosts_file.draft is not None or nowhere
-        for name in (name for name in found if name not in usable):
-            yield Finding(needed, (name,), _lacking(part, name, found[name]))
-        usual = Counter(map(_content, usable.values())).most_common(1)
-        same = [name for name in usable if _content(usable[name]) == usual[0][0]]
-        for name in (name for name in usable if name not in same):
-            parts = [
-                what
-                for what, ours, theirs in zip(
-                    (CONFIG, INDEX, "the sizes of its weight files"),
-                    _content(usable[name]),
-                    _content(usable[same[0]]),
-                    strict=True,
-                )
-                if ours != theirs
-            ]
-            yield Finding(
-                part == "target",
-                (name, *same),
-                f"The {part} {usable[name].folder} on {name} is another than on {_listed(same)}: "
-                f"{_listed(parts)} differ; copy the folder from {same[0]}.",
-            )
-
-
-def _content(model: Fingerprint) -> tuple[str | None, str | None, str | None]:
-    return model.config, model.index, model.shards
-
-
-def _lacking(part: str, name: str, model: Fingerprint) -> str:
-    hub = model.folder.count("/") == 1 and model.folder[0] not in "/~."
-    remedy = f"run `hf download {model.folder}` there" if hub else "copy it there"
-    return (
-        f"The {part} {model.folder} on {name} {model.problem}; {remedy}, or set `{part}` of the "
-        "host to its path."
-    )
 
 
 def _devices(hosts_file: HostsFile, inventories: Mapping[str, Inventory]) -> Iterator[Finding]:
@@ -304,7 +249,7 @@ def _groups(hosts_file: HostsFile, hosts: Mapping[str, HostReport]) -> Iterator[
         host = hosts_file.host(name)
         for leader, gain in seen.gains.items():
             group = host.members[leader]
-            devices = _listed([host.devices[host.workers.index(worker)] for worker in group])
+            devices = listed([host.devices[host.workers.index(worker)] for worker in group])
             if gain.problem is not None:
                 yield Finding(True, (name,), f"{gain.problem}, on {name} ({devices}).")
             elif gain.sums_ms >= gain.sooner_ms:
@@ -356,8 +301,3 @@ def _clocks(clocks: Mapping[str, Offset]) -> Iterator[Finding]:
                 f"The clock of {name} is {abs(off):.2g} s {'ahead of' if off > 0 else 'behind'} "
                 f"that of {middle}; let NTP (chrony, systemd-timesyncd) set it.",
             )
-
-
-def _listed(words: Sequence[str]) -> str:
-    """ "a, b and c"."""
-    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -10,13 +10,16 @@ import hashlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipespec.engine.architectures import count_field
 from pipespec.engine.attention.select import missing_requirement
 from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.safetensors_headers import weight_map
+from pipespec.engine.safetensors_headers import CONFIG, INDEX, WEIGHTS, weight_map
+from pipespec.engine.slice_tensors import OUTPUT_HEADS, part_of
+from pipespec.engine.text_part import text_config, text_names
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.machine_check import attention_faults
 from pipespec.system.devices import num_cuda
@@ -30,11 +33,8 @@ from pipespec.system.validation import (
 )
 from pipespec.system.versions import SHORT, code_hash, package_version
 
-CONFIG = "config.json"
 # Of a GGUF file so many bytes at its start, where its settings are, and at its end are compared.
 GGUF_END = 2**16
-INDEX = "model.safetensors.index.json"
-WEIGHTS = "model.safetensors"
 PACKAGES = ("torch", "transformers")
 # Packages that quantise, and that read quantised checkpoints.
 OPTIONAL = ("torchao", "bitsandbytes", "compressed-tensors", "gguf")
@@ -46,15 +46,19 @@ class Fingerprint:
     """A checkpoint on a host.
 
     `problem` says in a clause why it cannot be used, or is None. `config` and `index` are SHA-256
-    hashes of those files; `shards` is one of the names and sizes of the weight files. `index` is
-    None where a single file holds all weights.
+    hashes of those files; `shards` has the sizes of the weight files by their names. `index` is
+    None where a single file holds all weights. `absent` has the parts (`engine.slice_tensors`) that
+    each missing file of the index holds; `num_layers` and `tied` say which of them a slice needs.
     """
 
     folder: str
     problem: str | None
     config: str | None = None
     index: str | None = None
-    shards: str | None = None
+    shards: Mapping[str, int] | None = None
+    absent: Mapping[str, list[str]] = field(default_factory=dict)
+    num_layers: int | None = None
+    tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +143,8 @@ def fingerprint(model: str) -> Fingerprint:
                 ends += stream.read(GGUF_END)
         except OSError as error:
             return Fingerprint(str(path), f"cannot be read ({error.strerror})")
-        size = str(path.stat().st_size)
-        return Fingerprint(str(path), None, _hash(ends), None, _hash(size.encode()))
+        sizes = {"": path.stat().st_size}  # it may have another name on each host
+        return Fingerprint(str(path), None, _hash(ends), None, sizes)
     if not is_folder(path):
         cached = _cached(model)
         if cached is None:
@@ -148,39 +152,69 @@ def fingerprint(model: str) -> Fingerprint:
         path = cached
     folder = str(path)
     try:
-        config = _hash(read_bytes(path / CONFIG))
+        raw = read_bytes(path / CONFIG)
     except Missing:
         return Fingerprint(folder, f"holds no {CONFIG}")
     except Unreadable as error:
         return Fingerprint(folder, f"cannot be read ({CONFIG}: {error})")
+    config = _hash(raw)
     try:
         index = read_bytes(path / INDEX) if os.path.isfile(path / INDEX) else None
-        sizes = _sizes(path, index)
+        shard_of = _shard_of(path, index)
+        sizes = _sizes(path, set(shard_of.values()) or {WEIGHTS})
     except Unreadable as error:
         return Fingerprint(folder, f"cannot be read ({INDEX}: {error})", config)
     except ModelError as error:
         return Fingerprint(folder, str(error), config)
     except OSError as error:
         return Fingerprint(folder, f"cannot be read ({error.strerror})", config)
-    listed = "\n".join(f"{name} {size}" for name, size in sorted(sizes.items()))
     hashed = None if index is None else _hash(index)
-    return Fingerprint(folder, None, config, hashed, _hash(listed.encode()))
+    absent = _absent(sizes, shard_of)
+    return Fingerprint(folder, None, config, hashed, sizes, absent, *_layers(raw, shard_of))
 
 
-def _sizes(path: Path, index: bytes | None) -> dict[str, int]:
-    """Name and size of every weight file. Raises ModelError with a clause."""
+def _shard_of(path: Path, index: bytes | None) -> dict[str, str]:
+    """The file of each tensor, by the index. Raises ModelError with a clause."""
     if index is None:
-        shards = {WEIGHTS}
-    else:
-        try:
-            shards = set(weight_map(path / INDEX, parse_json(index)).values())
-        except (Unreadable, ModelError) as error:
-            raise ModelError(f"has no usable {INDEX}") from error
-    missing = sorted(name for name in shards if not os.path.isfile(path / name))
-    if missing:
-        others = f" and {len(missing) - 1} more of its files" if missing[1:] else ""
-        raise ModelError(f"holds no {missing[0]}{others}")
-    return {name: (path / name).stat().st_size for name in shards}
+        return {}
+    try:
+        return weight_map(path / INDEX, parse_json(index))
+    except (Unreadable, ModelError) as error:
+        raise ModelError(f"has no usable {INDEX}") from error
+
+
+def _sizes(path: Path, shards: Collection[str]) -> dict[str, int]:
+    """Name and size of every weight file that is here. Raises ModelError with a clause if none
+    is."""
+    here = sorted(name for name in shards if os.path.isfile(path / name))
+    if not here:
+        others = f" and {len(shards) - 1} more of its files" if len(shards) > 1 else ""
+        raise ModelError(f"holds no {min(shards)}{others}")
+    return {name: (path / name).stat().st_size for name in here}
+
+
+def _absent(here: Collection[str], shard_of: Mapping[str, str]) -> dict[str, list[str]]:
+    """The parts that the missing files hold."""
+    found: dict[str, set[str]] = {}
+    for stored, name in text_names(shard_of).items():
+        if (shard := shard_of[stored]) not in here:
+            found.setdefault(shard, set()).add(part_of(name))
+    return {shard: sorted(parts) for shard, parts in sorted(found.items())}
+
+
+def _layers(config: bytes, names: Collection[str]) -> tuple[int | None, bool]:
+    """How many layers a model has, by its config.json, and whether its embedding is its output
+    head."""
+    try:
+        raw = parse_json(config)
+    except Unreadable:
+        return None, False
+    raw = text_config(raw) if isinstance(raw, dict) else {}
+    count = raw.get(count_field(str(raw.get("model_type"))))
+    tied = raw.get("tie_word_embeddings")
+    if type(tied) is not bool:
+        tied = not any(name.endswith(OUTPUT_HEADS) for name in names)
+    return count if type(count) is int and count > 0 else None, tied
 
 
 def _cached(model: str) -> Path | None:

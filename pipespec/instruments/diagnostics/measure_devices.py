@@ -31,6 +31,8 @@ from pipespec.config.cluster import AUTO
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.partial_checkpoint import layers_here, missing
+from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.instruments.diagnostics.tensor_parallel_cost import all_reduce_ms
@@ -209,26 +211,47 @@ class _DeviceBenchmark:
         return found
 
     def stage(self, info: CheckpointInfo) -> dict[str, float]:
-        """One layer, the embedding, the LM head; KV bytes of a layer's slot."""
+        """One layer, the embedding, the LM head; KV bytes of a layer's slot.
+
+        Without their files here, the head's numbers are random, and the embedding takes no time.
+        """
         count, of_target = info.num_layers, self.request.weight_format(info, "stage")
         layer_bytes = max(info.loaded(self.request.dtype, of_target).layers)
         timed = max(1, min(MAX_LAYERS, count, int(self.memory * MEMORY_SHARE) // layer_bytes))
-        start = (count - timed) // 2
+        here = layers_here(info.path, count)
+        timed = min(timed, len(here))
+        start = here.start + (len(here) - timed) // 2
         middle = self.load(info, range(start, start + timed), of_target)
         layer_ms = self.forward_ms(middle) / timed
         slot_bytes = middle.num_kv_bytes / timed / middle.num_slots
         del middle
-        first = self.load(info, range(1), of_target)
-        embedding_ms = max(0.0, self.forward_ms(first) - layer_ms)
-        del first
-        last = self.load(info, range(count - 1, count), of_target)
-        hidden = self.hidden(last)
+        embedding_ms = 0.0
+        if self.holds(info, range(1)):
+            first = self.load(info, range(1), of_target)
+            embedding_ms = max(0.0, self.forward_ms(first) - layer_ms)
+            del first
+        if self.holds(info, range(count - 1, count)):
+            last = self.load(info, range(count - 1, count), of_target)
+            head_ms = self.median_ms(last.logits, self.hidden(last.hidden_size, last.dtype))
+        else:
+            head_ms = self.random_head_ms(info)
         return {
             "layer_ms": layer_ms,
             "embedding_ms": embedding_ms,
-            "head_ms": self.median_ms(last.logits, hidden),
+            "head_ms": head_ms,
             "kv_slot_bytes": slot_bytes,
         }
+
+    def holds(self, info: CheckpointInfo, layers: range) -> bool:
+        """Whether this host has the files of a slice."""
+        return not missing(info.path, parts_of(layers, info.num_layers, tied=info.tied))
+
+    @torch.inference_mode()
+    def random_head_ms(self, info: CheckpointInfo) -> float:
+        """An LM head of this size."""
+        dtype = getattr(torch, info.compute_dtype(self.request.dtype))
+        head = torch.nn.Linear(info.hidden_size, info.vocab_size, False, self.device, dtype)
+        return self.median_ms(head, self.hidden(info.hidden_size, dtype))
 
     def draft(self, info: CheckpointInfo) -> dict[str, float] | None:
         """One round: `rows` nodes expanded. None if there is no room for the draft."""
@@ -272,14 +295,14 @@ class _DeviceBenchmark:
             shape = (self.request.rows,)
             inputs = torch.randint(model.vocab_size, shape, generator=self._random)
         else:
-            inputs = self.hidden(model)
+            inputs = self.hidden(model.hidden_size, model.dtype)
         plan = causal_plan(slots[:length], slots[length:])
         return inputs, torch.from_numpy(plan.positions), plan
 
-    def hidden(self, model: ModelSlice) -> Tensor:
+    def hidden(self, size: int, dtype: torch.dtype) -> Tensor:
         """Hidden states that differ from row to row, so that experts are chosen by chance."""
-        shape = (self.request.rows, model.hidden_size)
-        return torch.randn(shape, generator=self._random).to(self.device, model.dtype)
+        shape = (self.request.rows, size)
+        return torch.randn(shape, generator=self._random).to(self.device, dtype)
 
     def forward_ms(self, model: ModelSlice) -> float:
         """One batch through a slice."""

@@ -43,7 +43,7 @@ from pipespec.system.network_interfaces import (
     resolve,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 LIFETIME_S = 300
 SUMS_PER_LAYER = 2
 ROWS = 64  # of a batch, as speculation feeds them

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.model_path import resolve_config
+from pipespec.engine.text_part import text_config, text_type
 from pipespec.errors import ModelError
 from pipespec.instruments.emulation.machine import experts_read
 from pipespec.system.validation import Unreadable, read_json
@@ -24,11 +25,28 @@ TABLE = Path(__file__).with_name("models.json")
 # Names of one thing in different architectures.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
-_SHARED_EXPERTS = ("n_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_SHARED_EXPERTS = (
+    *("n_shared_experts", "moe_num_shared_experts", "num_shared_expert", "num_shared_experts"),
+)
 _SHARED_SIZE = ("shared_expert_intermediate_size", "shared_intermediate_size")
 # Architectures whose MLP has no gate, and whose KV heads are always the query heads.
-_TWO_MATRICES = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")
+_TWO_MATRICES = (
+    "apertus",
+    "arcee",
+    "gpt_neox",
+    "jais2",
+    "nemotron",
+    "persimmon",
+    "phi",
+    "starcoder2",
+)
 _ALL_KV_HEADS = ("gpt_neox", "persimmon")
+# Architectures whose layers differ in their heads, or have experts of attention, and those with a
+# gate for each number of the attention's output.
+_UNEQUAL = ("gemma4_text", "gemma4_unified_text", "jetmoe", "mimo_v2_flash")
+_GATED = ("afmoe", "beam")
+# Mixtures with one shared expert, which their config.json need not count.
+_ONE_SHARED = ("hunyuan_v1_moe", "llama4_text")
 _VARIANT = re.compile(r"-(instruct|chat|it|base|thinking)\b.*$")
 
 
@@ -58,12 +76,16 @@ class ModelShape:
     def from_config(cls, name: str, raw: Mapping[str, Any]) -> ModelShape:
         """Raises ModelError if the model is not supported, or sizes are missing. Norms, biases and
         routers are left out, and of a mixture the layers without experts."""
+        whole, raw = raw, text_config(raw)
         model_type = str(raw.get("model_type"))
-        require_supported(model_type, name)
-        if raw.get("kv_lora_rank") is not None:
+        require_supported(model_type, name, text_type(whole))
+        unusual = "latent attention" if raw.get("kv_lora_rank") is not None else None
+        if model_type in _UNEQUAL or len(set(raw.get("num_attention_heads_per_layer") or ())) > 1:
+            unusual = "layers that differ in their attention"
+        if unusual is not None:
             raise ModelError(
-                f"{name} has latent attention, which is not planned from its config; measure a "
-                "stage (`python -m benchmarks.budgets.stage_time`) and give --stage-ms"
+                f"{name} has {unusual}, which is not planned from its config; measure a stage "
+                "(`python -m benchmarks.budgets.stage_time`) and give --stage-ms"
             )
 
         def number(field: str, default: int | None = None) -> int:
@@ -85,12 +107,13 @@ class ModelShape:
         inner = number("intermediate_size", 4 * hidden)
         experts = first(_EXPERTS)
         expert_inner = number("moe_intermediate_size", inner)
-        num_shared = first(_SHARED_EXPERTS) or model_type == "hunyuan_v1_moe"  # its default
+        num_shared = first(_SHARED_EXPERTS) or model_type in _ONE_SHARED
         shared = num_shared * expert_inner or first(_SHARED_SIZE)
         if experts and not first(_CHOSEN):
             raise ModelError(f"config.json of {name} does not say how many experts a row chooses")
         matrices = 2 if model_type in _TWO_MATRICES else 3
-        attention = 2 * hidden * (heads + kv_heads) * head_dim
+        gate = heads if model_type in _GATED else 0
+        attention = hidden * (2 * (heads + kv_heads) + gate) * head_dim
         return cls(
             name=name,
             num_layers=number("num_hidden_layers"),

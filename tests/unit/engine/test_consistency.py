@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from pipespec.engine.architectures import ARCHITECTURES
+from pipespec.engine.architectures import ARCHITECTURES, count_field
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.consistency import ACTIVATIONS, USUAL_EOS
 from pipespec.engine.model_slice import ModelSlice
@@ -55,8 +55,9 @@ def test_half_a_model_is_refused_of_every_architecture(tmp_path, model_type):
         for name, value in raw.items()
         if isinstance(value, list) and len(value) == NUM_LAYERS
     }
-    edit(path, num_hidden_layers=NUM_LAYERS // 2, **shorter)
-    refused(path, r"holds .*layers\.[23]\..* num_hidden_layers in config.json is 2, so the model")
+    count = count_field(model_type)
+    edit(path, **{count: NUM_LAYERS // 2}, **shorter)
+    refused(path, rf"holds .*layers\.[23]\..* {count} in config.json is 2, so the model")
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

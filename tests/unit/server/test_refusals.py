@@ -92,7 +92,17 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [*HELLO, {"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[1].content",
-        "'image_url'",
+        "'image_url', but images are not read",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "user", "content": [{"type": "input_audio"}]}]},
+        "messages[1].content",
+        "'input_audio', but recordings are not read",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "user", "content": [{"type": "poem"}]}]},
+        "messages[1].content",
+        "reads parts of type 'text' alone",
     ),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a text"),
     (

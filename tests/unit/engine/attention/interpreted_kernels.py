@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec.engine.attention import self_test
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Reach
 from pipespec.engine.attention.triton_backend import TritonBackend
 from tests.helpers.plans import plans
 
@@ -21,16 +21,16 @@ EXAMPLES = 3 if settings.default.max_examples <= 50 else 60
     st.lists(plans(NUM_SLOTS), min_size=1, max_size=2),
     st.sampled_from([(1, 1), (4, 2), (3, 1), (20, 1)]),
     st.sampled_from([(16, 16), (8, 6), (24, 40)]),
-    st.sampled_from([None, 1, 6, 200]),
+    st.sampled_from([Reach(), Reach(1), Reach(6), Reach(200), Reach(chunk=5), Reach(chunk=64)]),
     st.sampled_from([None, 1.5]),
     st.booleans(),
     st.sampled_from([torch.float32, torch.float16]),
 )
-def test_kernels_attend_as_defined(these, heads, dims, window, softcap, sinks, dtype):
+def test_kernels_attend_as_defined(these, heads, dims, reach, softcap, sinks, dtype):
     rng = torch.Generator().manual_seed(1)
     backend = TritonBackend("cpu", NUM_SLOTS)
     learned = torch.randn(heads[0], generator=rng) if sinks else None
-    options = LayerOptions(0.3, window, softcap, learned)
+    options = LayerOptions(0.3, reach.window, softcap, learned, reach.chunk)
     for plan in these:
         rows = len(plan.write)
         shapes = [(rows, heads[0], dims[0]), (rows, heads[1], dims[0]), (rows, heads[1], dims[1])]

@@ -77,6 +77,9 @@ def _by_hand(query: Tensor, pool: LayerPool, plan: AttentionPlan, options: Layer
             if options.window is not None:
                 q = int(segment.positions[i])
                 slots = [(s, p) for s, p in slots if q - p < options.window]
+            if options.chunk is not None:
+                q = int(segment.positions[i]) // options.chunk
+                slots = [(s, p) for s, p in slots if p // options.chunk >= q]
             for head in range(heads):
                 scores = [
                     float(query[row, head] @ pool.keys[s, head // group]) * options.scaling
@@ -100,10 +103,20 @@ def _by_hand(query: Tensor, pool: LayerPool, plan: AttentionPlan, options: Layer
         LayerOptions(0.3),
         LayerOptions(0.3, window=4),
         LayerOptions(0.3, window=100),
+        LayerOptions(0.3, chunk=4),
+        LayerOptions(0.3, chunk=7),
         LayerOptions(0.3, softcap=1.5),
         LayerOptions(0.3, window=4, softcap=1.5, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     ],
-    ids=["plain", "window", "wide window", "softcap", "window, softcap and sinks"],
+    ids=[
+        "plain",
+        "window",
+        "wide window",
+        "chunk",
+        "wide chunk",
+        "softcap",
+        "window, softcap and sinks",
+    ],
 )
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @every_backend
@@ -133,14 +146,14 @@ def test_rows_attend_to_the_keys_of_the_plan(backend, slots, options, kv_heads):
 
 
 @every_backend
-def test_one_plan_serves_layers_of_different_windows(backend):
+def test_one_plan_serves_layers_of_different_windows_and_chunks(backend):
     slots = np.arange(12)
     plan = causal_plan(slots[:9], slots[9:])
     pool = _pool(2, 8, 8)
     inputs = [_random(3, heads, 8, seed=heads) for heads in (4, 2, 2)]
     backend.prepare(plan)
-    for window in (None, 3, None, 5, 3):
-        options = LayerOptions(0.3, window=window)
+    for window, chunk in ((None, None), (3, None), (None, 5), (5, None), (None, 3), (3, None)):
+        options = LayerOptions(0.3, window=window, chunk=chunk)
         out = backend.attend(*inputs, pool, options)
         expected = _by_hand(inputs[0], pool, plan, options)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Segment
+from pipespec.engine.attention.attention_plan import (
+    AttentionPlan,
+    LayerOptions,
+    LayerPool,
+    Reach,
+    Segment,
+)
 from pipespec.engine.attention.device_plan import WORD, DevicePlan, PlanCapacity
 from pipespec.engine.attention.torch_backend import TorchBackend
 from tests.helpers.plans import joined, plans, seen_by
@@ -19,6 +25,7 @@ OPTIONS = st.builds(
     LayerOptions,
     scaling=st.just(0.3),
     window=st.sampled_from([None, 1, 6, 200]),
+    chunk=st.sampled_from([None, None, 5, 64]),
     softcap=st.sampled_from([None, 1.5]),
     sinks=st.sampled_from([None, torch.tensor([0.5, -1.0, 2.0, 0.0])]),
 )
@@ -28,7 +35,7 @@ def explicit(query: Tensor, pool: LayerPool, plan: AttentionPlan, options: Layer
     """Attention as it is defined, in float64, row by row."""
     keys, values = pool.keys.double(), pool.values.double()
     out = []
-    for row, seen in zip(query.double(), seen_by(plan, options.window), strict=True):
+    for row, seen in zip(query.double(), seen_by(plan, options.reach), strict=True):
         k, v = (each[list(seen)].repeat_interleave(HEADS // KV_HEADS, 1) for each in (keys, values))
         scores = torch.einsum("hd,nhd->hn", row, k) * options.scaling
         if options.softcap is not None:
@@ -57,7 +64,7 @@ def test_device_plan_equals_the_plan(plan: AttentionPlan, window: int | None) ->
     rows = len(plan.write)
     assert flat.write[:rows].tolist() == plan.write.tolist()
     assert flat.write[rows:].eq(NUM_SLOTS).all()
-    expected = seen_by(plan, window)
+    expected = seen_by(plan, Reach(window))
     for row in range(flat.capacity.rows):
         at, first, prefix, tree, tree_first = (
             int(column[row])

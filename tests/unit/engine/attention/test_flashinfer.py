@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipespec.engine.attention import self_test
-from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool
+from pipespec.engine.attention.attention_plan import AttentionPlan, LayerOptions, LayerPool, Reach
 from tests.helpers.plans import plans
 
 flashinfer = pytest.importorskip("flashinfer", reason="make test-flashinfer installs it")
@@ -81,19 +81,19 @@ def made() -> Any:
 
 @given(
     st.lists(plans(NUM_SLOTS), min_size=1, max_size=3),
-    st.sampled_from([None, 1, 6, 200]),
+    st.sampled_from([Reach(), Reach(1), Reach(6), Reach(200), Reach(chunk=5), Reach(chunk=64)]),
     st.sampled_from([None, 1.5]),
     st.sampled_from([None, torch.tensor([0.5, -1.0, 2.0, 0.0])]),
 )
 def test_wrappers_attend_as_defined_plan_after_plan(
     made: Any,
     these: list[AttentionPlan],
-    window: int | None,
+    reach: Reach,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> None:
     backend = made()
-    kinds = [LayerOptions(0.3), LayerOptions(0.3, window, softcap, sinks)]
+    kinds = [LayerOptions(0.3), LayerOptions(0.3, reach.window, softcap, sinks, reach.chunk)]
     rng = torch.Generator().manual_seed(1)
     for plan in these:
         backend.prepare(plan)

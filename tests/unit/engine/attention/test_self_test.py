@@ -21,6 +21,7 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 KINDS = {
     "plain": LayerOptions(0.3),
     "window": LayerOptions(0.3, window=60),
+    "chunk": LayerOptions(0.3, chunk=60),
     "cap": LayerOptions(0.3, softcap=1.5),
     "sinks": LayerOptions(0.3, sinks=SINKS),
 }
@@ -74,6 +75,7 @@ def test_what_attends_as_defined_proves_itself(made: Callable[[], AttentionBacke
     ("kind", "change"),
     [
         ("window", lambda o: LayerOptions(o.scaling, o.window and o.window + 1)),
+        ("chunk", lambda o: LayerOptions(o.scaling, chunk=o.chunk and o.chunk + 1)),
         ("cap", lambda o: LayerOptions(o.scaling)),
         ("sinks", lambda o: LayerOptions(o.scaling)),
     ],

@@ -37,7 +37,7 @@ VERSIONS = {
     "gguf": None,
     "driver": "570.86",
 }
-MODEL = Fingerprint("/models/m", None, "c0", "i0", "s0")
+MODEL = Fingerprint("/models/m", None, "c0", "i0", {"m-1": 100, "m-2": 100})
 
 
 def address(name: str) -> str:
@@ -271,7 +271,7 @@ def with_model(name: str, part: str, model: Fingerprint) -> dict[str, HostReport
     [
         ({"config": "c1"}, "config.json differ"),
         ({"index": None}, "model.safetensors.index.json differ"),
-        ({"shards": "s1"}, "the sizes of its weight files differ"),
+        ({"shards": {"m-1": 100, "m-2": 101}}, "the sizes of its weight files differ"),
     ],
 )
 def test_a_target_unlike_the_others(
@@ -282,6 +282,39 @@ def test_a_target_unlike_the_others(
     assert found.error
     assert "on alpha is another than on beta and gamma: " in found.sentence
     assert part in found.sentence
+
+
+SLICED = replace(MODEL, num_layers=4)
+
+
+def test_absent_files_of_other_hosts_layers_are_no_finding(tmp_path: Path) -> None:
+    hosts_file = make_hosts(tmp_path, draft="alpha/0", split=[3, 1])
+    missing = {"m-1": ["0", "1", "2", "embedding"], "m-2": ["3", "head"]}
+    hosts = with_model("gamma", "target", replace(SLICED, absent={"m-1": missing["m-1"]}))
+    assert diagnose(hosts_file, hosts, ALL_LINKS) == []
+    hosts = with_model("gamma", "target", replace(SLICED, absent={"m-2": missing["m-2"]}))
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
+    assert (found.error, found.hosts) == (True, ("gamma",))
+    assert found.sentence == (
+        "The target /models/m on gamma lacks m-2, of its layers (layer 3 and head); copy the files "
+        "there, or give the host other layers with `split`."
+    )
+
+
+def test_a_tied_embedding_is_needed_by_the_last_stage(tmp_path: Path) -> None:
+    hosts_file = make_hosts(tmp_path, draft="alpha/0")
+    model = replace(SLICED, absent={"m-1": ["0", "1", "embedding"]})
+    assert diagnose(hosts_file, with_model("gamma", "target", model), ALL_LINKS) == []
+    hosts = with_model("gamma", "target", replace(model, tied=True))
+    assert "(embedding)" in only(diagnose(hosts_file, hosts, ALL_LINKS)).sentence
+
+
+def test_a_draft_with_an_absent_file_is_incomplete(tmp_path: Path) -> None:
+    hosts_file = make_hosts(tmp_path, draft="alpha/0")
+    hosts = with_model("alpha", "draft", replace(SLICED, absent={"m-1": ["0"]}))
+    found = only(diagnose(hosts_file, hosts, ALL_LINKS))
+    assert found.error
+    assert "lacks m-1, which the head computes (layer 0); copy the files there." in found.sentence
 
 
 def test_a_missing_target_says_where_and_how_to_get_it(hosts_file: HostsFile) -> None:

@@ -75,7 +75,7 @@ def test_a_change_shows_in_its_part_alone(
     ("gone", "problem"),
     [
         ("config.json", "holds no config.json"),
-        ("*-of-*.safetensors", "holds no model-00001-of-"),
+        ("*-of-*.safetensors", "holds no model-00001-of-"),  # and more of its files
         ("*.safetensors*", "holds no model.safetensors"),
     ],
 )
@@ -86,6 +86,19 @@ def test_missing_files_are_named(gone: str, problem: str, sharded: Path, tmp_pat
     found = fingerprint(str(copy)).problem
     assert found is not None
     assert found.startswith(problem)
+
+
+def test_absent_files_and_their_parts_are_listed(sharded: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(sharded, tmp_path / "copy")
+    gone = min(copy.glob("*-of-*.safetensors"))
+    gone.unlink()
+    found = fingerprint(str(copy))
+    assert found.problem is None
+    assert found.absent.keys() == {gone.name}
+    assert "embedding" in found.absent[gone.name]
+    assert (found.num_layers, found.tied) == (4, False)
+    assert found.shards is not None and gone.name not in found.shards
+    assert fingerprint(str(sharded)).absent == {}
 
 
 def test_an_index_that_cannot_be_read(sharded: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pipespec.instruments.emulation.link import EmulatedLink
 from pipespec.instruments.plan.hardware import GPUS, parse_gpus
 from pipespec.instruments.plan.model_shape import ModelShape, find, published
 from pipespec.instruments.plan.sizing import clusters
-from tests.helpers.models import NUM_LAYERS, build
+from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build, build_multimodal
 
 TARGET, DRAFT = find("meta-llama/Llama-3.1-70B"), find("meta-llama/Llama-3.2-1B")
 # Billions of parameters that their publishers state.
@@ -50,12 +50,22 @@ BILLIONS = {
 def test_the_config_alone_gives_the_sizes_of_every_architecture(tmp_path: Path, model_type: str):
     folder = build(model_type, tmp_path / "model")
     raw, stored = json.loads((folder / "config.json").read_text()), inspect(folder)
-    if raw.get("kv_lora_rank"):
-        with pytest.raises(ModelError, match="latent attention"):
+    unequal = ("gemma4_text", "gemma4_unified_text", "jetmoe", "mimo_v2_flash")
+    if raw.get("kv_lora_rank") or model_type in unequal:
+        with pytest.raises(ModelError, match=r"latent attention|differ in their attention"):
             find(str(folder))
         return
     shape = find(str(folder))
     assert shape.num_layers == NUM_LAYERS
+    assert shape.layer == pytest.approx(stored.matrix_bytes[-1] / 4, rel=0.03)
+    assert (shape.kv, shape.tied) == (stored.kv_size, stored.tied)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "llama4", "mistral3"])
+def test_the_text_part_of_a_multimodal_model_is_planned(tmp_path: Path, model_type: str):
+    folder = build_multimodal(model_type, tmp_path / "model")
+    shape, stored = find(str(folder)), inspect(folder)
+    assert (shape.num_layers, shape.vocab_size) == (NUM_LAYERS, VOCAB_SIZE)
     assert shape.layer == pytest.approx(stored.matrix_bytes[-1] / 4, rel=0.03)
     assert (shape.kv, shape.tied) == (stored.kv_size, stored.tied)
 

@@ -1,0 +1,68 @@
+"""Which tensors of a checkpoint a slice of layers needs, by their names. Pure.
+
+The names are those in the files, or in a GGUF file those of Transformers. A tensor belongs to a
+*part* of the checkpoint: a layer, the embedding, or the head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+EMBEDDING, HEAD = "embedding", "head"
+# The layer of a tensor, and its name in the layer; base models are saved without a prefix.
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
+EMBEDDING_NAME = re.compile(r"(?:^|\.)(embed_tokens|embed_in)\.weight$")
+OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+def part_of(name: str) -> str:
+    """The part of a tensor: the number of its layer, EMBEDDING or HEAD (final norm and output
+    head)."""
+    layer = LAYER.search(name)
+    if layer is not None:
+        return layer[1]
+    return EMBEDDING if EMBEDDING_NAME.search(name) else HEAD
+
+
+def parts_of(layers: range, num_layers: int, *, tied: bool) -> set[str]:
+    """The parts that a slice needs; `tied`: the embedding is the output head too.
+
+    Layers beyond `num_layers` (multi-token prediction) are in no slice.
+    """
+    found = set(map(str, layers))
+    last = layers.stop == num_layers
+    if last:
+        found.add(HEAD)
+    if layers.start == 0 or (last and tied):
+        found.add(EMBEDDING)
+    return found
+
+
+def needed(names: Iterable[str], parts: Collection[str]) -> list[str]:
+    """Those of the tensors that are of one of these parts."""
+    return [name for name in names if part_of(name) in parts]
+
+
+def described(parts: Iterable[str]) -> str:
+    """The parts in words, as in "layers 0 to 3 and 5, embedding and head"."""
+    names = set(parts)
+    numbers = sorted(int(name) for name in names if name not in (EMBEDDING, HEAD))
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], number
+        else:
+            runs.append((number, number))
+    texts = [f"{first}" if first == last else f"{first} to {last}" for first, last in runs]
+    words = []
+    if texts:
+        several = len(numbers) > 1
+        words.append(f"layer{'s' if several else ''} {listed(texts)}")
+    words += [name for name in (EMBEDDING, HEAD) if name in names]
+    return listed(words)
+
+
+def listed(words: Sequence[str]) -> str:
+    """ "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
