@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipespec.engine import int4
+from pipespec.engine import kept_weights
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook
 from pipespec.engine.formats import gguf, packed_checkpoint
@@ -19,7 +19,7 @@ from pipespec.engine.formats.lazy import LazyTensor
 from pipespec.engine.model_config import FOREIGN, LONGEST_REASON
 from pipespec.engine.partial_checkpoint import loadable, require_parts
 from pipespec.engine.precision import name_of
-from pipespec.engine.quantization import PACKED_INT4, loading_options, stored_packing
+from pipespec.engine.quantization import loading_options, stored_packing
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER, parts_of
 from pipespec.engine.slicing import sliced_class
@@ -81,10 +81,12 @@ def load(
         elif packing is not None:
             del config.quantization_config  # for Transformers it has plain weights
             state, kept = packed_checkpoint.lazy_state(path, packing, parts)
-            names = tuple(kept) if quantization == PACKED_INT4 else ()
-            model_class = sliced_class(config, layers, partial(int4.replace, names=names))
-            model, loaded = _plain(config, model_class, state, dtype, options)
-            int4.fill(model, kept, device)
+            names = tuple(kept) if quantization == packing.format else ()
+            keep = partial(kept_weights.replace, names=names, form=packing.format)
+            model, loaded = _plain(
+                config, sliced_class(config, layers, keep), state, dtype, options
+            )
+            kept_weights.fill(model, kept, device, packing.format)
         else:
             with loadable(path, parts) as folder:
                 model, loaded = sliced_class(config, layers, prepare).from_pretrained(
