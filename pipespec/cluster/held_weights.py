@@ -1,0 +1,57 @@
+"""What the ranks of a deployment hold of weights of few bits, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipespec.cluster import memory
+from pipespec.cluster.deployment import Deployment
+from pipespec.engine.checkpoint import CheckpointInfo
+
+MIB, GIB = 2**20, 2**30
+
+
+def summary(deployment: Deployment) -> str | None:
+    """A line with the bytes and the format of each rank's weights; None: no checkpoint has weights
+    of few bits."""
+    if not any(info.few_bits for _, info in deployment.models):
+        return None
+    held = "; ".join(
+        f"{name} {_amount(size)} ({deployment.described_format(info)})"
+        for name, info, size in _ranks(deployment)
+    )
+    return f"Weights: {held}."
+
+
+def expanded(deployment: Deployment) -> str | None:
+    """A line that names the checkpoints whose weights take more memory than their files, and
+    why; None: there are none."""
+    reasons = [
+        f"those of {info.path} {reason}"
+        for _, info in deployment.models
+        if (reason := deployment.expansion(info)) is not None
+    ]
+    return f"Weights are expanded: {'; '.join(reasons)}." if reasons else None
+
+
+def _ranks(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
+    """Name, model and bytes of the weights of each rank's models."""
+    for rank in range(deployment.num_ranks):
+        for mid in (False, True) if rank == 0 and deployment.mid is not None else (False,):
+            info = memory.model_of(deployment, rank, mid=mid)
+            if info is None:
+                continue
+            name = f"stage {rank}" if rank else "mid-size model" if mid else "draft"
+            yield name, info, held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
+
+
+def held_bytes(deployment: Deployment, info: CheckpointInfo, layers: range) -> int:
+    """Bytes of the weights of these layers, with embedding and head where they belong to them."""
+    sizes = info.loaded(deployment.dtype_of(info), deployment.weight_format(info))
+    first, last = layers.start == 0, layers.stop == info.num_layers
+    embedding = sizes.embedding if first or (last and info.tied) else 0
+    return sum(sizes.layers[layers.start : layers.stop]) + embedding + last * sizes.head
+
+
+def _amount(size: int) -> str:
+    return f"{size / GIB:.3g} GiB" if size >= GIB else f"{size / MIB:.3g} MiB"
