@@ -108,26 +108,6 @@ class Deployment:
         wanted = getattr(model, quantization_of(self.name_of(info)))
         return info.weight_format(wanted, model.keep_quantized, self.dtype_of(info))
 
-    def described_format(self, info: CheckpointInfo) -> str:
-        """How the weights of the layers of one of the models are held, in words."""
-        held = self.weight_format(info)
-        return self.dtype_of(info) if held is None else KEPT_FORMATS.get(held, held)
-
-    def expansion(self, info: CheckpointInfo) -> str | None:
-        """Why one of the models takes more memory than its files of few bits, as a clause; None: it
-        does not."""
-        become = f"become {self.dtype_of(info)}"
-        if not info.few_bits:
-            return None
-        if self.weight_format(info) in KEPT_FORMATS:
-            some = sum(each.expanded > 0 for each in info.kept_layers)
-            return f"{become} in {some} of {info.num_layers} layers in part" if some else None
-        if not info.can_keep:
-            return f"{become}, as no product takes their format ({info.dequantized_from})"
-        if self.config.model.keep_quantized == "no":
-            return f"{become}, as model.keep_quantized is no"
-        return f"{become}, as 4 bits are multiplied in {KEPT_DTYPE} alone"
-
     def made_plain(self) -> Deployment:
         """The same with all weights of few bits dequantised."""
         model = replace(self.config.model, keep_quantized="no")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from pipespec.cluster import memory
 from pipespec.cluster.deployment import Deployment
-from pipespec.engine.checkpoint import CheckpointInfo
+from pipespec.engine.checkpoint import KEPT_DTYPE, CheckpointInfo
+from pipespec.engine.quantization import KEPT_FORMATS
 
 MIB, GIB = 2**20, 2**30
 
@@ -17,7 +18,7 @@ def summary(deployment: Deployment) -> str | None:
     if not any(info.few_bits for _, info in deployment.models):
         return None
     held = "; ".join(
-        f"{name} {_amount(size)} ({deployment.described_format(info)})"
+        f"{name} {_amount(size)} ({_format(deployment, info)})"
         for name, info, size in _ranks(deployment)
     )
     return f"Weights: {held}."
@@ -29,9 +30,31 @@ def expanded(deployment: Deployment) -> str | None:
     reasons = [
         f"those of {info.path} {reason}"
         for _, info in deployment.models
-        if (reason := deployment.expansion(info)) is not None
+        if (reason := _expansion(deployment, info)) is not None
     ]
     return f"Weights are expanded: {'; '.join(reasons)}." if reasons else None
+
+
+def _format(deployment: Deployment, info: CheckpointInfo) -> str:
+    """How the weights of the layers of one of the models are held."""
+    held = deployment.weight_format(info)
+    return deployment.dtype_of(info) if held is None else KEPT_FORMATS.get(held, held)
+
+
+def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
+    """Why one of the models takes more memory than its files of few bits, as a clause; None: it
+    does not."""
+    become = f"become {deployment.dtype_of(info)}"
+    if not info.few_bits:
+        return None
+    if deployment.weight_format(info) in KEPT_FORMATS:
+        some = sum(each.expanded > 0 for each in info.kept_layers)
+        return f"{become} in {some} of {info.num_layers} layers in part" if some else None
+    if not info.can_keep:
+        return f"{become}, as no product takes their format ({info.dequantized_from})"
+    if deployment.config.model.keep_quantized == "no":
+        return f"{become}, as model.keep_quantized is no"
+    return f"{become}, as 4 bits are multiplied in {KEPT_DTYPE} alone"
 
 
 def _ranks(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:

@@ -6,15 +6,14 @@ No weight is loaded, so that a checkpoint that cannot be used is refused before 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipespec.engine.architectures import require_supported
+from pipespec.engine.checkpoint_files import read_files
 from pipespec.engine.consistency import check_count, check_eos, require_consistent
-from pipespec.engine.draft_kind import parallel_draft, refuse_draft_head, refuse_eagle_head
-from pipespec.engine.formats import gguf, packed_checkpoint
+from pipespec.engine.draft_kind import parallel_draft, refuse_eagle_head
 from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.formats.packing import PACKED_INT4
@@ -27,19 +26,12 @@ from pipespec.engine.model_config import (
     require_fit,
 )
 from pipespec.engine.model_path import resolve
-from pipespec.engine.partial_checkpoint import absent_tensors
 from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.engine.quantization import (
-    COMPRESSED_PACKAGE,
-    MXFP4,
     PACKED_METHODS,
     QUANTIZATIONS,
-    dequantised,
     require_package,
-    stored_method,
-    stored_packing,
 )
-from pipespec.engine.safetensors_headers import Tensor, read_json, read_tensors
 from pipespec.engine.slice_tensors import EMBEDDING_NAME, LAYER
 from pipespec.engine.tp_divisibility import local_kv_heads, require_tp_divisible
 from pipespec.errors import ModelError
@@ -248,7 +240,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
     Raises ModelError, in one sentence, for anything that would prevent loading.
     """
     path = resolve(model)
-    files = _read_gguf(path) if gguf.is_gguf(path) else _read_folder(path)
+    files = read_files(path)
     raw, tensors = files.config, files.tensors
     model_type = str(raw.get("model_type"))
     require_supported(model_type, path)
@@ -336,60 +328,4 @@ def inspect(model: str | Path) -> CheckpointInfo:
         kv_heads=config.kv_heads,
         has_tp_plan=config.has_tp_plan,
         tp_plan_splits_kv=config.tp_plan_splits_kv,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckpointFiles:
-    """Config and headers of a checkpoint; see `CheckpointInfo`. `tensors` are those of plain
-    weights unless `quantization` is set; `blocks`: the experts are stored in MXFP4."""
-
-    config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    quantization: str | None = None
-    dequantized_from: str | None = None
-    kept_layers: tuple[KeptLayer, ...] = ()
-    kept_format: str | None = None
-    package: str | None = None
-    blocks: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """Whether a model of plain weights is loaded from `tensors`, by name and shape."""
-        return self.quantization is None and not self.blocks
-
-
-def _read_gguf(path: Path) -> _CheckpointFiles:
-    header = gguf.header(path)
-    return _CheckpointFiles(
-        header.settings, header.plain, dequantized_from=gguf.GGUF, package=gguf.PACKAGE
-    )
-
-
-def _read_folder(path: Path) -> _CheckpointFiles:
-    raw = read_json(path / "config.json", "a model folder holds config.json and safetensors files")
-    refuse_draft_head(path, raw)
-    stored = raw.get("quantization_config")
-    # First, as an unsupported architecture is the more useful error message.
-    require_supported(str(raw.get("model_type")), path)
-    try:
-        method = stored_method(path, stored)
-    except RecursionError as error:
-        raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
-    tensors = read_tensors(path)
-    tensors |= absent_tensors(path, raw, tensors)
-    if method == MXFP4:
-        return _CheckpointFiles(raw, dequantised(tensors), blocks=True)
-    if method not in PACKED_METHODS:
-        return _CheckpointFiles(raw, tensors, quantization=method)
-    packing = stored_packing(path, stored)
-    plain = packed_checkpoint.as_plain(path, tensors, packing)
-    if packing is None:
-        return _CheckpointFiles(raw, plain, dequantized_from=method, package=COMPRESSED_PACKAGE)
-    return _CheckpointFiles(
-        raw,
-        plain,
-        dequantized_from=method,
-        kept_layers=packed_checkpoint.kept_layers(tensors, packing),
-        kept_format=packing.format,
     )

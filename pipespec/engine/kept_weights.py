@@ -17,6 +17,7 @@ from pipespec.engine.fp8 import Fp8Linear, replace_experts
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.errors import ModelError, PackedMatmulError
+from pipespec.system import heap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 TOLERANCE = 0.02
 # A row must be the same in batches of these sizes.
 TEST_BATCH_SIZES = (1, 2, 3, 8, 17, 64)
+# After so many weights the memory in which they were unpacked is given back.
+RELEASED = 8 << 20
 PLAIN = "set model.keep_quantized=no"
 
 
@@ -59,6 +62,7 @@ def fill(
     Raises ModelError, PackedMatmulError.
     """
     tested = set()
+    unpacked = 0
     for module in model.modules():
         if not isinstance(module, Int4Linear | Fp8Linear):
             continue
@@ -78,6 +82,11 @@ def fill(
                     f"{device}: in {module.source}, {wrong}"
                 )
             tested.add(shape)
+        unpacked += module.out_features * module.in_features
+        if unpacked > RELEASED:
+            unpacked = 0
+            heap.release()
+    heap.release()
 
 
 def self_test_error(

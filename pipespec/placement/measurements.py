@@ -177,8 +177,7 @@ def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool
 
 
 def choose_dtype(hosts_file: HostsFile, config: Config) -> str:
-    """The type of plain weights: bfloat16 if no stage can be on a CPU, where nothing else is
-    said."""
+    """The type of plain weights: bfloat16 if no stage can be on a CPU, unless another is set."""
     if config.model.dtype != "auto":
         return config.model.dtype
     return automatic(_stage_devices(hosts_file))

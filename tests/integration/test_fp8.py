@@ -32,7 +32,7 @@ PROMPT = list(range(20, 33))
 NEW_TOKENS = 12
 # Blocks of 128 by 128 do not divide these sizes.
 SIZES = {"hidden_size": 160, "intermediate_size": 288}
-MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3")
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "qwen2_moe")
 FIRST = "model.layers.0.self_attn.q_proj"
 
 
@@ -206,7 +206,26 @@ def test_layers_that_are_left_unquantised_stay_as_they_are(fp8):
         ("deepseek", None, {"weight_block_size": [64, 64]}, "must be .* for blocks of 64 by 64"),
         ("deepseek", None, {"weight_block_size": [0, 64]}, "blocks of 0 by 64"),
         ("deepseek", None, {"weight_block_size": None}, "names no blocks"),
-        ("deepseek", f"{FIRST}.weight_scale_inv", {}, r"q_proj\.weight_scale is missing"),
+        (
+            "deepseek",
+            lambda tensors: tensors.pop(f"{FIRST}.weight_scale_inv"),
+            {},
+            r"q_proj\.weight_scale is missing",
+        ),
+        (
+            "deepseek",
+            lambda tensors: tensors.update({f"{FIRST}.weight_scale_inv": torch.ones(2, 2).byte()}),
+            {},
+            "the scales of .* are U8",
+        ),
+        (
+            "deepseek",
+            lambda tensors: tensors.update(
+                {f"{FIRST}.weight": torch.ones(160, 160).to(torch.float8_e5m2)}
+            ),
+            {},
+            "as F8_E5M2, which is read of matrices alone",
+        ),
         ("compressed tensor", None, {"config_groups": {}}, "names no weights"),
     ],
 )
@@ -219,7 +238,7 @@ def test_odd_files_are_refused_in_a_sentence_before_anything_loads(
     (tmp_path / "config.json").write_text(json.dumps(stored))
     tensors = load_file(path / "model.safetensors")
     if change is not None:
-        tensors.pop(change)
+        change(tensors)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=sentence) as refused:
         inspect(tmp_path)

@@ -15,6 +15,8 @@ from torch import Tensor
 from tools.rig.packing import MATRICES
 
 LARGEST = 448.0
+# The largest number of weights that are all zero, for their scale.
+LEAST = 1e-4
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,10 @@ class Fp8Kind:
         """Scales as they are stored, and one for each weight."""
         out, inputs = weight.shape
         if self.shape == "tensor":
-            scale = (weight.abs().max() / LARGEST).to(self.dtype)
+            scale = (weight.abs().max().clamp(min=LEAST) / LARGEST).to(self.dtype)
             return scale.reshape(()), scale.float().expand(out, inputs)
         if self.shape == "channel":
-            scale = (weight.abs().amax(1, keepdim=True) / LARGEST).to(self.dtype)
+            scale = (weight.abs().amax(1, keepdim=True).clamp(min=LEAST) / LARGEST).to(self.dtype)
             return scale, scale.float().expand(out, inputs)
         height, width = self.block
         stored = torch.zeros(-(-out // height), -(-inputs // width))
@@ -51,7 +53,8 @@ class Fp8Kind:
         for i in range(len(stored)):
             for j in range(stored.shape[1]):
                 rows, columns = (slice(k * n, (k + 1) * n) for k, n in ((i, height), (j, width)))
-                stored[i, j] = (weight[rows, columns].abs().max() / LARGEST).to(self.dtype)
+                most = weight[rows, columns].abs().max().clamp(min=LEAST)
+                stored[i, j] = (most / LARGEST).to(self.dtype)
                 each[rows, columns] = stored[i, j]
         return stored.to(self.dtype), each
 

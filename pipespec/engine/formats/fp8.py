@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.formats.packing import COMPRESSED
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
@@ -107,6 +108,8 @@ class Fp8Packing:
         found = next((tensors[name + each] for each in SCALES if name + each in tensors), None)
         if found is None:
             raise ValueError(f"{name}{SCALES[-1]} is missing")
+        if found.dtype not in DTYPES:
+            raise ValueError(f"the scales of {name} are {found.dtype}")
         return found.shape
 
     def _blocks(

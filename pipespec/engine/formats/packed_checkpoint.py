@@ -84,6 +84,12 @@ def as_plain(
         shape = packing.shape(name, tensors)
         plain.pop(name + packing.suffix)
         plain[name + WEIGHT] = _plain(shape, dtype)
+    for name, each in plain.items():
+        if each.dtype.startswith("F8"):
+            raise ModelError(
+                f"{path} holds {name} as {each.dtype}, which is read of matrices alone, as F8_E4M3 "
+                "with a scale; take another checkpoint"
+            )
     return plain
 
 
