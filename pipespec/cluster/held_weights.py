@@ -65,15 +65,9 @@ def _ranks(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
             if info is None:
                 continue
             name = f"stage {rank}" if rank else "mid-size model" if mid else "draft"
-            yield name, info, held_bytes(deployment, info, memory.layers_of(deployment, info, rank))
-
-
-def held_bytes(deployment: Deployment, info: CheckpointInfo, layers: range) -> int:
-    """Bytes of the weights of these layers, with embedding and head where they belong to them."""
-    sizes = info.loaded(deployment.dtype_of(info), deployment.weight_format(info))
-    first, last = layers.start == 0, layers.stop == info.num_layers
-    embedding = sizes.embedding if first or (last and info.tied) else 0
-    return sum(sizes.layers[layers.start : layers.stop]) + embedding + last * sizes.head
+            layers = memory.layers_of(deployment, info, rank)
+            members = memory.members_of(deployment, rank, mid=mid)
+            yield name, info, memory.held_bytes(deployment, info, layers, members)
 
 
 def _amount(size: int) -> str:

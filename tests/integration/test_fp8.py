@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from pipespec.cluster import memory
 from pipespec.cluster.held_weights import expanded, summary
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
@@ -186,6 +187,10 @@ def test_a_rank_says_what_it_holds_and_what_is_expanded(fp8):
     assert line is not None and "stage 2" in line
     assert line.count("(8 bits, FP8)") == 2 and "draft" in line and "(float32)" in line
     assert expanded(kept) is None
+    foretold = kept.target.loaded("bfloat16", FP8)
+    layers = kept.layers[0]
+    of_stage = foretold.embedding + sum(foretold.layers[layers.start : layers.stop])
+    assert memory.weight_bytes(kept, kept.target, "cpu", layers) == of_stage
     made_plain = cluster.make_deployment(path, path, "model.keep_quantized=no")
     assert made_plain.dtype == "bfloat16"
     reason = expanded(made_plain)
