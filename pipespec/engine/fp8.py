@@ -76,6 +76,8 @@ class Fp8Linear(nn.Module):
 
     def dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """These rows of the weights, `[stop - start, in]`."""
+        if dtype == torch.float16:  # which does not hold small scales
+            return self.dequantised(start, stop, torch.float32).to(dtype)
         weights = _decoded(self.codes[start:stop], dtype)
         scales = self.scales.to(dtype)
         if len(scales) > 1:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 ROWS = 16
-# Ends of the names of modules that choose a row's experts.
-_ROUTERS = (".gate", ".router")
+# The names of modules that choose the experts of rows; they return tensors `[rows, ...]`.
+_ROUTERS = ("gate", "router")
 
 
 def blocks_of(rows: Tensor) -> tuple[Tensor, ...]:
@@ -39,7 +39,7 @@ def make_batch_invariant(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             module.__class__ = RowBlockLinear
-        elif name.endswith(_ROUTERS) and not isinstance(module, nn.Linear):
+        elif name.rpartition(".")[2] in _ROUTERS:
             setattr(module, "forward", partial(_in_blocks, module.forward))  # noqa: B010
 
 
