@@ -3,7 +3,7 @@
     PipespecError
      ├── ConfigError        a setting is wrong (also a ValueError); exit code 2
      │    ├── ModelError    the checkpoint cannot be used
-     │    │    └── PackedMatmulError    products of packed four-bit weights are wrong
+     │    │    └── PackedMatmulError    products of weights of few bits are wrong
      │    └── PromptError   the prompt cannot be used
      ├── ControllerError    Redis refused, failed or disagreed
      │    ├── Unreachable   no answer from Redis; exit code 2 before start
@@ -55,7 +55,7 @@ class ModelError(ConfigError):
 
 
 class PackedMatmulError(ModelError):
-    """Products of packed four-bit weights are wrong on a device."""
+    """Products of weights of few bits are wrong on a device."""
 
     def __init__(self, fault: str):
         super().__init__(f"{fault}; set model.keep_quantized=no")

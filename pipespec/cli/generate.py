@@ -82,9 +82,12 @@ def decode(
             return ask(client, chosen, ids, on_text)[0]
 
     from pipespec.cluster.deployment import decide
+    from pipespec.cluster.held_weights import summary
     from pipespec.config.compose import compose
 
     deployment = decide(compose(settings))  # errors before slow imports
+    if (weights := summary(deployment)) is not None:
+        show(weights, stderr=True)
     with progress("loading") as (on_loaded,):
         return _decode_here(deployment, prompt, on_text, on_loaded)
 

@@ -24,7 +24,7 @@ from pipespec.client.registry import (
 )
 from pipespec.client.request_settings import group
 from pipespec.console.arguments import STDIN, finish, overrides
-from pipespec.console.terminal import progress, standard_input, write
+from pipespec.console.terminal import progress, show, standard_input, write
 from pipespec.errors import ConfigError, PipespecError, print_error
 from pipespec.system.validation import Unreadable, parse_json
 from pipespec.system.versions import own_version
@@ -136,12 +136,15 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
         from pipespec.client.model_info import ModelInfo
         from pipespec.cluster import session
         from pipespec.cluster.deployment import decide
+        from pipespec.cluster.held_weights import summary
         from pipespec.cluster.redis_setup import require_same_model
 
         ready = False
         try:
             with storing_requests(name, config, settings) as (kept, on_ready):
                 deployment = decide(kept, measured_placement(kept) if measure else None)
+                if (weights := summary(deployment)) is not None:
+                    show(weights, stderr=True)
                 if config.controller.data is None:
                     require_same_model(
                         deployment, f"run `pipespec down {name}`, or choose another --name"

@@ -14,9 +14,8 @@ from pipespec.config.hosts import Host, load_hosts, this_machine
 from pipespec.config.schema import Config
 from pipespec.controller.task_graph import Layout
 from pipespec.engine.attention.select import missing_requirement
-from pipespec.engine.checkpoint import INT4_DTYPE, CheckpointInfo, inspect
-from pipespec.engine.precision import automatic
-from pipespec.engine.quantization import PACKED_INT4
+from pipespec.engine.checkpoint import KEPT_DTYPE, CheckpointInfo, inspect
+from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.draft_model import DraftModelConfig
 from pipespec.head.proposers.parallel import ParallelDraft
@@ -100,10 +99,8 @@ class Deployment:
 
     def dtype_of(self, info: CheckpointInfo) -> str:
         """The dtype in which one of the models computes."""
-        name = self.config.model.dtype
-        if name == "auto":
-            name = automatic(map(self.device_of, self.placement.workers_by_rank[1:]))
-        return info.compute_dtype(name)
+        stages = self.placement.workers_by_rank[1:]
+        return info.chosen_dtype(self.config.model.dtype, map(self.device_of, stages))
 
     def weight_format(self, info: CheckpointInfo) -> str | None:
         """How the weights of one of the models are held, in every epoch; see CheckpointInfo."""
@@ -112,7 +109,7 @@ class Deployment:
         return info.weight_format(wanted, model.keep_quantized, self.dtype_of(info))
 
     def made_plain(self) -> Deployment:
-        """The same with all four-bit weights dequantised."""
+        """The same with all weights of few bits dequantised."""
         model = replace(self.config.model, keep_quantized="no")
         return replace(self, config=replace(self.config, model=model))
 
@@ -277,20 +274,18 @@ def _check_groups(deployment: Deployment) -> None:
 
 
 def _require_kept(deployment: Deployment) -> None:
-    """Raise ConfigError unless weights stay in four bits."""
-    packed = [
-        info for _, info in deployment.models if any(each.weights for each in info.int4_layers)
-    ]
+    """Raise ConfigError unless weights stay in few bits."""
+    packed = [info for _, info in deployment.models if info.can_keep]
     if not packed:
         raise ConfigError(
             f"model.keep_quantized is yes, but {deployment.target.path} has no weights that can "
-            "stay in four bits; leave it out."
+            "stay in few bits; leave it out."
         )
-    if all(deployment.weight_format(info) != PACKED_INT4 for info in packed):
+    if all(deployment.weight_format(info) not in KEPT_FORMATS for info in packed):
         raise ConfigError(
-            f"model.keep_quantized is yes, but weights of four bits are multiplied in {INT4_DTYPE} "
+            f"model.keep_quantized is yes, but weights of four bits are multiplied in {KEPT_DTYPE} "
             f"alone and model.dtype is {deployment.dtype_of(packed[0])}; set "
-            f"model.dtype={INT4_DTYPE}."
+            f"model.dtype={KEPT_DTYPE}."
         )
 
 

@@ -173,6 +173,15 @@ def weight_bytes(
     mapped = whole and held is None and info.dequantized_from is None and sizes == info.stored
     if device == "cpu" and mapped:
         return 0
+    return held_bytes(deployment, info, layers, members)
+
+
+def held_bytes(
+    deployment: Deployment, info: CheckpointInfo, layers: range, members: int = 1
+) -> int:
+    """Bytes of the weights of these layers, with embedding and head where they belong to them, or
+    of one of `members` parts of them; those that are mapped from files count too."""
+    sizes = info.loaded(deployment.dtype_of(info), deployment.weight_format(info))
     first, last = layers.start == 0, layers.stop == info.num_layers
     embedding = sizes.embedding if first or (last and info.tied) else 0
     of_layers = info.layer_bytes(sizes, members)[layers.start : layers.stop]

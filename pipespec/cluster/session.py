@@ -11,6 +11,7 @@ The head takes requests in the order in which they were submitted, as many at on
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -26,6 +27,7 @@ from pipespec.cluster.deployment import (
     require_quantizers,
 )
 from pipespec.cluster.fault_stats import Fault
+from pipespec.cluster.held_weights import expanded
 from pipespec.cluster.host_weights import require_weights
 from pipespec.cluster.recovery import ClusterState, Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
@@ -43,6 +45,8 @@ from pipespec.errors import (
     StaleEpoch,
     Unreachable,
 )
+
+log = logging.getLogger(__name__)
 
 # Imported by the workers alone: a launcher needs no model.
 WORKER_ENTRYPOINT = "pipespec.cluster.worker:run_worker"
@@ -190,6 +194,8 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
     require_backend(deployment)
     memory.require_files(deployment)
     require_same_model(deployment)
+    if (line := expanded(deployment)) is not None:
+        log.warning(line)
     with WorkerGroup(
         [host for host in deployment.hosts if not host.by_hand],
         (*PRELOAD, *modules_of(deployment)),

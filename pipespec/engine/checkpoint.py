@@ -6,17 +6,17 @@ No weight is loaded, so that a checkpoint that cannot be used is refused before 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pipespec.engine.architectures import require_supported
+from pipespec.engine.checkpoint_files import read_files
 from pipespec.engine.consistency import check_count, check_eos, require_consistent
-from pipespec.engine.draft_kind import parallel_draft, refuse_draft_head, refuse_eagle_head
-from pipespec.engine.formats import gguf, packed_checkpoint
+from pipespec.engine.draft_kind import parallel_draft, refuse_eagle_head
 from pipespec.engine.formats.lazy import DTYPES
-from pipespec.engine.formats.packed_checkpoint import Int4Layer
+from pipespec.engine.formats.packed_checkpoint import KeptLayer
+from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.model_config import (
     FOREIGN,
     check_numbers,
@@ -26,28 +26,20 @@ from pipespec.engine.model_config import (
     require_fit,
 )
 from pipespec.engine.model_path import resolve
-from pipespec.engine.partial_checkpoint import absent_tensors
-from pipespec.engine.precision import ITEM_BYTES
+from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.engine.quantization import (
-    COMPRESSED_PACKAGE,
-    MXFP4,
-    PACKED_INT4,
     PACKED_METHODS,
     QUANTIZATIONS,
-    dequantised,
     require_package,
-    stored_method,
-    stored_packing,
 )
-from pipespec.engine.safetensors_headers import Tensor, read_json, read_tensors
 from pipespec.engine.slice_tensors import EMBEDDING_NAME, LAYER
-from pipespec.engine.text_part import text_config, text_type
 from pipespec.engine.tp_divisibility import local_kv_heads, require_tp_divisible
 from pipespec.errors import ModelError
 from pipespec.system.validation import shown
 
-# The type in which the kernels for packed 4-bit weights compute.
-INT4_DTYPE = "bfloat16"
+# The type in which weights of few bits are computed, unless another is asked for; the kernels for
+# packed 4-bit weights have no other.
+KEPT_DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +62,8 @@ class CheckpointInfo:
             `[out, in]` of the layers.
         dequantized_from: the method of quantised files whose weights are dequantised while they
             load; None: the files are not dequantised.
-        int4_layers: what can stay packed in 4 bits, for each layer.
+        kept_layers: what can stay in the few bits of the files, for each layer.
+        kept_format: one of KEPT_FORMATS, in which it then is in memory.
         package: the package that reads such files, if pipespec does not.
         mask_token: the token that a parallel draft (PARD) has at future positions.
         parallel_tokens: tokens that a parallel draft proposes per pass.
@@ -95,7 +88,8 @@ class CheckpointInfo:
     height: int = 1
     width: int = 1
     dequantized_from: str | None = None
-    int4_layers: tuple[Int4Layer, ...] = ()
+    kept_layers: tuple[KeptLayer, ...] = ()
+    kept_format: str | None = None
     package: str | None = None
     mask_token: int | None = None
     parallel_tokens: int = 1
@@ -112,6 +106,18 @@ class CheckpointInfo:
             weights = f"{self.quantization} in {self.dtype}"
         return f"{self.model_type}, {self.num_layers} layers of {self.hidden_size}, {weights}"
 
+    @property
+    def few_bits(self) -> bool:
+        """Whether the files hold weights of a format of fewer bits that pipespec reads itself."""
+        return self.dequantized_from in PACKED_METHODS
+
+    def chosen_dtype(self, setting: str, devices: Iterable[str]) -> str:
+        """The type in which it computes with this value of `model.dtype`, given the devices of the
+        stages: weights of few bits are computed in bfloat16 unless another type is asked for."""
+        if setting == "auto":
+            setting = KEPT_DTYPE if self.few_bits else automatic(devices)
+        return self.compute_dtype(setting)
+
     def compute_dtype(self, dtype: str) -> str:
         """The type of hidden states and KV, if plain weights are loaded as `dtype`."""
         return self.dtype or dtype
@@ -122,11 +128,11 @@ class CheckpointInfo:
         # All weights that are not quantised are stored in the type of the embedding.
         growth = item / (stored.embedding / (self.vocab_size * self.hidden_size))
         layers = stored.layers
-        if quantization == PACKED_INT4:
+        if quantization is not None and quantization == self.kept_format:
             one = stored.embedding / (self.vocab_size * self.hidden_size)
             layers = tuple(
                 int((size - kept.weights * one) * growth) + kept.num_bytes
-                for size, kept in zip(layers, self.int4_layers, strict=True)
+                for size, kept in zip(layers, self.kept_layers, strict=True)
             )
         elif self.quantization is None:
             shrink = 1.0 if quantization is None else QUANTIZATIONS[quantization].bits / 8 / item
@@ -163,14 +169,23 @@ class CheckpointInfo:
         )
 
     def weight_format(self, quantization: str | None, keep: str, dtype: str) -> str | None:
-        """The format of the weights in memory: one of QUANTIZATIONS, PACKED_INT4, or None (as
+        """The format of the weights in memory: one of QUANTIZATIONS or KEPT_FORMATS, or None (as
         stored).
 
         `quantization` is the value of that setting, `keep` that of `model.keep_quantized`.
         """
-        if keep != "no" and dtype == INT4_DTYPE and any(each.weights for each in self.int4_layers):
-            return PACKED_INT4
+        if keep != "no" and self.can_keep and self.kept_in(dtype):
+            return self.kept_format
         return quantization
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether some of its weights can stay in the few bits of the files."""
+        return any(each.weights for each in self.kept_layers)
+
+    def kept_in(self, dtype: str) -> bool:
+        """Whether its weights of few bits can be multiplied in this type."""
+        return self.kept_format != PACKED_INT4 or dtype == KEPT_DTYPE
 
     def check_quantization(self, name: str, quantization: str | None) -> None:
         """Raise ModelError if the checkpoint cannot be quantised so; `name` is that of the
@@ -225,7 +240,7 @@ def inspect(model: str | Path) -> CheckpointInfo:
     Raises ModelError, in one sentence, for anything that would prevent loading.
     """
     path = resolve(model)
-    files = _read_gguf(path) if gguf.is_gguf(path) else _read_folder(path)
+    files = read_files(path)
     raw, tensors = files.config, files.tensors
     model_type = str(raw.get("model_type"))
     require_supported(model_type, path)
@@ -302,9 +317,10 @@ def inspect(model: str | Path) -> CheckpointInfo:
         height=height,
         width=width,
         dequantized_from=files.dequantized_from,
-        int4_layers=(*files.int4_layers, *[Int4Layer()] * len(layers))[: len(layers)]
-        if files.int4_layers
+        kept_layers=(*files.kept_layers, *[KeptLayer()] * len(layers))[: len(layers)]
+        if files.kept_layers
         else (),
+        kept_format=files.kept_format,
         package=files.package,
         mask_token=mask_token,
         parallel_tokens=parallel_tokens,
@@ -312,66 +328,4 @@ def inspect(model: str | Path) -> CheckpointInfo:
         kv_heads=config.kv_heads,
         has_tp_plan=config.has_tp_plan,
         tp_plan_splits_kv=config.tp_plan_splits_kv,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckpointFiles:
-    """Config and headers of a checkpoint; see `CheckpointInfo`. `tensors` are those of plain
-    weights unless `quantization` is set; `blocks`: the experts are stored in MXFP4."""
-
-    config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    quantization: str | None = None
-    dequantized_from: str | None = None
-    int4_layers: tuple[Int4Layer, ...] = ()
-    package: str | None = None
-    blocks: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """Whether a model of plain weights is loaded from `tensors`, by name and shape."""
-        return self.quantization is None and not self.blocks
-
-
-def _read_gguf(path: Path) -> _CheckpointFiles:
-    header = gguf.header(path)
-    return _CheckpointFiles(
-        header.settings, header.plain, dequantized_from=gguf.GGUF, package=gguf.PACKAGE
-    )
-
-
-def _read_folder(path: Path) -> _CheckpointFiles:
-    whole = read_json(
-        path / "config.json", "a model folder holds config.json and safetensors files"
-    )
-    refuse_draft_head(path, whole)
-    raw = text_config(whole)
-    stored = raw.get("quantization_config")
-    # First, as an unsupported architecture is the more useful error message.
-    require_supported(str(raw.get("model_type")), path, text_type(whole))
-    try:
-        method = stored_method(path, stored)
-    except RecursionError as error:
-        raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
-    tensors = read_tensors(path)
-    tensors |= absent_tensors(path, raw, tensors)
-    packing = stored_packing(path, stored) if method in PACKED_METHODS else None
-    if raw is not whole and method is not None and packing is None:
-        raise ModelError(
-            f"{path} is multimodal and quantised by {method}, which is read of models of text "
-            "alone; take plain weights, AWQ, GPTQ, or compressed-tensors packed in 4 or 8 bits"
-        )
-    if method == MXFP4:
-        return _CheckpointFiles(raw, dequantised(tensors), blocks=True)
-    if method not in PACKED_METHODS:
-        return _CheckpointFiles(raw, tensors, quantization=method)
-    plain = packed_checkpoint.as_plain(path, tensors, packing)
-    if packing is None:
-        return _CheckpointFiles(raw, plain, dequantized_from=method, package=COMPRESSED_PACKAGE)
-    return _CheckpointFiles(
-        raw,
-        plain,
-        dequantized_from=method,
-        int4_layers=packed_checkpoint.int4_layers(tensors, packing),
     )

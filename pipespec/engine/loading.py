@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipespec.engine import int4
+from pipespec.engine import kept_weights
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook
 from pipespec.engine.formats import gguf, packed_checkpoint
@@ -19,7 +19,7 @@ from pipespec.engine.formats.lazy import LazyTensor
 from pipespec.engine.model_config import FOREIGN, LONGEST_REASON, load_config
 from pipespec.engine.partial_checkpoint import loadable, require_parts
 from pipespec.engine.precision import name_of
-from pipespec.engine.quantization import PACKED_INT4, loading_options, stored_packing
+from pipespec.engine.quantization import loading_options, stored_packing
 from pipespec.engine.safetensors_headers import CONFIG, Tensor, read_json
 from pipespec.engine.slice_tensors import LAYER, parts_of
 from pipespec.engine.slicing import num_layers_of, sliced_class
@@ -82,10 +82,12 @@ def load(
         elif packing is not None:
             del config.quantization_config  # for Transformers it has plain weights
             state, kept = packed_checkpoint.lazy_state(path, packing, parts)
-            names = tuple(kept) if quantization == PACKED_INT4 else ()
-            model_class = sliced_class(config, layers, partial(int4.replace, names=names))
-            model, loaded = _plain(config, model_class, state, dtype, options)
-            int4.fill(model, kept, device)
+            names = tuple(kept) if quantization == packing.format else ()
+            keep = partial(kept_weights.replace, names=names, form=packing.format)
+            model, loaded = _plain(
+                config, sliced_class(config, layers, keep), state, dtype, options
+            )
+            kept_weights.fill(model, kept, device, packing.format)
         elif is_multimodal(read_json(path / CONFIG)):
             state = packed_checkpoint.stored_state(path, parts)
             more = loading_options(config, quantization, dtype)

@@ -49,8 +49,8 @@ class ModelConfig:
     )
     dtype: str = setting(
         "auto",
-        "Data type of weights and activations; auto is bfloat16 if every stage has a GPU, else "
-        "float32.",
+        "Data type of weights and activations; auto is bfloat16 if every stage has a GPU, or the "
+        "checkpoint holds weights of few bits (AWQ, GPTQ, compressed-tensors, FP8), else float32.",
         choices=DTYPES,
     )
     quantization: str | None = setting(
@@ -66,9 +66,9 @@ class ModelConfig:
     )
     keep_quantized: str = setting(
         "auto",
-        "Whether 4-bit weights of AWQ, GPTQ and compressed-tensors checkpoints stay packed, which "
-        "takes bfloat16; auto does so in "
-        "bfloat16 unless a device gets their products wrong.",
+        "Whether weights of AWQ, GPTQ, compressed-tensors and FP8 checkpoints stay in their 4 or 8 "
+        "bits in memory, which for 4 bits takes bfloat16; auto does so unless a device gets their "
+        "products wrong.",
         choices=KEEP,
     )
     context: int | None = setting(

@@ -28,7 +28,8 @@ from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
-from pipespec.engine.quantization import PACKED_INT4
+from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.engine.row_blocks import make_batch_invariant
 from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, select_kv_heads
 from pipespec.errors import ModelError
@@ -94,6 +95,8 @@ class ModelSlice:
             )
         ]
         self.batch_invariant = batch_invariant and self.device.type == "cpu"
+        if self.batch_invariant:
+            make_batch_invariant(nn.ModuleList((self._base, model)))
         self.experts = ExpertCounts(self._base)
         self._graphs: list[CapturedGraph] = []  # by rising number of rows
         self._compiled: Compute | None = None
@@ -135,8 +138,8 @@ class ModelSlice:
 
         Args:
             dtype: of the weights; None: that of the checkpoint.
-            quantization: one of QUANTIZATIONS, for plain weights, or PACKED_INT4, for weights that
-                are stored in 4 bits.
+            quantization: one of QUANTIZATIONS, for plain weights, or KEPT_FORMATS, for weights
+                that are stored so.
             attention: the name of a backend, or a backend for this slice, without self-test.
             progress: show the progress bar of Transformers.
             group: load this member's shard of the slice. Each `forward` then needs all members.
@@ -155,7 +158,7 @@ class ModelSlice:
             progress=progress,
             group=group,
         )
-        batch_invariant = quantization == PACKED_INT4
+        batch_invariant = quantization in KEPT_FORMATS
         return cls(
             model, layers, num_slots, attention, batch_invariant=batch_invariant, group=group
         )
@@ -376,8 +379,6 @@ class ModelSlice:
     def logits(self, hidden: Tensor) -> Tensor:
         """`[k, hidden]` as the last slice's `forward` returned it -> `[k, vocab]`."""
         assert self.is_last, "only the last slice has a head"
-        if self.batch_invariant and len(hidden) == 1:  # a product with one row uses another kernel
-            return self.logits(hidden.expand(2, -1))[:1]
         return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
 
     def _allocate(self) -> None:

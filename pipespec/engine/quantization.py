@@ -13,9 +13,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.fp8 import FBGEMM, FP8, fp8_packing
 from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.formats.gguf import PACKAGE as GGUF_PACKAGE
-from pipespec.engine.formats.packing import AWQ, COMPRESSED, GPTQ, Packing, is_whole, packing
+from pipespec.engine.formats.packed_checkpoint import AnyPacking
+from pipespec.engine.formats.packing import (
+    AWQ,
+    COMPRESSED,
+    GPTQ,
+    PACKED_INT4,
+    is_whole,
+    packing,
+)
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.errors import ModelError
 
@@ -49,12 +58,12 @@ QUANTIZATIONS = {
 # the same name. Add a method together with its test in tests/integration/test_quantization.py.
 METHODS = ("bitsandbytes", "torchao")
 
-# Weights that are stored as packed 4-bit integers stay so (`model.keep_quantized`).
-PACKED_INT4 = "int4"
+# The formats in which stored weights stay in memory (`model.keep_quantized`), in words.
+KEPT_FORMATS = {PACKED_INT4: "4 bits", FP8: "8 bits, FP8"}
 
-# Methods whose weights are dequantised while they load. The package compressed-tensors reads its
-# own unpacked formats.
-PACKED_METHODS = (AWQ, GPTQ, COMPRESSED)
+# Methods whose weights pipespec reads itself. The package compressed-tensors reads its own integers
+# that are not packed.
+PACKED_METHODS = (AWQ, GPTQ, COMPRESSED, FP8, FBGEMM)
 COMPRESSED_PACKAGE = "compressed_tensors"
 
 # The package that reads files of each kind; packed integers need none.
@@ -101,14 +110,18 @@ def stored_method(path: Path, config: Any) -> str | None:
     return method
 
 
-def stored_packing(path: Path, config: Any) -> Packing | None:
-    """How the files' matrices are packed, None if they are not. Raises ModelError.
+def stored_packing(path: Path, config: Any) -> AnyPacking | None:
+    """How the files' matrices are packed or scaled, None if they are not, or if a package reads
+    them. Raises ModelError.
 
     `config` is the `quantization_config` of config.json.
     """
     settings = config if isinstance(config, dict) else {}
-    if settings.get("quant_method") not in PACKED_METHODS or is_whole(settings):
+    if settings.get("quant_method") not in PACKED_METHODS:
         return None
+    floats = fp8_packing(path, settings)
+    if floats is not None or is_whole(settings):
+        return floats
     return packing(path, settings)
 
 

@@ -98,8 +98,8 @@ class LinkFigures(TypedDict):
 class Figures:
     """What was measured, as plain values that JSON can hold.
 
-    `rows` and `length` are the width and the text length of it, `dtype` the type of the weights
-    and `quantization` what becomes of those of target and draft. `members` maps a worker to
+    `rows` and `length` are the width and the text length of it, `dtype` the type of plain
+    weights and `quantization` what becomes of those of target and draft. `members` maps a worker to
     what was measured of its device.
     """
 
@@ -177,11 +177,21 @@ def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool
 
 
 def choose_dtype(hosts_file: HostsFile, config: Config) -> str:
-    """The type of the weights: bfloat16 if no stage can be on a CPU, where nothing else is said."""
+    """The type of plain weights: bfloat16 if no stage can be on a CPU, unless another is set."""
     if config.model.dtype != "auto":
         return config.model.dtype
+    return automatic(_stage_devices(hosts_file))
+
+
+def dtype_of(info: CheckpointInfo, hosts_file: HostsFile, config: Config) -> str:
+    """The type in which a model computes."""
+    return info.chosen_dtype(config.model.dtype, _stage_devices(hosts_file))
+
+
+def _stage_devices(hosts_file: HostsFile) -> list[str]:
+    """The devices that stages can be on."""
     stages = set(hosts_file.workers) - {hosts_file.draft, *hosts_file.spare_workers}
-    return automatic(map(hosts_file.device_of, stages))
+    return [hosts_file.device_of(worker) for worker in stages]
 
 
 def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
@@ -237,7 +247,7 @@ def unmeasured(
     the longest sequence in tokens.
     """
     hosts_file = replace(hosts_file, draft=hosts_file.draft or hosts_file.heads[0])
-    dtype = choose_dtype(hosts_file, config)
+    dtype = dtype_of(target, hosts_file, config)
     num_ranks = hosts_file.num_stages + 1
     slots = num_slots(config, context=context, num_ranks=num_ranks, head=False)
     model = config.model
@@ -251,7 +261,8 @@ def unmeasured(
         at_head.append((mid, model.mid_quantization))
     for info, wanted in at_head:
         if info is not None:
-            draft_bytes += _whole_bytes(info, wanted, config, dtype, pool)
+            own = dtype_of(info, hosts_file, config)
+            draft_bytes += _whole_bytes(info, wanted, config, own, pool)
     return Problem(
         workers=tuple(
             Worker(
@@ -266,7 +277,7 @@ def unmeasured(
             embedding_bytes=weights.embedding,
             head_bytes=weights.head,
             tied=target.tied,
-            kv_layer_bytes=slots * target.kv_size * ITEM_BYTES[target.compute_dtype(dtype)],
+            kv_layer_bytes=slots * target.kv_size * ITEM_BYTES[dtype],
             runtime_bytes=RUNTIME_BYTES,
             draft_bytes=draft_bytes,
         ),
@@ -352,7 +363,8 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
     if config.needs_mid and config.cluster.mid_device is None:
         assert config.model.mid is not None  # as Config checks
         mid = inspect(config.model.mid)
-        draft_bytes += _whole_bytes(mid, config.model.mid_quantization, config, figures.dtype, pool)
+        dtype = dtype_of(mid, hosts_file, config)
+        draft_bytes += _whole_bytes(mid, config.model.mid_quantization, config, dtype, pool)
     rounds = config.proposer.rounds
     return Needs(
         layer_bytes=tuple(target["layer_bytes"]),

@@ -27,8 +27,8 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
 from pipespec.engine.checkpoint import inspect
+from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.model_slice import ModelSlice
-from pipespec.engine.quantization import PACKED_INT4
 from pipespec.errors import ConfigError, ModelError, RankFailed
 from pipespec.system.folders import resource_dir
 from tests.helpers.models import NUM_LAYERS, build
@@ -95,7 +95,7 @@ def test_layers_that_are_left_unquantised_stay_as_they_are(packed):
     path, plain = packed("awq", skip="layers.1.")
     found, expected = (weights(each, range(4), dtype=torch.float32) for each in (path, plain))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    kept = inspect(path).int4_layers
+    kept = inspect(path).kept_layers
     assert kept[1].weights == 0 < kept[0].weights
 
 
@@ -171,7 +171,7 @@ def test_token_ids_are_those_of_the_plain_weights(packed, kind):
     (expected,) = cluster.reference(plain, [PROMPT], NEW_TOKENS)
     for stages in (1, 2, 4):
         deployment = cluster.make_deployment(
-            path, path, f"cluster.stages={stages}", "policy.width=8"
+            path, path, f"cluster.stages={stages}", "policy.width=8", "model.dtype=float32"
         )
         assert deployment.weight_format(deployment.target) is None
         with EmbeddedRedis() as redis:
@@ -307,10 +307,8 @@ def test_settings_that_do_not_fit_are_refused(packed):
     with pytest.raises(
         ConfigError, match=r"multiplied in bfloat16 alone and model\.dtype is float32"
     ):
-        cluster.make_deployment(path, path, "model.keep_quantized=yes")
-    with pytest.raises(
-        ConfigError, match="has no weights that can stay in four bits; leave it out"
-    ):
+        cluster.make_deployment(path, path, "model.keep_quantized=yes", "model.dtype=float32")
+    with pytest.raises(ConfigError, match="has no weights that can stay in few bits; leave it out"):
         cluster.make_deployment(plain, plain, "model.keep_quantized=yes", "model.dtype=bfloat16")
     with pytest.raises(
         ModelError, match=r"is quantised already, by awq; leave model\.quantization"

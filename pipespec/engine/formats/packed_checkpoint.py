@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.fp8 import Fp8Packing, Fp8Weights
 from pipespec.engine.formats.lazy import DTYPES, LazyTensor
 from pipespec.engine.formats.packing import Packing
 from pipespec.engine.precision import ITEM_BYTES
@@ -19,13 +20,16 @@ from pipespec.errors import ModelError
 if TYPE_CHECKING:  # headers are read without them
     from pipespec.engine.formats.groups import GroupedWeights
 
+    # A matrix as it is stored; `dense()` are its weights.
+    StoredWeights = GroupedWeights | Fp8Weights
+
+AnyPacking = Packing | Fp8Packing
 WEIGHT = ".weight"
-# Group sizes that the kernel for packed 4-bit weights supports, and the divisor of `out`.
-INT4_GROUP_SIZES = (32, 64, 128)
-INT4_OUT_MULTIPLE = 16
 # Tensors that belong to packed matrices and are not needed once these are unpacked.
 _LEFT_OVER = (
     "_scale",
+    "_scale_inv",
+    "_scale_ub",
     "_zero_point",
     "_g_idx",
     ".g_idx",
@@ -38,23 +42,24 @@ _SCALED_INPUTS = ".act.scales"
 
 
 @dataclass(frozen=True, slots=True)
-class Int4Layer:
-    """How many weights of a layer can stay packed in 4 bits, and their bytes."""
+class KeptLayer:
+    """How many weights of a layer can stay in the few bits of their files, and their bytes; how
+    many of few bits cannot."""
 
     weights: int = 0
     num_bytes: int = 0
+    expanded: int = 0
 
-    def __add__(self, other: Int4Layer) -> Int4Layer:
-        return Int4Layer(self.weights + other.weights, self.num_bytes + other.num_bytes)
-
-
-def matrices(tensors: Mapping[str, Tensor], packing: Packing) -> list[str]:
-    """The names of the packed matrices."""
-    return [name[: -len(packing.suffix)] for name in tensors if name.endswith(packing.suffix)]
+    def __add__(self, other: KeptLayer) -> KeptLayer:
+        return KeptLayer(
+            self.weights + other.weights,
+            self.num_bytes + other.num_bytes,
+            self.expanded + other.expanded,
+        )
 
 
 def as_plain(
-    path: Path, tensors: Mapping[str, Tensor], packing: Packing | None
+    path: Path, tensors: Mapping[str, Tensor], packing: AnyPacking | None
 ) -> dict[str, Tensor]:
     """The headers of the weights once unpacked, in the type of the weights that are not quantised.
 
@@ -75,10 +80,16 @@ def as_plain(
             if each.dtype not in DTYPES:
                 plain[name] = _plain(each.shape, dtype)
         return plain
-    for name in matrices(tensors, packing):
+    for name in packing.matrices(tensors):
         shape = packing.shape(name, tensors)
         plain.pop(name + packing.suffix)
         plain[name + WEIGHT] = _plain(shape, dtype)
+    for name, each in plain.items():
+        if each.dtype.startswith("F8"):
+            raise ModelError(
+                f"{path} holds {name} as {each.dtype}, which is read of matrices alone, as F8_E4M3 "
+                "with a scale; take another checkpoint"
+            )
     return plain
 
 
@@ -86,34 +97,19 @@ def _plain(shape: tuple[int, ...], dtype: str) -> Tensor:
     return Tensor(shape, math.prod(shape) * ITEM_BYTES[DTYPES[dtype]], dtype)
 
 
-def fits_int4_kernel(name: str, shape: tuple[int, ...], packing: Packing) -> bool:
-    """Whether a packed matrix can stay packed."""
-    if len(shape) != 2:
-        return False
-    out, inputs = shape
-    return (
-        LAYER.search(name) is not None
-        and ".experts." not in name  # Transformers stacks them
-        and packing.bits == 4
-        and not packing.reordered
-        and packing.group in INT4_GROUP_SIZES
-        and out % INT4_OUT_MULTIPLE == 0
-        and inputs % packing.group == 0
-    )
-
-
-def int4_layers(tensors: Mapping[str, Tensor], packing: Packing) -> tuple[Int4Layer, ...]:
-    """What can stay packed in each layer: half a byte per weight, two bfloat16 per group."""
+def kept_layers(tensors: Mapping[str, Tensor], packing: AnyPacking) -> tuple[KeptLayer, ...]:
+    """What can stay in its format in each layer."""
     numbers = [int(layer[1]) for name in tensors if (layer := LAYER.search(name))]
-    found = [Int4Layer()] * (max(numbers, default=-1) + 1)
-    for name in matrices(tensors, packing):
+    found = [KeptLayer()] * (max(numbers, default=-1) + 1)
+    for name in packing.matrices(tensors):
         layer = LAYER.search(name)
         shape = packing.shape(name, tensors)
-        if layer is None or not fits_int4_kernel(name, shape, packing):
+        if layer is None:
             continue
-        assert packing.group is not None
-        count = math.prod(shape)
-        found[int(layer[1])] += Int4Layer(count, count // 2 + count // packing.group * 4)
+        kept = KeptLayer(expanded=math.prod(shape))
+        if packing.keeps(name, shape):
+            kept = KeptLayer(math.prod(shape), packing.kept_bytes(name, tensors))
+        found[int(layer[1])] += kept
     return tuple(found)
 
 
@@ -131,13 +127,14 @@ def stored_state(path: Path, parts: Collection[str]) -> dict[str, Any]:
 
 
 def lazy_state(
-    path: Path, packing: Packing, parts: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Callable[[], GroupedWeights]]]:
+    path: Path, packing: AnyPacking, parts: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Callable[[], StoredWeights]]]:
     """The tensors of these parts (`slice_tensors`) as a state dict of plain weights, which are
     read lazily.
 
-    The second mapping reads the matrices that can stay packed. The files are open for as long as
-    either is referred to: a load that fails leaves threads of Transformers that still read.
+    The second mapping reads the matrices that can stay in their few bits. The files are open for
+    as long as either is referred to: a load that fails leaves threads of Transformers that still
+    read.
     """
     from safetensors import safe_open
 
@@ -153,20 +150,21 @@ def lazy_state(
         return where[name].get_tensor(tensors[name].stored_as) if name in where else None
 
     state: dict[str, Any] = {}
-    kept: dict[str, Callable[[], GroupedWeights]] = {}
+    kept: dict[str, Callable[[], StoredWeights]] = {}
     plain = as_plain(path, tensors, packing)
-    packed = set(matrices(tensors, packing))
+    packed = set(packing.matrices(tensors))
     for name, each in plain.items():
         matrix = name.removesuffix(WEIGHT)
         if matrix not in packed:
             state[name] = where[name].get_slice(tensors[name].stored_as)
             continue
         read = partial(packing.read, matrix, load)
-        state[name] = LazyTensor(each.shape, each.dtype, partial(_dense, read))
-        if fits_int4_kernel(matrix, each.shape, packing):
+        dtype = packing.dense_dtype or each.dtype
+        state[name] = LazyTensor(each.shape, dtype, partial(_dense, read))
+        if packing.keeps(matrix, each.shape):
             kept[matrix] = read
     return state, kept
 
 
-def _dense(read: Callable[[], GroupedWeights]) -> Any:
+def _dense(read: Callable[[], StoredWeights]) -> Any:
     return read().dense()

@@ -6,12 +6,14 @@ Verified against the packing code of autoawq, auto_gptq and compressed-tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.safetensors_headers import Tensor
+from pipespec.engine.slice_tensors import LAYER
 from pipespec.errors import ModelError
 from pipespec.system.validation import Unreadable, typed
 
@@ -20,13 +22,18 @@ if TYPE_CHECKING:  # headers are read without them
 
     from pipespec.engine.formats.groups import GroupedWeights
 
+# The format of weights in memory that are packed 4-bit integers.
+PACKED_INT4 = "int4"
+# Group sizes that the kernel for packed 4-bit weights supports, and the divisor of `out`.
+INT4_GROUP_SIZES = (32, 64, 128)
+INT4_OUT_MULTIPLE = 16
 AWQ, GPTQ, COMPRESSED = "awq", "gptq", "compressed-tensors"
 WORD = 32  # bits of the integers into which codes are packed
 # The place in a word of each of eight neighbouring columns in AWQ.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 PACKED = "pack-quantized"
 # Formats of compressed-tensors that are not packed, which Transformers dequantises.
-WHOLE = ("naive-quantized", "int-quantized", "float-quantized")
+WHOLE = ("naive-quantized", "int-quantized")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,42 @@ class Packing:
     suffix: str
     parts: tuple[str, ...]
     plus: int = 0
+
+    @property
+    def format(self) -> str:
+        """The format in which the matrices can stay in memory."""
+        return PACKED_INT4
+
+    @property
+    def dense_dtype(self) -> str | None:
+        """The type of matrices once unpacked, as safetensors names it; None: that of their
+        scales."""
+        return None
+
+    def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """The names of the packed matrices."""
+        return [name.removesuffix(self.suffix) for name in tensors if name.endswith(self.suffix)]
+
+    def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a matrix can stay packed."""
+        if len(shape) != 2:
+            return False
+        out, inputs = shape
+        return (
+            LAYER.search(name) is not None
+            and ".experts." not in name  # Transformers stacks them
+            and self.bits == 4
+            and not self.reordered
+            and self.group in INT4_GROUP_SIZES
+            and out % INT4_OUT_MULTIPLE == 0
+            and inputs % self.group == 0
+        )
+
+    def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
+        """Bytes of a matrix that stays packed: half a byte per weight, two bfloat16 per group."""
+        assert self.group is not None
+        count = math.prod(self.shape(name, tensors))
+        return count // 2 + count // self.group * 4
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
         """The shape `(out, in)` of a matrix, from the headers. Raises ModelError."""

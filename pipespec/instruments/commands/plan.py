@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
     )
     command.add_argument("--link", metavar="NAME", help="between them, of conf/emulate_link (none)")
     command.add_argument(
-        "--weights", default="bfloat16", help="of the target: bfloat16 (default), int8 or int4"
+        "--weights", default="bfloat16", help="of the target: bfloat16 (default), int8, fp8 or int4"
     )
     command.add_argument(
         "--context",

@@ -60,7 +60,8 @@ class MeasureRequest:
 
     `roles` has one entry per device: "stage" and "draft", or one of them. `rows` is the width of
     a batch, `length` how many tokens of text it attends to; `children` are the draft's
-    candidates. `quantization` is that of target and draft. `groups` are the sizes of those
+    candidates. `dtype` is that of plain weights, and if it was asked for, of weights of few bits
+    too. `quantization` is that of target and draft. `groups` are the sizes of those
     devices, in order, that compute together; nothing: each by itself. `threads` is
     `cluster.threads`.
     """
@@ -75,6 +76,7 @@ class MeasureRequest:
     dtype: str
     quantization: tuple[str | None, str | None] = (None, None)
     keep_quantized: str = "auto"
+    dtype_asked: bool = False
     groups: tuple[int, ...] = ()
     threads: int | str = AUTO
 
@@ -95,8 +97,14 @@ class MeasureRequest:
     def weight_format(self, info: CheckpointInfo, role: str) -> str | None:
         """How target (`stage`) or draft is held; see CheckpointInfo."""
         return info.weight_format(
-            self.quantization[role == "draft"], self.keep_quantized, self.dtype
+            self.quantization[role == "draft"], self.keep_quantized, self.dtype_of(info)
         )
+
+    def dtype_of(self, info: CheckpointInfo) -> str:
+        """The type in which target or draft computes."""
+        if self.dtype_asked or not info.few_bits:
+            return info.compute_dtype(self.dtype)
+        return info.chosen_dtype("auto", self.devices)
 
 
 def measure(request: MeasureRequest) -> dict[str, Any]:
@@ -135,14 +143,14 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
     for size in request.groups:
         if size > 1:
             members = request.devices[first : first + size]
-            dtype = getattr(torch, target.compute_dtype(request.dtype))
+            dtype = getattr(torch, request.dtype_of(target))
             found[first]["sum_ms"] = all_reduce_ms(members, request.rows, target.hidden_size, dtype)
         first += size
     return {
-        "target": _sizes(target, request.dtype, request.weight_format(target, "stage")),
+        "target": _sizes(target, request.dtype_of(target), request.weight_format(target, "stage")),
         "draft": None
         if draft is None
-        else _sizes(draft, request.dtype, request.weight_format(draft, "draft")),
+        else _sizes(draft, request.dtype_of(draft), request.weight_format(draft, "draft")),
         "devices": found,
     }
 
@@ -188,7 +196,7 @@ class _DeviceBenchmark:
             "rows": request.rows,
             "length": request.length,
             "children": request.children if role == "draft" else None,
-            "dtype": request.dtype,
+            "dtype": request.dtype_of(info),
             "quantization": request.weight_format(info, role),
             "versions": [package_version(name) for name in VERSIONS],
         }
@@ -216,7 +224,7 @@ class _DeviceBenchmark:
         Without their files here, the head's numbers are random, and the embedding takes no time.
         """
         count, of_target = info.num_layers, self.request.weight_format(info, "stage")
-        layer_bytes = max(info.loaded(self.request.dtype, of_target).layers)
+        layer_bytes = max(info.loaded(self.request.dtype_of(info), of_target).layers)
         timed = max(1, min(MAX_LAYERS, count, int(self.memory * MEMORY_SHARE) // layer_bytes))
         here = layers_here(info.path, count)
         timed = min(timed, len(here))
@@ -249,14 +257,14 @@ class _DeviceBenchmark:
     @torch.inference_mode()
     def random_head_ms(self, info: CheckpointInfo) -> float:
         """An LM head of this size."""
-        dtype = getattr(torch, info.compute_dtype(self.request.dtype))
+        dtype = getattr(torch, self.request.dtype_of(info))
         head = torch.nn.Linear(info.hidden_size, info.vocab_size, False, self.device, dtype)
         return self.median_ms(head, self.hidden(info.hidden_size, dtype))
 
     def draft(self, info: CheckpointInfo) -> dict[str, float] | None:
         """One round: `rows` nodes expanded. None if there is no room for the draft."""
         of_draft = self.request.weight_format(info, "draft")
-        if info.loaded(self.request.dtype, of_draft).total > self.memory:
+        if info.loaded(self.request.dtype_of(info), of_draft).total > self.memory:
             return None
         model = self.load(info, range(info.num_layers), of_draft)
         inputs, positions, plan = self.batch(model)
@@ -277,7 +285,7 @@ class _DeviceBenchmark:
         return ModelSlice.load(
             info.path,
             layers,
-            dtype=getattr(torch, info.compute_dtype(self.request.dtype)),
+            dtype=getattr(torch, self.request.dtype_of(info)),
             quantization=quantization,
             device=self.device,
             num_slots=self.length(info) + self.request.rows,

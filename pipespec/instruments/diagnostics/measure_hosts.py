@@ -128,6 +128,7 @@ def _request_for(hosts_file: HostsFile, host: Host, config: Config, dtype: str) 
         length=LENGTH,
         children=config.policy.children,
         dtype=dtype,
+        dtype_asked=config.model.dtype != "auto",
         quantization=(config.model.quantization, config.model.draft_quantization),
         keep_quantized=config.model.keep_quantized,
         threads=config.cluster.threads,

@@ -17,7 +17,9 @@ from pipespec.instruments.emulation.machine import experts_read
 from pipespec.system.validation import Unreadable, read_json
 
 # What a number of the layers takes with scales and zeros of groups of 128 (AWQ, GPTQ), in bytes.
-WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.03, "int4": 0.53}
+WEIGHT_BYTES = {"bfloat16": 2.0, "int8": 1.03, "fp8": 1.0, "int4": 0.53}
+# What a batch moves for it: FP8 is read, becomes bfloat16, is scaled and is read again.
+MOVED_BYTES = {**WEIGHT_BYTES, "fp8": 9.0}
 # Numbers of embedding, head and KV are in bfloat16.
 ITEM = 2
 # Config files of published models, with the fields that count.
@@ -145,9 +147,9 @@ class ModelShape:
         return self.layer * WEIGHT_BYTES[weights]
 
     def read_bytes(self, weights: str, rows: int) -> float:
-        """What a batch reads of a layer's weights. Rows choose experts independently (ASSUMED)."""
+        """What a batch moves for a layer's weights. Rows choose experts independently (ASSUMED)."""
         read = experts_read(rows, self.experts, self.chosen) if self.experts else 0.0
-        return (self.dense + read * self.expert) * WEIGHT_BYTES[weights]
+        return (self.dense + read * self.expert) * MOVED_BYTES[weights]
 
     def layer_flops(self, rows: int) -> float:
         """Of a batch in a layer, without attention to the context."""

@@ -8,6 +8,7 @@ from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.engine.checkpoint import inspect
+from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.errors import ConfigError
 from pipespec.placement.measurements import RUNTIME_BYTES, choose_dtype, unmeasured
 from pipespec.placement.slices import plan_slices, split_evenly
@@ -123,3 +124,20 @@ def test_a_plan_follows_the_memory_of_the_hosts(hosts_file):
     sizes = [len(piece) for piece in made.layers]
     assert sum(sizes) == 16
     assert sizes[1] < min(sizes[0], sizes[2])
+
+
+def test_weights_of_few_bits_are_counted_in_the_bytes_that_they_keep(hosts_file, target):
+    hosts_file = load_hosts(hosts_file(THREE))
+    weights = 10_000
+    kept = {
+        "dequantized_from": "fp8",
+        "kept_format": "fp8",
+        "kept_layers": (KeptLayer(weights, weights + 40),) * target.num_layers,
+    }
+    found = asked(hosts_file, target, **kept).needs.layer_bytes
+    stored = target.stored.layers  # as bfloat16
+    assert found == tuple(size - 2 * weights + weights + 40 for size in stored)
+    plain = asked(hosts_file, target, "model.keep_quantized=no", **kept).needs
+    assert plain.layer_bytes == stored
+    wide = asked(hosts_file, target, "model.dtype=float32", "model.keep_quantized=no", **kept)
+    assert wide.needs.layer_bytes == tuple(2 * size for size in stored)

@@ -1,0 +1,112 @@
+"""Weights that stay in the few bits of their files: packed 4-bit integers, and FP8.
+
+The layers with such weights are replaced before a model loads, and filled once it has. The results
+differ from those of dequantised weights, so all stages of a cluster must use the same format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pipespec.engine.formats.packing import PACKED_INT4
+from pipespec.engine.fp8 import Fp8Linear, replace_experts
+from pipespec.engine.int4 import Int4Linear
+from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.errors import ModelError, PackedMatmulError
+from pipespec.system import heap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from pipespec.engine.formats.packed_checkpoint import StoredWeights
+
+# The allowed error of a product, relative to its largest number.
+TOLERANCE = 0.02
+# A row must be the same in batches of these sizes.
+TEST_BATCH_SIZES = (1, 2, 3, 8, 17, 64)
+# After so many weights the memory in which they were unpacked is given back.
+RELEASED = 8 << 20
+PLAIN = "set model.keep_quantized=no"
+
+
+def replace(model: nn.Module, names: Iterable[str], form: str) -> None:
+    """Let the matrices with these names in the files, where the model has them, be kept in this
+    format. Raises ModelError."""
+    names = list(names)
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        try:
+            plain = model.get_submodule(name)
+        except AttributeError:  # belongs to another slice
+            continue
+        if isinstance(plain, nn.Linear):
+            shape = plain.out_features, plain.in_features
+            kind = Int4Linear if form == PACKED_INT4 else Fp8Linear
+            setattr(model.get_submodule(parent), child, kind(name, *shape, plain.bias))
+    if form != PACKED_INT4:
+        replace_experts(model, names)
+
+
+def fill(
+    model: PreTrainedModel,
+    weights: Mapping[str, Callable[[], StoredWeights]],
+    device: torch.device,
+    form: str,
+) -> None:
+    """Read the weights of the layers that `replace` made, and test the first of each shape.
+
+    Raises ModelError, PackedMatmulError.
+    """
+    tested = set()
+    unpacked = 0
+    for module in model.modules():
+        if not isinstance(module, Int4Linear | Fp8Linear):
+            continue
+        read = weights[module.source]()
+        try:
+            module.fill(read, device)  # type: ignore[arg-type]
+        except ModelError as error:
+            raise ModelError(
+                f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"
+            ) from error
+        shape = (module.out_features, module.in_features, module.width)
+        if shape not in tested:
+            wrong = self_test_error(module, read, device, model.dtype)
+            if wrong is not None:
+                raise PackedMatmulError(
+                    f"the product for weights in {KEPT_FORMATS[form]} failed its self-test on "
+                    f"{device}: in {module.source}, {wrong}"
+                )
+            tested.add(shape)
+        unpacked += module.out_features * module.in_features
+        if unpacked > RELEASED:
+            unpacked = 0
+            heap.release()
+    heap.release()
+
+
+def self_test_error(
+    layer: Int4Linear | Fp8Linear, weights: StoredWeights, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why the products of a layer on this device are wrong, as a clause; None: they are right."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(max(TEST_BATCH_SIZES), layer.in_features, generator=generator)
+    rows = rows.to(device, dtype)
+    bias, layer.bias = layer.bias, None
+    try:
+        with torch.inference_mode():
+            whole = layer(rows)
+            if not whole.isfinite().all():
+                return "its products are not finite"
+            for size in TEST_BATCH_SIZES:
+                if not torch.equal(layer(rows[:size]), whole[:size]):
+                    return f"a row differs in a batch of {size}"
+            expected = rows.float() @ weights.dense().float().T.to(device)
+    finally:
+        layer.bias = bias
+    off = float((whole.float() - expected).abs().max() / expected.abs().max())
+    return None if off <= TOLERANCE else f"its error is {off:.3f} of the largest number"

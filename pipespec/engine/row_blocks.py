@@ -1,0 +1,52 @@
+"""Products whose rows do not depend on the other rows of their batch.
+
+Libraries choose another kernel, and so another order of sums, for another number of rows. Here a
+batch is always computed in blocks of the same number of rows, of which the last is filled up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+ROWS = 16
+# The names of modules that choose the experts of rows; they return tensors `[rows, ...]`.
+_ROUTERS = ("gate", "router")
+
+
+def blocks_of(rows: Tensor) -> tuple[Tensor, ...]:
+    """`[rows, in]` as blocks `[ROWS, in]`, the last with rows of zeros at its end."""
+    return functional.pad(rows, (0, 0, 0, -len(rows) % ROWS)).split(ROWS)
+
+
+class RowBlockLinear(nn.Linear):
+    """A linear layer that computes blocks of rows."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
+        blocks = blocks_of(input.reshape(-1, self.in_features))
+        product = torch.cat([functional.linear(block, self.weight, self.bias) for block in blocks])
+        count = input.numel() // self.in_features
+        return product[:count].view(*input.shape[:-1], self.out_features)
+
+
+def make_batch_invariant(model: nn.Module) -> None:
+    """Let the plain linear layers of a model, and what chooses experts, compute blocks of rows."""
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            module.__class__ = RowBlockLinear
+        elif name.rpartition(".")[2] in _ROUTERS:
+            setattr(module, "forward", partial(_in_blocks, module.forward))  # noqa: B010
+
+
+def _in_blocks(forward: Callable[..., Any], hidden: Tensor, *rest: Any, **more: Any) -> Any:
+    """What `forward` returns of `[..., hidden]`, tensors `[rows, ...]`, computed in blocks."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    found = [forward(block, *rest, **more) for block in blocks_of(rows)]
+    if isinstance(found[0], Tensor):
+        return torch.cat(found)[: len(rows)]
+    return tuple(torch.cat(parts)[: len(rows)] for parts in zip(*found, strict=True))

@@ -1,0 +1,281 @@
+"""FP8 checkpoints: plain weights bit for bit, or left in eight bits."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from pipespec.cluster import memory
+from pipespec.cluster.held_weights import expanded, summary
+from pipespec.config.choices import options
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.engine.attention.attention_plan import causal_plan
+from pipespec.engine.checkpoint import inspect
+from pipespec.engine.formats.fp8 import FP8
+from pipespec.engine.fp8 import _decoded
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.errors import ModelError
+from tests.helpers.models import NUM_LAYERS, build
+from tools.rig import cluster
+from tools.rig.fp8_files import KINDS, write
+
+PROMPT = list(range(20, 33))
+NEW_TOKENS = 12
+# Blocks of 128 by 128 do not divide these sizes.
+SIZES = {"hidden_size": 160, "intermediate_size": 288}
+MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "qwen2_moe")
+FIRST = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    """`fp8(kind, model_type)`: a checkpoint and the same in plain float32 weights."""
+    root = tmp_path_factory.mktemp("fp8")
+
+    def get(kind: str, model_type: str = "llama", **how: Any) -> tuple[Path, Path]:
+        folder = root / "-".join([kind, model_type, *map(str, how.values())]).replace(" ", "_")
+        if not folder.exists():
+            source = build(model_type, folder / "source", **SIZES)
+            write(source, folder / "stored", folder / "plain", KINDS[kind], **how)
+        return folder / "stored", folder / "plain"
+
+    return get
+
+
+def weights(path: Path, layers: range, **how: Any) -> dict[str, torch.Tensor]:
+    model = ModelSlice.load(path, layers, num_slots=4, **how)
+    return dict(model._model.state_dict()) | dict(model._base.state_dict())
+
+
+def logits(path: Path, num_slices: int, **how: Any) -> torch.Tensor:
+    """Of all rows of the prompt, in float32."""
+    size = NUM_LAYERS // num_slices
+    slots = np.arange(len(PROMPT))
+    plan = causal_plan(slots[:0], slots)
+    hidden = torch.tensor(PROMPT)
+    for start in range(0, NUM_LAYERS, size):
+        model = ModelSlice.load(path, range(start, start + size), num_slots=32, **how)
+        hidden = model.forward(hidden, torch.from_numpy(plan.positions), plan)
+    return model.logits(hidden).float()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slice_holds_the_dequantised_weights_bit_for_bit(fp8, kind):
+    path, plain = fp8(kind)
+    for layers in (range(4), range(1, 2)):
+        found, expected = (weights(each, layers, dtype=torch.float32) for each in (path, plain))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_experts_are_dequantised_bit_for_bit(fp8, model_type):
+    path, plain = fp8("deepseek", model_type)
+    found, expected = (weights(each, range(1, 3), dtype=torch.float32) for each in (path, plain))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel"])
+def test_the_reference_is_what_transformers_reads(fp8, strategy):
+    """But for its rounding to the type of the scales."""
+    path, plain = fp8(f"compressed {strategy}")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, quantization_config=CompressedTensorsConfig(dequantize=True)
+    ).state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_code_is_read_as_pytorch_reads_it(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
+    torch.testing.assert_close(
+        _decoded(codes, dtype), codes.to(dtype), rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_of_kept_weights_are_those_of_the_dequantised_model(fp8, kind):
+    """And memory is foretold to the byte."""
+    path, plain = fp8(kind)
+    info = inspect(path)
+    assert info.weight_format(None, "auto", "bfloat16") == FP8
+    assert info.weight_format(None, "auto", "float32") == FP8
+    assert info.weight_format(None, "no", "bfloat16") is None
+    expected = logits(plain, 1, dtype=torch.float32)
+    for dtype, most in ((torch.float32, 1e-5), (torch.float16, 0.02)):
+        found = logits(path, 2, dtype=dtype, quantization=FP8)
+        assert (found - expected).abs().max() <= most * expected.abs().max()
+    # bfloat16 rounds the dequantised model nearly as much.
+    rounded, narrow = (
+        (logits(each, 2, dtype=torch.bfloat16, quantization=held) - expected).norm()
+        for each, held in ((plain, None), (path, FP8))
+    )
+    assert narrow <= 1.5 * rounded
+    foretold = info.loaded("bfloat16", FP8)
+    for i in range(NUM_LAYERS):
+        model = ModelSlice.load(
+            path, range(i, i + 1), dtype=torch.bfloat16, quantization=FP8, num_slots=4
+        )
+        ends = (i == 0) * foretold.embedding + (i == NUM_LAYERS - 1) * foretold.head
+        assert model.num_weight_bytes == foretold.layers[i] + ends
+
+
+@pytest.mark.parametrize("model_type", MIXTURES)
+def test_experts_stay_in_eight_bits(fp8, model_type):
+    path, plain = fp8("deepseek", model_type)
+    info = inspect(path)
+    expected = logits(plain, 1, dtype=torch.float32)
+    found = logits(path, 2, dtype=torch.float32, quantization=FP8)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    for i in (1, 2):
+        model = ModelSlice.load(
+            path, range(i, i + 1), dtype=torch.bfloat16, quantization=FP8, num_slots=4
+        )
+        assert model.num_weight_bytes == info.loaded("bfloat16", FP8).layers[i]
+    in_files = sum(
+        each.nbytes
+        for name, each in load_file(path / "model.safetensors").items()
+        if ".layers.1." in name
+    )
+    assert info.loaded("bfloat16", FP8).layers[1] <= 1.15 * in_files
+
+
+def text(path: Path, *overrides: str) -> list[list[int]]:
+    """Three requests at once."""
+    deployment = cluster.make_deployment(path, path, *overrides)
+    asked = [{"prompt": tuple(PROMPT[start:]), "max_new_tokens": NEW_TOKENS} for start in (0, 3, 6)]
+    with EmbeddedRedis() as redis:
+        return [tokens for tokens, _, _ in cluster.decode(deployment, redis, asked)]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_the_text_of_kept_weights_is_one_for_every_stage_count_and_policy(fp8, model_type):
+    path, _ = fp8("deepseek", model_type)
+    expected = text(path, "cluster.stages=1", "policy=root")
+    assert len({tuple(tokens) for tokens in expected}) == 3
+    for stages, policy in zip(cycle((2, 1, 4)), options("policy"), strict=False):
+        assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
+
+
+@pytest.mark.parametrize("keep", ["no", "auto"])
+def test_token_ids_in_float32_are_those_of_the_dequantised_model(fp8, keep):
+    for kind, model_type in (("compressed channel", "llama"), ("deepseek", "deepseek_v3")):
+        path, plain = fp8(kind, model_type)
+        prompts = [PROMPT[start:] for start in (0, 3, 6)]
+        expected = cluster.reference(plain, prompts, NEW_TOKENS)
+        for stages in (1, 2):
+            settings = (f"cluster.stages={stages}", "model.dtype=float32")
+            assert text(path, *settings, f"model.keep_quantized={keep}") == expected
+
+
+def test_a_rank_says_what_it_holds_and_what_is_expanded(fp8):
+    path, plain = fp8("deepseek")
+    kept = cluster.make_deployment(path, plain, "cluster.stages=2")
+    assert (kept.dtype, kept.dtype_of(kept.draft)) == ("bfloat16", "float32")
+    line = summary(kept)
+    assert line is not None and "stage 2" in line
+    assert line.count("(8 bits, FP8)") == 2 and "draft" in line and "(float32)" in line
+    assert expanded(kept) is None
+    foretold = kept.target.loaded("bfloat16", FP8)
+    layers = kept.layers[0]
+    of_stage = foretold.embedding + sum(foretold.layers[layers.start : layers.stop])
+    assert memory.weight_bytes(kept, kept.target, "cpu", layers) == of_stage
+    made_plain = cluster.make_deployment(path, path, "model.keep_quantized=no")
+    assert made_plain.dtype == "bfloat16"
+    reason = expanded(made_plain)
+    assert reason is not None and "as model.keep_quantized is no" in reason
+    assert summary(cluster.make_deployment(plain, plain)) is None
+
+
+def test_layers_that_are_left_unquantised_stay_as_they_are(fp8):
+    path, _ = fp8("autofp8", skip="layers.1.")
+    info = inspect(path)
+    assert info.kept_layers[1].weights == 0 < info.kept_layers[0].weights
+    logits(path, 2, dtype=torch.bfloat16, quantization=FP8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "config", "sentence"),
+    [
+        ("deepseek", None, {"weight_block_size": [64, 64]}, "must be .* for blocks of 64 by 64"),
+        ("deepseek", None, {"weight_block_size": [0, 64]}, "blocks of 0 by 64"),
+        ("deepseek", None, {"weight_block_size": None}, "names no blocks"),
+        (
+            "deepseek",
+            lambda tensors: tensors.pop(f"{FIRST}.weight_scale_inv"),
+            {},
+            r"q_proj\.weight_scale is missing",
+        ),
+        (
+            "deepseek",
+            lambda tensors: tensors.update({f"{FIRST}.weight_scale_inv": torch.ones(2, 2).byte()}),
+            {},
+            "the scales of .* are U8",
+        ),
+        (
+            "deepseek",
+            lambda tensors: tensors.update(
+                {f"{FIRST}.weight": torch.ones(160, 160).to(torch.float8_e5m2)}
+            ),
+            {},
+            "as F8_E5M2, which is read of matrices alone",
+        ),
+        ("compressed tensor", None, {"config_groups": {}}, "names no weights"),
+    ],
+)
+def test_odd_files_are_refused_in_a_sentence_before_anything_loads(
+    fp8, tmp_path, kind, change, config, sentence
+):
+    path = fp8(kind)[0]
+    stored = json.loads((path / "config.json").read_text())
+    stored["quantization_config"] |= config
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    tensors = load_file(path / "model.safetensors")
+    if change is not None:
+        change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=sentence) as refused:
+        inspect(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+PEAK = """
+import resource, sys, torch
+from pipespec.engine.model_slice import ModelSlice
+small, large, kept = sys.argv[1:]
+def load(path):
+    return ModelSlice.load(
+        path, range(1, 2), dtype=torch.bfloat16, quantization=kept or None, num_slots=4)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+load(small)
+before = peak()
+model = load(large)
+print(peak() - before, model.num_weight_bytes)
+"""
+
+
+@pytest.mark.parametrize("kept", ["", FP8])
+def test_no_more_than_the_slice_and_a_tensor_is_in_memory(fp8, tmp_path, kept):
+    """Of four layers one is loaded. Tensors are of up to 3 million weights, of which the file, the
+    float32 numbers and what they become take seven bytes each."""
+    source = build("llama", tmp_path / "source", hidden_size=1024, intermediate_size=3072)
+    write(source, tmp_path / "stored", tmp_path / "plain", KINDS["deepseek"])
+    asked = [sys.executable, "-c", PEAK, str(fp8("deepseek")[0]), str(tmp_path / "stored"), kept]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True)
+    grown, size = map(int, done.stdout.split())
+    tensor, room = 3.2e6 * 8, 12e6
+    file = 0 if kept else size / 2
+    assert grown < size + file + tensor + room, f"{grown / 1e6:.0f} MB for {size / 1e6:.0f}"
