@@ -102,13 +102,30 @@ def weight_map(index: Path, content: Any) -> dict[str, str]:
 def _header(file: Path) -> dict[str, Tensor]:
     """The header of a safetensors file: 8 bytes of length, then JSON. After it the file must have
     exactly the bytes that it describes, each of one tensor."""
+    return {name: tensor for name, (tensor, _) in _described(file).items()}
+
+
+def tensor_ranges(file: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a safetensors file begins and ends, in bytes of the file. Raises
+    ModelError."""
+    return {name: place for name, (_, place) in _described(file).items()}
+
+
+def header_length(file: Path, prefix: bytes, size: int) -> int:
+    """Bytes of the header that follows the first 8 bytes (`prefix`) of a safetensors file of `size`
+    bytes. Raises ModelError."""
+    length: int = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
+    if length > min(_MAX_HEADER, size - 8):
+        raise _corrupt(file, f"its {size} bytes do not hold a header")
+    return length
+
+
+def _described(file: Path) -> dict[str, tuple[Tensor, tuple[int, int]]]:
+    """Each tensor, and where it is in the file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
-            if length > min(_MAX_HEADER, size - 8):
-                raise _corrupt(file, f"its {size} bytes do not hold a header")
+            length = header_length(file, stream.read(8), size)
             text = stream.read(length)
     except OSError as error:
         raise ModelError(f"{file} cannot be read ({error.strerror}); make it readable") from error
@@ -136,7 +153,8 @@ def _header(file: Path) -> dict[str, Tensor]:
         end = stop
     if size != 8 + length + end:
         raise _corrupt(file, f"it has {size} bytes, its header describes {8 + length + end}")
-    return tensors
+    begin = 8 + length
+    return {name: (tensors[name], (begin + start, begin + stop)) for start, stop, name in places}
 
 
 def _check_size(file: Path, name: str, tensor: Tensor) -> None:
