@@ -6,7 +6,7 @@ and launchers do not spend time on imports that only ranks need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipespec.config.cluster import ClusterConfig
@@ -30,6 +30,16 @@ from pipespec.transport.transport_settings import NCCL
 
 
 @dataclass(frozen=True)
+class SharedName:
+    """The folder of a checkpoint in the parts cache of any host, relative to it; `file` is its GGUF
+    file, and `on_hub` whether its name is that of a commit on the hub."""
+
+    name: str
+    file: str | None
+    on_hub: bool
+
+
+@dataclass(frozen=True)
 class Deployment:
     """The plan of a cluster, made before any rank starts, which is sent to the ranks as a pickle.
 
@@ -37,7 +47,8 @@ class Deployment:
     `placement` maps the workers of the `hosts` to the ranks of the first epoch. `layers` has one
     entry per stage, `devices` and `sizes` (how many workers compute it) one per rank; in a later
     epoch they may be others. `context` is the longest sequence in tokens that the KV pools are made
-    for.
+    for. `shared` names the models that hosts may have got from the hub or from one another;
+    `fetched`: the hosts have the weights that they compute in the first epoch.
     """
 
     config: Config
@@ -50,6 +61,8 @@ class Deployment:
     hosts: tuple[Host, ...]
     mid: CheckpointInfo | None = None
     sizes: tuple[int, ...] = ()
+    shared: Mapping[str, SharedName] = field(default_factory=dict)
+    fetched: bool = False
 
     @property
     def models(self) -> list[tuple[str, CheckpointInfo]]:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 
 from pipespec.cluster import memory
@@ -30,6 +31,7 @@ from pipespec.cluster.host_weights import require_weights
 from pipespec.cluster.recovery import ClusterState, Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
 from pipespec.cluster.replanning import assignment_without, first_assignment
+from pipespec.cluster.weight_distribution import distribute_weights, shared_names
 from pipespec.cluster.worker_group import PRELOAD, WorkerGroup
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
@@ -42,6 +44,7 @@ from pipespec.errors import (
     RankFailed,
     StaleEpoch,
     Unreachable,
+    print_error,
 )
 
 # Imported by the workers alone: a launcher needs no model.
@@ -170,15 +173,9 @@ class ClusterSession:
         return len(state.assignment.workers), bool(state.faults)
 
 
-@contextmanager
-def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
-    """Start the agents of a deployment's hosts, which import what the ranks need, for `start`.
-
-    `stays`: the cluster does not end with a request, so workers may be started by hand.
-
-    Raises ConfigError (also of a missing package), before anything is started, and HostFailed if an
-    agent of another host cannot begin.
-    """
+def check_deployment(deployment: Deployment, *, stays: bool) -> None:
+    """Raise ConfigError unless a deployment can be started from here, as far as can be known before
+    its hosts have their weights. `stays`: see `start_agents`."""
     by_hand = [host.name for host in deployment.hosts if host.by_hand]
     if by_hand and not stays:
         raise ConfigError(
@@ -186,10 +183,25 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
             "cluster with `pipespec up`, and send requests to it with --on."
         )
     require_quantizers(deployment)
-    require_weights(deployment)
     require_backend(deployment)
     memory.require_files(deployment)
     require_same_model(deployment)
+
+
+@contextmanager
+def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
+    """Start the agents of a deployment's hosts, which import what the ranks need, for `start`.
+
+    Before that the hosts get the weights that they lack (`weight_distribution`).
+
+    `stays`: the cluster does not end with a request, so workers may be started by hand.
+
+    Raises ConfigError (also of a missing package), before anything is started, and HostFailed if an
+    agent of another host cannot begin.
+    """
+    check_deployment(deployment, stays=stays)
+    distribute_weights(deployment, on_warning=print_error)
+    require_weights(deployment)
     with WorkerGroup(
         [host for host in deployment.hosts if not host.by_hand],
         (*PRELOAD, *modules_of(deployment)),
@@ -248,9 +260,10 @@ def start_cluster(
             on_log(f"{worker} {'spare' if place is None else f'rank {place[0]}'}", line)
 
         session = ClusterSession(deployment, redis, agents, recovery)
+        known = replace(deployment, shared=deployment.shared or shared_names(deployment))
         agents.start_workers(
             WORKER_ENTRYPOINT,
-            (deployment, where, hosts),
+            (known, where, hosts),
             restart=True,
             on_log=None if on_log is None else send_log,
         )

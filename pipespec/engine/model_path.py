@@ -83,8 +83,8 @@ def _known(hub_id: str, file: str | None, why: str) -> Path:
         if file is None or (folder / file).is_file():
             return folder if file is None else folder / file
     raise ModelError(
-        f"there is no model folder {hub_id!r}, no cache holds a model of that name from the hub, "
-        f"and the hub cannot be asked: {why}"
+        f"there is no model folder {hub_id!r} and the hub could not be asked for a model of that "
+        f"name: {why}; give an existing folder, or check the name and the network"
     )
 
 

@@ -26,7 +26,7 @@ def fetch_parts(
         return 0
     folder = path.parent if is_gguf(path) else path
     repository = read_repository(folder)
-    if repository is None:
+    if repository is None or not repository.on_hub:
         raise ModelError(f"{path} {clause(lacking)}; copy the files there")
     wanted = {
         file.name: list(names.values()) for file, names in tensors_by_file(path, parts).items()

@@ -58,6 +58,11 @@ class Location:
     url: str
     headers: Mapping[str, str]
 
+    @property
+    def has_token(self) -> bool:
+        """Whether it is for the holder of a token alone."""
+        return any(name.lower() == "authorization" for name in self.headers)
+
 
 class Unavailable(ModelError):
     """The hub cannot be reached."""
@@ -140,6 +145,19 @@ class HubClient:
                 self.forget_location(commit, name)
                 self._pause(error, tries, name)
 
+    def location(self, commit: str, name: str, *, fresh: bool = False) -> Location:
+        """Where a file is read; `fresh`: a location that was named before is refused. Raises
+        ModelError."""
+        tries = 0
+        if fresh:
+            self.forget_location(commit, name)
+        while True:
+            try:
+                return self.locate(commit, name)
+            except _Again as error:
+                tries += 1
+                self._pause(error, tries, name)
+
     def locate(self, commit: str, name: str) -> Location:
         """Where a file is read now; a signed URL is used until it is refused. Raises _Again."""
         key = commit, name
@@ -176,9 +194,7 @@ class HubClient:
         start, stop = part
         headers = {**location.headers, "Range": f"bytes={start}-{stop - 1}"}
         with self._answer("GET", location.url, headers) as answer:
-            if answer.status_code in (401, 403) and "authorization" not in {
-                name.lower() for name in location.headers
-            }:
+            if answer.status_code in (401, 403) and not location.has_token:
                 raise _Again(f"its signed URL is refused ({answer.status_code})")
             self._check(answer)
             whole = answer.status_code == 200

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from pipespec.engine.formats import gguf
 from pipespec.engine.formats.gguf_bounds import bounds_of_prefix
@@ -48,11 +49,25 @@ _RECORD = "repository.json"
 
 @dataclass(frozen=True)
 class Repository:
-    """The commit of a repository whose folder this is, and its weight files."""
+    """The commit of a repository whose folder this is, and its weight files.
+
+    Not `on_hub`: a folder of another host, by its name and a hash.
+    """
 
     repo: str
     commit: str
     weights: Mapping[str, HubFile]
+    on_hub: bool = True
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Repository:
+        """The inverse of `as_json`. Raises KeyError, TypeError, AttributeError."""
+        files = {name: HubFile(**each) for name, each in value["weights"].items()}
+        return cls(value["repo"], value["commit"], files, value["on_hub"])
 
 
 def parts_cache() -> Path:
@@ -65,6 +80,11 @@ def folder_of(repo: str, commit: str) -> Path:
     return parts_cache() / name_of(repo) / commit
 
 
+def record_of_folder(folder: Path) -> Path:
+    """The file that says what a folder is of."""
+    return folder / RECORDS / _RECORD
+
+
 def name_of(repo: str) -> str:
     """The name of a repository's folder, as huggingface_hub has it."""
     return "--".join(("models", *repo.split("/")))
@@ -73,9 +93,7 @@ def name_of(repo: str) -> str:
 def read_repository(folder: Path) -> Repository | None:
     """What a folder of the parts cache is of; None: it is another folder, or not finished."""
     try:
-        content = read_json(folder / RECORDS / _RECORD)
-        files = {name: HubFile(**each) for name, each in content["weights"].items()}
-        return Repository(content["repo"], content["commit"], files)
+        return Repository.from_json(read_json(record_of_folder(folder)))
     except (Unreadable, KeyError, TypeError, AttributeError):
         return None
 
@@ -84,7 +102,23 @@ def write_repository(folder: Path, found: Repository) -> None:
     """Mark a folder as finished but for tensors. Raises ModelError."""
     with reported(folder):
         (folder / RECORDS).mkdir(exist_ok=True)
-        write_atomically(folder / RECORDS / _RECORD, json.dumps(asdict(found)).encode())
+        write_atomically(record_of_folder(folder), json.dumps(found.as_json()).encode())
+
+
+def cached_commit(folder: Path) -> Repository | None:
+    """What a folder of the parts cache, or of the cache of huggingface_hub, is of; None: it is
+    another folder."""
+    found = read_repository(folder)
+    if found is not None:
+        return found
+    from huggingface_hub import constants
+
+    snapshots = folder.absolute().parent
+    root = snapshots.parent
+    known = snapshots.name == "snapshots" and root.parent == Path(constants.HF_HUB_CACHE).absolute()
+    if not known or not root.name.startswith("models--"):
+        return None
+    return Repository("/".join(root.name.split("--")[1:]), folder.name, {})
 
 
 def known_commit(repo: str) -> str | None:
