@@ -38,7 +38,7 @@ from pipespec.engine.parts.fetching import check_whole, fetch
 from pipespec.engine.parts.hub_client import HubClient, Location, Unavailable
 from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
 from pipespec.engine.parts.ranges import Range, RangeSet
-from pipespec.engine.parts.repository import ranges_of
+from pipespec.engine.parts.repository import parts_cache, ranges_of
 from pipespec.errors import ModelError
 from pipespec.system.versions import own_version
 
@@ -105,12 +105,13 @@ class WeightHost:
         blueprint: Mapping[str, Any],
         parts: Sequence[str],
     ) -> dict[str, Any] | None:
-        """What of a model is here: hashes by file and tensor, and the tensors that are lacking;
-        None: nothing is lacking. Makes its folder in the parts cache otherwise."""
+        """What of a model is here in the parts cache: hashes by file and tensor, and the tensors
+        that are lacking. Makes its folder there; None: the host has another that lacks nothing."""
         plan = Blueprint.from_json(blueprint)
         name = SharedName(plan.name, plan.file, plan.repository.on_hub)
         own = own_path(Path(path), given, name, parts)
-        if given is not None or (own is not None and not missing(own, parts)):
+        complete = given is not None or (own is not None and not missing(own, parts))
+        if complete and (own is None or not own.is_relative_to(parts_cache())):
             return None
         model = self._models[kind] = _Model(plan.build(), plan, list(parts))
         lacking = {}

@@ -72,8 +72,7 @@ def serving(hub: Hub) -> Iterator[str]:
     class Handler(_Handler):
         of = hub
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
+    with _Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
@@ -81,6 +80,13 @@ def serving(hub: Hub) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that was killed is no error."""
 
 
 class _Handler(BaseHTTPRequestHandler):
