@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
-from pipespec.cluster.weight_host import is_here
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.partial_checkpoint import missing, tensors_by_file
 from pipespec.engine.parts.blueprint import Blueprint
 from pipespec.engine.parts.hub_client import HubClient
+from pipespec.engine.parts.parts_file import PartsFile, is_partial
+from pipespec.engine.parts.ranges import RangeSet
 from pipespec.engine.parts.repository import cached_commit, ranges_of
 from pipespec.errors import ModelError
 
@@ -60,9 +61,12 @@ class SourceModel:
         """Those of these tensors, by file, that are not here."""
         for file, tensors in names.items():
             path = self.folder / file
+            if path.is_file() and not is_partial(path):
+                continue
             ranges = ranges_of(path) if path.is_file() else {}
+            here = PartsFile(path).here if ranges else RangeSet()
             for name in tensors:
-                if name not in ranges or not is_here(path, ranges[name]):
+                if name not in ranges or ranges[name] not in here:
                     yield self.kind, file, name
 
     def wanted(self, parts: Collection[str]) -> dict[str, list[str]]:

@@ -68,7 +68,7 @@ def distribute_weights(
     models = {kind: SourceModel(kind, info.path) for kind, info in deployment.models}
     own: dict[str, set[str]] = {kind: set() for kind in models}
     far: list[tuple[Host, Mapping[str, set[str]]]] = []
-    here = ""
+    here = LAUNCHER
     for host in deployment.hosts:
         needs = parts_needed(deployment, host)
         # Where the hosts file names a path, the model is there.

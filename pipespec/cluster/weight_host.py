@@ -160,7 +160,8 @@ class WeightHost:
 
 
 def _drop_others(path: Path, hashes: Mapping[str, str]) -> list[str]:
-    """Forget the tensors whose hash is not the expected one; their names."""
+    """Forget the pieces of tensors whose hash is not the expected one; the names of all tensors
+    that are then lacking."""
     if not is_partial(path):
         return []
     file = PartsFile(path)
@@ -169,6 +170,7 @@ def _drop_others(path: Path, hashes: Mapping[str, str]) -> list[str]:
         ranges = ranges_of(path)
         with reported(path):
             file.forget(RangeSet(ranges[name] for name in wrong), ranges)
+        wrong = [name for name in hashes if ranges[name] not in file.here]
     return wrong
 
 

@@ -41,6 +41,24 @@ def resolve(model: str | Path) -> Path:
     return _on_hub(model)
 
 
+def can_be_fetched(model: str) -> bool:
+    """Whether hosts without a model get their layers when a cluster starts: this host has all of
+    its files, or it is on the hub, as far as its name tells."""
+    path = home_expanded(model)
+    if os.path.lexists(path):
+        return path.is_file() if is_gguf(path) else index_is_met(path)
+    return _HUB_ID.fullmatch(model) is not None or _HUB_GGUF.fullmatch(model) is not None
+
+
+def known_model(model: str) -> Path | None:
+    """The checkpoint of a hub id that is here, whole or in parts; nothing is fetched."""
+    found = _HUB_GGUF.fullmatch(model)
+    hub_id, file = (found[1], found[2]) if found else (model, None)
+    if found is None and (not _HUB_ID.fullmatch(model) or model in (".", "..")):
+        return None
+    return _here(hub_id, file)
+
+
 def resolve_config(model: str | Path) -> Path:
     """The config.json of a model: in its folder, or fetched alone from the hub. Raises
     ModelError."""
@@ -74,18 +92,26 @@ def _on_hub(hub_id: str, file: str | None = None) -> Path:
 
 def _known(hub_id: str, file: str | None, why: str) -> Path:
     """A model that is here, while the hub cannot be reached. Raises ModelError."""
-    cached = cached_model(hub_id, repository.MAIN, file)
-    if cached is not None:
-        return cached
-    commit = repository.known_commit(hub_id)
-    if commit is not None:
-        folder = repository.folder_of(hub_id, commit)
-        if file is None or (folder / file).is_file():
-            return folder if file is None else folder / file
+    found = _here(hub_id, file)
+    if found is not None:
+        return found
     raise ModelError(
         f"there is no model folder {hub_id!r} and the hub could not be asked for a model of that "
         f"name: {why}; give an existing folder, or check the name and the network"
     )
+
+
+def _here(hub_id: str, file: str | None) -> Path | None:
+    cached = cached_model(hub_id, repository.MAIN, file)
+    if cached is not None:
+        return cached
+    commit = repository.known_commit(hub_id)
+    if commit is None:
+        return None
+    folder = repository.folder_of(hub_id, commit)
+    if file is None:
+        return folder
+    return folder / file if (folder / file).is_file() else None
 
 
 def cached_model(hub_id: str, revision: str, file: str | None = None) -> Path | None:

@@ -162,7 +162,8 @@ def test_a_host_with_all_tensors_has_the_files_of_the_hub(hub: Hub, model: Path)
     info = inspect("org/model")
     size = fetch_parts(info.path, ALL, lambda *at: progress.append(at))
     assert same_files(info.path, model)
-    assert max(progress) == (size, size)
+    done, total = max(progress)
+    assert size < done == total
     assert hub.weight_bytes == sum(f.stat().st_size for f in model.glob("*.safetensors"))
 
 
@@ -171,8 +172,12 @@ def test_wrong_bytes_are_found_where_a_host_has_a_whole_file(hub: Hub, model: Pa
     hub.faults = [Fault(), Fault(change=lambda data: data[:-1] + bytes([data[-1] ^ 1]))]
     with pytest.raises(ModelError, match="has another SHA-256 than the hub states"):
         fetch_parts(info.path, ALL)
-    assert fetch_parts(info.path, ALL) > 0  # that file alone
+    before = hub.weight_bytes
+    assert fetch_parts(info.path, ALL) > 0
     assert same_files(info.path, model)
+    assert hub.weight_bytes - before <= max(f.stat().st_size for f in model.glob("*.safetensors"))
+    # Now every file is known to be right as a whole.
+    assert all("" in PartsFile(info.path / f.name).hashes for f in model.glob("*.safetensors"))
 
 
 def test_whole_files_in_the_hubs_cache_are_used_as_they_are(

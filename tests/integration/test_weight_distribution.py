@@ -188,6 +188,9 @@ def test_a_host_that_sends_wrong_bytes_is_named_and_left_out(
     assert hub.weight_bytes > sent  # that tensor is the hub's again
     own = here(tmp_path / "gamma")[file.path.name]
     assert own.hash(ranges_of(own.path)[wrong]) == own.hashes[wrong] == file.hashes[wrong]
+    for each in (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(8, 16)):
+        assert each in tensors(tmp_path / "gamma")
+    assert fetched(capsys, hosts_file(tmp_path, [4, 4, 8]), "model.target=org/model") == {}
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,9 @@ class _Wanted:
 
     @property
     def parts(self) -> list[Range]:
-        return [self.ranges[name] for name in self.names]
+        """The tensors, and the header, which is here unless it was found wrong."""
+        header = (0, min((start for start, _ in self.ranges.values()), default=0))
+        return [header, *(self.ranges[name] for name in self.names)]
 
 
 def fetch(
@@ -119,7 +121,7 @@ def _check_file(path: Path, stated: HubFile) -> None:
     if file.hash(whole) != stated.sha256:
         ranges = ranges_of(path)
         with reported(path):
-            file.forget([whole], {**ranges, _WHOLE: whole})
+            file.forget(ranges.values(), ranges)
         raise ModelError(
             f"{path.name} has another SHA-256 than the hub states, so its bytes are wrong; they "
             "were dropped: start again to fetch them anew, or name another mirror (HF_ENDPOINT)"

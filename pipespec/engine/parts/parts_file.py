@@ -115,14 +115,16 @@ class PartsFile:
         return sum(stop - start for start, stop in wrong)
 
     def forget(self, wrong: Iterable[Range], ranges: Mapping[str, Range]) -> None:
-        """Take ranges, and the hashes of tensors in them, out of the record. Raises OSError."""
+        """Take the pieces in which these ranges are out of the record, and the hashes of all
+        tensors that are then no longer whole. Raises OSError."""
         gone = RangeSet(wrong)
         with self._lock:
             sums = {each: sha for each, sha in self._sums.items() if not _overlaps(gone, each)}
+            kept = RangeSet(sums)
             hashes = {
                 name: sha
                 for name, sha in self.hashes.items()
-                if name not in ranges or not _overlaps(gone, ranges[name])
+                if name in ranges and ranges[name] in kept
             }
             lines: list[dict[str, Any]] = [
                 {"range": list(each), "sha256": sha} for each, sha in sums.items()

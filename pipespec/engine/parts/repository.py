@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -251,11 +251,3 @@ def _gguf_header(path: Path, size: int, read: Callable[[int, int], bytes]) -> by
         if bounds_of_prefix(path, prefix, size, block_sizes) is not None:
             return prefix
         wanted = min(2 * wanted, size)
-
-
-def repositories() -> Iterator[tuple[Path, Repository]]:
-    """The finished folders of the parts cache. Raises ConfigError."""
-    for folder in sorted(parts_cache().glob("models--*/*")):
-        found = read_repository(folder)
-        if found is not None:
-            yield folder, found

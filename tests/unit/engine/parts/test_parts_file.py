@@ -73,6 +73,14 @@ def test_a_tensor_whose_bytes_are_forgotten_has_no_hash(file):
     assert list(file.here) == [(0, 6), (50, 70)]
 
 
+def test_tensors_that_share_a_piece_with_forgotten_bytes_are_forgotten_too(file):
+    put(file, 10, b"x" * 20)
+    file.commit_tensors({"a": "1", "b": "2"})
+    file.forget([(10, 12)], {"a": (10, 15), "b": (15, 30)})
+    assert file.hashes == PartsFile(file.path).hashes == {}
+    assert list(file.here) == [(0, 6)]
+
+
 def test_a_file_without_its_record_is_refused(file):
     record_of(file.path).unlink()
     with pytest.raises(ModelError, match="has no record"):
