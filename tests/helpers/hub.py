@@ -66,17 +66,17 @@ class Hub:
 
 
 @contextmanager
-def serving(hub: Hub) -> Iterator[str]:
+def serving(hub: Hub, address: str = "127.0.0.1") -> Iterator[str]:
     """The endpoint of the hub while the block runs. Its signed URLs name another host."""
 
     class Handler(_Handler):
         of = hub
 
-    with _Server(("127.0.0.1", 0), Handler) as server:
+    with _Server((address, 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_port}"
+            yield f"http://{address}:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
@@ -162,20 +162,23 @@ class _Handler(BaseHTTPRequestHandler):
             self._body(file)
 
     def _body(self, file: Path) -> None:
-        data = file.read_bytes()
-        size = len(data)
+        size = file.stat().st_size
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if self.command == "HEAD":
-            self._send(200, data)
+            self._send(200, b"")
             return
         status, headers, fault = 200, {"Accept-Ranges": "bytes"}, None
+        start, last = 0, size - 1
         weights = file.suffix in (".safetensors", ".gguf")
         if wanted and not self.of.without_ranges:
             start, last = int(wanted[1]), min(int(wanted[2]), size - 1)
-            data, status = data[start : last + 1], 206
+            status = 206
             headers["Content-Range"] = f"bytes {start}-{last}/{size}"
             with self.of.lock:
                 self.of.ranges.append((file.name, start, last + 1))
+        with file.open("rb") as stream:
+            stream.seek(start)
+            data = stream.read(last + 1 - start)
         if weights and wanted:
             self.of.on_range()
             with self.of.lock:
