@@ -7,9 +7,15 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
+from pipespec.cluster.deployment import SharedName
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.partial_checkpoint import missing, tensors_by_file
-from pipespec.engine.parts.blueprint import Blueprint
+from pipespec.engine.parts.blueprint import (
+    Blueprint,
+    folder_name,
+    folder_of_checkpoint,
+    repository_of,
+)
 from pipespec.engine.parts.hub_client import HubClient
 from pipespec.engine.parts.parts_file import PartsFile, is_partial
 from pipespec.engine.parts.ranges import RangeSet
@@ -20,13 +26,15 @@ from pipespec.errors import ModelError
 Key = tuple[str, str, str]
 
 
-def blueprint_of(path: Path) -> Blueprint | None:
-    """The blueprint of a checkpoint; None: this host lacks files, so that others cannot get theirs
-    from here."""
+def shared_name_of(path: Path) -> SharedName | None:
+    """The name of a checkpoint in the parts cache of other hosts; None: this host lacks files, so
+    that others cannot get theirs from here."""
     try:
-        return Blueprint.of(path)
+        found = repository_of(path)
     except ModelError:
         return None
+    file = path.name if is_gguf(path) else None
+    return SharedName(folder_name(found), file, found.on_hub)
 
 
 class SourceModel:
@@ -39,7 +47,7 @@ class SourceModel:
 
     def __init__(self, kind: str, path: Path) -> None:
         self.kind, self.path = kind, path
-        self.folder = path.parent if is_gguf(path) else path
+        self.folder = folder_of_checkpoint(path)
         found = cached_commit(self.folder)
         on_hub = found is not None and found.on_hub
         self.client = HubClient(found.repo) if found is not None and on_hub else None
@@ -47,13 +55,18 @@ class SourceModel:
         self.failure: ModelError | None = None
 
     @cached_property
-    def blueprint(self) -> Blueprint | None:
-        """See `blueprint_of`."""
-        return blueprint_of(self.path)
+    def shared(self) -> SharedName | None:
+        """See `shared_name_of`."""
+        return shared_name_of(self.path)
+
+    @cached_property
+    def blueprint(self) -> Blueprint:
+        """For hosts without its folder. Raises ModelError."""
+        return Blueprint.of(self.path)
 
     def file(self, name: str) -> Path:
         """The weight file of that name. Raises ModelError for any other name."""
-        if self.blueprint is None or name not in self.blueprint.headers:
+        if name not in self.blueprint.headers:
             raise ModelError(f"{name!r} is no weight file of {self.path}")
         return self.folder / name
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from pipespec.cluster.deployment import Deployment, SharedName
 from pipespec.cluster.host_weights import parts_needed, shares_caches
-from pipespec.cluster.source_model import Key, SourceModel, blueprint_of
+from pipespec.cluster.source_model import Key, SourceModel, shared_name_of
 from pipespec.cluster.weight_host import HUB, LAUNCHER, is_here, read_file
 from pipespec.cluster.weight_peer import WeightPeer, connected
 from pipespec.config.hosts import Host
@@ -47,9 +47,9 @@ def shared_names(deployment: Deployment) -> dict[str, SharedName]:
     if all(map(shares_caches, deployment.hosts)):
         return found
     for kind, info in deployment.models:
-        plan = blueprint_of(info.path)
-        if plan is not None:
-            found[kind] = SharedName(plan.name, plan.file, plan.repository.on_hub)
+        name = shared_name_of(info.path)
+        if name is not None:
+            found[kind] = name
     return found
 
 
@@ -80,7 +80,7 @@ def distribute_weights(
             for kind, parts in needs.items():
                 own[kind] |= parts
         elif not host.by_hand:
-            needs = {kind: parts for kind, parts in needs.items() if models[kind].blueprint}
+            needs = {kind: parts for kind, parts in needs.items() if models[kind].shared}
             far += [(host, needs)] if needs else []
     with ExitStack() as stack:
         peers = {host.name: stack.enter_context(connected(host)) for host, _ in far}
@@ -88,9 +88,9 @@ def distribute_weights(
         for peer in peers.values():
             peer.open(work.handlers(peer.host.name))
         with ThreadPoolExecutor(max(len(far), 1)) as pool:
-            offers = [pool.submit(peers[host.name].offer, models, needs) for host, needs in far]
-            for each in offers:
-                each.result()
+            asked = [(peers[host.name], needs) for host, needs in far]
+            if not all(pool.map(lambda each: each[0].holds(models, each[1]), asked)):
+                list(pool.map(lambda each: each[0].offer(models, each[1]), asked))
         work.run(own)
     return replace(deployment, shared=shared_names(deployment), fetched=True)
 
@@ -231,7 +231,7 @@ class _Distribution:
 
     def _locate(self, kind: str, file: str, fresh: bool) -> dict[str, Any] | None:
         model = self._models[kind]
-        assert model.client is not None and model.blueprint is not None
+        assert model.client is not None
         found = model.client.location(model.blueprint.repository.commit, file, fresh=fresh)
         return None if found.has_token else {"url": found.url, "headers": dict(found.headers)}
 
@@ -247,7 +247,7 @@ class _Distribution:
                 raise model.failure
         if is_here(path, (start, stop)):
             return read_file(path, (start, stop))
-        assert model.client is not None and model.blueprint is not None
+        assert model.client is not None
         repository = model.blueprint.repository
         size = repository.weights[file].size
         return model.client.read(repository.commit, file, (start, stop), size)

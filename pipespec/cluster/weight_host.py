@@ -4,7 +4,8 @@ The launcher starts it over SSH and talks to it through its standard input and o
 (`byte_channel`). It calls:
 
     hello()                                            the version of pipespec
-    offer(kind, path, given, blueprint, parts)         what the host has of a model, or None: all
+    holds(path, shared, parts)                         whether the host has all that it needs
+    offer(kind, path, blueprint, parts)                what it has and lacks of a model
     fetch(kind, sources)                               fetch what is lacking; wrong tensors, by file
     read(kind, file, start, stop)                      a stream of bytes, for another host
 
@@ -92,26 +93,26 @@ class WeightHost:
     def handlers(self) -> dict[str, Any]:
         return {
             "hello": own_version,
+            "holds": self.holds,
             "offer": self.offer,
             "fetch": self.fetch,
             "read": self.read,
         }
 
+    def holds(self, path: str, shared: Mapping[str, Any], parts: Sequence[str]) -> bool:
+        """Whether parts of a model are here, which the launcher has at `path`."""
+        own = own_path(Path(path), None, SharedName(**shared), parts)
+        return own is not None and not missing(own, parts)
+
     def offer(
-        self,
-        kind: str,
-        path: str,
-        given: str | None,
-        blueprint: Mapping[str, Any],
-        parts: Sequence[str],
+        self, kind: str, path: str, blueprint: Mapping[str, Any], parts: Sequence[str]
     ) -> dict[str, Any] | None:
         """What of a model is here in the parts cache: hashes by file and tensor, and the tensors
         that are lacking. Makes its folder there; None: the host has another that lacks nothing."""
         plan = Blueprint.from_json(blueprint)
         name = SharedName(plan.name, plan.file, plan.repository.on_hub)
-        own = own_path(Path(path), given, name, parts)
-        complete = given is not None or (own is not None and not missing(own, parts))
-        if complete and (own is None or not own.is_relative_to(parts_cache())):
+        own = own_path(Path(path), None, name, parts)
+        if own is not None and not missing(own, parts) and not own.is_relative_to(parts_cache()):
             return None
         model = self._models[kind] = _Model(plan.build(), plan, list(parts))
         lacking = {}

@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from typing import IO, Any, BinaryIO, cast
 
 from pipespec.cluster import ssh
@@ -56,16 +57,24 @@ class WeightPeer:
         except ChannelClosed as error:
             raise self._failure() from error
 
+    def holds(self, models: Mapping[str, SourceModel], needs: Mapping[str, set[str]]) -> bool:
+        """Whether the host has all that it needs of the models."""
+        for kind, parts in needs.items():
+            shared = models[kind].shared
+            assert shared is not None, "only such models are offered"
+            arguments = {"path": str(models[kind].path), "parts": sorted(parts)}
+            if not self.call("holds", shared=asdict(shared), **arguments):
+                return False
+        return True
+
     def offer(self, models: Mapping[str, SourceModel], needs: Mapping[str, set[str]]) -> None:
         """Learn what the host has and lacks of the models."""
         for kind, parts in needs.items():
             model = models[kind]
-            assert model.blueprint is not None
             found = self.call(
                 "offer",
                 kind=kind,
                 path=str(model.path),
-                given=None,
                 blueprint=model.blueprint.as_json(),
                 parts=sorted(parts),
             )

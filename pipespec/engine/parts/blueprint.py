@@ -52,19 +52,11 @@ class Blueprint:
     @classmethod
     def of(cls, path: Path) -> Blueprint:
         """That of a checkpoint here, which has all headers. Raises ModelError."""
+        repository = repository_of(path)
+        headers = {name: _header(folder_of_checkpoint(path) / name) for name in repository.weights}
+        small = {} if is_gguf(path) else _small_files(path)
         file = path.name if is_gguf(path) else None
-        folder = path.parent if file is not None else path
-        files = _weight_files(path)
-        headers = {each.name: _header(each) for each in files}
-        repository = cached_commit(folder) or _of_folder(path, files)
-        weights = {
-            each.name: repository.weights.get(each.name, HubFile(each.stat().st_size))
-            for each in files
-        }
-        small = {} if file is not None else _small_files(folder)
-        name = f"{name_of(repository.repo)}/{repository.commit}"
-        found = Repository(repository.repo, repository.commit, weights, repository.on_hub)
-        return cls(name, file, found, small, headers)
+        return cls(folder_name(repository), file, repository, small, headers)
 
     def build(self) -> Path:
         """Make the folder in the parts cache of this host, unless it is there; the checkpoint's
@@ -111,6 +103,27 @@ class Blueprint:
             {name: base64.b64decode(text) for name, text in value["small"].items()},
             {name: base64.b64decode(text) for name, text in value["headers"].items()},
         )
+
+
+def folder_of_checkpoint(path: Path) -> Path:
+    """The folder of a checkpoint, which is `path` unless that is a GGUF file."""
+    return path.parent if is_gguf(path) else path
+
+
+def folder_name(repository: Repository) -> str:
+    """The name of a checkpoint's folder in the parts cache of any host."""
+    return f"{name_of(repository.repo)}/{repository.commit}"
+
+
+def repository_of(path: Path) -> Repository:
+    """What a checkpoint here is of: a commit on the hub, or this host's folder. No header is read.
+    Raises ModelError if it lacks files, so that other hosts cannot get theirs from here."""
+    files = _weight_files(path)
+    found = cached_commit(folder_of_checkpoint(path)) or _of_folder(path, files)
+    weights = {
+        each.name: found.weights.get(each.name, HubFile(each.stat().st_size)) for each in files
+    }
+    return Repository(found.repo, found.commit, weights, found.on_hub)
 
 
 def _text(data: bytes) -> str:
@@ -162,13 +175,13 @@ def _of_folder(path: Path, files: list[Path]) -> Repository:
     """The name of a local checkpoint for other hosts: it changes with the files."""
     stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
     text = repr((str(path.absolute()), stats)).encode()
-    folder = path.parent if is_gguf(path) else path
+    folder = folder_of_checkpoint(path)
     return Repository(folder.absolute().name, hashlib.sha256(text).hexdigest()[:40], {}, False)
 
 
 def holdings(path: Path) -> dict[str, dict[str, str]]:
     """The tensors of a folder of the parts cache that are here, with their hashes, by file."""
-    folder = path.parent if is_gguf(path) else path
+    folder = folder_of_checkpoint(path)
     found = read_repository(folder)
     if found is None:
         return {}
