@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from gguf import GGMLQuantizationType
 from huggingface_hub import constants
 
 from pipespec.cli.main import main
@@ -27,6 +29,7 @@ from pipespec.engine.parts.repository import folder_of, ranges_of
 from pipespec.system.folders import resource_dir
 from tests.helpers.hub import COMMIT, Hub, serving
 from tests.helpers.shards import shard
+from tools.rig.gguf_files import write
 
 ROOT = Path(__file__).parents[2]
 DEMO = resource_dir("demo")
@@ -124,6 +127,64 @@ def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
     assert hub.weight_bytes <= 1.02 * size_of(served)
     assert main(["generate", *ASK, f"model.target={DEMO / 'target'}"]) == 0
     assert found == json.loads(capsys.readouterr().out)["token_ids"]
+
+
+@pytest.mark.slow
+def test_hosts_get_their_tensors_of_a_gguf_file(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "served").mkdir()
+    path = tmp_path / "served" / "m.gguf"
+    kinds = {"tokenizer": DEMO / "target"}
+    write(DEMO / "target", path, "llama", lambda _: GGMLQuantizationType.F16, **kinds)
+    hub.folders["org/gguf"] = path.parent
+    settings = [hosts_file(tmp_path, [8, 8]), "model.target=org/gguf/m.gguf"]
+    assert main(["generate", *ASK, *settings]) == 0
+    found = json.loads(capsys.readouterr().out)["token_ids"]
+    assert hub.weight_bytes <= 1.02 * path.stat().st_size
+    own = PartsFile(next((tmp_path / "beta").glob("pipespec/parts/*/*/m.gguf")))
+    assert {name.split(".")[1] for name in own.hashes if name.startswith("blk.")} == {
+        str(layer) for layer in range(8, 16)
+    }
+    assert main(["generate", *ASK, f"model.target={path}"]) == 0
+    assert found == json.loads(capsys.readouterr().out)["token_ids"]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_leaves_no_process_and_the_next_one_goes_on(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [hosts_file(tmp_path, [4, 12]), "model.target=org/model"]
+    kills = 0
+    for moment in (9, 14, 20):
+        command = [sys.executable, "-m", "pipespec", "fetch", *settings]
+        seen: list[int] = []
+        with subprocess.Popen(command, stdout=-1, stderr=-1) as process:
+            children: list[psutil.Process] = []
+
+            def kill(
+                moment: int = moment,
+                seen: list[int] = seen,
+                process: subprocess.Popen[bytes] = process,
+                children: list[psutil.Process] = children,
+            ) -> None:
+                seen.append(1)
+                if len(seen) == moment:
+                    with suppress(psutil.NoSuchProcess):
+                        children += psutil.Process(process.pid).children(recursive=True)
+                        os.kill(process.pid, signal.SIGKILL)
+
+            hub.on_range = kill
+            process.communicate(timeout=60)
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+        kills += process.returncode == -signal.SIGKILL
+    assert kills
+    hub.on_range = lambda: None
+    fetched(capsys, *settings)
+    assert "model.layers.15.mlp.up_proj.weight" in tensors(tmp_path / "beta")
+    again = sum(hub.ranges.count(each) - 1 for each in set(hub.ranges))
+    assert again <= 16 * kills
 
 
 def hidden(folder: Path, path: Path) -> str:
