@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipespec.engine.parts.fetching import sole_fetcher
 from pipespec.engine.parts.parts_file import reported
 from pipespec.engine.parts.repository import (
     known_commit,
@@ -58,8 +59,9 @@ def _last_used(root: Path) -> str:
 
 
 def remove(entry: CacheEntry) -> None:
-    """Remove a folder. Ranks that have loaded weights from it go on. Raises ModelError."""
-    with reported(entry.folder):
+    """Remove a folder. Ranks that have loaded weights from it go on. Raises ModelError, also where
+    a process fetches into it."""
+    with reported(entry.folder), sole_fetcher(entry.folder, wait=False):
         shutil.rmtree(entry.folder)
         others = [each for each in entry.folder.parent.iterdir() if each.name != "refs"]
         if not others:

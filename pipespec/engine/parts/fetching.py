@@ -93,7 +93,7 @@ def fetch(
 
     Raises ModelError: the disk is too small, a source failed, or bytes are wrong.
     """
-    with _sole_fetcher(folder):
+    with sole_fetcher(folder):
         files = []
         for name, tensors in wanted.items():
             if is_partial(folder / name):
@@ -237,13 +237,17 @@ def _require_room(folder: Path, files: Collection[_Wanted]) -> None:
 
 
 @contextmanager
-def _sole_fetcher(folder: Path) -> Iterator[None]:
-    """Be the only process that fetches into a folder; the lock ends with the process."""
+def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Be the only process that fetches into a folder; the lock ends with the process. Raises
+    ModelError if another one is and this must not `wait`."""
     with reported(folder):
         (folder / RECORDS).mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / RECORDS / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise ModelError(f"a process fetches into {folder}; wait until it has ended") from None
         yield
     finally:
         os.close(descriptor)
