@@ -30,11 +30,8 @@ def parts_needed(deployment: Deployment, host: Host) -> Mapping[str, set[str]]:
     for rank, worker in enumerate(deployment.workers):
         if worker not in host.workers:
             continue
-        if rank:
-            found["target"] |= _parts(deployment.target, deployment.layers[rank - 1])
-            continue
-        for kind, info in deployment.models[1:]:
-            found[kind] |= _parts(info, range(info.num_layers))
+        for kind, parts in parts_of_rank(deployment, rank).items():
+            found[kind] |= parts
     return found
 
 
@@ -71,9 +68,21 @@ def own_path(
     return next((each for each in here if not missing(each, parts)), here[0] if here else None)
 
 
-def on_this_host(deployment: Deployment, host: Host) -> Deployment:
-    """The deployment with the checkpoints at their paths on this host. Raises ConfigError."""
-    needed = parts_needed(deployment, host)
+def parts_of_rank(deployment: Deployment, rank: int) -> Mapping[str, set[str]]:
+    """The same for a rank, in the epoch whose layers the deployment has."""
+    if rank:
+        return {"target": _parts(deployment.target, deployment.layers[rank - 1])}
+    return {kind: _parts(info, range(info.num_layers)) for kind, info in deployment.models[1:]}
+
+
+def on_this_host(
+    deployment: Deployment, host: Host, needed: Mapping[str, Collection[str]] | None = None
+) -> Deployment:
+    """The deployment with the checkpoints at their paths on this host. Raises ConfigError.
+
+    `needed` are the parts that it computes of each model; None: those of the first epoch.
+    """
+    needed = parts_needed(deployment, host) if needed is None else needed
 
     def here(path: Path, given: str | None, kind: str) -> Path:
         shared = deployment.shared.get(kind)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 
 from pipespec.cluster import memory
 from pipespec.cluster.deployment import (
@@ -30,8 +29,9 @@ from pipespec.cluster.fault_stats import Fault
 from pipespec.cluster.host_weights import require_weights
 from pipespec.cluster.recovery import ClusterState, Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
-from pipespec.cluster.replanning import assignment_without, first_assignment
+from pipespec.cluster.replanning import first_assignment
 from pipespec.cluster.weight_distribution import distribute_weights, shared_names
+from pipespec.cluster.weight_moves import WeightMoves
 from pipespec.cluster.worker_group import PRELOAD, WorkerGroup
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
@@ -243,7 +243,7 @@ def start_cluster(
             redis.namespace,
             first_assignment(deployment),
             workers=[worker for host in deployment.hosts for worker in host.workers],
-            replan=partial(assignment_without, deployment),
+            replan=WeightMoves(deployment).plan,
             server=redis.server,
             patience_s=deployment.config.cluster.patience_s,
             stall_s=deployment.config.cluster.stall_s,

@@ -23,12 +23,18 @@ from gguf import GGMLQuantizationType
 from huggingface_hub import constants
 
 from pipespec.cli.main import main
+from pipespec.client.local_cluster import running
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.controller.log_records import Accepted
+from pipespec.core import SamplingParams
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.parts.parts_file import PartsFile
 from pipespec.engine.parts.repository import folder_of, ranges_of
 from pipespec.system.folders import resource_dir
 from tests.helpers.hub import COMMIT, Hub, serving
 from tests.helpers.shards import shard
+from tools.rig.cluster import reference
 from tools.rig.gguf_files import write
 
 ROOT = Path(__file__).parents[2]
@@ -64,8 +70,11 @@ def size_of(model: Path) -> int:
     return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
-def hosts_file(folder: Path, split: list[int], **changes: dict[str, Any]) -> str:
-    """A stage on each of so many hosts; alpha is this process's and has the draft too."""
+def hosts_file(
+    folder: Path, split: list[int], *, spares: int = 0, **changes: dict[str, Any]
+) -> str:
+    """A stage on each of so many hosts, but for spares; alpha is this process's and has the draft
+    too."""
     hosts = []
     for index, name in enumerate(NAMES[: len(split)]):
         env = {"XDG_CACHE_HOME": str(folder / name), "HF_HOME": str(folder / name), "HF_TOKEN": ""}
@@ -73,7 +82,8 @@ def hosts_file(folder: Path, split: list[int], **changes: dict[str, Any]) -> str
         hosts.append(host | changes.get(name, {}))
     hosts[0] |= {"devices": ["cpu", "cpu"], "draft": str(DEMO / "draft"), "env": {}}
     file = folder / "hosts.yaml"
-    content = {"defaults": {"ssh": "local"}, "hosts": hosts, "draft": "alpha/0", "split": split}
+    content = {"defaults": {"ssh": "local"}, "hosts": hosts, "draft": "alpha/0"}
+    content |= {"split": split[: len(split) - spares], "spares": spares}
     file.write_text(yaml.safe_dump(content))
     return f"cluster={file}"
 
@@ -219,6 +229,55 @@ def test_a_folder_that_only_the_launcher_has_is_enough(
     text = json.loads(capsys.readouterr().out)["token_ids"]
     assert main(["generate", *ASK, f"model.target={DEMO / 'target'}"]) == 0
     assert text == json.loads(capsys.readouterr().out)["token_ids"]
+
+
+def processes_of(cache: Path) -> list[psutil.Process]:
+    """The processes of a host, which its cache identifies."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if each.environ().get("XDG_CACHE_HOME") == str(cache):
+                found.append(each)
+    return found
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.usefixtures("hub")
+def test_a_spare_gets_the_layers_of_a_host_that_stays_away(served: Path, tmp_path: Path) -> None:
+    """From the launcher, which alone has the folder; the text goes on."""
+    model = Path(shutil.copytree(served, tmp_path / "only" / "model"))
+    python, away = tmp_path / "python-beta", tmp_path / "away"
+    python.write_text(
+        f'#!/bin/sh\n[ -e {away} ] && exit 7\nexec {hidden(tmp_path, tmp_path / "only")} "$@"\n'
+    )
+    python.chmod(0o755)
+    others = {"beta": {"python": str(python)}, "gamma": {"python": str(tmp_path / "python")}}
+    hosts = hosts_file(tmp_path, [8, 8, 0], spares=1, **others)
+    settings = ["cluster.patience_s=3", "model.context=256", "policy=root", "proposer=suffix"]
+    deployment = decide(compose([hosts, f"model.target={model}", *settings]))
+    with running(deployment) as (cluster, client):
+        ids = client.served.encode("Once upon a time")
+        assert tensors_of(tmp_path / "gamma") == set()
+        request = client.submit(ids, SamplingParams(), max_new_tokens=100)
+        tokens: list[int] = []
+        for event in client.events(request):
+            if isinstance(event, Accepted):
+                tokens += event.tokens
+                if len(tokens) > 5 and not away.exists():
+                    away.touch()
+                    for process in processes_of(tmp_path / "beta"):
+                        with suppress(psutil.NoSuchProcess):
+                            process.kill()
+        assert cluster.state.assignment.workers == ("alpha/0", "alpha/1", "gamma/0")
+    assert "model.layers.9.mlp.up_proj.weight" in tensors_of(tmp_path / "gamma")
+    (expected,) = reference(DEMO / "target", [ids], 100)
+    assert tokens and tokens == expected[: len(tokens)]
+
+
+def tensors_of(cache: Path) -> set[str]:
+    files = cache.glob("pipespec/parts/*/*/*.safetensors")
+    return {name for file in files for name in PartsFile(file).hashes if name}
 
 
 def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(
