@@ -15,6 +15,7 @@ from pipespec.config.schema import Config
 from pipespec.controller.task_graph import Layout
 from pipespec.engine.attention.select import missing_requirement
 from pipespec.engine.checkpoint import INT4_DTYPE, CheckpointInfo, inspect
+from pipespec.engine.parts.repository import SharedName
 from pipespec.engine.precision import automatic
 from pipespec.engine.quantization import PACKED_INT4
 from pipespec.errors import ConfigError
@@ -27,16 +28,6 @@ from pipespec.placement.slices import Placement, plan_slices, split_evenly
 from pipespec.sampling.params import check_vocabulary
 from pipespec.system.devices import num_cuda
 from pipespec.transport.transport_settings import NCCL
-
-
-@dataclass(frozen=True)
-class SharedName:
-    """The folder of a checkpoint in the parts cache of any host, relative to it; `file` is its GGUF
-    file, and `on_hub` whether its name is that of a commit on the hub."""
-
-    name: str
-    file: str | None
-    on_hub: bool
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
-from pipespec.cluster.deployment import SharedName
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.partial_checkpoint import missing, tensors_by_file
 from pipespec.engine.parts.blueprint import (
@@ -19,7 +18,7 @@ from pipespec.engine.parts.blueprint import (
 from pipespec.engine.parts.hub_client import HubClient
 from pipespec.engine.parts.parts_file import PartsFile, is_partial
 from pipespec.engine.parts.ranges import RangeSet
-from pipespec.engine.parts.repository import cached_commit, ranges_of
+from pipespec.engine.parts.repository import SharedName, cached_commit, ranges_of
 from pipespec.errors import ModelError
 
 # A tensor: model, file, name in the file.

@@ -25,14 +25,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pipespec.cluster.deployment import Deployment, SharedName
+from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_weights import parts_needed, shares_caches
 from pipespec.cluster.source_model import Key, SourceModel, shared_name_of
 from pipespec.cluster.weight_host import HUB, LAUNCHER, is_here, read_file
 from pipespec.cluster.weight_peer import WeightPeer, connected
 from pipespec.config.hosts import Host
 from pipespec.engine.parts.fetching import HubSource, check_whole, fetch
-from pipespec.engine.parts.repository import read_repository
+from pipespec.engine.parts.repository import SharedName, read_repository
 from pipespec.errors import ModelError
 
 # Called with a host's name, the bytes that it has of those it needs, and how many it needs.

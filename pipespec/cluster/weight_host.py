@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.byte_channel import CHUNK_BYTES, ByteChannel
-from pipespec.cluster.deployment import SharedName
 from pipespec.cluster.host_weights import own_path
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.partial_checkpoint import missing, tensors_by_file
@@ -39,7 +38,7 @@ from pipespec.engine.parts.fetching import check_whole, fetch
 from pipespec.engine.parts.hub_client import HubClient, Location, Unavailable
 from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
 from pipespec.engine.parts.ranges import Range, RangeSet
-from pipespec.engine.parts.repository import parts_cache, ranges_of
+from pipespec.engine.parts.repository import SharedName, parts_cache, ranges_of
 from pipespec.errors import ModelError
 from pipespec.system.versions import own_version
 

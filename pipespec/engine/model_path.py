@@ -10,7 +10,7 @@ from pathlib import Path
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.partial_checkpoint import index_is_met
 from pipespec.engine.parts import repository
-from pipespec.engine.parts.hub_client import HubClient, Unavailable
+from pipespec.engine.parts.hub_client import MAX_TRIES, HubClient, Unavailable
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
 
@@ -77,8 +77,10 @@ def resolve_config(model: str | Path) -> Path:
 def _on_hub(hub_id: str, file: str | None = None) -> Path:
     """The folder, or GGUF file, of a hub id. Raises ModelError."""
     client = HubClient(hub_id)
+    # With a copy here, a hub that does not answer at once is not waited for.
+    tries = MAX_TRIES if _here(hub_id, file) is None else 1
     try:
-        revision = client.revision()
+        revision = client.revision(max_tries=tries)
     except Unavailable as error:
         return _known(hub_id, file, str(error))
     cached = cached_model(hub_id, revision.commit, file)

@@ -96,7 +96,7 @@ class HubClient:
             each for each in kinds if each.__name__ == "HTTPError" and issubclass(each, Exception)
         )
 
-    def revision(self, name: str = "main") -> Revision:
+    def revision(self, name: str = "main", *, max_tries: int = MAX_TRIES) -> Revision:
         """What a branch or commit of the repository holds. Raises ModelError; Unavailable if the
         hub cannot be reached."""
         from huggingface_hub import HfApi
@@ -105,7 +105,7 @@ class HubClient:
             api = HfApi(endpoint=self.endpoint)
             return api.model_info(self.repo, revision=name, files_metadata=True, timeout=CONNECT_S)
 
-        info = self._tried(ask)
+        info = self._tried(ask, max_tries)
         files = {}
         for each in info.siblings or ():
             if "/" not in each.rfilename and each.size is not None:
@@ -243,7 +243,7 @@ class HubClient:
         if status >= 400:
             raise ModelError(_refusal(self.repo, self.endpoint, status))
 
-    def _tried(self, ask: Callable[[], T]) -> T:
+    def _tried(self, ask: Callable[[], T], max_tries: int) -> T:
         """Ask the hub's API until it answers. Raises ModelError, Unavailable."""
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -263,13 +263,15 @@ class HubClient:
                 headers = {} if answer is None else answer.headers
                 why = _reason(error) if status is None else f"it answers {status}"
                 tries += 1
-                self._pause(_Again(why, _asked_wait_s(headers)), tries, "its files")
+                self._pause(
+                    _Again(why, _asked_wait_s(headers)), tries, "its files", max_tries=max_tries
+                )
 
-    def _pause(self, error: _Again, tries: int, what: str) -> None:
+    def _pause(self, error: _Again, tries: int, what: str, *, max_tries: int = MAX_TRIES) -> None:
         """Wait before the next try. Raises Unavailable after too many."""
         if self.stopped.is_set():
             raise Unavailable(f"reading {self.repo} was stopped") from error
-        if tries >= MAX_TRIES or error.wait_s > LONGEST_ASKED_S:
+        if tries >= max_tries or error.wait_s > LONGEST_ASKED_S:
             raise Unavailable(
                 f"{self.endpoint} did not send {what} of {self.repo}, though asked {tries} times: "
                 f"{error}; check the network, or try again later"

@@ -70,6 +70,16 @@ class Repository:
         return cls(value["repo"], value["commit"], files, value["on_hub"])
 
 
+@dataclass(frozen=True)
+class SharedName:
+    """The folder of a checkpoint in the parts cache of any host, relative to it; `file` is its GGUF
+    file, and `on_hub` whether its name is that of a commit on the hub."""
+
+    name: str
+    file: str | None
+    on_hub: bool
+
+
 def parts_cache() -> Path:
     """The folder of all repositories. Raises ConfigError."""
     return cache_folder() / "parts"
