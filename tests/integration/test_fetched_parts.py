@@ -24,7 +24,7 @@ from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.partial_checkpoint import tensors_by_file
-from pipespec.engine.parts import fetching
+from pipespec.engine.parts import fetching, hub_client
 from pipespec.engine.parts.from_hub import fetch_parts
 from pipespec.engine.parts.parts_file import PartsFile
 from pipespec.engine.parts.repository import NUM_CONNECTIONS, ranges_of
@@ -210,6 +210,17 @@ def test_offline_what_was_fetched_is_used_and_the_rest_is_named(
     assert fetch_parts(info.path, first) == 0
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
         fetch_parts(info.path, ALL)
+
+
+@pytest.mark.usefixtures("model")
+def test_a_hub_that_cannot_be_reached_is_not_waited_for_where_a_copy_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = inspect("org/model").path
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub_client, "FIRST_WAIT_S", 1e6)  # the test would not end
+    monkeypatch.setattr(hub_client, "LONGEST_WAIT_S", 1e6)
+    assert inspect("org/model").path == path
 
 
 @pytest.mark.usefixtures("model")
