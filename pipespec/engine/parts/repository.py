@@ -121,12 +121,13 @@ def cached_commit(folder: Path) -> Repository | None:
     found = read_repository(folder)
     if found is not None:
         return found
-    from huggingface_hub import constants
-
     snapshots = folder.absolute().parent
     root = snapshots.parent
-    known = snapshots.name == "snapshots" and root.parent == Path(constants.HF_HUB_CACHE).absolute()
-    if not known or not root.name.startswith("models--"):
+    if snapshots.name != "snapshots" or not root.name.startswith("models--"):
+        return None
+    from huggingface_hub import constants  # takes its time, so not for other folders
+
+    if root.parent != Path(constants.HF_HUB_CACHE).absolute():
         return None
     return Repository("/".join(root.name.split("--")[1:]), folder.name, {})
 
