@@ -66,6 +66,13 @@ def shards(path: Path) -> dict[Path, dict[str, Tensor]]:
             f"{path} holds none of the files that its {INDEX} names, such as "
             f"{min(shard_of.values(), default='any')}; put there those that hold its layers"
         )
+    for file, held in found.items():
+        for name in held:
+            if path / shard_of.get(name, file.name) not in found:
+                raise ModelError(
+                    f"{path / INDEX} names {shard_of[name]} as the file of {shown(name)}, which is "
+                    f"in {file.name}; fetch the index again"
+                )
     here = {name for name, shard in shard_of.items() if path / shard in found}
     absent = here - {name for held in found.values() for name in held}
     if absent:
