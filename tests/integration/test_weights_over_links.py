@@ -1,4 +1,4 @@
-"""Weights that reach hosts over links of a known rate: network namespaces, each with its own."""
+"""What goes over the links of hosts that fetch weights: network namespaces, each with its own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,10 +26,9 @@ from tests.helpers.models import build
 
 ROOT = Path(__file__).parents[2]
 NUM_LAYERS = 8
-MBIT = 40
-SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": NUM_LAYERS}
-# A link passes on so many bytes at once, and lets so many wait.
-BURST, WAITING = 2**16, 2**22
+SIZES = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": NUM_LAYERS}
+# Headers of packets, and the small files, beside a host's tensors.
+OVERHEAD = 1.06
 
 
 def call(*line: str) -> None:
@@ -38,8 +36,8 @@ def call(*line: str) -> None:
 
 
 @contextmanager
-def namespace(index: int) -> Iterator[str]:
-    """A network namespace to which this one sends at most MBIT; its name."""
+def namespace(index: int) -> Iterator[tuple[str, str]]:
+    """A network namespace; its name, and the device through which this one sends to it."""
     name = f"pipespec-{os.getpid()}-{index}"
     device, subnet = f"ps{os.getpid() % 100000}-{index}", f"10.78.{index}"
     call("ip", "netns", "add", name)
@@ -52,18 +50,16 @@ def namespace(index: int) -> Iterator[str]:
         call(*inside, "addr", "add", f"{subnet}.2/24", "dev", "eth0")
         call(*inside, "link", "set", "eth0", "up")
         call(*inside, "route", "add", "default", "via", f"{subnet}.1")
-        bucket = ("tbf", "rate", f"{MBIT}mbit", "burst", str(BURST), "limit", str(WAITING))
-        call("tc", "qdisc", "add", "dev", device, "root", *bucket)
-        yield name
+        yield name, device
     finally:
         subprocess.run(["ip", "link", "del", device], capture_output=True)
         call("ip", "netns", "del", name)
 
 
 @pytest.fixture(scope="module")
-def namespaces() -> Iterator[list[str]]:
-    if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        pytest.skip("needs root, ip and tc for network namespaces")
+def namespaces() -> Iterator[list[tuple[str, str]]]:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and ip for network namespaces")
     with ExitStack() as stack:
         try:
             yield [stack.enter_context(namespace(index)) for index in (1, 2, 3)]
@@ -71,17 +67,20 @@ def namespaces() -> Iterator[list[str]]:
             pytest.skip(f"network namespaces are not allowed here: {error.stderr.decode()}")
 
 
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_three_hosts_with_nothing_are_ready_when_the_busiest_link_is_done(
-    namespaces: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def sent_bytes(device: str) -> int:
+    return int(Path(f"/sys/class/net/{device}/statistics/tx_bytes").read_text())
+
+
+@pytest.mark.slow
+def test_the_link_of_a_host_carries_its_own_layers_alone(
+    namespaces: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Of four hosts one has its layers; the others get theirs from the hub, each over its link."""
-    model = build("llama", tmp_path / "m", max_shard_size="100MB", **SIZES)
+    model = build("llama", tmp_path / "m", max_shard_size="20MB", **SIZES)
     hosts: list[dict[str, Any]] = [
         {"name": "a", "address": "127.0.0.1", "devices": ["cpu", "cpu"]},
     ]
-    for name, inside in zip("bcd", namespaces, strict=True):
+    for name, (inside, _) in zip("bcd", namespaces, strict=True):
         python = tmp_path / f"python-{name}"
         python.write_text(f'#!/bin/sh\nexec ip netns exec {inside} {sys.executable} "$@"\n')
         python.chmod(0o755)
@@ -104,9 +103,9 @@ def test_three_hosts_with_nothing_are_ready_when_the_busiest_link_is_done(
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
         fetch_parts(inspect("org/model").path, parts_of(range(2), NUM_LAYERS, tied=False))
-        begun = time.monotonic()
+        before = [sent_bytes(device) for _, device in namespaces]
         assert main(["fetch", "--json", f"cluster={file}", "model.target=org/model"]) == 0
-        took = time.monotonic() - begun
+        carried = [sent_bytes(device) for _, device in namespaces]
     fetched = {
         name: each["fetched_bytes"]
         for name, each in json.loads(capsys.readouterr().out)["hosts"].items()
@@ -114,7 +113,5 @@ def test_three_hosts_with_nothing_are_ready_when_the_busiest_link_is_done(
     assert fetched.keys() == set("bcd")
     size = sum(each.stat().st_size for each in model.glob("*.safetensors"))
     assert hub.weight_bytes <= 1.02 * size
-    ideal_s = 8 * max(fetched.values()) / (MBIT * 1e6)
-    with capsys.disabled():
-        print(f"\n{fetched} in {took:.2f} s, the busiest link alone {ideal_s:.2f} s")
-    assert took <= 1.3 * ideal_s
+    for name, start, stop in zip("bcd", before, carried, strict=True):
+        assert fetched[name] <= stop - start <= OVERHEAD * fetched[name], name
