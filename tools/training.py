@@ -20,7 +20,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model_path import resolve
+from pipespec.engine.parts.from_hub import fetch_parts
+from pipespec.engine.parts.repository import read_repository
+from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ModelError
 
 WARMUP_STEPS = 50
@@ -34,9 +38,13 @@ console = Console()
 
 
 def model_folder(model: str) -> Path:
-    """The folder of a model, named by its folder or hub id. Raises SystemExit."""
+    """The folder of a model with all weights, named by its folder or hub id. Raises SystemExit."""
     try:
-        return resolve(model)
+        path = resolve(model)
+        if read_repository(path) is not None:
+            info = inspect(path)
+            fetch_parts(path, parts_of(range(info.num_layers), info.num_layers, tied=info.tied))
+        return path
     except ModelError as error:
         raise SystemExit(f"{str(error)[0].upper()}{str(error)[1:]}.") from error
 

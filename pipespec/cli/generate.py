@@ -81,11 +81,15 @@ def decode(
         with attach(running) as client:
             return ask(client, chosen, ids, on_text)[0]
 
+    from pipespec.cli.fetch import with_weights
     from pipespec.cluster.deployment import decide
     from pipespec.cluster.held_weights import summary
+    from pipespec.cluster.session import check_deployment
     from pipespec.config.compose import compose
 
     deployment = decide(compose(settings))  # errors before slow imports
+    check_deployment(deployment, stays=False)
+    deployment = with_weights(deployment)
     if (weights := summary(deployment)) is not None:
         show(weights, stderr=True)
     with progress("loading") as (on_loaded,):

@@ -132,6 +132,7 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
 
         config = compose(settings)
 
+        from pipespec.cli.fetch import with_weights
         from pipespec.client.local_cluster import running_cluster
         from pipespec.client.model_info import ModelInfo
         from pipespec.cluster import session
@@ -149,6 +150,8 @@ def stay(name: str, settings: Sequence[str], *, as_json: bool, measure: bool) ->
                     require_same_model(
                         deployment, f"run `pipespec down {name}`, or choose another --name"
                     )
+                session.check_deployment(deployment, stays=True)
+                deployment = with_weights(deployment)
                 with (
                     progress("loading") as (on_loaded,),
                     session.start_agents(deployment, stays=True) as agents,

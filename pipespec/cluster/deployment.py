@@ -6,7 +6,7 @@ and launchers do not spend time on imports that only ranks need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipespec.config.cluster import ClusterConfig
@@ -15,6 +15,7 @@ from pipespec.config.schema import Config
 from pipespec.controller.task_graph import Layout
 from pipespec.engine.attention.select import missing_requirement
 from pipespec.engine.checkpoint import KEPT_DTYPE, CheckpointInfo, inspect
+from pipespec.engine.parts.repository import SharedName
 from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.errors import ConfigError
 from pipespec.head.proposers.draft_model import DraftModelConfig
@@ -36,7 +37,8 @@ class Deployment:
     `placement` maps the workers of the `hosts` to the ranks of the first epoch. `layers` has one
     entry per stage, `devices` and `sizes` (how many workers compute it) one per rank; in a later
     epoch they may be others. `context` is the longest sequence in tokens that the KV pools are made
-    for.
+    for. `shared` names the models that hosts may have got from the hub or from one another;
+    `fetched`: the hosts have the weights that they compute in the first epoch.
     """
 
     config: Config
@@ -49,6 +51,8 @@ class Deployment:
     hosts: tuple[Host, ...]
     mid: CheckpointInfo | None = None
     sizes: tuple[int, ...] = ()
+    shared: Mapping[str, SharedName] = field(default_factory=dict)
+    fetched: bool = False
 
     @property
     def models(self) -> list[tuple[str, CheckpointInfo]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +11,16 @@ from pipespec.cluster.deployment import Deployment
 from pipespec.config.hosts import Host
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.model_path import cached_model
 from pipespec.engine.partial_checkpoint import clause, missing
+from pipespec.engine.parts.repository import SharedName, parts_cache, read_repository
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError
+
+
+def shares_caches(host: Host) -> bool:
+    """Whether a host is this machine, with the folders of this process."""
+    return host.local and not host.env
 
 
 def parts_needed(deployment: Deployment, host: Host) -> Mapping[str, set[str]]:
@@ -23,11 +30,8 @@ def parts_needed(deployment: Deployment, host: Host) -> Mapping[str, set[str]]:
     for rank, worker in enumerate(deployment.workers):
         if worker not in host.workers:
             continue
-        if rank:
-            found["target"] |= _parts(deployment.target, deployment.layers[rank - 1])
-            continue
-        for kind, info in deployment.models[1:]:
-            found[kind] |= _parts(info, range(info.num_layers))
+        for kind, parts in parts_of_rank(deployment, rank).items():
+            found[kind] |= parts
     return found
 
 
@@ -35,11 +39,54 @@ def _parts(info: CheckpointInfo, layers: range) -> set[str]:
     return parts_of(layers, info.num_layers, tied=info.tied)
 
 
-def on_this_host(deployment: Deployment, host: Host) -> Deployment:
-    """The deployment with the checkpoints at their paths on this host. Raises ConfigError."""
+def own_path(
+    path: Path, given: str | None, shared: SharedName | None, parts: Collection[str]
+) -> Path | None:
+    """Where a host has a checkpoint of the launcher's; None: nowhere. Called on that host.
+
+    Args:
+        path: where the launcher has it.
+        given: what the hosts file says for this host.
+        shared: its name in the parts cache.
+        parts: what the host computes of it.
+    """
+    if given:
+        return Path(given).expanduser()
+    found = []
+    if shared is None or not shared.on_hub:
+        found.append(path)
+    if shared is not None:
+        if shared.on_hub:
+            repo, _, commit = shared.name.rpartition("/")
+            hub_id = "/".join(repo.split("--")[1:])
+            cached = cached_model(hub_id, commit, shared.file)
+            found += [] if cached is None else [cached]
+        folder = parts_cache() / shared.name
+        if read_repository(folder) is not None:
+            found.append(folder if shared.file is None else folder / shared.file)
+    here = [each for each in found if each.is_dir() or (is_gguf(each) and each.is_file())]
+    return next((each for each in here if not missing(each, parts)), here[0] if here else None)
+
+
+def parts_of_rank(deployment: Deployment, rank: int) -> Mapping[str, set[str]]:
+    """The same for a rank, in the epoch whose layers the deployment has."""
+    if rank:
+        return {"target": _parts(deployment.target, deployment.layers[rank - 1])}
+    return {kind: _parts(info, range(info.num_layers)) for kind, info in deployment.models[1:]}
+
+
+def on_this_host(
+    deployment: Deployment, host: Host, needed: Mapping[str, Collection[str]] | None = None
+) -> Deployment:
+    """The deployment with the checkpoints at their paths on this host. Raises ConfigError.
+
+    `needed` are the parts that it computes of each model; None: those of the first epoch.
+    """
+    needed = parts_needed(deployment, host) if needed is None else needed
 
     def here(path: Path, given: str | None, kind: str) -> Path:
-        found = Path(given).expanduser() if given else path
+        shared = deployment.shared.get(kind)
+        found = own_path(path, given, shared, needed.get(kind, ())) or path
         if not (found.is_dir() or (is_gguf(found) and found.is_file())):
             what = "file" if is_gguf(found) else "folder"
             raise ConfigError(
@@ -58,7 +105,8 @@ def on_this_host(deployment: Deployment, host: Host) -> Deployment:
             )
         deployment = replace(deployment, target=target)
     for kind, info in deployment.models[1:]:
-        if (given := getattr(host, kind)) is not None:
+        given = getattr(host, kind)
+        if given is not None or (kind in needed and kind in deployment.shared):
             own = inspect(str(here(Path(info.path), given, kind)))
             deployment = deployment.with_model(kind, own)
     return deployment
@@ -68,7 +116,7 @@ def require_weights(deployment: Deployment) -> None:
     """Raise ConfigError, which names what is missing, unless this machine has the weights that its
     ranks compute in the first epoch. Other hosts check theirs when they load them."""
     for host in deployment.hosts:
-        if not host.local:
+        if not shares_caches(host):
             continue
         needed = parts_needed(deployment, host)
         here = on_this_host(deployment, host) if needed else deployment

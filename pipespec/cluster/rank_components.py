@@ -18,7 +18,9 @@ from pipespec.engine.attention.select import AUTO, SDPA
 from pipespec.engine.autotune import autotune
 from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.parts.from_hub import fetch_parts
 from pipespec.engine.runner import SliceRunner
+from pipespec.engine.slice_tensors import parts_of
 from pipespec.engine.tensor_parallel import TPRank
 from pipespec.engine.tp_worker import TPBroadcastGroup, TPDriver, negotiate, run_tp_worker
 from pipespec.head.proposers.async_proposer import AsyncProposer
@@ -58,9 +60,12 @@ def load_model(
     name = quantization_of(deployment.name_of(info))
     info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
     settings = deployment.config.model
+    layers = memory.layers_of(deployment, info, rank)
+    # In a later epoch, and on a host that was started by hand, some may be lacking.
+    fetch_parts(info.path, parts_of(layers, info.num_layers, tied=info.tied))
     model = ModelSlice.load(
         info.path,
-        memory.layers_of(deployment, info, rank),
+        layers,
         dtype=getattr(torch, deployment.dtype_of(info)),
         quantization=deployment.weight_format(info),
         device=device,
@@ -72,7 +77,6 @@ def load_model(
         model.compile()
     else:
         # Weights that count as used are freed as they are packed.
-        layers = memory.layers_of(deployment, info, rank)
         mapped = memory.weight_bytes(deployment, info, device, layers) == 0
         model.use_fastest_products(memory.share_bytes(device, sharing) if mapped else math.inf)
     if model.device.type == "cuda" and settings.attention == AUTO:

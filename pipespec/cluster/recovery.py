@@ -34,6 +34,7 @@ from typing import Self
 from pipespec.cluster.agent_handle import WorkerDeath
 from pipespec.cluster.fault_stats import Fault, FaultKind, FaultStats
 from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.cluster.replanning import WeightsPending
 from pipespec.cluster.worker_group import WorkerGroup
 from pipespec.cluster.worker_leases import WorkerLeases
 from pipespec.controller import epoch_control
@@ -71,7 +72,8 @@ class Recovery:
     Args:
         assignment: of the first epoch, which begins at once.
         workers: all workers, spares included.
-        replan: makes an assignment without workers that are lost, or raises ConfigError.
+        replan: makes an assignment without workers that are lost, or raises ConfigError, or
+            WeightsPending while it cannot begin yet.
         server: the private Redis, if there is one; it is started again when it has ended or hangs.
         patience_s: how long the recovery waits for a lost worker before the assignment changes, and
             for a Redis that it cannot start again before the cluster ends.
@@ -324,6 +326,8 @@ class Recovery:
         }
         try:
             self._assignment = self._replan(away)
+        except WeightsPending:
+            return False
         except ConfigError as error:
             # Imports can take longer than `patience_s`. A worker that imports has not stayed away,
             # and has `patience_s` to join once it has imported.

@@ -8,13 +8,17 @@ from pipespec.errors import ConfigError
 from pipespec.placement.slices import Placement, remaining
 
 
+class WeightsPending(Exception):
+    """The hosts of a new assignment get their weights first; ask for it again."""
+
+
 def first_assignment(deployment: Deployment) -> RankAssignment:
     """The assignment of the first epoch."""
-    return _assignment(deployment, deployment.placement)
+    return assignment_of(deployment, deployment.placement)
 
 
-def assignment_without(deployment: Deployment, lost: set[str]) -> RankAssignment:
-    """The assignment to the workers that are left. Raises ConfigError if they are too few."""
+def placement_without(deployment: Deployment, lost: set[str]) -> Placement:
+    """The layout over the workers that are left. Raises ConfigError if they are too few."""
     # The members of a tensor-parallel group cannot compute without one another.
     unusable = {
         worker
@@ -25,9 +29,15 @@ def assignment_without(deployment: Deployment, lost: set[str]) -> RankAssignment
     fewer = len(found.layers) != len(deployment.layers)
     if deployment.config.cluster.groups is not None and fewer:
         raise ConfigError("fewer stages do not fit cluster.groups; set spares aside.")
-    return _assignment(deployment, found)
+    return found
 
 
-def _assignment(deployment: Deployment, placement: Placement) -> RankAssignment:
+def assignment_without(deployment: Deployment, lost: set[str]) -> RankAssignment:
+    """The assignment to the workers that are left. Raises ConfigError if they are too few."""
+    return assignment_of(deployment, placement_without(deployment, lost))
+
+
+def assignment_of(deployment: Deployment, placement: Placement) -> RankAssignment:
+    """The assignment of a layout."""
     workers = placement.workers_by_rank
     return RankAssignment(workers, placement.layers, tuple(map(deployment.followers_of, workers)))

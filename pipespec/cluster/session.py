@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import replace
 
 from pipespec.cluster import memory
 from pipespec.cluster.deployment import (
@@ -31,7 +31,9 @@ from pipespec.cluster.held_weights import expanded
 from pipespec.cluster.host_weights import require_weights
 from pipespec.cluster.recovery import ClusterState, Recovery
 from pipespec.cluster.redis_setup import ClusterRedis, cluster_redis, require_same_model
-from pipespec.cluster.replanning import assignment_without, first_assignment
+from pipespec.cluster.replanning import first_assignment
+from pipespec.cluster.weight_distribution import distribute_weights, shared_names
+from pipespec.cluster.weight_moves import WeightMoves
 from pipespec.cluster.worker_group import PRELOAD, WorkerGroup
 from pipespec.controller import epoch_control
 from pipespec.controller.membership import Membership
@@ -44,6 +46,7 @@ from pipespec.errors import (
     RankFailed,
     StaleEpoch,
     Unreachable,
+    print_error,
 )
 
 log = logging.getLogger(__name__)
@@ -174,15 +177,9 @@ class ClusterSession:
         return len(state.assignment.workers), bool(state.faults)
 
 
-@contextmanager
-def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
-    """Start the agents of a deployment's hosts, which import what the ranks need, for `start`.
-
-    `stays`: the cluster does not end with a request, so workers may be started by hand.
-
-    Raises ConfigError (also of a missing package), before anything is started, and HostFailed if an
-    agent of another host cannot begin.
-    """
+def check_deployment(deployment: Deployment, *, stays: bool) -> None:
+    """Raise ConfigError unless a deployment can be started from here, as far as can be known before
+    its hosts have their weights. `stays`: see `start_agents`."""
     by_hand = [host.name for host in deployment.hosts if host.by_hand]
     if by_hand and not stays:
         raise ConfigError(
@@ -190,10 +187,25 @@ def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[Wor
             "cluster with `pipespec up`, and send requests to it with --on."
         )
     require_quantizers(deployment)
-    require_weights(deployment)
     require_backend(deployment)
     memory.require_files(deployment)
     require_same_model(deployment)
+
+
+@contextmanager
+def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
+    """Start the agents of a deployment's hosts, which import what the ranks need, for `start`.
+
+    Before that the hosts get the weights that they lack (`weight_distribution`).
+
+    `stays`: the cluster does not end with a request, so workers may be started by hand.
+
+    Raises ConfigError (also of a missing package), before anything is started, and HostFailed if an
+    agent of another host cannot begin.
+    """
+    check_deployment(deployment, stays=stays)
+    distribute_weights(deployment, on_warning=print_error)
+    require_weights(deployment)
     if (line := expanded(deployment)) is not None:
         log.warning(line)
     with WorkerGroup(
@@ -237,7 +249,7 @@ def start_cluster(
             redis.namespace,
             first_assignment(deployment),
             workers=[worker for host in deployment.hosts for worker in host.workers],
-            replan=partial(assignment_without, deployment),
+            replan=WeightMoves(deployment).plan,
             server=redis.server,
             patience_s=deployment.config.cluster.patience_s,
             stall_s=deployment.config.cluster.stall_s,
@@ -254,9 +266,10 @@ def start_cluster(
             on_log(f"{worker} {'spare' if place is None else f'rank {place[0]}'}", line)
 
         session = ClusterSession(deployment, redis, agents, recovery)
+        known = replace(deployment, shared=deployment.shared or shared_names(deployment))
         agents.start_workers(
             WORKER_ENTRYPOINT,
-            (deployment, where, hosts),
+            (known, where, hosts),
             restart=True,
             on_log=None if on_log is None else send_log,
         )

@@ -21,7 +21,7 @@ from pipespec.cluster import memory, rank_components
 from pipespec.cluster.deployment import ControllerAddress, Deployment
 from pipespec.cluster.heartbeat import Heartbeat
 from pipespec.cluster.held_rank import HeldRank
-from pipespec.cluster.host_weights import on_this_host
+from pipespec.cluster.host_weights import on_this_host, parts_of_rank
 from pipespec.cluster.rank_assignment import RankAssignment
 from pipespec.cluster.rank_components import Weights
 from pipespec.cluster.torchrun import WORKER
@@ -92,6 +92,9 @@ def run_worker(deployment: Deployment, where: ControllerAddress, hosts: Mapping[
             devices = list(map(deployment.device_of, assignment.workers))
             devices[rank] = deployment.device_of(worker)
             sizes = tuple(len(assignment.members(each)) for each in range(len(devices)))
+            if deployment.shared:  # its host may have got others than for the first epoch
+                laid_out = replace(deployment, layers=assignment.layers)
+                here = on_this_host(deployment, hosts[worker], parts_of_rank(laid_out, rank))
             mine = replace(here, layers=assignment.layers, devices=tuple(devices), sizes=sizes)
             try:
                 if mine.config.decode.form is not None and rank in (0, mine.layout.last):

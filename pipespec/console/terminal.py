@@ -13,6 +13,7 @@ from pipespec.system.validation import MOST_BYTES, Unreadable, decode
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import TaskID
     from rich.table import Table
 
 
@@ -133,6 +134,35 @@ def progress(*names: str) -> Iterator[list[Callable[[int, int], None]]]:
         yield [mover(name) for name in names]
 
 
+@contextmanager
+def named_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Bars of bytes on a terminal, which go when the block ends; else nothing.
+
+    Yields what moves the bar of a name: bytes done, and of how many. It may be called from several
+    threads.
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = _console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(
+        *columns,
+        TransferSpeedColumn(),
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        disable=not console.is_terminal,
+    ) as bars:
+        names: dict[str, TaskID] = {}
+
+        def move(name: str, done: int, of: int) -> None:
+            if name not in names:
+                names[name] = bars.add_task(name, total=None)
+            bars.update(names[name], completed=done, total=of)
+
+        yield move
+
+
 def labelled(labels: Mapping[str, Any]) -> str:
     """What a title must say of its figures (`client.answers.labels`); "" if they are plain.
 
@@ -144,6 +174,12 @@ def labelled(labels: Mapping[str, Any]) -> str:
     synthetic = ", draft tokens SYNTHETIC" if labels["synthetic"] else ""
     lossy = ", text LOSSY by the verifier" if labels["lossy"] else ""
     return emulated + synthetic + lossy
+
+
+def size_text(num_bytes: int) -> str:
+    """A number of bytes in GiB, or in MiB if that is less than one."""
+    gib = num_bytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
 
 
 def shown(value: Any) -> str:

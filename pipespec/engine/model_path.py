@@ -8,16 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.partial_checkpoint import index_is_met
+from pipespec.engine.parts import repository
+from pipespec.engine.parts.hub_client import MAX_TRIES, HubClient, Unavailable
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded, is_folder
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_HUB_GGUF = re.compile(r"([\w.-]+/[\w.-]+)/([\w.-]+\.gguf)")
 
 
 def resolve(model: str | Path) -> Path:
-    """The local folder of a model, or its GGUF file; a hub id is downloaded unless it is in the
-    hub's cache. Raises ModelError."""
+    """The local folder of a model, or its GGUF file.
+
+    That of a hub id, or of ORG/NAME/FILE.gguf on the hub, is in the cache of huggingface_hub if
+    that holds all of it; else it is in the parts cache, with small files and headers, and with
+    those tensors that were fetched (`pipespec.engine.parts`). Raises ModelError.
+    """
     path = home_expanded(model)
     if is_folder(path):
         return path
@@ -27,9 +34,29 @@ def resolve(model: str | Path) -> Path:
         raise ModelError(
             f"{path} is a file; give the folder that holds config.json, or a GGUF file"
         )
+    if isinstance(model, str) and (found := _HUB_GGUF.fullmatch(model)):
+        return _on_hub(found[1], found[2])
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model) or model in (".", ".."):
         raise ModelError(f"there is no model folder {path}; give an existing folder or a hub id")
-    return _download(model)
+    return _on_hub(model)
+
+
+def can_be_fetched(model: str) -> bool:
+    """Whether hosts without a model get their layers when a cluster starts: this host has all of
+    its files, or it is on the hub, as far as its name tells."""
+    path = home_expanded(model)
+    if os.path.lexists(path):
+        return path.is_file() if is_gguf(path) else index_is_met(path)
+    return _HUB_ID.fullmatch(model) is not None or _HUB_GGUF.fullmatch(model) is not None
+
+
+def known_model(model: str) -> Path | None:
+    """The checkpoint of a hub id that is here, whole or in parts; nothing is fetched."""
+    found = _HUB_GGUF.fullmatch(model)
+    hub_id, file = (found[1], found[2]) if found else (model, None)
+    if found is None and (not _HUB_ID.fullmatch(model) or model in (".", "..")):
+        return None
+    return _here(hub_id, file)
 
 
 def resolve_config(model: str | Path) -> Path:
@@ -47,10 +74,60 @@ def resolve_config(model: str | Path) -> Path:
     return _from_hub(model, lambda: hf_hub_download(model, "config.json"))
 
 
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
+def _on_hub(hub_id: str, file: str | None = None) -> Path:
+    """The folder, or GGUF file, of a hub id. Raises ModelError."""
+    client = HubClient(hub_id)
+    # With a copy here, a hub that does not answer at once is not waited for.
+    tries = MAX_TRIES if _here(hub_id, file) is None else 1
+    try:
+        revision = client.revision(max_tries=tries)
+    except Unavailable as error:
+        return _known(hub_id, file, str(error))
+    cached = cached_model(hub_id, revision.commit, file)
+    if cached is not None:
+        return cached
+    if file is not None and file not in revision.files:
+        raise ModelError(f"{hub_id} on the hub holds no {file}; check the name")
+    folder = repository.open_repository(client, revision, file)
+    return folder if file is None else folder / file
 
-    return _from_hub(hub_id, lambda: snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+
+def _known(hub_id: str, file: str | None, why: str) -> Path:
+    """A model that is here, while the hub cannot be reached. Raises ModelError."""
+    found = _here(hub_id, file)
+    if found is not None:
+        return found
+    raise ModelError(
+        f"there is no model folder {hub_id!r} and the hub could not be asked for a model of that "
+        f"name: {why}; give an existing folder, or check the name and the network"
+    )
+
+
+def _here(hub_id: str, file: str | None) -> Path | None:
+    cached = cached_model(hub_id, repository.MAIN, file)
+    if cached is not None:
+        return cached
+    commit = repository.known_commit(hub_id)
+    if commit is None:
+        return None
+    folder = repository.folder_of(hub_id, commit)
+    if file is None:
+        return folder
+    return folder / file if (folder / file).is_file() else None
+
+
+def cached_model(hub_id: str, revision: str, file: str | None = None) -> Path | None:
+    """A model that the cache of huggingface_hub holds whole, None if it does not."""
+    if file is not None:
+        found = repository.cached_file(hub_id, revision, file)
+        return None if found is None else Path(found)
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    return folder if index_is_met(folder) else None
 
 
 def _from_hub(hub_id: str, fetch: Callable[[], str]) -> Path:

@@ -39,7 +39,9 @@ class ModelConfig:
     """Which checkpoints are used, and how they are held in memory."""
 
     target: str = setting(
-        REQUIRED, "Folder or hub id of the target model, in Hugging Face format, or a .gguf file."
+        REQUIRED,
+        "Folder or hub id of the target model, in Hugging Face format, or a GGUF file: its path "
+        "or, on the hub, ORG/NAME/FILE.gguf.",
     )
     draft: str | None = setting(
         None, "Draft model, with the target's vocabulary; null for proposers that need none."

@@ -16,11 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from pipespec.engine.consistency import expected_sizes
+from pipespec.engine.formats import gguf
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.formats.lazy import DTYPES
+from pipespec.engine.parts.parts_file import PartsFile, is_partial
+from pipespec.engine.parts.repository import ranges_of
 from pipespec.engine.precision import ITEM_BYTES
-from pipespec.engine.safetensors_headers import INDEX, WEIGHTS, Tensor, read_index, read_json
+from pipespec.engine.safetensors_headers import (
+    INDEX,
+    WEIGHTS,
+    Tensor,
+    read_index,
+    read_json,
+    stored_index,
+    tensor_ranges,
+)
 from pipespec.engine.slice_tensors import LAYER, described, needed, part_of
+from pipespec.engine.text_part import text_names
 from pipespec.errors import ModelError
 
 
@@ -84,18 +96,48 @@ def _by_config(raw: Mapping[str, Any], name: str, dtype: str) -> Tensor | None:
 # --- what is missing --------------------------------------------------------------------------
 
 
-def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
-    """The tensors of these parts (`slice_tensors`) that a checkpoint lacks here, by file. Raises
-    ModelError if its index cannot be read."""
+def index_is_met(folder: Path) -> bool:
+    """Whether a folder holds all weight files of a safetensors checkpoint."""
+    try:
+        shard_of = read_index(folder)
+    except ModelError:
+        return False
+    names = {WEIGHTS} if shard_of is None else set(shard_of.values())
+    return all(os.path.isfile(folder / name) for name in names)
+
+
+def tensors_by_file(path: Path, parts: Collection[str]) -> dict[Path, dict[str, str]]:
+    """The tensors of these parts (`slice_tensors`) in each weight file of a checkpoint: the names
+    in the file by the names that Transformers has. Raises ModelError."""
     if is_gguf(path):
-        return {}
-    shard_of = read_index(path)
-    if shard_of is None:
+        stored = gguf.header(path).stored
+        return {path: {name: stored[name][0] for name in needed(stored, parts)}}
+    file_of = stored_index(path)
+    if file_of is None:
+        file_of = dict.fromkeys(tensor_ranges(path / WEIGHTS), WEIGHTS)
+    stored_as = {name: in_file for in_file, name in text_names(file_of).items()}
+    found: dict[Path, dict[str, str]] = {}
+    for name in needed(stored_as, parts):
+        found.setdefault(path / file_of[stored_as[name]], {})[name] = stored_as[name]
+    return found
+
+
+def missing(path: Path, parts: Collection[str]) -> dict[str, list[str]]:
+    """The tensors of these parts that a checkpoint lacks here, by file. Raises ModelError."""
+    alone = path if is_gguf(path) else path / WEIGHTS
+    if os.path.isfile(alone) and not is_partial(alone):
         return {}
     found: dict[str, list[str]] = {}
-    for name in needed(shard_of, parts):
-        if not os.path.isfile(path / shard_of[name]):
-            found.setdefault(shard_of[name], []).append(name)
+    for file, names in tensors_by_file(path, parts).items():
+        if not os.path.isfile(file):
+            lacking = list(names)
+        elif is_partial(file):
+            here, ranges = PartsFile(file).here, ranges_of(file)
+            lacking = [name for name, stored in names.items() if ranges[stored] not in here]
+        else:
+            continue
+        if lacking:
+            found[file.name] = lacking
     return found
 
 

@@ -56,7 +56,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 def shards(path: Path) -> dict[Path, dict[str, Tensor]]:
     """The tensors of each file that the folder holds; its index may name others. Raises
     ModelError."""
-    shard_of = _stored_index(path)
+    shard_of = stored_index(path)
     if shard_of is None:
         if not os.path.isfile(path / WEIGHTS):
             raise ModelError(
@@ -74,6 +74,13 @@ def shards(path: Path) -> dict[Path, dict[str, Tensor]]:
             f"{path} holds none of the files that its {INDEX} names, such as "
             f"{min(shard_of.values(), default='any')}; put there those that hold its layers"
         )
+    for file, held in found.items():
+        for name in held:
+            if path / shard_of.get(name, file.name) not in found:
+                raise ModelError(
+                    f"{path / INDEX} names {shard_of[name]} as the file of {shown(name)}, which is "
+                    f"in {file.name}; fetch the index again"
+                )
     here = {name for name, shard in shard_of.items() if path / shard in found}
     absent = here - {name for held in found.values() for name in held}
     if absent:
@@ -97,14 +104,14 @@ def _text_part(held: Mapping[str, Tensor], names: Collection[str]) -> dict[str, 
 def read_index(path: Path) -> dict[str, str] | None:
     """The file of each tensor by the index of a folder; None: it has no index, as all tensors are
     in one file. Raises ModelError."""
-    shard_of = _stored_index(path)
+    shard_of = stored_index(path)
     if shard_of is None:
         return None
     return {name: shard_of[stored] for stored, name in text_names(shard_of).items()}
 
 
-def _stored_index(path: Path) -> dict[str, str] | None:
-    """The same by the names in the files."""
+def stored_index(path: Path) -> dict[str, str] | None:
+    """The same by the names in the files, and of all tensors. Raises ModelError."""
     index = path / INDEX
     return weight_map(index, read_json(index)) if os.path.isfile(index) else None
 
@@ -128,13 +135,30 @@ def weight_map(index: Path, content: Any) -> dict[str, str]:
 def _header(file: Path) -> dict[str, Tensor]:
     """The header of a safetensors file: 8 bytes of length, then JSON. After it the file must have
     exactly the bytes that it describes, each of one tensor."""
+    return {name: tensor for name, (tensor, _) in _described(file).items()}
+
+
+def tensor_ranges(file: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a safetensors file begins and ends, in bytes of the file. Raises
+    ModelError."""
+    return {name: place for name, (_, place) in _described(file).items()}
+
+
+def header_length(file: Path, prefix: bytes, size: int) -> int:
+    """Bytes of the header that follows the first 8 bytes (`prefix`) of a safetensors file of `size`
+    bytes. Raises ModelError."""
+    length: int = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
+    if length > min(_MAX_HEADER, size - 8):
+        raise _corrupt(file, f"its {size} bytes do not hold a header")
+    return length
+
+
+def _described(file: Path) -> dict[str, tuple[Tensor, tuple[int, int]]]:
+    """Each tensor, and where it is in the file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER + 1
-            if length > min(_MAX_HEADER, size - 8):
-                raise _corrupt(file, f"its {size} bytes do not hold a header")
+            length = header_length(file, stream.read(8), size)
             text = stream.read(length)
     except OSError as error:
         raise ModelError(f"{file} cannot be read ({error.strerror}); make it readable") from error
@@ -162,7 +186,8 @@ def _header(file: Path) -> dict[str, Tensor]:
         end = stop
     if size != 8 + length + end:
         raise _corrupt(file, f"it has {size} bytes, its header describes {8 + length + end}")
-    return tensors
+    begin = 8 + length
+    return {name: (tensors[name], (begin + start, begin + stop)) for start, stop, name in places}
 
 
 def _check_size(file: Path, name: str, tensor: Tensor) -> None:

@@ -151,15 +151,26 @@ def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(weights.shape)
 
 
-def _reader(path: Path) -> GGUFReader:
+def block_sizes(path: Path) -> dict[int, tuple[int, int]]:
+    """Numbers and bytes of a block of each type of tensor. Raises ModelError."""
     try:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
+        from gguf import GGML_QUANT_SIZES
     except ImportError as error:
         raise ModelError(
             f"{path} needs {PACKAGE}, which is not installed; pip install 'pipespec[quantize]'"
         ) from error
-    sizes = {kind.value: (int(n), int(size)) for kind, (n, size) in GGML_QUANT_SIZES.items()}
-    check_bounds(path, sizes)
+    return {kind.value: (int(n), int(size)) for kind, (n, size) in GGML_QUANT_SIZES.items()}
+
+
+def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor begins and ends, by its name in the file. Raises ModelError."""
+    return check_bounds(path, block_sizes(path))
+
+
+def _reader(path: Path) -> GGUFReader:
+    check_bounds(path, block_sizes(path))
+    from gguf import GGMLQuantizationType, GGUFReader
+
     try:
         return GGUFReader(path)
     except Exception as error:  # numpy raises anything for missing bytes

@@ -30,8 +30,11 @@ SMALLEST = {**SCALARS, STRING: 8, ARRAY: 12}
 SMALLEST_FIELD, SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 
-def check_bounds(path: Path, block_sizes: Mapping[int, tuple[int, int]]) -> None:
-    """Raise ModelError if the header describes more than the file's bytes can hold.
+def check_bounds(
+    path: Path, block_sizes: Mapping[int, tuple[int, int]]
+) -> dict[str, tuple[int, int]]:
+    """Raise ModelError if the header describes more than the file's bytes can hold; return where
+    each tensor begins and ends, in bytes of the file.
 
     Args:
         block_sizes: of each type of tensor, how many numbers a block has and how many bytes.
@@ -42,11 +45,28 @@ def check_bounds(path: Path, block_sizes: Mapping[int, tuple[int, int]]) -> None
             if size == 0:
                 raise _NotWhole("it is empty")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _Walk(data, size, block_sizes).run()
+                return _Walk(data, size, block_sizes).run()
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}); make it readable") from error
     except _NotWhole as error:
         raise ModelError(f"{path} is not a whole GGUF file ({error}); fetch it again") from error
+
+
+def bounds_of_prefix(
+    path: Path, prefix: bytes, size: int, block_sizes: Mapping[int, tuple[int, int]]
+) -> dict[str, tuple[int, int]] | None:
+    """The same for the first bytes of a file of `size` bytes; None: they do not hold its whole
+    header."""
+    try:
+        return _Walk(prefix, size, block_sizes).run()
+    except _PrefixEnds:
+        return None
+    except _NotWhole as error:
+        raise ModelError(f"{path} is not a whole GGUF file ({error}); fetch it again") from error
+
+
+class _PrefixEnds(Exception):
+    """The header is longer than the bytes that are given of it."""
 
 
 class _NotWhole(Exception):
@@ -56,7 +76,9 @@ class _NotWhole(Exception):
 class _Walk:
     """One pass over the header, from the first byte on."""
 
-    def __init__(self, data: mmap.mmap, size: int, block_sizes: Mapping[int, tuple[int, int]]):
+    def __init__(
+        self, data: mmap.mmap | bytes, size: int, block_sizes: Mapping[int, tuple[int, int]]
+    ):
         self.data = data
         self.size = size
         self.block_sizes = block_sizes
@@ -65,7 +87,7 @@ class _Walk:
         self.elements = 0
         self.alignment = DEFAULT_ALIGNMENT
 
-    def run(self) -> None:
+    def run(self) -> dict[str, tuple[int, int]]:
         if self._take(4) != MAGIC:
             raise _NotWhole("it does not begin with GGUF")
         if self._number("I") & 0xFFFF == 0:  # written on a machine of the other byte order
@@ -83,6 +105,9 @@ class _Walk:
                     f"{name} claims {num_bytes} bytes from byte {start + offset} on, the file has "
                     f"{self.size}"
                 )
+        return {
+            name: (start + offset, start + offset + num_bytes) for name, offset, num_bytes in places
+        }
 
     def _field(self) -> None:
         key = self._string()
@@ -151,3 +176,5 @@ class _Walk:
         if count > self.size - self.at:
             raise _NotWhole(f"its {self.size} bytes end within its header")
         self.at += count
+        if self.at > len(self.data):
+            raise _PrefixEnds

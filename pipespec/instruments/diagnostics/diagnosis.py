@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
 
@@ -57,9 +57,15 @@ def required_models(hosts_file: HostsFile, host: Host) -> tuple[str, ...]:
 
 
 def diagnose(
-    hosts_file: HostsFile, hosts: Mapping[str, HostReport], links: Sequence[LinkReport]
+    hosts_file: HostsFile,
+    hosts: Mapping[str, HostReport],
+    links: Sequence[LinkReport],
+    fetchable: Collection[str] = (),
 ) -> list[Finding]:
-    """All findings, errors first."""
+    """All findings, errors first.
+
+    `fetchable` are the models ("target", "draft", "mid") that hosts get when a cluster starts.
+    """
     inventories = {
         name: seen.inventory for name, seen in hosts.items() if seen.inventory is not None
     }
@@ -70,7 +76,7 @@ def diagnose(
         *_unreachable(links),
         *_detours(hosts_file, hosts, links),
         *_versions(inventories),
-        *model_findings(hosts_file, inventories),
+        *model_findings(hosts_file, inventories, fetchable),
         *_devices(hosts_file, inventories),
         *_attention(inventories),
         *_groups(hosts_file, hosts),

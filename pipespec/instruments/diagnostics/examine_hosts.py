@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from pipespec.cluster import ssh
 from pipespec.config.hosts import Host, HostsFile
+from pipespec.engine.model_path import can_be_fetched
 from pipespec.engine.model_settings import ModelConfig
 from pipespec.errors import HostFailed
 from pipespec.instruments.diagnostics.diagnosis import diagnose, required_models
@@ -99,7 +100,9 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
             together(examination.measure, pairs)
             together(examination.measure, [(b, a) for a, b in pairs])
         links = [link for pair, link in sorted(examination.links.items())]
-        findings = diagnose(hosts_file, examination.seen, links)
+        named = {"target": model.target, "draft": model.draft, "mid": model.mid}
+        fetchable = [part for part, name in named.items() if name and can_be_fetched(name)]
+        findings = diagnose(hosts_file, examination.seen, links, fetchable)
         return Report(examination.seen, links, findings, hosts_file.by_hand)
 
 

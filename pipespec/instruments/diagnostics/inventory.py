@@ -17,7 +17,16 @@ from pathlib import Path
 from pipespec.engine.architectures import count_field
 from pipespec.engine.attention.select import missing_requirement
 from pipespec.engine.formats.gguf import is_gguf
-from pipespec.engine.safetensors_headers import CONFIG, INDEX, WEIGHTS, weight_map
+from pipespec.engine.model_path import known_model
+from pipespec.engine.partial_checkpoint import missing
+from pipespec.engine.parts.parts_file import is_partial
+from pipespec.engine.safetensors_headers import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    tensor_ranges,
+    weight_map,
+)
 from pipespec.engine.slice_tensors import OUTPUT_HEADS, part_of
 from pipespec.engine.text_part import text_config, text_names
 from pipespec.errors import ModelError
@@ -135,6 +144,8 @@ def cuda_devices() -> tuple[list[str], str | None]:
 def fingerprint(model: str) -> Fingerprint:
     """The checkpoint in a folder, or in the hub's cache under a hub id; nothing is downloaded."""
     path = home_expanded(model)
+    if not path.is_file() and is_gguf(path):
+        path = known_model(model) or path
     if is_gguf(path) and path.is_file():
         try:
             with path.open("rb") as stream:
@@ -146,7 +157,7 @@ def fingerprint(model: str) -> Fingerprint:
         sizes = {"": path.stat().st_size}  # it may have another name on each host
         return Fingerprint(str(path), None, _hash(ends), None, sizes)
     if not is_folder(path):
-        cached = _cached(model)
+        cached = known_model(model)
         if cached is None:
             return Fingerprint(model, "is missing")
         path = cached
@@ -169,7 +180,7 @@ def fingerprint(model: str) -> Fingerprint:
     except OSError as error:
         return Fingerprint(folder, f"cannot be read ({error.strerror})", config)
     hashed = None if index is None else _hash(index)
-    absent = _absent(sizes, shard_of)
+    absent = _absent(path, shard_of)
     return Fingerprint(folder, None, config, hashed, sizes, absent, *_layers(raw, shard_of))
 
 
@@ -193,13 +204,14 @@ def _sizes(path: Path, shards: Collection[str]) -> dict[str, int]:
     return {name: (path / name).stat().st_size for name in here}
 
 
-def _absent(here: Collection[str], shard_of: Mapping[str, str]) -> dict[str, list[str]]:
-    """The parts that the missing files hold."""
-    found: dict[str, set[str]] = {}
-    for stored, name in text_names(shard_of).items():
-        if (shard := shard_of[stored]) not in here:
-            found.setdefault(shard, set()).add(part_of(name))
-    return {shard: sorted(parts) for shard, parts in sorted(found.items())}
+def _absent(path: Path, shard_of: Mapping[str, str]) -> dict[str, list[str]]:
+    """The parts of which tensors are missing, by file. Raises ModelError with a clause."""
+    try:
+        names = shard_of or (tensor_ranges(path / WEIGHTS) if is_partial(path / WEIGHTS) else {})
+        lacking = missing(path, {part_of(name) for name in text_names(names).values()})
+    except ModelError as error:
+        raise ModelError(f"cannot be read ({error})") from error
+    return {file: sorted(set(map(part_of, lacking[file]))) for file in sorted(lacking)}
 
 
 def _layers(config: bytes, names: Collection[str]) -> tuple[int | None, bool]:
@@ -215,17 +227,6 @@ def _layers(config: bytes, names: Collection[str]) -> tuple[int | None, bool]:
     if type(tied) is not bool:
         tied = not any(name.endswith(OUTPUT_HEADS) for name in names)
     return count if type(count) is int and count > 0 else None, tied
-
-
-def _cached(model: str) -> Path | None:
-    """The folder of a hub id in this machine's cache, None if it is not there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        return None
 
 
 def _hash(data: bytes) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
 
 from pipespec.config.hosts import HostsFile
@@ -14,11 +14,14 @@ from pipespec.instruments.diagnostics.findings import Finding
 from pipespec.instruments.diagnostics.inventory import Fingerprint, Inventory
 from pipespec.placement.slices import split_evenly
 
+COMES = "the host gets what it computes when the cluster starts, or by `pipespec fetch`"
+
 
 def model_findings(
-    hosts_file: HostsFile, inventories: Mapping[str, Inventory]
+    hosts_file: HostsFile, inventories: Mapping[str, Inventory], fetchable: Collection[str]
 ) -> Iterator[Finding]:
-    """What is wrong with the target, the draft and the mid-size model."""
+    """What is wrong with the target, the draft and the mid-size model; `fetchable`: those of which
+    hosts get what they lack when a cluster starts."""
     for part in ("target", "draft", "mid"):
         found = {
             name: inventory.models[part]
@@ -30,11 +33,16 @@ def model_findings(
         # is not examined may.
         nowhere = not usable and not hosts_file.by_hand
         needed = part == "target" or hosts_file.draft is not None or nowhere
-        for name in (name for name in found if name not in usable):
-            yield Finding(needed, (name,), _lacking(part, name, found[name]))
-        for name, model in usable.items():
-            if (sentence := _incomplete(hosts_file, part, name, model)) is not None:
-                yield Finding(needed, (name,), sentence)
+        for name, model in found.items():
+            comes = part in fetchable and getattr(hosts_file.host(name), part) is None
+            if name not in usable:
+                absent = model.problem == "is missing"
+                sentence: str | None = _lacking(part, name, model, comes=comes and absent)
+                comes = comes and absent
+            else:
+                sentence = _incomplete(hosts_file, part, name, model, comes=comes)
+            if sentence is not None and not (comes and not needed):
+                yield Finding(needed and not comes, (name,), sentence)
         yield from _different(part, usable)
 
 
@@ -68,7 +76,9 @@ def _unusual(sizes: Mapping[str, int], usual: Mapping[str, int]) -> bool:
     return any(usual[file] != size for file, size in sizes.items())
 
 
-def _lacking(part: str, name: str, model: Fingerprint) -> str:
+def _lacking(part: str, name: str, model: Fingerprint, *, comes: bool) -> str:
+    if comes:
+        return f"The {part} {model.folder} on {name} {model.problem}; {COMES}."
     hub = model.folder.count("/") == 1 and model.folder[0] not in "/~."
     remedy = f"run `hf download {model.folder}` there" if hub else "copy it there"
     return (
@@ -77,7 +87,9 @@ def _lacking(part: str, name: str, model: Fingerprint) -> str:
     )
 
 
-def _incomplete(hosts_file: HostsFile, part: str, name: str, model: Fingerprint) -> str | None:
+def _incomplete(
+    hosts_file: HostsFile, part: str, name: str, model: Fingerprint, *, comes: bool
+) -> str | None:
     """What a host's model lacks of the layers that the hosts file gives the host, as a sentence;
     None: nothing."""
     if not model.absent:
@@ -94,8 +106,8 @@ def _incomplete(hosts_file: HostsFile, part: str, name: str, model: Fingerprint)
     more = f" and {len(files) - 1} more" if files[1:] else ""
     names = {each for held in lacking.values() for each in held}
     whose = "of its layers" if needed is not None else "which the head computes"
-    remedy = "copy the files there"
-    if needed is not None:
+    remedy = COMES if comes else "copy the files there"
+    if needed is not None and not comes:
         remedy += ", or give the host other layers with `split`"
     return (
         f"The {part} {model.folder} on {name} lacks {files[0]}{more}, {whose} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,6 +72,16 @@ def test_a_tensor_of_which_nothing_is_known_names_its_file(tmp_path):
     folder = own_files(source, tmp_path / "first", range(1), NUM_LAYERS, tied=False)
     with pytest.raises(ModelError, match="does not show in the other files; put that file there"):
         inspect(folder)  # no layer with experts is here
+
+
+def test_an_index_that_names_an_absent_file_for_a_tensor_that_is_here_is_refused(tmp_path):
+    folder = build("llama", tmp_path / "whole", max_shard_size="40KB")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "model-00099-of-00099.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=r"names model-00099-.* 'model.norm.weight', which is in"):
+        inspect(folder)
 
 
 def test_parts_are_described_in_words():

@@ -309,6 +309,26 @@ def test_a_tied_embedding_is_needed_by_the_last_stage(tmp_path: Path) -> None:
     assert "(embedding)" in only(diagnose(hosts_file, hosts, ALL_LINKS)).sentence
 
 
+def test_a_model_that_comes_at_the_start_is_a_warning(tmp_path: Path) -> None:
+    gone = Fingerprint("org/m", "is missing")
+    hosts = with_model("gamma", "target", gone)
+    own = make_hosts(tmp_path, draft="alpha/0")
+    found = only(diagnose(own, hosts, ALL_LINKS, ["target"]))
+    assert not found.error
+    assert found.sentence == (
+        "The target org/m on gamma is missing; the host gets what it computes when the cluster "
+        "starts, or by `pipespec fetch`."
+    )
+    absent = replace(SLICED, absent={"m-2": ["2", "3", "head"]})
+    found = only(diagnose(own, with_model("gamma", "target", absent), ALL_LINKS, ["target"]))
+    assert not found.error
+    assert "(layers 2 to 3 and head); the host gets what it computes when" in found.sentence
+    # Not where the hosts file says that it is there.
+    hosts = with_model("alpha", "target", replace(gone, folder="/models/m"))
+    hosts_file = make_hosts(tmp_path, draft="gamma/0", of_alpha={"target": "/models/m"})
+    assert only(diagnose(hosts_file, hosts, ALL_LINKS, ["target"])).error
+
+
 def test_a_draft_with_an_absent_file_is_incomplete(tmp_path: Path) -> None:
     hosts_file = make_hosts(tmp_path, draft="alpha/0")
     hosts = with_model("alpha", "draft", replace(SLICED, absent={"m-1": ["0"]}))

@@ -1,0 +1,72 @@
+"""Gives hosts the weights of a new assignment before its epoch begins.
+
+While they are under way, the recovery goes on looking after the other hosts: it is told
+WeightsPending, and asks again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from pipespec.cluster.deployment import Deployment
+from pipespec.cluster.host_weights import shares_caches
+from pipespec.cluster.rank_assignment import RankAssignment
+from pipespec.cluster.replanning import WeightsPending, assignment_of, placement_without
+from pipespec.cluster.weight_distribution import distribute_weights
+from pipespec.errors import PipespecError
+
+log = logging.getLogger(__name__)
+
+
+class WeightMoves:
+    """Plans assignments without lost workers; `plan` is for one thread.
+
+    Args:
+        distribute: gives the hosts of a deployment their weights.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        distribute: Callable[[Deployment], object] = distribute_weights,
+    ) -> None:
+        self._deployment = deployment
+        self._distribute = distribute
+        self._done: set[str] = set()  # assignments whose hosts have their weights
+        self._thread: threading.Thread | None = None
+
+    def plan(self, away: set[str]) -> RankAssignment:
+        """The assignment to the workers that are left, once their hosts have their weights.
+
+        Raises ConfigError if these workers are too few, WeightsPending before their hosts are
+        ready. If weights cannot be moved, the ranks say what is lacking when they load.
+        """
+        placement = placement_without(self._deployment, away)
+        found = assignment_of(self._deployment, placement)
+        if all(map(shares_caches, self._deployment.hosts)) or found.encode() in self._done:
+            return found
+        if self._thread is None or not self._thread.is_alive():
+            hosts = [host for host in self._deployment.hosts if not away.issuperset(host.workers)]
+            changed = replace(
+                self._deployment,
+                placement=placement,
+                layers=placement.layers,
+                hosts=tuple(hosts),
+                fetched=False,
+            )
+            self._thread = threading.Thread(
+                target=self._move, args=(changed, found.encode()), daemon=True
+            )
+            self._thread.start()
+        raise WeightsPending
+
+    def _move(self, deployment: Deployment, key: str) -> None:
+        try:
+            self._distribute(deployment)
+        except PipespecError as error:
+            log.warning("weights of the new layout: %s", error)
+        finally:
+            self._done.add(key)

@@ -1,0 +1,190 @@
+"""What a host needs to make the folder of a checkpoint without its tensors."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from pipespec.engine.formats.gguf import is_gguf
+from pipespec.engine.parts.hub_client import MOST_FILE_BYTES, HubFile
+from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
+from pipespec.engine.parts.repository import (
+    SMALL_FILES,
+    Repository,
+    cached_commit,
+    name_of,
+    parts_cache,
+    ranges_of,
+    read_repository,
+    remember,
+    write_repository,
+)
+from pipespec.engine.safetensors_headers import WEIGHTS, read_index
+from pipespec.errors import ModelError
+from pipespec.system.atomic_write import write_atomically
+from pipespec.system.validation import Unreadable, read_bytes
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A checkpoint without its tensors.
+
+    Attributes:
+        name: of its folder in the parts cache of any host, relative to it.
+        file: the GGUF file; None: a safetensors checkpoint.
+        repository: its commit on the hub, or a name that stands for a folder of another host.
+        small: the small files.
+        headers: the first bytes of each weight file, up to its first tensor.
+    """
+
+    name: str
+    file: str | None
+    repository: Repository
+    small: Mapping[str, bytes]
+    headers: Mapping[str, bytes]
+
+    @classmethod
+    def of(cls, path: Path) -> Blueprint:
+        """That of a checkpoint here, which has all headers. Raises ModelError."""
+        repository = repository_of(path)
+        headers = {name: _header(folder_of_checkpoint(path) / name) for name in repository.weights}
+        small = {} if is_gguf(path) else _small_files(path)
+        file = path.name if is_gguf(path) else None
+        return cls(folder_name(repository), file, repository, small, headers)
+
+    def build(self) -> Path:
+        """Make the folder in the parts cache of this host, unless it is there; the checkpoint's
+        path. Raises ModelError."""
+        folder = parts_cache() / self.name
+        with reported(folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for name, data in self.small.items():
+            if not (folder / _plain(name)).exists():
+                with reported(folder):
+                    write_atomically(folder / name, data)
+        for name, header in self.headers.items():
+            if not (folder / _plain(name)).is_symlink():
+                PartsFile.create(folder / name, self.repository.weights[name].size, header)
+        known = read_repository(folder)
+        weights = {**({} if known is None else known.weights), **self.repository.weights}
+        write_repository(
+            folder,
+            Repository(
+                self.repository.repo, self.repository.commit, weights, self.repository.on_hub
+            ),
+        )
+        if self.repository.on_hub:
+            remember(self.repository.repo, self.repository.commit)
+        return folder if self.file is None else folder / _plain(self.file)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return {
+            "name": self.name,
+            "file": self.file,
+            "repository": self.repository.as_json(),
+            "small": {name: _text(data) for name, data in self.small.items()},
+            "headers": {name: _text(data) for name, data in self.headers.items()},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Blueprint:
+        """The inverse of `as_json`."""
+        return cls(
+            value["name"],
+            value["file"],
+            Repository.from_json(value["repository"]),
+            {name: base64.b64decode(text) for name, text in value["small"].items()},
+            {name: base64.b64decode(text) for name, text in value["headers"].items()},
+        )
+
+
+def folder_of_checkpoint(path: Path) -> Path:
+    """The folder of a checkpoint, which is `path` unless that is a GGUF file."""
+    return path.parent if is_gguf(path) else path
+
+
+def folder_name(repository: Repository) -> str:
+    """The name of a checkpoint's folder in the parts cache of any host."""
+    return f"{name_of(repository.repo)}/{repository.commit}"
+
+
+def repository_of(path: Path) -> Repository:
+    """What a checkpoint here is of: a commit on the hub, or this host's folder. No header is read.
+    Raises ModelError if it lacks files, so that other hosts cannot get theirs from here."""
+    files = _weight_files(path)
+    found = cached_commit(folder_of_checkpoint(path)) or _of_folder(path, files)
+    weights = {
+        each.name: found.weights.get(each.name, HubFile(each.stat().st_size)) for each in files
+    }
+    return Repository(found.repo, found.commit, weights, found.on_hub)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _plain(name: str) -> str:
+    """The name of a file, which must not lead out of its folder."""
+    assert name not in ("", ".", "..") and os.sep not in name, name
+    return name
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if is_gguf(path):
+        return [path]
+    shard_of = read_index(path)
+    if shard_of is None or os.path.isfile(path / WEIGHTS):
+        return [path / WEIGHTS]
+    files = [path / name for name in sorted(set(shard_of.values()))]
+    absent = [file for file in files if not os.path.isfile(file)]
+    if absent:
+        raise ModelError(
+            f"{path} lacks {absent[0].name}, so other hosts cannot get their layers from here; "
+            "copy it there, or give each host its files"
+        )
+    return files
+
+
+def _header(file: Path) -> bytes:
+    """The bytes of a weight file before its first tensor. Raises ModelError."""
+    ranges = ranges_of(file)
+    begin = min((start for start, _ in ranges.values()), default=file.stat().st_size)
+    with file.open("rb") as stream:
+        return stream.read(begin)
+
+
+def _small_files(folder: Path) -> dict[str, bytes]:
+    found = {}
+    for each in sorted(folder.iterdir()):
+        if each.is_file() and any(fnmatch(each.name, pattern) for pattern in SMALL_FILES):
+            try:
+                found[each.name] = read_bytes(each, most=MOST_FILE_BYTES)
+            except Unreadable as error:
+                raise ModelError(f"{each} cannot be read ({error})") from error
+    return found
+
+
+def _of_folder(path: Path, files: list[Path]) -> Repository:
+    """The name of a local checkpoint for other hosts: it changes with the files."""
+    stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
+    text = repr((str(path.absolute()), stats)).encode()
+    folder = folder_of_checkpoint(path)
+    return Repository(folder.absolute().name, hashlib.sha256(text).hexdigest()[:40], {}, False)
+
+
+def holdings(path: Path) -> dict[str, dict[str, str]]:
+    """The tensors of a folder of the parts cache that are here, with their hashes, by file."""
+    folder = folder_of_checkpoint(path)
+    found = read_repository(folder)
+    if found is None:
+        return {}
+    return {
+        name: PartsFile(folder / name).hashes for name in found.weights if is_partial(folder / name)
+    }

@@ -1,0 +1,253 @@
+"""Fetches tensors into a folder of the parts cache, several pieces at once.
+
+A tensor counts as here once its bytes are on the disk and its SHA-256 is in the file's record. One
+process at a time fetches into a folder; others wait for it. Memory: one chunk per connection.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pipespec.engine.parts.hub_client import HubClient, HubFile
+from pipespec.engine.parts.parts_file import RECORDS, PartsFile, is_partial, reported
+from pipespec.engine.parts.ranges import Range, RangeSet, pieces
+from pipespec.engine.parts.repository import NUM_CONNECTIONS, Repository, ranges_of
+from pipespec.errors import ModelError
+
+# Left free on the disk.
+SPARE_BYTES = 256 * 2**20
+GIB = 2**30
+# The hashes of so many bytes are recorded together.
+HASHED_BYTES = 256 * 2**20
+# Called with how many bytes are here, and of how many that are wanted.
+OnProgress = Callable[[int, int], None]
+
+
+class Source(Protocol):
+    """Where bytes of a checkpoint's files come from."""
+
+    def read(self, file: str, part: Range) -> Iterator[bytes]:
+        """The bytes of a part of a file, as they come. Raises ModelError."""
+
+    def stop(self) -> None:
+        """End what is read, soon."""
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """The hub, for one commit of a repository."""
+
+    client: HubClient
+    repository: Repository
+
+    def read(self, file: str, part: Range) -> Iterator[bytes]:
+        size = self.repository.weights[file].size
+        return self.client.read(self.repository.commit, file, part, size)
+
+    def stop(self) -> None:
+        self.client.stopped.set()
+
+
+class _Stopped(Exception):
+    """Another thread has failed."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is wanted of a file: tensors, and where each tensor of the file is."""
+
+    file: PartsFile
+    names: Collection[str]
+    ranges: Mapping[str, Range]
+
+    @property
+    def parts(self) -> list[Range]:
+        """The tensors, and the header, which is here unless it was found wrong."""
+        header = (0, min((start for start, _ in self.ranges.values()), default=0))
+        return [header, *(self.ranges[name] for name in self.names)]
+
+
+def fetch(
+    folder: Path,
+    wanted: Mapping[str, Collection[str]],
+    source: Source,
+    on_progress: OnProgress = lambda done, total: None,
+) -> int:
+    """Fetch tensors, unless they are here; the number of bytes fetched.
+
+    Args:
+        folder: of the parts cache.
+        wanted: names of tensors, by file.
+        source: asked for what is not here.
+        on_progress: called from several threads.
+
+    Raises ModelError: the disk is too small, a source failed, or bytes are wrong.
+    """
+    with sole_fetcher(folder):
+        files = []
+        for name, tensors in wanted.items():
+            if is_partial(folder / name):
+                file, ranges = PartsFile(folder / name), ranges_of(folder / name)
+                file.verify(ranges)
+                files.append(_Wanted(file, tensors, ranges))
+        _require_room(folder, files)
+        return _Fetch(files, source, on_progress).run()
+
+
+def check_whole(folder: Path, repository: Repository) -> None:
+    """Compare the files that are here as a whole with the hashes that the hub states. Raises
+    ModelError, and forgets the file, if one differs."""
+    for name, stated in repository.weights.items():
+        _check_file(folder / name, stated)
+
+
+def _check_file(path: Path, stated: HubFile) -> None:
+    if stated.sha256 is None or not is_partial(path):
+        return
+    file = PartsFile(path)
+    whole = (0, stated.size)
+    if whole not in file.here or _WHOLE in file.hashes:
+        return
+    if file.hash(whole) != stated.sha256:
+        ranges = ranges_of(path)
+        with reported(path):
+            file.forget(ranges.values(), ranges)
+        raise ModelError(
+            f"{path.name} has another SHA-256 than the hub states, so its bytes are wrong; they "
+            "were dropped: start again to fetch them anew, or name another mirror (HF_ENDPOINT)"
+        )
+    with reported(path):
+        file.commit_tensors({_WHOLE: stated.sha256})
+
+
+# Stands for the whole file among the names of tensors in a record.
+_WHOLE = ""
+
+
+class _Fetch:
+    """The fetching of some files."""
+
+    def __init__(self, files: Collection[_Wanted], source: Source, on_progress: OnProgress):
+        self._files = files
+        self._source = source
+        self._on_progress = on_progress
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._fetched = 0
+        self._total = sum(RangeSet(each.parts).num_bytes for each in files)
+        self._done = self._total - sum(_absent_bytes(each) for each in files)
+
+    def run(self) -> int:
+        self._on_progress(self._done, self._total)
+        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+            try:
+                _await([pool.submit(self._piece, *task) for task in self._pieces()])
+                _await([pool.submit(self._sum, *task) for task in self._unhashed()])
+            except BaseException:
+                self._stop.set()
+                self._source.stop()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return self._fetched
+
+    def _pieces(self) -> Iterator[tuple[_Wanted, Range]]:
+        for wanted in self._files:
+            for part in pieces(wanted.parts, wanted.file.here):
+                yield wanted, part
+
+    def _piece(self, wanted: _Wanted, part: Range) -> None:
+        """Fetch one piece and record it."""
+        found = hashlib.sha256()
+        at = part[0]
+        with reported(wanted.file.path), wanted.file.opened() as descriptor:
+            for chunk in self._source.read(wanted.file.path.name, part):
+                if self._stop.is_set():
+                    raise _Stopped
+                found.update(chunk)
+                os.pwrite(descriptor, chunk, at)
+                at += len(chunk)
+                self._moved(len(chunk))
+            assert at == part[1], "a source sends all or raises"
+            wanted.file.commit(part, found.hexdigest())
+
+    def _moved(self, count: int) -> None:
+        with self._lock:
+            self._fetched += count
+            self._done = min(self._done + count, self._total)
+            done = self._done
+        self._on_progress(done, self._total)
+
+    def _unhashed(self) -> Iterator[tuple[_Wanted, list[str]]]:
+        """Tensors without a hash, some at a time."""
+        for wanted in self._files:
+            some, size = list[str](), 0
+            for name in wanted.names:
+                if name not in wanted.file.hashes:
+                    some.append(name)
+                    size += wanted.ranges[name][1] - wanted.ranges[name][0]
+                if size > HASHED_BYTES:
+                    yield wanted, some
+                    some, size = [], 0
+            if some:
+                yield wanted, some
+
+    def _sum(self, wanted: _Wanted, names: Collection[str]) -> None:
+        """Record the hashes of tensors."""
+        found = {}
+        with reported(wanted.file.path):
+            for name in names:
+                if self._stop.is_set():
+                    raise _Stopped
+                found[name] = wanted.file.hash(wanted.ranges[name])
+            wanted.file.commit_tensors(found)
+
+
+def _await(futures: Collection[Future[None]]) -> None:
+    """Wait for all; raise what the first one raised that failed."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    errors = [error for each in done if (error := each.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, _Stopped):
+            raise error
+
+
+def _absent_bytes(wanted: _Wanted) -> int:
+    return sum(stop - start for start, stop in wanted.file.absent(RangeSet(wanted.parts)))
+
+
+def _require_room(folder: Path, files: Collection[_Wanted]) -> None:
+    """Raise ModelError unless the disk has room for what is fetched."""
+    needed = sum(map(_absent_bytes, files))
+    free = shutil.disk_usage(folder).free
+    if needed and needed + SPARE_BYTES > free:
+        raise ModelError(
+            f"{folder} needs {needed / GIB:.2f} GiB for weights, but {free / GIB:.2f} GiB are free "
+            "there; make room (`pipespec cache prune`), or set XDG_CACHE_HOME to another disk"
+        )
+
+
+@contextmanager
+def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
+    """Be the only process that fetches into a folder; the lock ends with the process. Raises
+    ModelError if another one is and this must not `wait`."""
+    with reported(folder):
+        (folder / RECORDS).mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / RECORDS / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise ModelError(f"a process fetches into {folder}; wait until it has ended") from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,330 @@
+"""Slices of checkpoints whose tensors came from a hub, each host's alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from huggingface_hub import constants
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from pipespec.engine.attention.attention_plan import causal_plan
+from pipespec.engine.checkpoint import inspect
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.partial_checkpoint import tensors_by_file
+from pipespec.engine.parts import fetching, hub_client
+from pipespec.engine.parts.from_hub import fetch_parts
+from pipespec.engine.parts.parts_file import PartsFile
+from pipespec.engine.parts.repository import NUM_CONNECTIONS, ranges_of
+from pipespec.engine.slice_tensors import parts_of
+from pipespec.errors import ModelError
+from tests.helpers.hub import COMMIT, Fault, Hub, serving
+from tests.helpers.models import NUM_LAYERS, build
+from tests.helpers.shards import shard
+from tools.rig.gguf_files import write
+from tools.rig.packing import KINDS, pack
+
+IDS = torch.arange(20, 45)
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+SLICES = (range(2), range(2, 3), range(3, 4))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    hub = Hub({})
+    with serving(hub) as endpoint:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        yield hub
+
+
+def one_file(folder: Path) -> tuple[Path, Path]:
+    model = build("llama", folder / "model", **WIDE)
+    return model, model
+
+
+def sharded(folder: Path) -> tuple[Path, Path]:
+    model = build("qwen3", folder / "model", max_shard_size="700KB", **WIDE)
+    return model, model
+
+
+def tied(folder: Path) -> tuple[Path, Path]:
+    model = build("qwen2", folder / "model", max_shard_size="700KB", vocab_size=4000, **WIDE)
+    return model, model
+
+
+def packed(kind: str) -> Callable[[Path], tuple[Path, Path]]:
+    def make(folder: Path) -> tuple[Path, Path]:
+        source = build("llama", folder / "source", hidden_size=512, intermediate_size=1024)
+        pack(source, folder / "packed", folder / "plain", KINDS[kind])
+        return shard(folder / "packed", folder / "sharded", 25), folder / "plain"
+
+    return make
+
+
+def gguf(folder: Path) -> tuple[Path, Path]:
+    source = build("llama", folder / "source", vocab_size=2000, **WIDE)
+    (folder / "model").mkdir()
+    write(source, folder / "model" / "m.gguf", "llama", lambda _: GGMLQuantizationType.Q8_0)
+    return folder / "model", folder / "model" / "m.gguf"
+
+
+MADE = {
+    "one file": one_file,
+    "sharded": sharded,
+    "tied": tied,
+    "awq": packed("awq"),
+    "gptq": packed("gptq"),
+    "compressed": packed("compressed"),
+    "gguf": gguf,
+}
+
+
+def expected_logits(model: Path) -> torch.Tensor:
+    """Those of Hugging Face."""
+    how = {"gguf_file": model.name} if model.suffix == ".gguf" else {}
+    folder = model.parent if how else model
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+    with torch.inference_mode():
+        return whole(IDS[None]).logits[0]
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
+    kind: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, reference = MADE[kind](tmp_path)
+    hub.folders["org/model"] = served
+    name = "org/model/m.gguf" if kind == "gguf" else "org/model"
+    monkeypatch.setattr("pipespec.engine.parts.repository.GGUF_PREFIX", 2**12)
+    plan = causal_plan(np.arange(0), np.arange(len(IDS)))
+    rows, whole = IDS, inspect(served / "m.gguf" if kind == "gguf" else served)
+    for layers in SLICES:
+        # Another host, with a cache of its own.
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"host {layers.start}"))
+        before = hub.weight_bytes
+        info = inspect(name)
+        assert replace(info, path=whole.path) == whole
+        parts = parts_of(layers, NUM_LAYERS, tied=whole.tied)
+        with pytest.raises(ModelError, match="lacks layer"):
+            ModelSlice.load(info.path, layers, dtype=torch.float32, num_slots=64)
+        assert fetch_parts(info.path, parts) > 0
+        assert fetch_parts(info.path, parts) == 0
+        own = hub.weight_bytes - before
+        assert own <= 1.02 * slice_bytes(info.path, parts)
+        model = ModelSlice.load(info.path, layers, dtype=torch.float32, num_slots=64)
+        rows = model.forward(rows, torch.from_numpy(plan.positions), plan)
+    expected = expected_logits(reference)
+    torch.testing.assert_close(model.logits(rows), expected, rtol=1e-4, atol=1e-4)
+
+
+def slice_bytes(path: Path, parts: set[str]) -> int:
+    """Bytes of the tensors of a slice, as they are in the files."""
+    found = 0
+    for file, names in tensors_by_file(path, parts).items():
+        ranges = ranges_of(file)
+        found += sum(ranges[stored][1] - ranges[stored][0] for stored in names.values())
+    return found
+
+
+ALL = parts_of(range(NUM_LAYERS), NUM_LAYERS, tied=False)
+
+
+@pytest.fixture
+def model(hub: Hub, tmp_path: Path) -> Path:
+    """A checkpoint of several files that the hub serves as org/model."""
+    hub.folders["org/model"] = build("llama", tmp_path / "m", max_shard_size="400KB", **WIDE)
+    return hub.folders["org/model"]
+
+
+def same_files(folder: Path, model: Path) -> bool:
+    files = sorted(model.glob("*.safetensors"))
+    return all((folder / file.name).read_bytes() == file.read_bytes() for file in files)
+
+
+def test_a_host_with_all_tensors_has_the_files_of_the_hub(hub: Hub, model: Path) -> None:
+    progress: list[tuple[int, int]] = []
+    info = inspect("org/model")
+    size = fetch_parts(info.path, ALL, lambda *at: progress.append(at))
+    assert same_files(info.path, model)
+    done, total = max(progress)
+    assert size < done == total
+    assert hub.weight_bytes == sum(f.stat().st_size for f in model.glob("*.safetensors"))
+
+
+def test_wrong_bytes_are_found_where_a_host_has_a_whole_file(hub: Hub, model: Path) -> None:
+    info = inspect("org/model")
+    hub.faults = [Fault(), Fault(change=lambda data: data[:-1] + bytes([data[-1] ^ 1]))]
+    with pytest.raises(ModelError, match="has another SHA-256 than the hub states"):
+        fetch_parts(info.path, ALL)
+    before = hub.weight_bytes
+    assert fetch_parts(info.path, ALL) > 0
+    assert same_files(info.path, model)
+    assert hub.weight_bytes - before <= max(f.stat().st_size for f in model.glob("*.safetensors"))
+    # Now every file is known to be right as a whole.
+    assert all("" in PartsFile(info.path / f.name).hashes for f in model.glob("*.safetensors"))
+
+
+def test_whole_files_in_the_hubs_cache_are_used_as_they_are(
+    hub: Hub, model: Path, tmp_path: Path
+) -> None:
+    cached = tmp_path / "hub" / "models--org--model" / "snapshots" / COMMIT
+    files = sorted(model.glob("*.safetensors"))
+    cached.mkdir(parents=True)
+    for file in files[: len(files) // 2]:
+        shutil.copy(file, cached)
+    info = inspect("org/model")
+    fetch_parts(info.path, ALL)
+    assert same_files(info.path, model)
+    assert hub.weight_bytes == sum(file.stat().st_size for file in files[len(files) // 2 :])
+    # And if all of it is there, nothing is asked for but the commit.
+    shutil.copytree(model, cached, dirs_exist_ok=True)
+    asked = hub.requests.copy()
+    assert inspect("org/model").path == cached
+    assert hub.requests - asked == {"GET api": 1}
+
+
+@pytest.mark.usefixtures("model")
+def test_offline_what_was_fetched_is_used_and_the_rest_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = parts_of(range(2), NUM_LAYERS, tied=False)
+    fetch_parts(inspect("org/model").path, first)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    info = inspect("org/model")
+    assert fetch_parts(info.path, first) == 0
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+        fetch_parts(info.path, ALL)
+
+
+@pytest.mark.usefixtures("model")
+def test_a_hub_that_cannot_be_reached_is_not_waited_for_where_a_copy_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = inspect("org/model").path
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hub_client, "FIRST_WAIT_S", 1e6)  # the test would not end
+    monkeypatch.setattr(hub_client, "LONGEST_WAIT_S", 1e6)
+    assert inspect("org/model").path == path
+
+
+@pytest.mark.usefixtures("model")
+def test_a_full_disk_is_known_before_anything_is_fetched(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, before = inspect("org/model").path, hub.weight_bytes
+    usage = shutil.disk_usage(path)._replace(free=fetching.SPARE_BYTES + 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ModelError, match=r"needs 0.01 GiB for weights, but 0.25 GiB are free"):
+        fetch_parts(path, ALL)
+    assert hub.weight_bytes == before
+
+
+@pytest.mark.usefixtures("model")
+def test_a_cache_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(
+        ModelError, match=r"cannot be written \(Not a directory\); make room or set"
+    ):
+        inspect("org/model")
+
+
+def test_an_index_that_is_missing_is_one_sentence(model: Path) -> None:
+    (model / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelError, match=r"org/model holds neither model.safetensors nor"):
+        inspect("org/model")
+
+
+FETCH = """
+import sys
+from pipespec.engine.checkpoint import inspect
+from pipespec.engine.parts.from_hub import fetch_parts
+from pipespec.engine.slice_tensors import parts_of
+path = inspect("org/model").path
+print(fetch_parts(path, parts_of(range(4), 4, tied=False)))
+"""
+
+
+def start(tmp_path: Path, program: str = FETCH) -> subprocess.Popen[bytes]:
+    env = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    env["PYTHONPATH"] = str(Path(__file__).parents[2])
+    return subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE)
+
+
+@pytest.mark.slow
+def test_a_fetch_that_is_killed_at_any_moment_goes_on(
+    hub: Hub, model: Path, tmp_path: Path
+) -> None:
+    """Killed at 20 requests, spread over headers and tensors."""
+    moments = 20
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    for _ in range(moments):
+        process, seen = start(tmp_path), []
+
+        def kill(process: subprocess.Popen[bytes] = process, seen: list[int] = seen) -> None:
+            seen.append(1)
+            if len(seen) == 4:  # each start gets some requests further
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+
+        hub.on_range = kill
+        assert process.wait(60) in (-signal.SIGKILL, 0)
+        process.stdout.close()
+    hub.on_range = lambda: None
+    with start(tmp_path) as process:
+        assert process.wait(60) == 0
+    folder = inspect("org/model").path
+    assert same_files(folder, model)
+    for file in model.glob("*.safetensors"):
+        assert PartsFile(folder / file.name).hashes
+    # What was under way at a kill is fetched again: at most a piece of each connection.
+    again = sum((hub.ranges.count(each) - 1) for each in set(hub.ranges))
+    assert again <= moments * NUM_CONNECTIONS
+    assert size <= hub.weight_bytes
+
+
+MEASURED = """
+import resource, sys
+from pipespec.engine.checkpoint import inspect
+from pipespec.engine.parts.from_hub import fetch_parts
+from pipespec.engine.parts.repository import folder_of
+from pipespec.engine.model_path import resolve
+path = resolve("org/model")
+fetch_parts(path, ["0"])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert fetch_parts(path, ["0", "1", "2", "head"]) > 200 * 2**20
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_fetching_takes_little_memory(hub: Hub, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    state = {"model.layers.0.norm.weight": torch.zeros(1)}
+    state |= {f"model.layers.{i}.weight": torch.zeros(60 * 2**18) for i in (1, 2)}
+    state["lm_head.weight"] = torch.zeros(90 * 2**18)
+    save_file(state, tmp_path / "m" / "model.safetensors")
+    hub.folders["org/model"] = tmp_path / "m"
+    with start(tmp_path, MEASURED) as process:
+        out, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert int(out) <= 64 * 2**20

@@ -1,0 +1,402 @@
+"""Hosts that get their weights from the hub, from the launcher and from one another.
+
+The hosts are processes of this machine, each with a cache of its own and without the hub's token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from gguf import GGMLQuantizationType
+from huggingface_hub import constants
+
+from pipespec.cli.main import main
+from pipespec.client.local_cluster import running
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.controller.log_records import Accepted
+from pipespec.core import SamplingParams
+from pipespec.engine.checkpoint import inspect
+from pipespec.engine.parts.parts_file import PartsFile
+from pipespec.engine.parts.repository import folder_of, ranges_of
+from pipespec.system.folders import resource_dir
+from tests.helpers.hub import COMMIT, Hub, serving
+from tests.helpers.shards import shard
+from tools.rig.cluster import reference
+from tools.rig.gguf_files import write
+
+ROOT = Path(__file__).parents[2]
+DEMO = resource_dir("demo")
+NAMES = ("alpha", "beta", "gamma", "delta")
+ASK = ["--json", "--prompt", "Once upon a time", "decode.max_new_tokens=8", "model.context=64"]
+TOKEN = "the-token"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's target in several files."""
+    return shard(DEMO / "target", tmp_path_factory.mktemp("models") / "m", 20)
+
+
+@pytest.fixture
+def hub(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    hub = Hub({"org/model": served})
+    hub.token = TOKEN
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "alpha"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with serving(hub) as endpoint:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        yield hub
+
+
+def size_of(model: Path) -> int:
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+
+
+def hosts_file(
+    folder: Path, split: list[int], *, spares: int = 0, **changes: dict[str, Any]
+) -> str:
+    """A stage on each of so many hosts, but for spares; alpha is this process's and has the draft
+    too."""
+    hosts = []
+    for index, name in enumerate(NAMES[: len(split)]):
+        env = {"XDG_CACHE_HOME": str(folder / name), "HF_HOME": str(folder / name), "HF_TOKEN": ""}
+        host = {"name": name, "address": f"127.0.0.{index + 1}", "devices": ["cpu"], "env": env}
+        hosts.append(host | changes.get(name, {}))
+    hosts[0] |= {"devices": ["cpu", "cpu"], "draft": str(DEMO / "draft"), "env": {}}
+    file = folder / "hosts.yaml"
+    content = {"defaults": {"ssh": "local"}, "hosts": hosts, "draft": "alpha/0"}
+    content |= {"split": split[: len(split) - spares], "spares": spares}
+    file.write_text(yaml.safe_dump(content))
+    return f"cluster={file}"
+
+
+def fetched(capsys: pytest.CaptureFixture[str], *settings: str) -> dict[str, dict[str, int]]:
+    assert main(["fetch", "--json", *settings]) == 0
+    found: dict[str, dict[str, int]] = json.loads(capsys.readouterr().out)["hosts"]
+    return found
+
+
+def here(cache: Path) -> dict[str, PartsFile]:
+    folder = cache / "pipespec" / "parts" / "models--org--model" / COMMIT
+    return {file.name: PartsFile(file) for file in folder.glob("*.safetensors")}
+
+
+def tensors(cache: Path) -> set[str]:
+    return {name for file in here(cache).values() for name in file.hashes if name}
+
+
+@pytest.mark.parametrize("split", [[16], [8, 8], [4, 8, 4], [4, 4, 4, 4]], ids=len)
+def test_the_hub_sends_every_byte_once_however_many_hosts(
+    split: list[int], hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [hosts_file(tmp_path, split), "model.target=org/model"]
+    found = fetched(capsys, *settings)
+    assert found.keys() <= set(NAMES)
+    assert hub.weight_bytes <= 1.02 * size_of(served)
+    assert hub.tokens_at_cdn == []
+    first = 0
+    for name, count in zip(NAMES, split, strict=False):
+        layers = {
+            int(each.split(".")[2]) for each in tensors(tmp_path / name) if ".layers." in each
+        }
+        assert layers == set(range(first, first + count))
+        first += count
+    # The embedding is the output head too, so it is on the first and on the last host.
+    for name in (NAMES[0], NAMES[len(split) - 1]):
+        assert "model.embed_tokens.weight" in tensors(tmp_path / name)
+    sent = hub.weight_bytes
+    assert fetched(capsys, *settings) == {}
+    assert hub.weight_bytes == sent
+
+
+@pytest.mark.slow
+def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
+    hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [hosts_file(tmp_path, [5, 6, 5]), "model.target=org/model"]
+    assert main(["generate", *ASK, *settings]) == 0
+    found = json.loads(capsys.readouterr().out)["token_ids"]
+    assert hub.weight_bytes <= 1.02 * size_of(served)
+    assert main(["generate", *ASK, f"model.target={DEMO / 'target'}"]) == 0
+    assert found == json.loads(capsys.readouterr().out)["token_ids"]
+
+
+@pytest.mark.slow
+def test_hosts_get_their_tensors_of_a_gguf_file(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "served").mkdir()
+    path = tmp_path / "served" / "m.gguf"
+    kinds = {"tokenizer": DEMO / "target"}
+    write(DEMO / "target", path, "llama", lambda _: GGMLQuantizationType.F16, **kinds)
+    hub.folders["org/gguf"] = path.parent
+    settings = [hosts_file(tmp_path, [8, 8]), "model.target=org/gguf/m.gguf"]
+    assert main(["generate", *ASK, *settings]) == 0
+    found = json.loads(capsys.readouterr().out)["token_ids"]
+    assert hub.weight_bytes <= 1.02 * path.stat().st_size
+    own = PartsFile(next((tmp_path / "beta").glob("pipespec/parts/*/*/m.gguf")))
+    assert {name.split(".")[1] for name in own.hashes if name.startswith("blk.")} == {
+        str(layer) for layer in range(8, 16)
+    }
+    assert main(["generate", *ASK, f"model.target={path}"]) == 0
+    assert found == json.loads(capsys.readouterr().out)["token_ids"]
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_leaves_no_process_and_the_next_one_goes_on(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [hosts_file(tmp_path, [4, 12]), "model.target=org/model"]
+    kills = 0
+    for moment in (9, 14, 20):
+        command = [sys.executable, "-m", "pipespec", "fetch", *settings]
+        seen: list[int] = []
+        with subprocess.Popen(command, stdout=-1, stderr=-1) as process:
+            children: list[psutil.Process] = []
+
+            def kill(
+                moment: int = moment,
+                seen: list[int] = seen,
+                process: subprocess.Popen[bytes] = process,
+                children: list[psutil.Process] = children,
+            ) -> None:
+                seen.append(1)
+                if len(seen) == moment:
+                    with suppress(psutil.NoSuchProcess):
+                        children += psutil.Process(process.pid).children(recursive=True)
+                        os.kill(process.pid, signal.SIGKILL)
+
+            hub.on_range = kill
+            process.communicate(timeout=60)
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+        kills += process.returncode == -signal.SIGKILL
+    assert kills
+    hub.on_range = lambda: None
+    fetched(capsys, *settings)
+    assert "model.layers.15.mlp.up_proj.weight" in tensors(tmp_path / "beta")
+    again = sum(hub.ranges.count(each) - 1 for each in set(hub.ranges))
+    assert again <= 16 * kills
+
+
+def hidden(folder: Path, path: Path) -> str:
+    """A Python for which a folder is empty, as on a host that does not have it."""
+    file = folder / "python"
+    run = f'mount -t tmpfs none {path} && exec {sys.executable} "$@"'
+    file.write_text(f"#!/bin/sh\nexec unshare -m sh -c '{run}' python \"$@\"\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root to hide a folder"
+)
+
+
+@needs_root
+@pytest.mark.slow
+def test_a_folder_that_only_the_launcher_has_is_enough(
+    hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(shutil.copytree(served, tmp_path / "only" / "model"))
+    python = {"python": hidden(tmp_path, tmp_path / "only")}
+    hosts = hosts_file(tmp_path, [5, 6, 5], beta=python, gamma=python)
+    settings = [hosts, f"model.target={model}"]
+    found = fetched(capsys, *settings)
+    assert found.keys() == {"beta", "gamma"}
+    own = sum(each["fetched_bytes"] for each in found.values())
+    assert own < 0.8 * size_of(served)  # not alpha's layers
+    assert not hub.requests
+    assert main(["generate", *ASK, *settings]) == 0
+    text = json.loads(capsys.readouterr().out)["token_ids"]
+    assert main(["generate", *ASK, f"model.target={DEMO / 'target'}"]) == 0
+    assert text == json.loads(capsys.readouterr().out)["token_ids"]
+
+
+def processes_of(cache: Path) -> list[psutil.Process]:
+    """The processes of a host, which its cache identifies."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if each.environ().get("XDG_CACHE_HOME") == str(cache):
+                found.append(each)
+    return found
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.usefixtures("hub")
+def test_a_spare_gets_the_layers_of_a_host_that_stays_away(served: Path, tmp_path: Path) -> None:
+    """From the launcher, which alone has the folder; the text goes on."""
+    model = Path(shutil.copytree(served, tmp_path / "only" / "model"))
+    python, away = tmp_path / "python-beta", tmp_path / "away"
+    python.write_text(
+        f'#!/bin/sh\n[ -e {away} ] && exit 7\nexec {hidden(tmp_path, tmp_path / "only")} "$@"\n'
+    )
+    python.chmod(0o755)
+    others = {"beta": {"python": str(python)}, "gamma": {"python": str(tmp_path / "python")}}
+    hosts = hosts_file(tmp_path, [8, 8, 0], spares=1, **others)
+    settings = ["cluster.patience_s=3", "model.context=256", "policy=root", "proposer=suffix"]
+    deployment = decide(compose([hosts, f"model.target={model}", *settings]))
+    with running(deployment) as (cluster, client):
+        ids = client.served.encode("Once upon a time")
+        assert tensors_of(tmp_path / "gamma") == set()
+        request = client.submit(ids, SamplingParams(), max_new_tokens=100)
+        tokens: list[int] = []
+        for event in client.events(request):
+            if isinstance(event, Accepted):
+                tokens += event.tokens
+                if len(tokens) > 5 and not away.exists():
+                    away.touch()
+                    for process in processes_of(tmp_path / "beta"):
+                        with suppress(psutil.NoSuchProcess):
+                            process.kill()
+        assert cluster.state.assignment.workers == ("alpha/0", "alpha/1", "gamma/0")
+    assert "model.layers.9.mlp.up_proj.weight" in tensors_of(tmp_path / "gamma")
+    (expected,) = reference(DEMO / "target", [ids], 100)
+    assert tokens and tokens == expected[: len(tokens)]
+
+
+def tensors_of(cache: Path) -> set[str]:
+    files = cache.glob("pipespec/parts/*/*/*.safetensors")
+    return {name for file in files for name in PartsFile(file).hashes if name}
+
+
+def test_a_new_layout_moves_layers_between_hosts_and_asks_the_hub_for_nothing(
+    hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetched(capsys, hosts_file(tmp_path, [4, 8, 4]), "model.target=org/model")
+    sent = hub.weight_bytes
+    found = fetched(capsys, hosts_file(tmp_path, [4, 4, 8]), "model.target=org/model")
+    assert found.keys() == {"gamma"}  # beta has had layers 8 to 11
+    assert hub.weight_bytes == sent <= 1.02 * size_of(served)
+    assert "model.layers.9.mlp.up_proj.weight" in tensors(tmp_path / "gamma")
+
+
+def test_a_host_that_sends_wrong_bytes_is_named_and_left_out(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetched(capsys, hosts_file(tmp_path, [4, 8, 4]), "model.target=org/model")
+    wrong = "model.layers.9.mlp.up_proj.weight"
+    (file,) = (each for each in here(tmp_path / "beta").values() if wrong in each.hashes)
+    with file.path.open("r+b") as stream:
+        stream.seek(ranges_of(file.path)[wrong][0])
+        stream.write(b"wrong")
+    sent = hub.weight_bytes
+    assert main(["fetch", hosts_file(tmp_path, [4, 4, 8]), "model.target=org/model"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("beta sends wrong bytes of the target (to gamma), so it is left out;")
+    assert "gamma: fetched" in out
+    assert hub.weight_bytes > sent  # that tensor is the hub's again
+    own = here(tmp_path / "gamma")[file.path.name]
+    assert own.hash(ranges_of(own.path)[wrong]) == own.hashes[wrong] == file.hashes[wrong]
+    for each in (f"model.layers.{layer}.mlp.down_proj.weight" for layer in range(8, 16)):
+        assert each in tensors(tmp_path / "gamma")
+    assert fetched(capsys, hosts_file(tmp_path, [4, 4, 8]), "model.target=org/model") == {}
+
+
+@pytest.mark.parametrize(
+    "why", ["a mirror that sends files to the token alone", "no hub from there"]
+)
+def test_the_launcher_passes_on_what_a_host_cannot_get_from_the_hub(
+    why: str, hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {}
+    if why.startswith("no hub"):
+        env = {"XDG_CACHE_HOME": str(tmp_path / "beta"), "HF_HUB_OFFLINE": "1"}
+        changes["beta"] = {"env": env}
+    else:
+        hub.signs = False
+    fetched(capsys, hosts_file(tmp_path, [8, 8], **changes), "model.target=org/model")
+    assert "model.layers.9.mlp.up_proj.weight" in tensors(tmp_path / "beta")
+    assert hub.weight_bytes <= 1.02 * size_of(served)
+
+
+def test_a_host_that_cannot_write_its_cache_is_named(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hub.token
+    (tmp_path / "beta").touch()
+    assert main(["fetch", hosts_file(tmp_path, [8, 8]), "model.target=org/model"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("pipespec: beta: ")
+    assert "cannot be written (Not a directory); make room or set XDG_CACHE_HOME" in line
+
+
+def weight_hosts() -> list[psutil.Process]:
+    """The processes of hosts that this process has started."""
+    children = psutil.Process().children(recursive=True)
+    return [each for each in children if "pipespec.cluster.weight_host" in each.cmdline()]
+
+
+def test_a_host_that_is_killed_while_it_fetches_goes_on_at_the_next_start(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed at several moments; nothing is fetched twice but what was under way."""
+    settings = [hosts_file(tmp_path, [4, 12]), "model.target=org/model"]
+    assert inspect("org/model").path == folder_of("org/model", COMMIT)
+    kills = 0
+    for moment in (1, 3, 5):
+        seen: list[int] = []
+
+        def kill(moment: int = moment, seen: list[int] = seen) -> None:
+            seen.append(1)
+            if len(seen) == moment:
+                for process in weight_hosts():
+                    with suppress(psutil.NoSuchProcess):
+                        os.kill(process.pid, signal.SIGKILL)
+
+        hub.on_range = kill
+        code = main(["fetch", *settings])
+        err = capsys.readouterr().err
+        if code == 0:
+            break
+        kills += 1
+        assert len(err.splitlines()) == 1, err
+        assert err.startswith("pipespec: beta: ") and "signal 9" in err
+    assert kills
+    hub.on_range = lambda: None
+    fetched(capsys, *settings)
+    assert "model.layers.15.mlp.up_proj.weight" in tensors(tmp_path / "beta")
+    again = sum(hub.ranges.count(each) - 1 for each in set(hub.ranges))
+    assert again <= 8 * kills
+
+
+@pytest.mark.usefixtures("hub")
+def test_what_was_fetched_is_listed_and_removed(
+    served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetched(capsys, hosts_file(tmp_path, [16]), "model.target=org/model")
+    assert main(["cache", "list", "--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)
+    assert (entry["model"], entry["commit"], entry["current"]) == ("org/model", COMMIT, True)
+    assert entry["whole_bytes"] == size_of(served) <= entry["disk_bytes"]
+    assert main(["cache", "prune"]) == 0  # it is in use
+    assert capsys.readouterr().out == "Removed 0 folders, 0.0 MiB.\n"
+    old = Path(entry["folder"]).with_name("f" * 40)
+    shutil.copytree(entry["folder"], old)
+    assert main(["cache", "prune"]) == 0
+    assert capsys.readouterr().out.startswith("Removed 1 folder, ")
+    assert not old.exists()
+    assert main(["cache", "prune", "org/other"]) == 2
+    assert "holds no model 'org/other'" in capsys.readouterr().err
+    assert main(["cache", "prune", "org/model"]) == 0
+    assert not Path(entry["folder"]).parent.exists()

@@ -1,0 +1,195 @@
+"""What a hub may do to a client, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from pipespec.engine.parts import hub_client
+from pipespec.engine.parts.hub_client import MAX_TRIES, HubClient, Unavailable
+from pipespec.errors import ModelError
+from tests.helpers.hub import COMMIT, Fault, Hub, serving
+
+NAME = "model.safetensors"
+DATA = bytes(range(256)) * 400  # 100 KB
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    (tmp_path / NAME).write_bytes(DATA)
+    (tmp_path / "config.json").write_text("{}")
+    hub = Hub({"org/model": tmp_path})
+    with serving(hub) as endpoint:
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        yield hub
+
+
+class Waits(list[float]):
+    """Seconds that a client would have waited."""
+
+    def __call__(self, seconds: float) -> None:
+        self.append(seconds)
+
+
+@pytest.fixture
+def waits() -> Waits:
+    return Waits()
+
+
+@pytest.fixture
+def client(hub: Hub, waits: Waits) -> HubClient:
+    assert not hub.requests
+    return HubClient("org/model", wait=waits)
+
+
+def read(client: HubClient, start: int = 1000, stop: int = 90_000) -> bytes:
+    return b"".join(client.read(COMMIT, NAME, (start, stop), len(DATA)))
+
+
+def test_the_files_of_a_commit_with_sizes_and_hashes(client):
+    found = client.revision()
+    assert (found.repo, found.commit) == ("org/model", COMMIT)
+    assert found.files[NAME].size == len(DATA)
+    assert len(found.files[NAME].sha256) == 64
+    assert found.files["config.json"].sha256 is None
+
+
+def test_a_part_is_read_and_no_more(hub, client):
+    assert read(client) == DATA[1000:90_000]
+    assert hub.sent[NAME] == 89_000
+    assert client.read_file(COMMIT, "config.json", 2) == b"{}"
+
+
+def test_a_signed_url_is_used_again_and_gets_no_token(hub, client):
+    hub.token = "secret"
+    read(client, 0, 10), read(client, 10, 20)
+    assert hub.requests == {"HEAD resolve": 1, "GET cdn": 2}
+    assert hub.tokens_at_cdn == []
+
+
+def test_an_expired_signed_url_is_resolved_anew(hub, client, waits):
+    read(client, 0, 10)
+    hub.expire()
+    assert read(client, 10, 20) == DATA[10:20]
+    assert len(waits) == 1
+
+
+def test_a_cut_answer_goes_on_where_it_ended(hub, client):
+    hub.faults = [Fault(cut_at=30_000), Fault(cut_at=1), Fault(cut_at=0)]
+    assert read(client) == DATA[1000:90_000]
+    assert [start for _, start, _ in hub.ranges] == [1000, 31_000, 31_001, 31_001]
+    assert hub.sent[NAME] == 89_000  # nothing twice
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_hub_is_asked_again_later(hub, client, waits, status):
+    hub.faults = [Fault(status), Fault(status), Fault(status)]
+    assert read(client) == DATA[1000:90_000]
+    assert len(waits) == 3
+    assert waits[0] < waits[1] < waits[2]  # it waits longer each time
+
+
+def test_a_hub_that_asks_for_a_wait_gets_it(hub, client, waits):
+    hub.faults = [Fault(429, {"Retry-After": "17"}), Fault(429, {"Retry-After": "rubbish"})]
+    read(client)
+    assert waits[0] == 17
+    assert waits[1] < 17
+
+
+def test_a_hub_that_asks_for_too_long_a_wait_is_given_up(hub, client, waits):
+    hub.faults = [Fault(429, {"Retry-After": "86400"})]
+    with pytest.raises(Unavailable, match="it answers 429"):
+        read(client)
+    assert waits == []
+
+
+def test_a_hub_that_stays_away_is_one_sentence(hub, client, waits):
+    hub.faults = [Fault(503) for _ in range(MAX_TRIES)]
+    with pytest.raises(Unavailable) as caught:
+        read(client)
+    assert len(waits) == MAX_TRIES - 1
+    assert str(caught.value).startswith(f"{constants.ENDPOINT} did not send {NAME} of org/model")
+    assert "though asked 6 times: it answers 503; check the network" in str(caught.value)
+
+
+def test_a_hub_without_ranges_is_refused_without_reading_whole_files(hub, client):
+    hub.without_ranges = True
+    with pytest.raises(Unavailable, match="does not send parts of files"):
+        read(client)
+    assert client.read_file(COMMIT, "config.json", 2) == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (Fault(headers={"Content-Range": "bytes 0-88999/100000"}), "it sends the range"),
+        (Fault(change=lambda data: data + b"x"), "sends 89001 bytes where 89000 were asked for"),
+        (Fault(change=lambda data: data[:-1]), "sends 88999 bytes where 89000 were asked for"),
+    ],
+)
+def test_an_answer_of_the_wrong_length_is_not_taken(hub, client, fault, why):
+    hub.faults = [fault]
+    assert read(client) == DATA[1000:90_000]
+    hub.faults = [fault] * MAX_TRIES
+    with pytest.raises(Unavailable, match=why):
+        read(client)
+
+
+def test_a_slow_answer_times_out_and_is_asked_for_again(hub, client, monkeypatch):
+    import threading
+
+    monkeypatch.setattr(hub_client, "READ_S", 0.2)
+    slow = threading.Event()
+    calls: list[int] = []
+
+    def on_range() -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            slow.wait(20)
+
+    hub.on_range = on_range
+    assert read(client) == DATA[1000:90_000]
+    assert len(calls) == 2
+    slow.set()
+
+
+def test_a_gated_model_names_the_token(hub, client):
+    hub.token = "another"
+    for ask in (client.revision, lambda: read(client)):
+        with pytest.raises(ModelError, match=r"refuses org/model \(401\).* set HF_TOKEN"):
+            ask()
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_model_that_is_not_there():
+    with pytest.raises(ModelError, match=r"has no model org/other"):
+        HubClient("org/other").revision()
+
+
+def test_offline_nothing_is_asked_for(hub, client, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for ask in (client.revision, lambda: read(client)):
+        with pytest.raises(Unavailable, match="HF_HUB_OFFLINE is set"):
+            ask()
+    assert not hub.requests
+
+
+def test_no_hub_at_all(monkeypatch, waits):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    client = HubClient("org/model", wait=waits)
+    for ask in (client.revision, lambda: read(client)):
+        with pytest.raises(Unavailable, match="check the network"):
+            ask()
+
+
+def test_reading_that_is_stopped_ends_at_once(hub, client):
+    hub.faults = [Fault(503)]
+    client.stopped.set()
+    with pytest.raises(Unavailable, match="was stopped"):
+        read(client)
