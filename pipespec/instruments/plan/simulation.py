@@ -21,8 +21,9 @@ limits. Everything here is pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,6 +57,16 @@ AHEAD = 4
 LEARNED_EVERY = 16
 
 Rounds = int | str
+
+
+class TokenArrival(NamedTuple):
+    """A decided token: its request, when the head has it on the simulated clock in ms, how many
+    steps after its parent's row its own was fed, and whether that was before it was decided."""
+
+    request: int
+    ms: float
+    delay: int
+    hit: bool
 
 
 def level_equation(hit_rate: float, num_stages: int) -> float:
@@ -114,19 +125,33 @@ def simulate(
     num_requests: int = 1,
     max_rows: int = 0,
     mid: Accuracy | None = None,
+    overlap: bool = True,
+    on_token: Callable[[TokenArrival], None] = lambda arrival: None,
 ) -> Simulation:
     """Decode some `num_tokens` with the head's own scheduler; the stages count rows only.
 
-    `rounds`: draft rounds per step at most, or "auto"; `max_rows`: see `SchedulerConfig`; `mid`:
-    the accuracy of a mid-size model that scores MID_ROWS nodes per pass, None: there is none. With
-    many requests, all of them are there the whole time, and the tokens are those of all.
+    `rounds`: draft rounds per step at most, or "auto"; `max_rows`, `overlap`: see
+    `SchedulerConfig`; `mid`: the accuracy of a mid-size model that scores MID_ROWS nodes per pass,
+    None: there is none; `on_token` is called for every token that is counted, in the order in which
+    they arrive. With many requests, all of them are there the whole time, and the tokens are those
+    of all.
     """
     check_rounds(rounds)
     check_whole("tokens", num_tokens, 1, MAX_TOKENS)
     check_whole("seed", seed, 0, MAX_SEED)
     check_whole("requests", num_requests, 1, MAX_REQUESTS)
     pipeline = SimulatedPipeline(
-        policy, machine, accuracy, rounds, num_tokens, seed, num_requests, max_rows, mid
+        policy,
+        machine,
+        accuracy,
+        rounds,
+        num_tokens,
+        seed,
+        num_requests,
+        max_rows,
+        mid,
+        overlap=overlap,
+        on_token=on_token,
     )
     while pipeline.result.tokens < num_tokens:
         pipeline.step()
@@ -152,8 +177,10 @@ class SimulatedPipeline:
         mid: Accuracy | None = None,
         *,
         overlap: bool = True,
+        on_token: Callable[[TokenArrival], None] = lambda arrival: None,
     ):
         self.machine = machine
+        self.on_token = on_token
         random = np.random.default_rng(seed)
         length = num_tokens if num_requests == 1 else AHEAD * num_tokens // num_requests
         self.texts = [
@@ -184,6 +211,7 @@ class SimulatedPipeline:
             cascade,
         )
         self.step_ms = 0.0  # how long this step has lasted
+        self.arriving: list[tuple[int, int, bool]] = []  # tokens: request, delay and hit
         self.rounds = 0  # of the draft, in this step
         self.reading: list[int] = []  # requests that had no token of their answer when it began
         # The step in which a node of a request was fed, by its id.
@@ -243,6 +271,9 @@ class SimulatedPipeline:
         hop_ms = self.machine.hop_ms(in_flight[0])
         verdict_ms = max(map(sum, zip(stage_ms, hop_ms, strict=True)))
         self.step_ms = max(verdict_ms, self.step_ms)
+        for request, delay, hit in self.arriving:
+            self.on_token(TokenArrival(request, self.now_ms + self.step_ms, delay, hit))
+        self.arriving.clear()
 
     def drop_cancelled(self) -> None: ...
 
@@ -300,6 +331,7 @@ class SimulatedPipeline:
             if base + len(tokens) > 2 and counts:
                 self.result.delays[entered - leaving] += 1
                 self.result.hits += hit
+                self.arriving.append((request, entered - leaving, hit))
         return Verdict(request, base, tuple(tokens))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipespec.instruments.plan.advice import DecodingMethod, choices, predict, r
 from pipespec.instruments.plan.machine_profile import Profile
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulation import (
+    TokenArrival,
     level_equation,
     simulate,
     specpipe_ms,
@@ -56,6 +58,41 @@ def test_without_guesses_a_token_takes_a_whole_pipeline(num_stages):
     assert ran.tokens_per_step == pytest.approx(1 / num_stages)
     assert ran.delays[-1] == ran.tokens == 20
     assert ran.hits == 0 and ran.error == 0
+
+
+def test_tokens_arrive_with_their_verdicts():
+    arrivals: list[TokenArrival] = []
+    ran = simulate(Root(), machine(4), PUBLISHED, rounds=1, num_tokens=30, on_token=arrivals.append)
+    assert len(arrivals) == ran.tokens
+    assert {b.ms - a.ms for a, b in pairwise(arrivals)} == {40.0}
+    assert {(each.request, each.delay, each.hit) for each in arrivals} == {(0, 4, False)}
+
+
+def test_arrivals_agree_with_the_counts_of_many_requests():
+    arrivals: list[TokenArrival] = []
+    ran = simulate(
+        BestFirst(16, 8),
+        machine(4, draft_ms=4.0),
+        PUBLISHED,
+        rounds="auto",
+        num_tokens=300,
+        num_requests=3,
+        max_rows=16,
+        on_token=arrivals.append,
+    )
+    assert sum(each.hit for each in arrivals) == ran.hits
+    assert [*map([each.delay for each in arrivals].count, range(5))] == ran.delays.tolist()
+    assert [each.ms for each in arrivals] == sorted(each.ms for each in arrivals)
+    assert {each.request for each in arrivals} == {0, 1, 2}
+
+
+def test_a_draft_that_works_only_while_the_stage_waits_takes_its_time_from_it():
+    asked = {"rounds": "auto", "num_tokens": 400}
+    beside, alone = (
+        simulate(BestFirst(8, 8), machine(1, draft_ms=3.0), PUBLISHED, overlap=overlap, **asked)
+        for overlap in (True, False)
+    )
+    assert beside.ms / beside.steps < alone.ms / alone.steps - 3.0
 
 
 def test_a_perfect_draft_gives_level_one_token_per_step():
