@@ -56,25 +56,28 @@ def experiments(names: Sequence[str] = ()) -> list[Experiment]:
     return [each for name, each in known.items() if not names or name in names]
 
 
-def simulated(chosen: Sequence[Experiment], share: float, jobs: int) -> Runs:
+def simulated(chosen: Sequence[Experiment], options: argparse.Namespace) -> Runs:
     """The runs of all cells, each of which is simulated once."""
-    runs = Runs()
+    runs = Runs(options.share, options.resume, experiment.provenance()["commit"])
     cells = [cell for each in chosen for cell in each.cells]
     with Progress(transient=True) as shown:
         task = shown.add_task("cells", total=None)
-        for left in runs.simulate(cells, share, jobs):
+        for left in runs.simulate(cells, options.jobs):
             done = shown.tasks[0].completed + 1
             shown.update(task, completed=done, total=done + left)
     return runs
+
+
+def simulated_title(paper: str) -> str:
+    return f"SIMULATED, SYNTHETIC draft: {paper} beside ours"
 
 
 def simulated_tables(chosen: Sequence[Experiment], runs: Runs) -> list[dict[str, Any]]:
     """One for each paper of the chosen experiments."""
     return [
         {
-            "name": paper.lower(),
             "paper": paper,
-            "title": f"SIMULATED, SYNTHETIC draft: {paper} beside ours",
+            "title": simulated_title(paper),
             "rows": [as_json(row) for each in of_paper for row in each.rows(runs)],
         }
         for paper in PAPERS
@@ -141,6 +144,7 @@ def parse() -> argparse.Namespace:
     parser = experiment.parser(__doc__ or "", plot=True)
     parser.add_argument("--only", type=experiment.names, default=[], help="experiments (all)")
     parser.add_argument("--jobs", type=int, default=num_jobs(), help="processes (one per core)")
+    parser.add_argument("--resume", type=Path, help="file that keeps what is known of cells")
     parser.set_defaults(share=1.0)
     return experiment.parse(parser, share=QUICK_SHARE)
 
@@ -150,21 +154,19 @@ def main() -> None:
     if options.plot and options.only:
         raise SystemExit("--plot draws all experiments; leave --only out.")
     chosen = experiments(options.only)
-    runs = simulated(chosen, options.share, options.jobs)
+    others = [] if options.only else stored_tables()
+    runs = simulated(chosen, options)
     tables = simulated_tables(chosen, runs)
     show(tables)
     grids = [asdict(each.grid(runs)) for each in chosen if each.grid is not None]
     for grid in grids:
         experiment.show(f"SIMULATED, SYNTHETIC draft: {grid['title']}", grid["rows"])
-    others = [] if options.only else stored_tables()
     show(others)
-    missing = [asdict(each) for each in MISSING]
-    experiment.show("Not to be had here", missing)
+    experiment.show("Not to be had here", [asdict(each) for each in MISSING])
     title = f"SIMULATED, SYNTHETIC draft (1:0.74,32:0.99, spread 0.8), {BATCHES} batches a cell"
     if options.json:
-        result = {"tables": tables, "grids": grids, "stored": others, "missing": missing}
-        rows = [row for table in tables for row in table["rows"]]
-        experiment.store(options.json, {"title": title, "rows": rows, **result})
+        rows = [{"of": table["paper"], **row} for table in tables for row in table["rows"]]
+        experiment.store(options.json, {"title": title, "rows": rows, "grids": grids})
     if options.plot:
         draw("SIMULATED, SYNTHETIC draft of a 1B's accuracy", runs, options.plot)
 

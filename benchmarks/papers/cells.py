@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -114,6 +117,16 @@ class Run:
             rows_per_step,
         )
 
+    def as_json(self) -> dict[str, Any]:
+        plain = asdict(self)
+        arrays = {name: plain[name].tolist() for name in ("ms", "hits", "delays")}
+        return {**plain, **arrays, "gaps": [each.tolist() for each in self.gaps]}
+
+    @classmethod
+    def from_json(cls, kept: dict[str, Any]) -> Run:
+        arrays = {name: np.array(kept[name]) for name in ("ms", "hits", "delays")}
+        return cls(**{**kept, **arrays, "gaps": tuple(map(np.array, kept["gaps"]))})
+
     @property
     def tbt(self) -> Interval:
         """The mean time between tokens of a request, ms."""
@@ -156,29 +169,43 @@ def _gaps(arrivals: Sequence[TokenArrival], size: int) -> Iterator[np.ndarray]:
 
 
 class Runs:
-    """The runs of cells, by cell."""
+    """The runs of cells, by cell, each with `share` of its tokens.
 
-    def __init__(self) -> None:
+    `resume` is a file that keeps them; those that it holds from the same `version` of the code are
+    not run again.
+    """
+
+    def __init__(self, share: float = 1.0, resume: Path | None = None, version: str = "") -> None:
+        self._share, self._resume, self._version = share, resume, version
         self._found: dict[str, Run] = {}
+        if resume is not None and resume.exists():
+            for line in resume.read_text().splitlines():
+                kept = json.loads(line)
+                if (kept["version"], kept["share"]) == (version, share):
+                    self._found[kept["cell"]] = Run.from_json(kept["run"])
 
     def __getitem__(self, cell: Cell) -> Run:
         return self._found[cell.key]
 
     def add(self, cell: Cell, run: Run) -> None:
         self._found[cell.key] = run
+        if self._resume is not None:
+            kept = {"version": self._version, "share": self._share, "cell": cell.key}
+            with self._resume.open("a") as file:
+                file.write(json.dumps({**kept, "run": run.as_json()}) + "\n")
 
-    def simulate(self, cells: Iterable[Cell], share: float, jobs: int) -> Iterator[int]:
+    def simulate(self, cells: Iterable[Cell], jobs: int) -> Iterator[int]:
         """Run the cells in `jobs` processes, each of them once; yields how many are left."""
         left = {cell.key: cell for cell in cells if cell.key not in self._found}
         if jobs == 1:
             for number, cell in enumerate(left.values(), 1):
-                self.add(cell, cell.run(share))
+                self.add(cell, cell.run(self._share))
                 yield len(left) - number
             return
         # The long ones first, so that none of them is the last.
         order = sorted(left.values(), key=lambda cell: -_work(cell))
         with ProcessPoolExecutor(jobs) as pool:
-            futures = {pool.submit(cell.run, share): cell for cell in order}
+            futures = {pool.submit(cell.run, self._share): cell for cell in order}
             for number, future in enumerate(as_completed(futures), 1):
                 self.add(futures[future], future.result())
                 yield len(left) - number

@@ -1,6 +1,8 @@
 """The demo pair under the papers' conditions: chains with a draft in fewer bits, and sampling.
 
-    python -m benchmarks.papers.demo_pair --json benchmarks/results/papers_demo_pair.json
+    python -m benchmarks.papers.demo_pair chains --json benchmarks/results/papers_chains.json
+    python -m benchmarks.papers.demo_pair SpecPipe --json benchmarks/results/papers_sampled_8.json
+    python -m benchmarks.papers.demo_pair PipeDec --json benchmarks/results/papers_sampled_14.json
 
 MEASURED counts of real models, which depend on no machine: what the demo target says, greedy and
 sampled, is replayed with the real draft through the head's own scheduler
@@ -12,6 +14,7 @@ Intervals are over texts.
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -43,6 +46,7 @@ from tools import inflate
 from tools.rig import cluster
 from tools.rig.packing import KINDS, pack
 
+CHAINS_PART = "chains"
 CHAINS = (3, 5, 7)
 # SpecPipe and PipeDec: temperature, top-p and top-k, and the number of runs.
 TEMPERATURE, TOP_P, TOP_K, RUNS = 0.6, 0.9, 80, 5
@@ -177,30 +181,47 @@ def sampling_row(
     )
 
 
+def measure_chains(pair: Pair, options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """Title and rows of the draft's formats and of longer chains."""
+    prompts = pair.prompts(options.prompts, options.prompt_tokens)
+    greedy = greedy_texts(pair, prompts, options.tokens)
+    with tempfile.TemporaryDirectory() as name:
+        rows = chain_rows(pair, greedy, options.chains, Path(name))
+    return f"Tokens per call, demo pair, {len(prompts)} prompts × {options.tokens} tokens", rows
+
+
+def measure_sampling(pair: Pair, options: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
+    """Title and rows of the methods of a paper."""
+    prompts = pair.prompts(options.prompts, options.prompt_tokens)
+    greedy = greedy_texts(pair, prompts, options.tokens)
+    sampled = sampled_texts(pair, prompts, options.tokens, options.runs)
+    chosen = [each for each in CONDITIONS if each.paper == options.part]
+    # A fork would take over the threads of torch.
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(sampling_row, pair, each, greedy, sampled) for each in chosen]
+        rows = [job.result() for job in jobs]
+    title = (
+        f"Steps per token, sampled over greedy ({options.runs} seeds), demo pair, "
+        f"{len(prompts)} prompts × {options.tokens} tokens"
+    )
+    return title, rows
+
+
 def main() -> None:
     parser = experiment.parser(__doc__)
+    papers = dict.fromkeys(each.paper for each in CONDITIONS)
+    parser.add_argument("part", choices=(CHAINS_PART, *papers), help="what is measured")
     parser.add_argument("--prompts", type=int, help="how many of the shipped ones (all)")
     parser.add_argument("--prompt-tokens", type=int, default=96, help="cut to (96)")
-    parser.add_argument("--tokens", type=int, default=48, help="after each prompt (48)")
+    parser.add_argument("--tokens", type=int, default=46, help="after each prompt (46)")
     parser.add_argument("--runs", type=int, default=RUNS, help=f"seeds ({RUNS})")
     parser.add_argument("--chains", type=experiment.numbers, default=list(CHAINS))
     parser.add_argument("--jobs", type=int, default=num_jobs(), help="processes (one per core)")
     options = experiment.parse(parser, prompts=5, tokens=8, runs=1, chains=[3])
     torch.set_num_threads(1)  # as in a rank
-    pair = Pair()
-    prompts = pair.prompts(options.prompts, options.prompt_tokens)
-    greedy = greedy_texts(pair, prompts, options.tokens)
-    with tempfile.TemporaryDirectory() as name:
-        chains = chain_rows(pair, greedy, options.chains, Path(name))
-    sampled = sampled_texts(pair, prompts, options.tokens, options.runs)
-    # A fork would take over the threads of torch.
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(sampling_row, pair, each, greedy, sampled) for each in CONDITIONS]
-        rows = [job.result() for job in jobs]
-    of = f"demo pair, {len(prompts)} prompts × {options.tokens} tokens"
-    experiment.show(f"Tokens per call, {of}", chains)
-    title = f"Steps per token, sampled over greedy ({options.runs} seeds), {of}"
-    experiment.publish(options, title, rows, chains=chains, unit="")
+    measure = measure_chains if options.part == CHAINS_PART else measure_sampling
+    title, rows = measure(Pair(), options)
+    experiment.publish(options, f"MEASURED: {title}", rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the tables of docs/papers.md from benchmarks/results/papers.json.
+"""Write the tables of docs/papers.md from the stored results of benchmarks/results/.
 
 A block of the page between `<!-- papers: NAME -->` and `<!-- end of papers -->` is the table of
 that name, with the commands, machines, commits and dates of its numbers.
@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.experiment import ROOT
+from benchmarks.papers.__main__ import simulated_title, stored_tables
+from benchmarks.papers.missing import MISSING
 from benchmarks.papers.tables import Source
 
 PAGE = ROOT / "docs" / "papers.md"
@@ -42,9 +44,9 @@ def _text(value: Any) -> str:
     return str(value).replace("|", "\\|")
 
 
-def compared(table: Mapping[str, Any]) -> str:
-    """The rows of a table of figures beside each other."""
-    return markdown([{HEADINGS[key]: row[key] for key in HEADINGS} for row in table["rows"]])
+def compared(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table of figures beside each other."""
+    return markdown([{HEADINGS[key]: row[key] for key in HEADINGS} for row in rows])
 
 
 def origin(source: Source) -> str:
@@ -58,23 +60,24 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """The text of every block."""
     hardware = result["hardware"].replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
     made = Source("papers.json", result["command"], hardware, result["commit"], result["date"])
-    found = {"source": f"{origin(made)}\n", "missing": _missing(result["missing"])}
-    for table in result["tables"]:
-        found[table["name"]] = f"**{table['title']}**\n\n{compared(table)}"
+    found = {"source": f"{origin(made)}\n", "missing": _missing()}
+    for paper in dict.fromkeys(row["of"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["of"] == paper]
+        found[paper.lower()] = f"**{simulated_title(paper)}**\n\n{compared(rows)}"
     for grid in result["grids"]:
         title = f"**SIMULATED, SYNTHETIC draft: {grid['title']}**"
         found[f"grid_{grid['name']}"] = f"{title}\n\n{markdown(grid['rows'])}"
-    for table in result["stored"]:
+    for table in stored_tables():
         sources = "\n".join(f"- {origin(Source(**each))}" for each in table["sources"])
-        found[table["name"]] = f"**{table['title']}**\n\n{compared(table)}\n{sources}\n"
+        found[table["name"]] = f"**{table['title']}**\n\n{compared(table['rows'])}\n{sources}\n"
     return found
 
 
-def _missing(rows: Sequence[Mapping[str, Any]]) -> str:
+def _missing() -> str:
     return markdown(
         [
-            {"paper": row["paper"], "": row["figure"], "shows": row["shows"], "why not": row["why"]}
-            for row in rows
+            {"paper": each.paper, "figure": each.figure, "shows": each.shows, "why not": each.why}
+            for each in MISSING
         ]
     )
 

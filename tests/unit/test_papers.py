@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.papers import intervals, page, stored
-from benchmarks.papers.__main__ import PAPERS, experiments, simulated_tables
+from benchmarks.papers.__main__ import PAPERS, experiments, simulated_tables, stored_tables
 from benchmarks.papers.cells import BATCHES, ONE_B, TOKENS, Cell, Run, Runs
 from benchmarks.papers.demo_pair import slowdown, tokens_per_step
 from benchmarks.papers.intervals import Interval
@@ -133,9 +134,22 @@ def test_cell_is_simulated_once_and_by_all_processes_alike() -> None:
     small = Cell(BestFirst(8, 8), one_stage(10.0, 3.0), tokens=100)
     other = Cell(BestFirst(4, 8), one_stage(10.0, 3.0), tokens=100)
     alone, pooled = Runs(), Runs()
-    assert [*alone.simulate([small, small, other], 1.0, jobs=1)] == [1, 0]
-    assert [*pooled.simulate([small, small, other], 1.0, jobs=2)] == [1, 0]
+    assert [*alone.simulate([small, small, other], jobs=1)] == [1, 0]
+    assert [*pooled.simulate([small, small, other], jobs=2)] == [1, 0]
     assert alone[small].tbt == pooled[small].tbt != alone[other].tbt
+
+
+def test_cells_of_an_interrupted_run_are_kept_unless_the_code_is_another(tmp_path: Path) -> None:
+    file = tmp_path / "cells.jsonl"
+    cell = Cell(BestFirst(8, 8), one_stage(10.0, 3.0), tokens=100)
+    first = Runs(1.0, file, "a")
+    assert [*first.simulate([cell], jobs=1)] == [0]
+    again = Runs(1.0, file, "a")
+    assert [*again.simulate([cell], jobs=1)] == []
+    assert again[cell].as_json() == first[cell].as_json()
+    assert again[cell].percentile(90) == first[cell].percentile(90)
+    for changed in (Runs(1.0, file, "b"), Runs(0.5, file, "a")):
+        assert [*changed.simulate([cell], jobs=1)] == [0]
 
 
 def test_more_nodes_a_draft_round_find_more_tokens() -> None:
@@ -196,10 +210,10 @@ def test_every_cell_that_varies_counts_2000_tokens() -> None:
 
 def test_experiments_make_their_rows_and_grids_from_few_tokens() -> None:
     (chosen,) = experiments(["meta_tpc"])
-    runs = Runs()
-    assert [*runs.simulate(chosen.cells, 0.01, jobs=1)][-1] == 0
+    runs = Runs(share=0.01)
+    assert [*runs.simulate(chosen.cells, jobs=1)][-1] == 0
     (table,) = simulated_tables([chosen], runs)
-    assert table["name"] == "meta" and "SIMULATED, SYNTHETIC" in table["title"]
+    assert table["paper"] == "Meta" and "SIMULATED, SYNTHETIC" in table["title"]
     assert all(row["low"] <= row["value"] <= row["high"] for row in table["rows"])
 
 
@@ -212,16 +226,18 @@ def test_unknown_experiment_is_one_sentence() -> None:
 
 def test_simulated_and_measured_rows_never_share_a_table() -> None:
     result = json.loads(page.RESULT.read_text())
-    assert all(table["title"].startswith("SIMULATED") for table in result["tables"])
-    assert all(table["title"].startswith(table["kind"]) for table in result["stored"])
-    assert {table["kind"] for table in result["stored"]} == {"MEASURED", "EMULATED", "COMPUTED"}
-    assert all(table["sources"] for table in result["stored"])
+    assert result["title"].startswith("SIMULATED")
+    assert all("MEASURED" not in row["quantity"] for row in result["rows"])
+    others = stored_tables()
+    assert all(table["title"].startswith(table["kind"]) for table in others)
+    assert {table["kind"] for table in others} == {"MEASURED", "EMULATED", "COMPUTED"}
+    assert all(table["sources"] for table in others)
 
 
 def test_speed_ups_under_specpipes_conditions_name_both_baselines() -> None:
     result = json.loads(page.RESULT.read_text())
-    (table,) = (each for each in result["tables"] if each["paper"] == "SpecPipe")
-    over = {row["baseline"] for row in table["rows"] if row["quantity"].startswith("speed-up")}
+    rows = [row for row in result["rows"] if row["of"] == "SpecPipe"]
+    over = {row["baseline"] for row in rows if row["quantity"].startswith("speed-up")}
     assert any("302.4 ms" in each for each in over) and any("181.6 ms" in each for each in over)
 
 
