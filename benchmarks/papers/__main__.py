@@ -13,6 +13,7 @@ own. `python -m benchmarks.papers.page` writes all of them into docs/papers.md.
 from __future__ import annotations
 
 import argparse
+import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -58,7 +59,7 @@ def experiments(names: Sequence[str] = ()) -> list[Experiment]:
 
 def simulated(chosen: Sequence[Experiment], options: argparse.Namespace) -> Runs:
     """The runs of all cells, each of which is simulated once."""
-    runs = Runs(options.share, options.resume, experiment.provenance()["commit"])
+    runs = Runs(options.share, options.resume, code_version())
     cells = [cell for each in chosen for cell in each.cells]
     with Progress(transient=True) as shown:
         task = shown.add_task("cells", total=None)
@@ -66,6 +67,15 @@ def simulated(chosen: Sequence[Experiment], options: argparse.Namespace) -> Runs
             done = shown.tasks[0].completed + 1
             shown.update(task, completed=done, total=done + left)
     return runs
+
+
+def code_version() -> str:
+    """Of the code that simulates a cell, as git names its contents."""
+    names = [f"HEAD:{path}" for path in ("pipespec", "benchmarks/papers/cells.py")]
+    found = subprocess.run(
+        ["git", "rev-parse", *names], cwd=experiment.ROOT, capture_output=True, text=True
+    )
+    return found.stdout.strip()
 
 
 def simulated_title(paper: str) -> str:

@@ -19,7 +19,7 @@ from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.static_tree import StaticTree
 
 PAPER = "Meta"
-TOKENS = 3000
+TOKENS = 2000
 TARGET_MS, DRAFT_MS = 10.0, 1.0
 ACCURACIES = {"1B": ONE_B, "8B": EIGHT_B}
 CHAINS = {3: (2.64, 2.80), 5: (3.03, 3.32), 7: (3.20, 3.57)}

@@ -28,7 +28,7 @@ from pipespec.head.policies.policy import Expansion, PipelineState
 from pipespec.head.tree import Tree
 
 PAPER = "SwiftSpec"
-TOKENS = 4000
+TOKENS = 2000
 ACCURACIES = {"1B": ONE_B, "8B": EIGHT_B}
 # Figure 2, 70B on 4 GPUs by its batch, ms; 32 is ASSUMED to take as long as 16, where the paper's
 # curve is flat. The 3B on 4 GPUs is Table 1's.
