@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-RESAMPLES = 1000
+RESAMPLES = 200
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ commits and dates of its numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.experiment import ROOT
 from benchmarks.papers.intervals import Interval
 from benchmarks.papers.tables import (
+    BEHIND,
     NO_NUMBER,
     PLOT_ONLY,
     Row,
@@ -28,6 +29,8 @@ MEASURED, EMULATED, COMPUTED = "MEASURED", "EMULATED", "COMPUTED"
 TODAY = {
     "memory": "python -m benchmarks.budgets.rank_memory",
     "hits": "python -m benchmarks.pipeline.hits --stored benchmarks/results/tbt.json",
+    "sampled": "python -m benchmarks.pipeline.sampled --scale 6 --tokens 16",
+    "quantized_draft": "python -m benchmarks.drafts.quantized_draft",
     "two_groups": "python -m benchmarks.pipeline.two_groups",
     "tbt_synthetic_1b": "python -m benchmarks.pipeline.tbt --proposer synthetic --scale 2",
     "tbt_14": (
@@ -39,7 +42,18 @@ TODAY = {
         "--scale 6 --num-prompts 4"
     ),
 }
-SLOWER = "% slower sampled than greedy"
+NO_VERDICT = "arithmetic, not a run"
+# What the papers print of sampling, by method.
+SAMPLED_SPECPIPE = {
+    "static_tree": "+2.54 %",  # SpecInfer
+    "level": "+4.39 %",
+    "best_first": "not in the paper",
+}
+SAMPLED_PIPEDEC = {
+    "static_tree": f"{PLOT_ONLY}; small loss",
+    "level": f"{PLOT_ONLY}; small loss",
+    "best_first": "not in the paper",
+}
 PP, VLLM = "the papers' PP", "vLLM's pipeline"
 
 
@@ -56,100 +70,70 @@ def source(name: str) -> Source:
     return Source(f"{name}.json", command, hardware, found["commit"], found["date"])
 
 
-def _interval(row: dict[str, Any]) -> Interval:
-    return Interval(*(row[end] for end in ("value", "low", "high")))
+# --- sampling and drafts in fewer bits ----------------------------------------------------------
+
+SAMPLED = "temperature 0.6, top-p 0.9, top-k 80"
 
 
-def _percent(ratio: Interval) -> str:
-    value, low, high = (100 * (each - 1) for each in (ratio.value, ratio.low, ratio.high))
-    return f"{value:+.0f} % [{low:+.0f}, {high:+.0f}]"
-
-
-# --- the demo pair ------------------------------------------------------------------------------
-
-
-def sampled_table(paper: str) -> StoredTable:
-    """Greedy beside sampled decoding, steps of the demo pair."""
-    figure, stages = {"SpecPipe": ("Fig. 15", 8), "PipeDec": ("Fig. 7", 14)}[paper]
-    name = f"papers_sampled_{stages}"
-    printed = {
-        ("SpecPipe", "static_tree"): 2.54,  # SpecInfer's
-        ("SpecPipe", "level cut before"): 4.39,
-    }
+def sampled_table(
+    paper: str, figure: str, printed: Mapping[str, str], conditions: str
+) -> StoredTable:
+    """Greedy beside sampled decoding of the demo pair, five runs, by method."""
+    rows = load("sampled")["rows"]
     made = []
-    for row in load(name)["rows"]:
-        ratio = _interval(row)
-        rate = printed.get((paper, row["method"]))
-        if rate is None:
-            theirs = f"{PLOT_ONLY}; small loss" if paper == "PipeDec" else "not in the paper"
-            verdict = NO_NUMBER
-        else:
-            theirs = f"+{rate:.2f} %"
-            cost = 1 + rate / 100
-            verdict = "behind" if ratio.low > cost else "ahead" if ratio.high < cost else "alike"
+    for method, theirs in printed.items():
+        greedy, sampled = (
+            next(row for row in rows if (row["verify"], row["method"]) == (verify, method))
+            for verify in ("greedy", SAMPLED)
+        )
+        mean, least, most = (
+            100 * (sampled[name] / greedy["tbt_ms"] - 1)
+            for name in ("tbt_ms", "least_ms", "most_ms")
+        )
         made.append(
             Row(
                 figure,
-                f"steps per token, `{row['method']}`, {stages} stages: {SLOWER}",
+                f"TBT sampled over greedy, `{method}`",
                 theirs,
-                _percent(ratio),
-                verdict,
-                f"{row['greedy_tokens_per_step']:.2f} and {row['sampled_tokens_per_step']:.2f} "
-                f"tokens per step; {row['tokens']} tokens",
-                ratio,
+                f"{mean:+.0f} % (runs {least:+.0f} to {most:+.0f})",
+                BEHIND if theirs.startswith("+") and mean > float(theirs[1:-2]) else NO_NUMBER,
+                f"{greedy['tbt_ms']:.1f} and {sampled['tbt_ms']:.1f} ms; {conditions}",
             )
         )
     return StoredTable(
         f"{paper.lower()}_sampled",
         paper,
-        MEASURED,
-        f"{paper} {figure}, steps of the demo pair: temperature .6, top-p .9, top-k 80, 5 seeds",
+        EMULATED,
+        f"{paper} {figure}, the demo pair: {SAMPLED}, 5 runs of 64 tokens",
         (figure,),
         made,
-        (source(name),),
+        (source("sampled"),),
     )
 
 
-def meta_table() -> StoredTable:
-    """Tokens per call with drafts in fewer bits, and with longer chains."""
-    stored = load("papers_chains")["rows"]
-    first = {row["chain"]: _interval(row) for row in stored if row["draft"] == "bfloat16"}
-    made = []
-    for row in stored:
-        if row["chain"] != 3:
-            continue
-        rate = _interval(row)
-        fewer = row["draft"] != "bfloat16"
-        made.append(
-            claimed(
-                "Table 2",
-                f"tokens per call, chain of 3, draft in {row['draft']}",
-                "FP8: 0 to -.7 %; INT4: +.3 to -1.1 %" if fewer else "2.79 to 2.95 (BF16)",
-                f"{rate} ({100 * (rate.value / first[3].value - 1):+.1f} %)"
-                if fewer
-                else f"{rate}",
-                rate.low <= first[3].high if fewer else NO_NUMBER,
-                f"another model; {row['tokens']} tokens",
-            )
+def fewer_bits_table() -> StoredTable:
+    """Tokens per step of the demo pair by the format of its draft."""
+    first, *others = load("quantized_draft")["rows"]
+    made = [
+        Row(
+            "Table 2",
+            f"tokens decoded, draft in {row['draft']} beside {first['draft']}",
+            "FP8: 0 to -.7 %; INT4: +.3 to -1.1 %",
+            f"{100 * (row['tokens_per_step'] / first['tokens_per_step'] - 1):+.0f} %",
+            "not told apart",
+            f"tokens per step {first['tokens_per_step']:.2f} and {row['tokens_per_step']:.2f}, "
+            "`best_first`, 8 stages; each format decodes other texts",
         )
-    made += [
-        compared(
-            "Table 1",
-            f"tokens per call, chain of {length}, demo draft in bfloat16",
-            {3: (2.64, 2.80), 5: (3.03, 3.32), 7: (3.20, 3.57)}[length],
-            rate,
-            baseline="EAGLE3 in vLLM, 70B to 8B; another model",
-        )
-        for length, rate in first.items()
+        for row in others
     ]
     return StoredTable(
-        "meta_pair",
+        "meta_bits",
         "Meta",
         MEASURED,
-        "Meta Table 2 and Table 1, the demo pair: equal texts for all formats of the draft",
-        ("Table 2", "Table 1"),
+        "Meta Table 2, counts of the demo pair, 15 prompts × 48 tokens, no interval",
+        ("Table 2",),
         made,
-        (source("papers_chains"),),
+        (source("quantized_draft"),),
     )
 
 
@@ -169,10 +153,10 @@ def memory_table() -> StoredTable:
             Row(
                 "Table 1",
                 f"weights, KV of 81,920 tokens and tree, {stage} of 8, GiB",
-                f"{printed} (256 MiB kernel cache included)",
+                f"{printed}",
                 f"{total:.1f} ({row['weights']:.1f}, {kv:.2f} and {row['kv_of_tree']:.3f})",
-                "no kernel cache in ours",
-                "GPU 0, 1 to 6 and 7" if stage == "stage 1" else "",
+                NO_VERDICT,
+                "ours without a kernel cache, of which the paper has 256 MiB",
             )
         ]
     tree = 1024 * rows["stage 2"]["kv_of_tree"]
@@ -321,11 +305,11 @@ def emulated_swiftspec() -> StoredTable:
 
 def all_tables() -> Sequence[StoredTable]:
     return (
-        sampled_table("SpecPipe"),
+        sampled_table("SpecPipe", "Fig. 15", SAMPLED_SPECPIPE, "8 stages"),
         memory_table(),
         emulated_specpipe(),
-        sampled_table("PipeDec"),
+        sampled_table("PipeDec", "Fig. 7", SAMPLED_PIPEDEC, "8 stages, not 14"),
         emulated_pipedec(),
         emulated_swiftspec(),
-        meta_table(),
+        fewer_bits_table(),
     )
