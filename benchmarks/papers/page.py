@@ -17,13 +17,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common.experiment import ROOT
-from benchmarks.papers.__main__ import simulated_title, stored_tables
+from benchmarks.papers.__main__ import PAPERS, experiments, simulated_title, stored_tables
 from benchmarks.papers.missing import MISSING
 from benchmarks.papers.tables import Source
 
 PAGE = ROOT / "docs" / "papers.md"
 RESULT = ROOT / "benchmarks" / "results" / "papers.json"
 BLOCK = re.compile(r"(<!-- papers: (?P<name>\w+) -->\n).*?(<!-- end of papers -->)", re.DOTALL)
+NOT_STORED = "(The stored result does not have this part.)\n"
 HEADINGS = {
     "figure": "in the paper",
     "quantity": "quantity",
@@ -60,7 +61,8 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """The text of every block."""
     hardware = result["hardware"].replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
     made = Source("papers.json", result["command"], hardware, result["commit"], result["date"])
-    found = {"source": f"{origin(made)}\n", "missing": _missing()}
+    found = {name: NOT_STORED for name in _simulated_names()}
+    found |= {"source": f"{origin(made)}\n", "missing": _missing(), "plot": _plot()}
     for paper in dict.fromkeys(row["of"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["of"] == paper]
         found[paper.lower()] = f"**{simulated_title(paper)}**\n\n{compared(rows)}"
@@ -71,6 +73,21 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         sources = "\n".join(f"- {origin(Source(**each))}" for each in table["sources"])
         found[table["name"]] = f"**{table['title']}**\n\n{compared(table['rows'])}\n{sources}\n"
     return found
+
+
+def _simulated_names() -> list[str]:
+    """The blocks of all experiments, whether the stored result has them or not."""
+    grids = [f"grid_{each.name}" for each in experiments() if each.grid is not None]
+    return [*(paper.lower() for paper in PAPERS), *grids]
+
+
+def _plot() -> str:
+    """The plot, if it was drawn with the stored result."""
+    drawn = RESULT.with_suffix(".svg")
+    if not drawn.exists():
+        return NOT_STORED
+    what = "TBT by width and children, and throughput over vLLM's pipeline"
+    return f"![{what}](../benchmarks/results/{drawn.name})\n"
 
 
 def _missing() -> str:
