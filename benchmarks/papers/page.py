@@ -61,7 +61,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """The text of every block."""
     hardware = result["hardware"].replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
     made = Source("papers.json", result["command"], hardware, result["commit"], result["date"])
-    found = {name: NOT_STORED for name in _simulated_names()}
+    found = dict.fromkeys(_simulated_names(), NOT_STORED)
     found |= {"source": f"{origin(made)}\n", "missing": _missing(), "plot": _plot()}
     for paper in dict.fromkeys(row["of"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["of"] == paper]
