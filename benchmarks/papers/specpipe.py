@@ -209,7 +209,7 @@ def _times(pp: Run, vllm: Run, specinfer: Run, specpipe: Run) -> list[Row]:
             117.92,
             specinfer.tbt,
             baseline=SLOW,
-            lower_is_better=True,
+            verdict="a quicker baseline",
         ),
         compared(
             "Fig. 11",

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.common import experiment
 from benchmarks.papers import intervals, page, stored
 from benchmarks.papers.__main__ import PAPERS, experiments, simulated_tables, stored_tables
 from benchmarks.papers.cells import BATCHES, ONE_B, TOKENS, Cell, Run, Runs
@@ -257,3 +258,8 @@ def test_page_has_the_tables_of_the_stored_result() -> None:
 
 def test_draft_of_all_cells_is_the_papers_1b() -> None:
     assert ONE_B.curve == {1: 0.74, 32: 0.99} and ONE_B.spread == 0.8
+
+
+def test_stored_command_names_the_package_that_is_run() -> None:
+    program = experiment.ROOT / "benchmarks" / "papers" / "__main__.py"
+    assert experiment.module_of(program) == "benchmarks.papers"
