@@ -25,6 +25,7 @@ from benchmarks.common import experiment, plot
 from benchmarks.papers import meta, pipedec, specpipe, specpipe_db, stored, swiftspec
 from benchmarks.papers.cells import BATCHES, Runs, num_jobs
 from benchmarks.papers.missing import MISSING
+from benchmarks.papers.pair_tables import pair_tables
 from benchmarks.papers.tables import Experiment, as_json
 
 PAPERS = ("SpecPipe", "PipeDec", "SwiftSpec", "Meta")
@@ -106,7 +107,7 @@ def stored_tables() -> list[dict[str, Any]]:
             "rows": [as_json(row) for row in table.rows],
             "sources": [asdict(each) for each in table.sources],
         }
-        for table in stored.all_tables()
+        for table in (*stored.all_tables(), *pair_tables())
     ]
 
 

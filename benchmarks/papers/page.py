@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.common.experiment import ROOT
 from benchmarks.papers.__main__ import PAPERS, experiments, simulated_title, stored_tables
 from benchmarks.papers.missing import MISSING
+from benchmarks.papers.pair_tables import TABLES
 from benchmarks.papers.tables import Source
 
 PAGE = ROOT / "docs" / "papers.md"
@@ -61,7 +62,8 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """The text of every block."""
     hardware = result["hardware"].replace("Intel(R) Xeon(R) Processor", "Intel Xeon")
     made = Source("papers.json", result["command"], hardware, result["commit"], result["date"])
-    found = dict.fromkeys(_simulated_names(), NOT_STORED)
+    measured = [table for table, _ in TABLES.values()]
+    found = dict.fromkeys([*_simulated_names(), *measured], NOT_STORED)
     found |= {"source": f"{origin(made)}\n", "missing": _missing(), "plot": _plot()}
     for paper in dict.fromkeys(row["of"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["of"] == paper]

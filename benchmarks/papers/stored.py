@@ -63,6 +63,11 @@ def load(name: str) -> dict[str, Any]:
     return found
 
 
+def stored_names() -> set[str]:
+    """Of all stored results."""
+    return {file.stem for file in RESULTS.glob("*.json")}
+
+
 def source(name: str) -> Source:
     found = load(name)
     command = TODAY.get(name, found["command"])

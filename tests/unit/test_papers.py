@@ -23,6 +23,7 @@ from benchmarks.papers.machines import (
     vllm_pipeline,
 )
 from benchmarks.papers.missing import MISSING
+from benchmarks.papers.pair_tables import pair_tables
 from benchmarks.papers.pipedec import machine
 from benchmarks.papers.swiftspec import TwoBatches, interpolated
 from benchmarks.papers.tables import AHEAD, ALIKE, BEHIND, compared
@@ -246,6 +247,27 @@ def test_sampling_is_compared_text_by_text() -> None:
     greedy, sampled = [(10, 20)] * 6, [(10, 30)] * 6
     assert slowdown(greedy, sampled) == Interval(1.5, 1.5, 1.5)
     assert tokens_per_step(greedy).value == 0.5
+
+
+def test_results_of_the_demo_pair_become_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate = {"value": 1.2, "low": 1.1, "high": 1.3, "tokens": 2025}
+    made_by = dict.fromkeys(("command", "hardware", "commit", "date"), "x")
+    of_method = {"greedy_tokens_per_step": 0.6, "sampled_tokens_per_step": 0.5, "stages": 8}
+    results = {
+        "papers_sampled_8": [{**rate, **of_method, "method": "level cut before"}],
+        "papers_chains": [{**rate, "draft": each, "chain": 3} for each in ("bfloat16", "int8")],
+    }
+    for name, rows in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**made_by, "rows": rows}))
+    monkeypatch.setattr(stored, "RESULTS", tmp_path)
+    sampled, chains = pair_tables()
+    assert [(row.paper, row.ours, row.verdict) for row in sampled.rows] == [
+        ("+4.39 %", "+20 % [+10, +30]", BEHIND)
+    ]
+    assert [row.verdict for row in chains.rows] == ["found", BEHIND]
+    assert {chains.kind, sampled.kind} == {"MEASURED"}
 
 
 def test_page_has_the_tables_of_the_stored_result() -> None:
