@@ -140,7 +140,7 @@ def provenance() -> dict[str, Any]:
 def module_of(program: Path) -> str:
     """The name by which `python -m` runs a program of this repository."""
     inside = program.resolve().relative_to(ROOT) if program.is_absolute() else program
-    return ".".join(inside.with_suffix("").parts)
+    return ".".join(inside.with_suffix("").parts).removesuffix(".__main__")
 
 
 # --- stored configurations ----------------------------------------------------------------------

@@ -1,0 +1,186 @@
+"""The papers' figures beside ours under their conditions, one table per paper.
+
+    python -m benchmarks.papers --json benchmarks/results/papers.json \\
+        --plot benchmarks/results/papers
+    python -m benchmarks.papers --only specpipe_11,pipedec_5
+
+SIMULATED with the head's own scheduler and a SYNTHETIC draft of stated accuracy, the same for all
+data sets, whose accuracies no paper prints. Intervals are of 95 %, by batch means. What other
+benchmarks MEASURED, COMPUTED or EMULATED is read from `benchmarks/results/` and has tables of its
+own. `python -m benchmarks.papers.page` writes all of them into docs/papers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from benchmarks.common import experiment, plot
+from benchmarks.papers import meta, pipedec, specpipe, specpipe_db, stored, swiftspec
+from benchmarks.papers.cells import BATCHES, Runs, num_jobs
+from benchmarks.papers.missing import MISSING
+from benchmarks.papers.pair_tables import pair_tables
+from benchmarks.papers.tables import Experiment, as_json
+
+PAPERS = ("SpecPipe", "PipeDec", "SwiftSpec", "Meta")
+MAKERS = (
+    specpipe.figure_10,
+    specpipe.figure_11,
+    specpipe.figure_13,
+    specpipe_db.figure_16,
+    specpipe_db.figure_17,
+    pipedec.figure_4,
+    pipedec.figure_5,
+    pipedec.figure_6,
+    pipedec.figure_8,
+    swiftspec.figure_2,
+    swiftspec.figure_8,
+    swiftspec.figure_9,
+    meta.tokens_per_call,
+    meta.figure_8,
+)
+QUICK_SHARE = 0.04  # of the tokens
+
+
+def experiments(names: Sequence[str] = ()) -> list[Experiment]:
+    """All of them, or those with these names. Raises SystemExit."""
+    known = {each.name: each for each in (make() for make in MAKERS)}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(
+            f"--only names {', '.join(unknown)}, but the experiments are {', '.join(known)}."
+        )
+    return [each for name, each in known.items() if not names or name in names]
+
+
+def simulated(chosen: Sequence[Experiment], options: argparse.Namespace) -> Runs:
+    """The runs of all cells, each of which is simulated once."""
+    runs = Runs(options.share, options.resume, code_version())
+    cells = [cell for each in chosen for cell in each.cells]
+    with Progress(transient=True) as shown:
+        task = shown.add_task("cells", total=None)
+        for left in runs.simulate(cells, options.jobs):
+            done = shown.tasks[0].completed + 1
+            shown.update(task, completed=done, total=done + left)
+    return runs
+
+
+def code_version() -> str:
+    """Of the code that simulates a cell, as git names its contents."""
+    names = [f"HEAD:{path}" for path in ("pipespec", "benchmarks/papers/cells.py")]
+    found = subprocess.run(
+        ["git", "rev-parse", *names], cwd=experiment.ROOT, capture_output=True, text=True
+    )
+    return found.stdout.strip()
+
+
+def simulated_title(paper: str) -> str:
+    return f"SIMULATED, SYNTHETIC draft: {paper} beside ours"
+
+
+def simulated_tables(chosen: Sequence[Experiment], runs: Runs) -> list[dict[str, Any]]:
+    """One for each paper of the chosen experiments."""
+    return [
+        {
+            "paper": paper,
+            "title": simulated_title(paper),
+            "rows": [as_json(row) for each in of_paper for row in each.rows(runs)],
+        }
+        for paper in PAPERS
+        if (of_paper := [each for each in chosen if each.paper == paper])
+    ]
+
+
+def stored_tables() -> list[dict[str, Any]]:
+    """Those that other benchmarks measured, computed or emulated."""
+    return [
+        {
+            "name": table.name,
+            "paper": table.paper,
+            "kind": table.kind,
+            "title": f"{table.kind}: {table.title}",
+            "rows": [as_json(row) for row in table.rows],
+            "sources": [asdict(each) for each in table.sources],
+        }
+        for table in (*stored.all_tables(), *pair_tables())
+    ]
+
+
+def show(tables: Sequence[dict[str, Any]]) -> None:
+    columns = ("figure", "quantity", "paper", "ours", "verdict", "baseline")
+    for table in tables:
+        experiment.show(
+            table["title"], [{name: row[name] for name in columns} for row in table["rows"]]
+        )
+
+
+def draw(title: str, runs: Runs, path: Path) -> None:
+    """SpecPipe's Figure 10 and 16: time by width and children, throughput by requests."""
+    by_size = specpipe.figure_10_cells()
+    loaded = specpipe_db.cells()
+    with plot.figure(path, title, columns=2, size=(9.6, 3.8)) as (left, right):
+        plot.lines(
+            left,
+            {
+                name: [(width, runs[cell].tbt.value) for width, cell in of.items()]
+                for name, of in by_size.items()
+            },
+            xlabel="width",
+            ylabel="time between tokens, ms",
+            log_x=True,
+        )
+        plot.lines(
+            right,
+            {
+                name.replace("`", ""): [
+                    (b, runs[cell].over(runs[loaded[specpipe_db.VLLM][b]]).value)
+                    for b, cell in of.items()
+                ]
+                for name, of in loaded.items()
+            },
+            xlabel="requests at once",
+            ylabel="throughput over vLLM's pipeline",
+            log_x=True,
+            legend=False,
+        )
+        right.legend(loc="best")
+
+
+def parse() -> argparse.Namespace:
+    parser = experiment.parser(__doc__ or "", plot=True)
+    parser.add_argument("--only", type=experiment.names, default=[], help="experiments (all)")
+    parser.add_argument("--jobs", type=int, default=num_jobs(), help="processes (one per core)")
+    parser.add_argument("--resume", type=Path, help="file that keeps what is known of cells")
+    parser.set_defaults(share=1.0)
+    return experiment.parse(parser, share=QUICK_SHARE)
+
+
+def main() -> None:
+    options = parse()
+    if options.plot and options.only:
+        raise SystemExit("--plot draws all experiments; leave --only out.")
+    chosen = experiments(options.only)
+    others = [] if options.only else stored_tables()
+    runs = simulated(chosen, options)
+    tables = simulated_tables(chosen, runs)
+    show(tables)
+    grids = [asdict(each.grid(runs)) for each in chosen if each.grid is not None]
+    for grid in grids:
+        experiment.show(f"SIMULATED, SYNTHETIC draft: {grid['title']}", grid["rows"])
+    show(others)
+    experiment.show("Not to be had here", [asdict(each) for each in MISSING])
+    title = f"SIMULATED, SYNTHETIC draft (1:0.74,32:0.99, spread 0.8), {BATCHES} batches a cell"
+    if options.json:
+        rows = [{"of": table["paper"], **row} for table in tables for row in table["rows"]]
+        experiment.store(options.json, {"title": title, "rows": rows, "grids": grids})
+    if options.plot:
+        draw("SIMULATED, SYNTHETIC draft of a 1B's accuracy", runs, options.plot)
+
+
+if __name__ == "__main__":
+    main()

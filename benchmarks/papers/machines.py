@@ -1,0 +1,74 @@
+"""The machines of the papers, with the times that they print and what is ASSUMED of the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from pipespec.config.compose import compose
+from pipespec.instruments.emulation.link import EmulatedLink
+from pipespec.instruments.emulation.machine import EmulatedMachine, TimeCurve, mean
+from pipespec.instruments.plan.pipeline_times import Machine
+
+# SpecPipe: a token of its draft, a 1B on an L40; and what a 1B takes in CUDA graphs (ASSUMED).
+PUBLISHED_DRAFT_MS, FAST_DRAFT_MS = 17.0, 4.0
+STAGES = 8
+# SpecPipe, HumanEval-X: a token of vLLM's pipeline over the same 8 GPUs.
+VLLM_MS = 181.41
+# ASSUMED: 64 rows take so long on a stage of vLLM's, as `1:22.7 64:24.0`.
+VLLM_STAGE = TimeCurve(((1, 22.7), (64, 24.0)))
+# GB/s of memory: a stage on an RTX 4090 is ASSUMED to take this share of its time on a 3090.
+RTX_4090 = 936 / 1008
+ROWS = (1, 64)
+
+
+@cache
+def emulated(name: str, stages: int) -> Machine:
+    """A machine of conf/emulate/, whose file says where its times are from."""
+    quiet = ("model=demo", "proposer=suffix", "cluster.devices=[cpu]")
+    machine = compose([*quiet, f"emulate={name}", f"cluster.stages={stages}"]).clock
+    assert isinstance(machine, EmulatedMachine)
+    curves = machine.curves * stages if len(machine.curves) == 1 else machine.curves
+    return Machine(curves, draft_ms=machine.draft_ms)
+
+
+def drafting(machine: Machine, draft_ms: float) -> Machine:
+    """The same machine with another time of a draft round."""
+    return replace(machine, draft_ms=draft_ms)
+
+
+def papers_pipeline() -> Machine:
+    """SpecPipe's own plain pipeline, 302.4 ms a token: eight stages of 37.8 ms (`rtx3090_8`)."""
+    return emulated("rtx3090_8", STAGES)
+
+
+def vllm_pipeline() -> Machine:
+    """vLLM's pipeline on the same GPUs: eight stages of 22.7 ms."""
+    return Machine((VLLM_STAGE,) * STAGES, draft_ms=PUBLISHED_DRAFT_MS)
+
+
+def two_servers(machine: Machine) -> Machine:
+    """SpecPipe's two-server set-up: half of the stages on RTX 4090, behind 10-Gigabit Ethernet.
+
+    Every hop is taken to be one between servers, although seven of eight are within one."""
+    half = machine.num_stages // 2
+    link = EmulatedLink(latency_ms=0.05, gbit_per_s=10.0)
+    fast = tuple(scaled(curve, RTX_4090) for curve in machine.stages[half:])
+    hop = TimeCurve(tuple((rows, link.ms(rows)) for rows in ROWS))
+    return replace(machine, stages=(*machine.stages[:half], *fast), hop=hop)
+
+
+def in_pairs(machine: Machine) -> Machine:
+    """The same devices as groups of two, one after the other in a step, as PipeDec's 7 stages."""
+    pairs = zip(machine.stages[::2], machine.stages[1::2], strict=True)
+    return replace(machine, stages=tuple(scaled(mean(pair), 2) for pair in pairs))
+
+
+def one_stage(target_ms: float, draft_ms: float) -> Machine:
+    """A group of devices for the target that takes as long for any rows, and one for the draft."""
+    return Machine((TimeCurve(((1, target_ms),)),), draft_ms=draft_ms)
+
+
+def scaled(curve: TimeCurve, factor: float) -> TimeCurve:
+    """All times of a curve multiplied."""
+    return TimeCurve(tuple((rows, factor * ms) for rows, ms in curve.points))

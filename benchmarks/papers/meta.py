@@ -1,0 +1,149 @@
+"""Speculative decoding at Meta: Figure 8 and the tokens per call, simulated.
+
+A target of one stage and a draft that works before it, not beside it. Meta prints no times of a
+draft pass; one is ASSUMED to take a tenth of a target step. Its drafts are EAGLE heads that are
+trained for the target; here they have the accuracy of the other papers' 1B and 8B (ASSUMED).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+from benchmarks.papers.cells import EIGHT_B, ONE_B, Cell, Run, Runs
+from benchmarks.papers.intervals import Interval
+from benchmarks.papers.machines import one_stage
+from benchmarks.papers.tables import PLOT_ONLY, Experiment, Grid, Row, claimed, compared
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.static_tree import StaticTree
+
+PAPER = "Meta"
+TOKENS = 2000
+TARGET_MS, DRAFT_MS = 10.0, 1.0
+ACCURACIES = {"1B": ONE_B, "8B": EIGHT_B}
+CHAINS = {3: (2.64, 2.80), 5: (3.03, 3.32), 7: (3.20, 3.57)}
+# Trees of 8 and 12 nodes, as in production; Meta does not print their shapes.
+SHAPES = (
+    (1,),
+    (1, 1),
+    (1, 1, 1),
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 1, 1, 1, 1),
+    (2, 1, 1),
+    (4, 1),
+    (2, 1, 1, 1),
+    (4, 2),
+    (3, 1, 1, 1),
+    (4, 1, 1, 1),
+    (2, 2, 1, 1),
+)
+BUDGETS = (3, 8, 12)
+PASSES = 3  # draft passes a call of `best_first`
+
+
+def nodes(shape: Sequence[int]) -> int:
+    """Of a static tree, without its root."""
+    return sum(accumulate(shape, mul))
+
+
+def _chain(length: int, name: str) -> Cell:
+    return _static((1,) * length, name)
+
+
+def _static(shape: tuple[int, ...], name: str) -> Cell:
+    policy = StaticTree(list(shape), children=max(8, *shape))
+    return Cell(policy, one_stage(TARGET_MS, DRAFT_MS), ACCURACIES[name], tokens=TOKENS)
+
+
+def _best_first(budget: int, name: str) -> Cell:
+    machine = one_stage(TARGET_MS, DRAFT_MS)
+    policy = BestFirst(budget + 1, 8)
+    return Cell(policy, machine, ACCURACIES[name], rounds=PASSES, tokens=TOKENS, overlap=False)
+
+
+def _target_steps(run: Run, passes: int) -> Interval:
+    """Time per token in target steps, with so many draft passes before each."""
+    return run.tokens_per_step.inverse.scaled(1 + passes * DRAFT_MS / TARGET_MS)
+
+
+def tokens_per_call() -> Experiment:
+    cells = {(length, name): _chain(length, name) for length in CHAINS for name in ACCURACIES}
+
+    def rows(runs: Runs) -> Sequence[Row]:
+        made = []
+        for name in ACCURACIES:
+            of = f"accuracy of {'a 1B' if name == '1B' else 'an 8B'}"
+            made.append(
+                compared(
+                    "Table 1",
+                    f"tokens per call, chain of 3, {of}",
+                    (2.75, 2.94),
+                    runs[cells[3, name]].tokens_per_step,
+                    baseline="Meta's heads, four models",
+                )
+            )
+            made += [
+                compared(
+                    "Table 1",
+                    f"tokens per call, chain of {length}, {of}",
+                    printed,
+                    runs[cells[length, name]].tokens_per_step,
+                    baseline="EAGLE3 in vLLM, 70B to 8B",
+                )
+                for length, printed in CHAINS.items()
+            ]
+        return made
+
+    return Experiment("meta_tpc", PAPER, ("Table 1",), list(cells.values()), rows)
+
+
+def figure_8() -> Experiment:
+    static = {(shape, name): _static(shape, name) for shape in SHAPES for name in ACCURACIES}
+    ours = {(budget, name): _best_first(budget, name) for budget in BUDGETS for name in ACCURACIES}
+
+    def rows(runs: Runs) -> Sequence[Row]:
+        made = []
+        for name in ACCURACIES:
+            tpc = {shape: runs[static[shape, name]].tokens_per_step for shape in SHAPES}
+            of = f"accuracy of {'a 1B' if name == '1B' else 'an 8B'}"
+            for budget in BUDGETS[1:]:
+                best = max(
+                    (shape for shape in SHAPES if nodes(shape) <= budget and len(shape) <= 4),
+                    key=lambda shape: tpc[shape].value,
+                )
+                dynamic = runs[ours[budget, name]].tokens_per_step
+                made.append(
+                    claimed(
+                        "Fig. 8",
+                        f"tokens per call, {budget} nodes, {of}",
+                        f"{PLOT_ONLY}; N{budget} in production",
+                        f"{tpc[1, 1, 1]} for a chain of 3, {tpc[best]} for the static tree "
+                        f"{list(best)}, {dynamic} for `best_first` with {PASSES} passes",
+                        tpc[best].low > tpc[1, 1, 1].high,
+                        "that a tree beats the chain of 3",
+                    )
+                )
+        return made
+
+    def grid(runs: Runs) -> Grid:
+        found = []
+        for shape in SHAPES:
+            row = {"tree": str(list(shape)), "nodes": nodes(shape), "passes": len(shape)}
+            for name in ACCURACIES:
+                run = runs[static[shape, name]]
+                row[f"{name}: tokens per call"] = str(run.tokens_per_step)
+                row[f"{name}: target steps per token"] = str(_target_steps(run, len(shape)))
+            found.append(row)
+        for budget in BUDGETS:
+            row = {"tree": "`best_first`", "nodes": budget, "passes": f"at most {PASSES}"}
+            for name in ACCURACIES:
+                run = runs[ours[budget, name]]
+                row[f"{name}: tokens per call"] = str(run.tokens_per_step)
+                row[f"{name}: target steps per token"] = str(run.tbt.scaled(1 / TARGET_MS))
+            found.append(row)
+        return Grid(
+            "meta_8", "Meta Fig. 8: tokens per call and time per token by static tree [95 %]", found
+        )
+
+    return Experiment("meta_8", PAPER, ("Fig. 8",), [*static.values(), *ours.values()], rows, grid)

@@ -1,0 +1,287 @@
+"""The tables of the papers' figures: intervals, verdicts, completeness, and the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.common import experiment
+from benchmarks.papers import intervals, page, stored
+from benchmarks.papers.__main__ import PAPERS, experiments, simulated_tables, stored_tables
+from benchmarks.papers.cells import BATCHES, ONE_B, TOKENS, Cell, Run, Runs
+from benchmarks.papers.demo_pair import slowdown, tokens_per_step
+from benchmarks.papers.intervals import Interval
+from benchmarks.papers.machines import (
+    in_pairs,
+    one_stage,
+    papers_pipeline,
+    two_servers,
+    vllm_pipeline,
+)
+from benchmarks.papers.missing import MISSING
+from benchmarks.papers.pair_tables import pair_tables
+from benchmarks.papers.pipedec import machine
+from benchmarks.papers.swiftspec import TwoBatches, interpolated
+from benchmarks.papers.tables import AHEAD, ALIKE, BEHIND, compared
+from pipespec.head.policies.best_first import BestFirst
+from pipespec.head.policies.root import Root
+from pipespec.instruments.plan.simulation import TokenArrival
+
+# Of Student's distribution, from printed tables.
+QUANTILES = {4: 2.776, 9: 2.262, 19: 2.093, 44: 2.015, 10**6: 1.960}
+# What must be compared, or listed as impossible.
+WANTED = {
+    "SpecPipe": ("9", "10", "11", "12", "13", "14", "15", "16", "17", "Table 1", "Tables 3, 4"),
+    "PipeDec": ("3", "4", "5", "6", "7", "8"),
+    "SwiftSpec": ("2", "7", "8", "9", "Table 6", "Tables 3, 7"),
+    "Meta": ("1", "3", "4b", "6, 7", "8", "9", "Table 1", "Table 2"),
+}
+
+
+# --- intervals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("freedom", "quantile"), QUANTILES.items())
+def test_students_quantile_is_that_of_the_tables(freedom: int, quantile: float) -> None:
+    assert intervals.student(freedom) == pytest.approx(quantile, abs=2e-3)
+
+
+def correlated(random: np.random.Generator, count: int) -> Iterator[float]:
+    """Values around 10, each of which depends on the one before."""
+    value = 0.0
+    for noise in random.normal(size=count).tolist():
+        value = 0.8 * value + noise
+        yield 10 + value
+
+
+def test_batch_means_cover_the_mean_of_dependent_values_95_times_of_100() -> None:
+    random = np.random.default_rng(1)
+    runs = 300
+    covered = 0
+    for _ in range(runs):
+        found = intervals.mean(intervals.batches([*correlated(random, 2000)], BATCHES).mean(1))
+        covered += found.low <= 10 <= found.high
+    assert 0.91 <= covered / runs <= 0.99
+
+
+def test_what_two_methods_have_in_common_does_not_widen_the_interval_of_their_ratio() -> None:
+    random = np.random.default_rng(0)
+    texts = random.uniform(1, 5, BATCHES)
+    ours = texts * random.uniform(0.99, 1.01, BATCHES)
+    paired = intervals.ratio(2 * texts, ours)
+    independent = intervals.ratio(2 * texts, random.permutation(ours))
+    assert paired.low < 2 < paired.high
+    assert paired.high - paired.low < 0.1 < independent.high - independent.low
+
+
+def test_ratio_to_what_never_varies_has_the_relative_interval_of_the_other() -> None:
+    values = np.array([9.0, 10.0, 11.0, 10.0, 10.0])
+    assert intervals.ratio(values, np.full(5, 2.0)) == intervals.mean(values).scaled(0.5)
+
+
+def test_percentile_lies_within_its_interval_which_repeats_itself() -> None:
+    samples = [np.random.default_rng(i).exponential(size=200) for i in range(BATCHES)]
+    found = intervals.percentile(samples, 99)
+    assert found.low < found.value < found.high
+    assert found == intervals.percentile(samples, 99)
+
+
+def test_too_few_batches_or_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        intervals.mean([1.0, 2.0])
+    with pytest.raises(ValueError, match="fill no 20 batches"):
+        intervals.batches([1.0] * 19, BATCHES)
+    with pytest.raises(ValueError, match="no pairs"):
+        intervals.ratio([1.0] * 5, [1.0] * 6)
+
+
+def test_digits_follow_the_size_of_a_figure() -> None:
+    assert str(Interval(302.41, 302.0, 303.0)) == "302.4 [302.0, 303.0]"
+    assert str(Interval(5.523, 5.4, 5.649)) == "5.52 [5.40, 5.65]"
+    assert Interval(4.0, 2.0, 8.0).inverse == Interval(0.25, 0.125, 0.5)
+
+
+# --- cells --------------------------------------------------------------------------------------
+
+
+def test_run_leaves_out_its_first_batch_and_keeps_requests_apart() -> None:
+    # Two requests; a token of each every 10 ms, the first batch slower.
+    arrivals = [
+        TokenArrival(request, 1000.0 * (step == 0) + 10.0 * step, 1, step % 2 == 0)
+        for step in range(2 * (BATCHES + 1))
+        for request in (0, 1)
+    ]
+    run = Run.of(arrivals, 4, 2, rows_per_step=2.0)
+    assert run.tokens == 4 * BATCHES
+    assert run.tbt == Interval(10.0, 10.0, 10.0)
+    assert run.tokens_per_second.value == pytest.approx(200)
+    assert run.hit_rate.value == 0.5
+    assert {len(gaps) for gaps in run.gaps} == {4}
+    assert run.percentile(99) == Interval(10.0, 10.0, 10.0)
+
+
+def test_plain_pipeline_takes_the_printed_time_without_an_interval() -> None:
+    slow = Cell(Root(), papers_pipeline()).run()
+    quick = Cell(Root(), vllm_pipeline()).run()
+    assert str(slow.tbt) == "302.4 [302.4, 302.4]"
+    assert quick.tbt.value == pytest.approx(181.41, rel=0.002)
+    assert quick.over(slow).value == pytest.approx(302.4 / 181.6)
+
+
+def test_cell_is_simulated_once_and_by_all_processes_alike() -> None:
+    small = Cell(BestFirst(8, 8), one_stage(10.0, 3.0), tokens=100)
+    other = Cell(BestFirst(4, 8), one_stage(10.0, 3.0), tokens=100)
+    alone, pooled = Runs(), Runs()
+    assert [*alone.simulate([small, small, other], jobs=1)] == [1, 0]
+    assert [*pooled.simulate([small, small, other], jobs=2)] == [1, 0]
+    assert alone[small].tbt == pooled[small].tbt != alone[other].tbt
+
+
+def test_cells_of_an_interrupted_run_are_kept_unless_the_code_is_another(tmp_path: Path) -> None:
+    file = tmp_path / "cells.jsonl"
+    cell = Cell(BestFirst(8, 8), one_stage(10.0, 3.0), tokens=100)
+    first = Runs(1.0, file, "a")
+    assert [*first.simulate([cell], jobs=1)] == [0]
+    again = Runs(1.0, file, "a")
+    assert [*again.simulate([cell], jobs=1)] == []
+    assert again[cell].as_json() == first[cell].as_json()
+    assert again[cell].percentile(90) == first[cell].percentile(90)
+    for changed in (Runs(1.0, file, "b"), Runs(0.5, file, "a")):
+        assert [*changed.simulate([cell], jobs=1)] == [0]
+
+
+def test_more_nodes_a_draft_round_find_more_tokens() -> None:
+    found = [
+        Cell(TwoBatches(16, 8, draft_batch=size), one_stage(13.25, 2.8), tokens=600).run()
+        for size in (1, 8)
+    ]
+    assert found[0].tokens_per_step.value < found[1].tokens_per_step.value
+
+
+def test_machines_have_the_times_of_the_whole_model() -> None:
+    whole = [machine(stages).plain_tbt_ms for stages in (7, 14)]
+    assert whole[0] == pytest.approx(whole[1]) == pytest.approx(302.4, rel=0.01)
+    assert in_pairs(machine(14)).stages[1].ms(32) == pytest.approx(44.2, rel=0.01)
+    mixed = two_servers(papers_pipeline())
+    assert mixed.stages[0].ms(1) == 37.8 > mixed.stages[-1].ms(1)
+    assert mixed.hop.ms(64) == pytest.approx(0.05 + 64 * 16384 * 8 / 1e7)
+    assert interpolated({1: 2.0, 4: 8.0}, 2) == 4.0
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "higher", "lower"),
+    [
+        (Interval(7.0, 6.5, 7.5), AHEAD, BEHIND),
+        (Interval(5.0, 4.5, 5.5), ALIKE, ALIKE),
+        (Interval(5.6, 5.4, 5.8), ALIKE, ALIKE),
+        (Interval(4.0, 3.9, 4.1), BEHIND, AHEAD),
+    ],
+)
+def test_verdict_is_of_the_whole_interval(ours: Interval, higher: str, lower: str) -> None:
+    printed = (4.19, 5.53)
+    assert compared("Fig. 11", "speed-up", printed, ours).verdict == higher
+    found = compared("Fig. 11", "time", printed, ours, lower_is_better=True)
+    assert (found.verdict, found.paper) == (lower, "4.19 to 5.53")
+
+
+def test_every_figure_is_compared_or_listed_as_impossible() -> None:
+    compared_figures = [(each.paper, figure) for each in experiments() for figure in each.figures]
+    compared_figures += [(each.paper, f) for each in stored.all_tables() for f in each.figures]
+    compared_figures += [(each.paper, each.figure) for each in MISSING]
+    for paper, figures in WANTED.items():
+        for figure in figures:
+            name = figure if figure.startswith("Table") else f"Fig. {figure}"
+            assert any(
+                of == paper and (found == name or found.startswith(f"{name}:"))
+                for of, found in compared_figures
+            ), f"{paper} {name}"
+
+
+def test_every_cell_that_varies_counts_2000_tokens() -> None:
+    cells = [cell for each in experiments() for cell in each.cells]
+    assert min(cell.tokens for cell in cells) == TOKENS == 2000
+    assert {each.paper for each in experiments()} == set(PAPERS)
+
+
+def test_experiments_make_their_rows_and_grids_from_few_tokens() -> None:
+    (chosen,) = experiments(["meta_tpc"])
+    runs = Runs(share=0.01)
+    assert [*runs.simulate(chosen.cells, jobs=1)][-1] == 0
+    (table,) = simulated_tables([chosen], runs)
+    assert table["paper"] == "Meta" and "SIMULATED, SYNTHETIC" in table["title"]
+    assert all(row["low"] <= row["value"] <= row["high"] for row in table["rows"])
+
+
+def test_unknown_experiment_is_one_sentence() -> None:
+    with pytest.raises(
+        SystemExit, match="--only names fig_11, but the experiments are specpipe_10"
+    ):
+        experiments(["fig_11"])
+
+
+def test_simulated_and_measured_rows_never_share_a_table() -> None:
+    result = json.loads(page.RESULT.read_text())
+    assert result["title"].startswith("SIMULATED")
+    assert all("MEASURED" not in row["quantity"] for row in result["rows"])
+    others = stored_tables()
+    assert all(table["title"].startswith(table["kind"]) for table in others)
+    assert {table["kind"] for table in others} == {"MEASURED", "EMULATED", "COMPUTED"}
+    assert all(table["sources"] for table in others)
+
+
+def test_speed_ups_under_specpipes_conditions_name_both_baselines() -> None:
+    result = json.loads(page.RESULT.read_text())
+    rows = [row for row in result["rows"] if row["of"] == "SpecPipe"]
+    over = {row["baseline"] for row in rows if row["quantity"].startswith("speed-up")}
+    assert any("302.4 ms" in each for each in over) and any("181.6 ms" in each for each in over)
+
+
+def test_sampling_is_compared_text_by_text() -> None:
+    greedy, sampled = [(10, 20)] * 6, [(10, 30)] * 6
+    assert slowdown(greedy, sampled) == Interval(1.5, 1.5, 1.5)
+    assert tokens_per_step(greedy).value == 0.5
+
+
+def test_results_of_the_demo_pair_become_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate = {"value": 1.2, "low": 1.1, "high": 1.3, "tokens": 2025}
+    made_by = dict.fromkeys(("command", "hardware", "commit", "date"), "x")
+    of_method = {"greedy_tokens_per_step": 0.6, "sampled_tokens_per_step": 0.5, "stages": 8}
+    results = {
+        "papers_sampled_8": [{**rate, **of_method, "method": "level cut before"}],
+        "papers_chains": [{**rate, "draft": each, "chain": 3} for each in ("bfloat16", "int8")],
+    }
+    for name, rows in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({**made_by, "rows": rows}))
+    monkeypatch.setattr(stored, "RESULTS", tmp_path)
+    sampled, chains = pair_tables()
+    assert [(row.paper, row.ours, row.verdict) for row in sampled.rows] == [
+        ("+4.39 %", "+20 % [+10, +30]", BEHIND)
+    ]
+    assert [row.verdict for row in chains.rows] == ["found", BEHIND]
+    assert {chains.kind, sampled.kind} == {"MEASURED"}
+
+
+def test_page_has_the_tables_of_the_stored_result() -> None:
+    text = page.PAGE.read_text()
+    assert text == page.updated(text), "run python -m benchmarks.papers.page"
+    assert {found["name"] for found in page.BLOCK.finditer(text)} == set(
+        page.blocks(json.loads(page.RESULT.read_text()))
+    )
+
+
+def test_draft_of_all_cells_is_the_papers_1b() -> None:
+    assert ONE_B.curve == {1: 0.74, 32: 0.99} and ONE_B.spread == 0.8
+
+
+def test_stored_command_names_the_package_that_is_run() -> None:
+    program = experiment.ROOT / "benchmarks" / "papers" / "__main__.py"
+    assert experiment.module_of(program) == "benchmarks.papers"
