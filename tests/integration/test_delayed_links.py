@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,13 @@ def test_thread_inside_a_host_returns_to_its_own_network(bed: Testbed) -> None:
         assert Path(relay.OWN_NAMESPACE).readlink() != own
 
     assert Path(relay.OWN_NAMESPACE).readlink() == own
+
+
+def test_relay_goes_before_every_other_process(bed: Testbed) -> None:
+    assert os.getpriority(os.PRIO_PROCESS, bed.relay_pid) == relay.PRIORITY
+    autogroup = Path(f"/proc/{bed.relay_pid}/autogroup")
+    if autogroup.exists():  # sessions are weighed, and priorities only within one
+        assert autogroup.read_text().split()[-1] == str(relay.PRIORITY)
 
 
 def test_hosts_file_without_ssh_leaves_other_hosts_to_be_started_by_hand(bed: Testbed) -> None:

@@ -31,12 +31,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 DEVICE = "net0"
 NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
+AUTOGROUP = Path("/proc/self/autogroup")
 OWN_NAMESPACE = "/proc/thread-self/ns/net"
 
 CLONE_NEWNET = 0x40000000
@@ -212,6 +213,8 @@ class Relay:
 def main() -> None:
     job = json.loads(sys.argv[1])
     os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
+    with suppress(OSError):  # where the kernel weighs sessions, and nice only within one
+        AUTOGROUP.write_text(str(PRIORITY))
     libc.prctl(PR_SET_TIMERSLACK, 1)  # nanoseconds; the default, 50 µs, would add to the delay
     try:
         devices = [inside(namespace, open_device) for namespace in job["namespaces"]]
