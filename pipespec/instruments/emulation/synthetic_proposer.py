@@ -351,10 +351,11 @@ class SyntheticProposer:
         """Numbers in [0, 1) that depend on the seed, the stream and the keys alone, `[nodes]`.
 
         A key may be `[1]`, for all nodes. The generator is counter-based: the finaliser of
-        SplitMix64 over the keys.
+        SplitMix64 over the keys, the stream first: added to a position it would give one stream
+        the numbers of another at the next position.
         """
-        state = np.full(len(keys[0]), self.seed * 8 + stream, np.uint64)
-        for key in keys:
+        state = np.full(len(keys[0]), self.seed, np.uint64)
+        for key in (np.array([stream]), *keys):
             state += key.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
             state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
             state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -127,6 +127,12 @@ def test_synthetic_probabilities_are_calibrated():
         assert hits == pytest.approx(stated[chosen, 0].mean(), abs=error)
 
 
+def test_synthetic_hit_says_nothing_of_the_next_confidence():
+    ranks, stated = placed(Accuracy(PUBLISHED, 0.6), 6000, children=8)
+    hits, confidence = (ranks[:-1] == 1).astype(float), stated[1:, 0]
+    assert abs(np.corrcoef(hits, confidence)[0, 1]) < 4 / np.sqrt(len(hits))
+
+
 def test_synthetic_with_fewer_children_drops_the_last_ranks():
     ranks, stated = placed(Accuracy(PUBLISHED), 500, children=2)
     assert set(ranks.tolist()) == {0, 1, 2}
