@@ -53,7 +53,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "part"),
     [
         ([], "No command"),
-        (["generat"], "'generate', 'bench', 'compare', 'plan', 'check'"),
+        (["generat"], "'generate', 'bench', 'compare', 'plan', 'profile'"),
         (["generate"], "Pass the prompt in one way"),
         (["generate", "--prompt", "a", "-"], "Pass the prompt in one way"),
         (["generate", "--prompt", "a", "--prompt-file", "f"], "Pass the prompt in one way"),

@@ -31,8 +31,9 @@ def test_rows_that_cost_too_much_are_left_out_and_free_ones_are_not():
     assert Optimum((0.6, 0.2), (10.0, 10.0), 2).tokens_per_ms > 1.2 * plain
 
 
-# What the default reaches at least; the lowest of all is where the second row is dear.
-LEAST = 0.88
+# What the default reaches at least; the lowest of all, .89 in 6,000 tokens, is where the second row
+# is dear.
+LEAST = 0.86
 CASES = [
     pytest.param(
         Instance(stages, curve, draft, rows),
