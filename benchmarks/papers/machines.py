@@ -29,7 +29,7 @@ def emulated(name: str, stages: int) -> Machine:
     machine = compose([*quiet, f"emulate={name}", f"cluster.stages={stages}"]).clock
     assert isinstance(machine, EmulatedMachine)
     curves = machine.curves * stages if len(machine.curves) == 1 else machine.curves
-    return Machine(curves, draft_ms=machine.draft_ms)
+    return Machine(curves, draft_ms=machine.draft)
 
 
 def drafting(machine: Machine, draft_ms: float) -> Machine:

@@ -7,8 +7,9 @@ import json
 from typing import TYPE_CHECKING
 
 from pipespec.console.arguments import finish
-from pipespec.console.terminal import show, size_text, write
+from pipespec.console.terminal import show, write
 from pipespec.errors import ConfigError
+from pipespec.system.sizes import size_text
 
 if TYPE_CHECKING:
     from pipespec.console.arguments import Commands

@@ -7,8 +7,9 @@ import json
 from typing import TYPE_CHECKING
 
 from pipespec.console.arguments import finish, overrides
-from pipespec.console.terminal import named_progress, size_text, write
+from pipespec.console.terminal import named_progress, write
 from pipespec.errors import print_error
+from pipespec.system.sizes import size_text
 
 if TYPE_CHECKING:
     from pipespec.cluster.deployment import Deployment

@@ -8,8 +8,7 @@ from pipespec.cluster import memory
 from pipespec.cluster.deployment import Deployment
 from pipespec.engine.checkpoint import KEPT_DTYPE, CheckpointInfo
 from pipespec.engine.quantization import KEPT_FORMATS
-
-MIB, GIB = 2**20, 2**30
+from pipespec.system.sizes import size_text
 
 
 def summary(deployment: Deployment) -> str | None:
@@ -18,7 +17,7 @@ def summary(deployment: Deployment) -> str | None:
     if not any(info.few_bits for _, info in deployment.models):
         return None
     held = "; ".join(
-        f"{name} {_amount(size)} ({_format(deployment, info)})"
+        f"{name} {size_text(size)} ({_format(deployment, info)})"
         for name, info, size in _ranks(deployment)
     )
     return f"Weights: {held}."
@@ -68,7 +67,3 @@ def _ranks(deployment: Deployment) -> Iterator[tuple[str, CheckpointInfo, int]]:
             layers = memory.layers_of(deployment, info, rank)
             members = memory.members_of(deployment, rank, mid=mid)
             yield name, info, memory.held_bytes(deployment, info, layers, members)
-
-
-def _amount(size: int) -> str:
-    return f"{size / GIB:.3g} GiB" if size >= GIB else f"{size / MIB:.3g} MiB"

@@ -196,15 +196,17 @@ def check_deployment(deployment: Deployment, *, stays: bool) -> None:
 def start_agents(deployment: Deployment, *, stays: bool = False) -> Iterator[WorkerGroup]:
     """Start the agents of a deployment's hosts, which import what the ranks need, for `start`.
 
-    Before that the hosts get the weights that they lack (`weight_distribution`).
+    Before that the deployment is checked, and the hosts get the weights that they lack
+    (`weight_distribution`), unless the caller has had both done.
 
     `stays`: the cluster does not end with a request, so workers may be started by hand.
 
     Raises ConfigError (also of a missing package), before anything is started, and HostFailed if an
     agent of another host cannot begin.
     """
-    check_deployment(deployment, stays=stays)
-    distribute_weights(deployment, on_warning=print_error)
+    if not deployment.fetched:
+        check_deployment(deployment, stays=stays)
+        distribute_weights(deployment, on_warning=print_error)
     require_weights(deployment)
     if (line := expanded(deployment)) is not None:
         log.warning(line)

@@ -176,12 +176,6 @@ def labelled(labels: Mapping[str, Any]) -> str:
     return emulated + synthetic + lossy
 
 
-def size_text(num_bytes: int) -> str:
-    """A number of bytes in GiB, or in MiB if that is less than one."""
-    gib = num_bytes / 2**30
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
-
-
 def shown(value: Any) -> str:
     """A statistic as text."""
     if isinstance(value, dict):

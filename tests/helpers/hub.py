@@ -37,6 +37,7 @@ class Hub:
         requests: of each kind, as "GET resolve", "GET cdn", "GET api".
         faults: the next answers to requests for parts of weight files, in order.
         token: what a client must present, None: nothing.
+        commit: that it names for every folder.
         without_ranges: it sends whole files alone.
         expired: signed URLs of so many generations are refused.
     """
@@ -49,6 +50,7 @@ class Hub:
         self.tokens_at_cdn: list[str] = []
         self.faults: list[Fault] = []
         self.token: str | None = None
+        self.commit = COMMIT
         self.without_ranges = False
         self.signs = True
         self.generation = 0
@@ -147,7 +149,13 @@ class _Handler(BaseHTTPRequestHandler):
                     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
                     entry["lfs"] = {"size": entry["size"], "sha256": sha256, "pointerSize": 134}
                 files.append(entry)
-        content = {"id": repo, "sha": COMMIT, "siblings": files, "private": False, "tags": []}
+        content = {
+            "id": repo,
+            "sha": self.of.commit,
+            "siblings": files,
+            "private": False,
+            "tags": [],
+        }
         self._send(200, json.dumps({**content, "downloads": 0, "likes": 0}).encode())
 
     def _file(self, repo: str, name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import email.utils
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,7 @@ LONGEST_ASKED_S = 300.0
 MOST_FILE_BYTES = 64 * 2**20
 MAX_REDIRECTS = 5
 PASSING = (408, 425, 429, 500, 502, 503, 504)
+_COMMIT = re.compile("[0-9a-f]{40}")
 T = TypeVar("T")
 
 
@@ -106,6 +108,8 @@ class HubClient:
             return api.model_info(self.repo, revision=name, files_metadata=True, timeout=CONNECT_S)
 
         info = self._tried(ask, max_tries)
+        if not _COMMIT.fullmatch(info.sha or ""):  # it becomes the name of a folder
+            raise ModelError(f"{self.endpoint} names no commit of {self.repo}; take another mirror")
         files = {}
         for each in info.siblings or ():
             if "/" not in each.rfilename and each.size is not None:

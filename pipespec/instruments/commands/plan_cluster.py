@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipespec.console.terminal import show, write
 from pipespec.errors import ConfigError
+from pipespec.system.sizes import size_text
 
 if TYPE_CHECKING:
     from pipespec.instruments.plan.cluster_plan import ClusterPlan
@@ -65,14 +66,12 @@ def _print(found: ClusterPlan) -> None:
     for heading in ("rank", "GPU", "layers", "weights", "KV", "1 row", "16 rows", "64 rows"):
         table.add_column(f" {heading} ", justify="left" if heading == "GPU" else "right")
     if found.draft is not None and found.cluster.draft is not None:
-        gib = f"{found.draft.parameters * 2 / 2**30:.1f} GiB"
+        gib = size_text(found.draft.parameters * 2)
         round_ms = f"{found.cluster.machine.round_ms(1):.1f} ms"
         table.add_row("0", found.cluster.draft.name, "draft", gib, "", "", round_ms, "")
     for rank, stage in enumerate(found.cluster.stages, 1):
         times = [f"{stage.times.ms(rows):.1f} ms" for rows in (1, 16, 64)]
-        sizes = [
-            f"{num_bytes / 2**30:.1f} GiB" for num_bytes in (stage.weight_bytes, stage.kv_bytes)
-        ]
+        sizes = map(size_text, (stage.weight_bytes, stage.kv_bytes))
         table.add_row(str(rank), stage.gpu.name, str(stage.layers), *sizes, *times)
     show(table)
     show(f"Plain pipeline parallelism (policy=root): {found.plain_ms:.0f} ms between tokens.")

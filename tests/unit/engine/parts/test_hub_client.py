@@ -51,6 +51,13 @@ def read(client: HubClient, start: int = 1000, stop: int = 90_000) -> bytes:
     return b"".join(client.read(COMMIT, NAME, (start, stop), len(DATA)))
 
 
+@pytest.mark.parametrize("commit", ["../../../etc", "", "main", None])
+def test_a_mirror_that_names_no_commit_is_refused(hub, client, commit):
+    hub.commit = commit
+    with pytest.raises(ModelError, match="names no commit of org/model; take another mirror"):
+        client.revision()
+
+
 def test_the_files_of_a_commit_with_sizes_and_hashes(client):
     found = client.revision()
     assert (found.repo, found.commit) == ("org/model", COMMIT)
