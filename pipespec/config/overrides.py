@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -13,7 +14,7 @@ from pipespec.config.schema import RunConfig, masked
 from pipespec.errors import ConfigError
 from pipespec.limits import suggest
 from pipespec.settings import kinds
-from pipespec.system.validation import Unreadable, alternatives, typed
+from pipespec.system.validation import Unreadable, alternatives, read_json, typed
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -29,10 +30,32 @@ def with_files(overrides: Sequence[str]) -> list[str]:
             hosts_file = load_hosts(value)
             found += [f"cluster.hosts={value}", f"cluster.stages={hosts_file.num_stages}"]
         elif name == "emulate" and value.endswith(".json"):
-            found += ["emulate=profile", f"emulate.file={value}"]
+            found += _times_of(value)
         else:
             found.append(text)
     return found
+
+
+def _times_of(file: str) -> list[str]:
+    """The settings of an emulated machine with the times of a profile. Raises ConfigError."""
+    try:
+        profile = read_json(file)
+    except Unreadable as error:
+        raise ConfigError(f"The profile {file!r} cannot be read: {error}.") from error
+    times = profile.get("stage_ms") if isinstance(profile, dict) else None
+    if not isinstance(times, list) or not times:
+        raise ConfigError(f"{file!r} has no times of stages; make it with `pipespec profile`.")
+    draft = profile.get("draft_ms", 0.0)
+    of_stages = [each for each in times if isinstance(each, list)] or [times]
+    stages, rounds = (
+        [" ".join(map(str, points)) for points in curves]
+        for curves in (of_stages, [draft if isinstance(draft, list) else [draft]])
+    )
+    return [
+        "emulate=fixed",
+        f"emulate.stage_ms={json.dumps(stages)}",
+        f"emulate.draft_ms={json.dumps(rounds[0])}",
+    ]
 
 
 def parse(text: str) -> Override:

@@ -34,8 +34,16 @@ SHORT = 4  # stages of which the short suite decodes every prompt, by `best_firs
 # Stages, how they are grouped, and steps per token without speculation.
 GROUPS = [(14, "2", 7), (3, "3", 1), (6, "[1,3,2]", 3), (3, "1", 3)]
 FREE = [(8, "null"), (1, "null"), (6, "2"), (4, "null")]
-# Chunks and temperatures, a sparse indexer, two kinds of heads, two attentions in a layer.
-SPECIAL = ("deepseek_v32", "gemma4_unified_text", "llama4_text", "longcat_flash")
+# Windows and caps, chunks and temperatures, a sparse indexer, two kinds of heads, two attentions in
+# a layer.
+SPECIAL = (
+    "deepseek_v32",
+    "gemma2",
+    "gemma4_unified_text",
+    "llama4_text",
+    "longcat_flash",
+    "mistral",
+)
 IN_GROUPS = 12  # tokens per prompt
 RUNNING_FREE = 8
 
@@ -187,27 +195,19 @@ def test_padded_embeddings_change_no_text(tmp_path, redis, target_rows, draft_ro
     assert tokens == expected
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        "gemma2",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("qwen3_moe", "gpt_neox", "phi3")),
-        "mistral",
-    ],
-)
-def test_other_architectures_give_the_text_of_hugging_face(tmp_path, redis, architecture):
-    target = models.build(architecture, tmp_path / "target")
-    draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
+def decodes_as_hugging_face(target, folder, redis, *settings, tokens=16):
+    """Two prompts, with a random draft."""
+    draft = models.build("llama", folder / "draft", num_hidden_layers=1)
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
-    expected = cluster.reference(target, prompts, 24)
-    deployment = cluster.make_deployment(target, draft, "cluster.stages=3", "policy.width=8")
+    expected = cluster.reference(target, prompts, tokens)
+    deployment = cluster.make_deployment(target, draft, *settings)
     answers = cluster.decode(
-        deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 24} for p in prompts]
+        deployment, redis, [{"prompt": tuple(p), "max_new_tokens": tokens} for p in prompts]
     )
-    assert [tokens for tokens, _, _ in answers] == expected
+    return [ids for ids, _, _ in answers] == expected
 
 
-@pytest.mark.parametrize(("policy", "stages"), [("level", 1), ("best_first", 2)])
+@pytest.mark.parametrize(("policy", "stages"), [("level", 1), ("best_first", 3)])
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -219,43 +219,20 @@ def test_every_architecture_gives_the_text_of_hugging_face(
     tmp_path, redis, architecture, policy, stages
 ):
     target = models.build(architecture, tmp_path / "target")
-    draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
-    expected = cluster.reference(target, prompts, 16)
-    deployment = cluster.make_deployment(
-        target, draft, f"cluster.stages={stages}", f"policy={policy}", "policy.width=8"
-    )
-    answers = cluster.decode(
-        deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 16} for p in prompts]
-    )
-    assert [tokens for tokens, _, _ in answers] == expected
+    settings = f"cluster.stages={stages}", f"policy={policy}", "policy.width=8"
+    assert decodes_as_hugging_face(target, tmp_path, redis, *settings)
 
 
 def test_the_text_part_of_a_multimodal_target_gives_the_text_of_hugging_face(tmp_path, redis):
     target = models.build_multimodal("gemma3", tmp_path / "target")
-    draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
-    expected = cluster.reference(target, prompts, 16)
-    deployment = cluster.make_deployment(target, draft, "cluster.stages=2", "policy.width=8")
-    answers = cluster.decode(
-        deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 16} for p in prompts]
-    )
-    assert [tokens for tokens, _, _ in answers] == expected
+    assert decodes_as_hugging_face(target, tmp_path, redis, "cluster.stages=2", "policy.width=8")
 
 
 def test_every_attention_backend_gives_the_same_text(tmp_path, redis):
     """Windows, caps and a draft too, whose trees are wider than a word of the mask."""
     target = models.build("gemma2", tmp_path / "target")
-    draft = models.build("llama", tmp_path / "draft", num_hidden_layers=1)
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [7] * 5]
-    expected = cluster.reference(target, prompts, 24)
-    deployment = cluster.make_deployment(
-        target, draft, "cluster.stages=2", "policy.width=48", "model.attention=static"
-    )
-    answers = cluster.decode(
-        deployment, redis, [{"prompt": tuple(p), "max_new_tokens": 24} for p in prompts]
-    )
-    assert [tokens for tokens, _, _ in answers] == expected
+    settings = "cluster.stages=2", "policy.width=48", "model.attention=static"
+    assert decodes_as_hugging_face(target, tmp_path, redis, *settings, tokens=24)
 
 
 @pytest.mark.gpu

@@ -17,6 +17,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from pipespec.engine.model_slice import ModelSlice
+
 NUM_LAYERS = 4
 VOCAB_SIZE = 199
 
@@ -351,3 +353,9 @@ def _spread(model: PreTrainedModel) -> None:
             parameter.copy_(0.15 * noise)
         else:
             parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)
+
+
+def weights(path: Path, layers: range, **how: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a slice of a checkpoint holds, by name; `how` is passed to `ModelSlice`."""
+    held = ModelSlice.load(path, layers, num_slots=4, **how)
+    return dict(held._model.state_dict()) | dict(held._base.state_dict())

@@ -25,7 +25,7 @@ from pipespec.engine.formats.fp8 import FP8
 from pipespec.engine.fp8 import _decoded
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
-from tests.helpers.models import NUM_LAYERS, build
+from tests.helpers.models import NUM_LAYERS, build, weights
 from tools.rig import cluster
 from tools.rig.fp8_files import KINDS, write
 
@@ -50,11 +50,6 @@ def fp8(tmp_path_factory):
         return folder / "stored", folder / "plain"
 
     return get
-
-
-def weights(path: Path, layers: range, **how: Any) -> dict[str, torch.Tensor]:
-    model = ModelSlice.load(path, layers, num_slots=4, **how)
-    return dict(model._model.state_dict()) | dict(model._base.state_dict())
 
 
 def logits(path: Path, num_slices: int, **how: Any) -> torch.Tensor:

@@ -31,7 +31,7 @@ from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ConfigError, ModelError, RankFailed
 from pipespec.system.folders import resource_dir
-from tests.helpers.models import NUM_LAYERS, build
+from tests.helpers.models import NUM_LAYERS, build, weights
 from tools.rig import cluster
 from tools.rig.packing import KINDS, pack, words
 
@@ -54,12 +54,6 @@ def packed(tmp_path_factory):
         return folder / "packed", folder / "plain"
 
     return get
-
-
-def weights(path: Path, layers: range, **how: Any) -> dict[str, torch.Tensor]:
-    """What a slice holds."""
-    model = ModelSlice.load(path, layers, num_slots=4, **how)
-    return dict(model._model.state_dict()) | dict(model._base.state_dict())
 
 
 def slices(path: Path, count: int, **how: Any) -> list[ModelSlice]:

@@ -41,7 +41,6 @@ from pipespec.instruments.emulation.synthetic_proposer import (
     SyntheticCascadeConfig,
     SyntheticConfig,
 )
-from pipespec.instruments.plan.profiled_machine import ProfiledMachine
 from pipespec.sampling.params import SamplingConfig
 from pipespec.settings import about
 from pipespec.system.folders import resource_dir
@@ -50,7 +49,6 @@ from pipespec.transport.transport_settings import TransportConfig
 CHOICES = [(group, option) for group in groups() for option in options(group)]
 CLASSES = list(dict.fromkeys(read_choice(group, option).cls for group, option in CHOICES))
 # What an option cannot do without.
-PROFILE = str(Path(__file__).parents[2] / "data" / "profile.json")
 NEEDED = {
     ("model", "custom"): ["model.target=/models/target", "model.draft=/models/draft"],
     ("controller", "url"): ["controller.url=redis://localhost:6379/0"],
@@ -59,7 +57,6 @@ NEEDED = {
     ("proposer", "synthetic_cascade"): [f"proposer.truth={__file__}"],
     ("emulate", "rtx3090_14"): ["cluster.stages=14"],
     ("emulate", "mixed_21"): ["cluster.stages=21"],
-    ("emulate", "profile"): [f"emulate.file={PROFILE}", "cluster.stages=2"],
 }
 EXPECTED: dict[str, type] = {
     "model": ModelConfig,
@@ -440,10 +437,7 @@ def test_no_number_beyond_all_measure_is_taken(cls: type, value: float) -> None:
         ControllerConfig: {"url": None},
         SyntheticConfig: truth,
         SyntheticCascadeConfig: truth,
-        ProfiledMachine: {"file": PROFILE},
     }.get(cls, {})
-    if cls is ProfiledMachine:  # the file replaces them
-        harmless |= {"stage_ms", "experts", "draft_ms", "mid_ms"}
     for name, hint in typing.get_type_hints(cls).items():
         kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
         if type(value) in kinds and name not in harmless:

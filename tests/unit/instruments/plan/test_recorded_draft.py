@@ -162,9 +162,22 @@ def test_profile_of_another_number_of_stages_cannot_be_emulated(tmp_path: Path):
         compose([f"emulate={profile(tmp_path)}", "cluster.stages=3"])
 
 
-def test_profile_that_is_missing_is_refused_in_a_sentence(tmp_path: Path):
+def test_profile_with_one_time_for_all_stages_is_a_machine_to_emulate(tmp_path: Path):
+    file = profile(tmp_path, stage_ms=["1:5", "16:8"], draft_ms=3.0)
+    clock = compose([f"emulate={file}", "cluster.stages=3"]).emulate
+    assert isinstance(clock, EmulatedMachine)
+    assert [clock.min_stage_ms(rank, 0, 16) for rank in (1, 2, 3)] == [8, 8, 8]
+    assert clock.draft.ms(8) == 3
+
+
+def test_profile_that_is_missing_or_no_profile_is_refused_in_a_sentence(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"profile '.*none.json' cannot be read"):
         compose([f"emulate={tmp_path / 'none.json'}"])
+    (tmp_path / "other.json").write_text("[1, 2]")
+    with pytest.raises(ConfigError, match=r"other.json' has no times of stages; make it with"):
+        compose([f"emulate={tmp_path / 'other.json'}"])
+    with pytest.raises(ConfigError, match=r"emulate.stage_ms: 'soon' is no time of a stage"):
+        compose([f"emulate={profile(tmp_path, stage_ms=['soon'])}"])
 
 
 def test_dearer_rounds_slow_the_simulated_head():
