@@ -108,9 +108,12 @@ class RowTimes:
         self._slots.add(slots)
 
     def points(self, slot_ms: float = 0.0) -> Points:
-        """The mean times without the time for KV slots; monotonic in the rows."""
-        means = [size.mean.tolist() for size in self._by_size.values()]
-        return _rising((rows, max(ms - slot_ms * slots, 0.0)) for rows, slots, ms in means)
+        """The mean times without the time for KV slots; they rise with the rows."""
+        return _rising(
+            (rows, max(ms - slot_ms * slots, 0.0), min(size.samples, MEMORY))
+            for size in self._by_size.values()
+            for rows, slots, ms in [size.mean.tolist()]
+        )
 
     def measured(self) -> BatchTimes:
         """The measurements so far."""
@@ -157,19 +160,28 @@ def merge_times(measured: Iterable[BatchTimes]) -> BatchTimes:
     found = list(measured)
     count = max(len(found), 1)
     return BatchTimes(
-        _rising(mean_by_size(point for each in found for point in each.points)),
+        _rising((*point, 1) for point in mean_by_size(p for each in found for p in each.points)),
         sum(each.slot_ms for each in found) / count,
         sum(each.slots for each in found) / count,
     )
 
 
-def _rising(points: Iterable[tuple[float, float]]) -> Points:
-    found: list[tuple[int, float]] = []
-    highest = 0.0
-    for rows, ms in sorted(points):
-        highest = max(highest, ms)
-        found.append((round(rows), highest))
-    return tuple(found)
+def _rising(measured: Iterable[tuple[float, float, float]]) -> Points:
+    """The nearest times that never fall as rows rise, by least squares (isotonic regression, pool
+    adjacent violators), given rows, milliseconds and the weight of each.
+
+    So a size that was slow once, with little weight, does not make all larger ones slow.
+    """
+    pools: list[tuple[float, float, list[float]]] = []  # milliseconds, weight, rows
+    for rows, ms, weight in sorted(measured):
+        pool = (ms, weight, [rows])
+        while pools and pools[-1][0] > pool[0]:
+            before = pools.pop()
+            both = before[1] + pool[1]
+            mean = (before[0] * before[1] + pool[0] * pool[1]) / both
+            pool = (mean, both, before[2] + pool[2])
+        pools.append(pool)
+    return tuple((round(rows), ms) for ms, _, all_rows in pools for rows in all_rows)
 
 
 def pack(measured: BatchTimes) -> str:

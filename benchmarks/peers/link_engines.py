@@ -52,7 +52,11 @@ def llama_cpp(bed: Testbed, job: Job, engine: LlamaCpp, draft_tokens: int | None
 
 
 def pipespec(bed: Testbed, job: Job, settings: Sequence[str]) -> Run:
-    """pipespec with the head on the first host and a stage on each of the others."""
+    """pipespec with the head on the first host and a stage on each of the others.
+
+    The hosts share the cores of this machine, so a thread of OpenMP that has nothing to do must
+    sleep: one that spins takes what another host computes with. llama.cpp was slower that way.
+    """
     first, *others = bed.hosts
     with (
         tempfile.TemporaryDirectory() as name,
@@ -62,6 +66,7 @@ def pipespec(bed: Testbed, job: Job, settings: Sequence[str]) -> Run:
         folder = Path(name)
         env = {
             "HF_HUB_OFFLINE": "1",
+            "OMP_WAIT_POLICY": "passive",
             "PYTHON": sys.executable,
             "PYTHONPATH": str(ROOT),
             "TMPDIR": name,
@@ -116,9 +121,9 @@ def engines(
     """The engines to race, by name.
 
     `draft_tokens`: of llama.cpp's drafts at most, beside its default. `settings`: of pipespec; the
-    plain pipeline (`policy=root`) has those of the cluster alone.
+    plain pipeline (`policy=root`) has those of the cluster and the transport alone.
     """
-    plain = [text for text in settings if text.startswith("cluster.")]
+    plain = [text for text in settings if text.startswith(("cluster.", "transport."))]
     found: dict[str, LinkedEngine] = {
         "pipespec root": partial(pipespec, settings=[*plain, "policy=root"]),
         "pipespec": partial(pipespec, settings=settings),

@@ -70,3 +70,24 @@ def test_rounding_noise_gives_no_slot_cost():
         rows = int(rng.integers(17, 65))
         times.add(rows, 20 + rows / 3, rows * 50 + int(rng.integers(0, 4000)))
         assert times.measured().slot_ms == 0
+
+
+def test_a_size_that_was_slow_once_does_not_make_larger_ones_slow():
+    """Such as one that was measured while other ranks loaded."""
+    times = RowTimes()
+    times.add(4, 300.0)
+    for _ in range(63):
+        times.add(14, 30.0)
+    points = dict(times.points())
+    assert points[4] == points[14] == pytest.approx(30 + 270 / 64)
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0.1, 1e3)), min_size=1, max_size=60))
+def test_times_rise_with_rows_and_keep_their_mean(samples):
+    times = RowTimes()
+    for rows, ms in samples:
+        times.add(rows, ms)
+    points = times.points()
+    assert [ms for _, ms in points] == sorted(ms for _, ms in points)
+    assert min(ms for _, ms in samples) <= points[0][1] * (1 + 1e-9)
+    assert points[-1][1] <= max(ms for _, ms in samples) * (1 + 1e-9)

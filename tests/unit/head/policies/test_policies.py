@@ -591,7 +591,7 @@ def test_step_time_rises_with_the_largest_batch_in_the_pipeline():
         meter.add_batch(rows)
         meter.add_step(ms, 0, speculating=True)
     # The steps of 20 and 22 ms, after the one that fed it, computed the batch of 16 rows.
-    assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == ((1, 10.5), (4, 10.5), (16, 21.0))
+    assert meter.state(0, end=9, elapsed_ms=0.0).step_ms == ((1, 10.125), (4, 10.125), (16, 21.0))
 
 
 def test_step_time_is_stage_time_plus_overhead():
