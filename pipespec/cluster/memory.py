@@ -104,9 +104,9 @@ def members_of(deployment: Deployment, rank: int, *, mid: bool = False) -> int:
 
 def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """Bytes of a token in the KV pool of a rank, or of each of its members."""
-    item = ITEM_BYTES[deployment.dtype_of(info)]
-    kv_size = info.kv_size_per_member(members_of(deployment, rank, mid=info is deployment.mid))
-    return len(layers_of(deployment, info, rank)) * kv_size * item + SLOT_BYTES
+    members = members_of(deployment, rank, mid=info is deployment.mid)
+    of_layer = info.kv_bytes(deployment.dtype_of(info), deployment.config.model.kv_dtype, members)
+    return len(layers_of(deployment, info, rank)) * of_layer + SLOT_BYTES
 
 
 def least_slots(deployment: Deployment, rank: int) -> Counter[str]:

@@ -19,6 +19,7 @@ from pipespec.engine.autotune import autotune
 from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.parts.from_hub import fetch_parts
+from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.runner import SliceRunner
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.engine.tensor_parallel import TPRank
@@ -72,6 +73,7 @@ def load_model(
         num_slots=slots,
         attention=settings.attention,
         group=tp_rank,
+        kv_dtype=settings.kv_dtype,
     )
     if settings.compile:
         model.compile()
@@ -79,7 +81,8 @@ def load_model(
         # Weights that count as used are freed as they are packed.
         mapped = memory.weight_bytes(deployment, info, device, layers) == 0
         model.use_fastest_products(memory.share_bytes(device, sharing) if mapped else math.inf)
-    if model.device.type == "cuda" and settings.attention == AUTO:
+    any_attention = settings.attention == AUTO and settings.kv_dtype == KV_PLAIN
+    if model.device.type == "cuda" and any_attention:
         autotune(model, settings.graph_rows)
     elif model.device.type == "cuda" and model.attention != SDPA:
         model.capture_graphs(settings.graph_rows)

@@ -86,4 +86,4 @@ class SourceModel:
         if not missing(self.path, parts):
             return {}
         found = tensors_by_file(self.path, parts)
-        return {file.name: list(names.values()) for file, names in found.items()}
+        return {file.name: list(dict.fromkeys(names.values())) for file, names in found.items()}

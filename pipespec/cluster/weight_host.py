@@ -119,8 +119,8 @@ class WeightHost:
             if is_partial(file):
                 found, ranges = PartsFile(file), ranges_of(file)
                 found.verify(ranges)
-                absent = [stored for stored in names.values() if stored not in found.hashes]
-                lacking[file.name] = absent
+                wanted = dict.fromkeys(names.values())
+                lacking[file.name] = [stored for stored in wanted if stored not in found.hashes]
         return {"has": holdings(model.path), "lacks": {k: v for k, v in lacking.items() if v}}
 
     def fetch(self, kind: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ from pipespec.engine.model_config import (
     require_fit,
 )
 from pipespec.engine.model_path import resolve
-from pipespec.engine.precision import ITEM_BYTES, automatic
+from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, KV_SCALE_BYTES, automatic
 from pipespec.engine.quantization import (
     PACKED_METHODS,
     QUANTIZATIONS,
@@ -109,7 +109,8 @@ class CheckpointInfo:
     @property
     def few_bits(self) -> bool:
         """Whether the files hold weights of a format of fewer bits that pipespec reads itself."""
-        return self.dequantized_from in PACKED_METHODS
+        some = any(each.weights or each.expanded for each in self.kept_layers)
+        return self.dequantized_from in PACKED_METHODS or some
 
     def chosen_dtype(self, setting: str, devices: Iterable[str]) -> str:
         """The type in which it computes with this value of `model.dtype`, given the devices of the
@@ -160,6 +161,15 @@ class CheckpointInfo:
             len(local_kv_heads(self.heads, self.kv_heads, member, members))
             for member in range(members)
         )
+
+    def kv_bytes(self, dtype: str, kv_dtype: str, members: int = 1) -> int:
+        """Bytes of K and V of a token in one layer, on each of `members` devices at most; `dtype`
+        is that of the activations, `kv_dtype` one of KV_DTYPES."""
+        numbers = self.kv_size_per_member(members)
+        if kv_dtype == KV_PLAIN:
+            return numbers * ITEM_BYTES[dtype]
+        heads = numbers * self.kv_heads // self.kv_size
+        return numbers + 2 * heads * KV_SCALE_BYTES
 
     def check_tensor_parallel(self, members: int, quantization: str | None) -> None:
         """Raise ModelError unless the layers can be divided among `members` devices."""

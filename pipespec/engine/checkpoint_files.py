@@ -15,9 +15,7 @@ from pipespec.engine.model_config import FOREIGN
 from pipespec.engine.partial_checkpoint import absent_tensors
 from pipespec.engine.quantization import (
     COMPRESSED_PACKAGE,
-    MXFP4,
     PACKED_METHODS,
-    dequantised,
     stored_method,
     stored_packing,
 )
@@ -29,7 +27,7 @@ from pipespec.errors import ModelError
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
     """Config and headers of a checkpoint; see `CheckpointInfo`. `tensors` are those of plain
-    weights unless `quantization` is set; `blocks`: the experts are stored in MXFP4."""
+    weights unless `quantization` is set."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
@@ -38,12 +36,11 @@ class CheckpointFiles:
     kept_layers: tuple[KeptLayer, ...] = ()
     kept_format: str | None = None
     package: str | None = None
-    blocks: bool = False
 
     @property
     def plain(self) -> bool:
         """Whether a model of plain weights is loaded from `tensors`, by name and shape."""
-        return self.quantization is None and not self.blocks
+        return self.quantization is None
 
 
 def read_files(path: Path) -> CheckpointFiles:
@@ -54,7 +51,12 @@ def read_files(path: Path) -> CheckpointFiles:
 def _read_gguf(path: Path) -> CheckpointFiles:
     header = gguf.header(path)
     return CheckpointFiles(
-        header.settings, header.plain, dequantized_from=gguf.GGUF, package=gguf.PACKAGE
+        header.settings,
+        header.plain,
+        dequantized_from=gguf.GGUF,
+        kept_layers=header.kept_layers,
+        kept_format=gguf.GGUF,
+        package=gguf.PACKAGE,
     )
 
 
@@ -79,8 +81,6 @@ def _read_folder(path: Path) -> CheckpointFiles:
             f"{path} is multimodal and quantised by {method}, which is read of models of text "
             "alone; take plain weights, AWQ, GPTQ, or compressed-tensors packed in 4 or 8 bits"
         )
-    if method == MXFP4:
-        return CheckpointFiles(raw, dequantised(tensors), blocks=True)
     if method not in PACKED_METHODS:
         return CheckpointFiles(raw, tensors, quantization=method)
     plain = packed_checkpoint.as_plain(path, tensors, packing)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipespec.engine.formats.groups import GroupedWeights
 from pipespec.errors import ModelError
 
 # Possible numbers of tiles of 16 inputs per thread of the GPU kernel.
@@ -37,18 +36,23 @@ class Int4Linear(nn.Module):
         self.register_buffer("packed", None)
         self.register_buffer("scale_and_zero", None)
 
-    def fill(self, weights: GroupedWeights, device: torch.device) -> None:
+    def fill(self, weights: Any, device: torch.device) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
         shape = (self.out_features, self.in_features)
         if tuple(weights.codes.shape) != shape:
             raise ModelError(f"it is {list(weights.codes.shape)}, but must be {list(shape)}")
         if not weights.in_order:
             raise ModelError("its groups are of any inputs, though config.json says otherwise")
-        self.width = self.in_features // weights.zeros.shape[1]
         scales, zeros = weights.scales.float(), weights.zeros.float()
-        both = torch.stack((scales, (8 - zeros) * scales), -1).to(torch.bfloat16)
+        self.pack(weights.codes, scales, (8 - zeros) * scales, device)
+
+    def pack(self, codes: Tensor, scales: Tensor, middle: Tensor, device: torch.device) -> None:
+        """Set the weights `(codes - 8) * scales + middle`: uint8 codes `[out, in]`, and float32
+        scales and middles `[out, groups]`."""
+        self.width = self.in_features // scales.shape[1]
+        both = torch.stack((scales, middle), -1).to(torch.bfloat16)
         self.scale_and_zero = both.transpose(0, 1).contiguous().to(device)  # [groups, out, 2]
-        codes = weights.codes.to(device)
+        codes = codes.to(device)
         if device.type == "cpu":
             self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         else:

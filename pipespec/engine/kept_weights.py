@@ -1,4 +1,4 @@
-"""Weights that stay in the few bits of their files: packed 4-bit integers, and FP8.
+"""Weights that stay in the few bits of their files: packed integers, FP8, and blocks of GGUF.
 
 The layers with such weights are replaced before a model loads, and filled once it has. The results
 differ from those of dequantised weights, so all stages of a cluster must use the same format.
@@ -7,13 +7,20 @@ differ from those of dequantised weights, so all stages of a cluster must use th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from pipespec.engine.block_linear import BlockLinear
+from pipespec.engine.dequantised import DequantisedLinear
+from pipespec.engine.expert_stack import PLAIN, replace_experts
+from pipespec.engine.formats.fp4 import NVFP4
+from pipespec.engine.formats.fp8 import FP8
+from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.formats.packing import PACKED_INT4
-from pipespec.engine.fp8 import Fp8Linear, replace_experts
+from pipespec.engine.fp8 import Fp8Linear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.errors import ModelError, PackedMatmulError
@@ -30,12 +37,20 @@ TOLERANCE = 0.02
 TEST_BATCH_SIZES = (1, 2, 3, 8, 17, 64)
 # After so many weights the memory in which they were unpacked is given back.
 RELEASED = 8 << 20
-PLAIN = "set model.keep_quantized=no"
+
+# Makes a layer without weights: of a matrix of the files, its rows and columns, and a bias.
+MakeKept = Callable[..., Any]
+LAYERS: Mapping[str, MakeKept] = {
+    PACKED_INT4: Int4Linear,
+    FP8: Fp8Linear,
+    MXFP4: partial(BlockLinear, kind="MXFP4"),
+    NVFP4: partial(BlockLinear, kind="NVFP4"),
+}
 
 
-def replace(model: nn.Module, names: Iterable[str], form: str) -> None:
-    """Let the matrices with these names in the files, where the model has them, be kept in this
-    format. Raises ModelError."""
+def replace(model: nn.Module, names: Iterable[str], make: MakeKept) -> None:
+    """Let `make` make the layers of the matrices with these names in the files, where the model has
+    them. Raises ModelError."""
     names = list(names)
     for name in names:
         parent, _, child = name.rpartition(".")
@@ -44,11 +59,9 @@ def replace(model: nn.Module, names: Iterable[str], form: str) -> None:
         except AttributeError:  # belongs to another slice
             continue
         if isinstance(plain, nn.Linear):
-            shape = plain.out_features, plain.in_features
-            kind = Int4Linear if form == PACKED_INT4 else Fp8Linear
-            setattr(model.get_submodule(parent), child, kind(name, *shape, plain.bias))
-    if form != PACKED_INT4:
-        replace_experts(model, names)
+            kept = make(name, plain.out_features, plain.in_features, plain.bias)
+            setattr(model.get_submodule(parent), child, kept)
+    replace_experts(model, names, make)
 
 
 def fill(
@@ -64,16 +77,16 @@ def fill(
     tested = set()
     unpacked = 0
     for module in model.modules():
-        if not isinstance(module, Int4Linear | Fp8Linear):
+        if not isinstance(module, Int4Linear | DequantisedLinear):
             continue
         read = weights[module.source]()
         try:
-            module.fill(read, device)  # type: ignore[arg-type]
+            module.fill(read, device)
         except ModelError as error:
             raise ModelError(
                 f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"
             ) from error
-        shape = (module.out_features, module.in_features, module.width)
+        shape = (type(module), module.out_features, module.in_features, module.width)
         if shape not in tested:
             wrong = self_test_error(module, read, device, model.dtype)
             if wrong is not None:
@@ -90,7 +103,10 @@ def fill(
 
 
 def self_test_error(
-    layer: Int4Linear | Fp8Linear, weights: StoredWeights, device: torch.device, dtype: torch.dtype
+    layer: Int4Linear | DequantisedLinear,
+    weights: StoredWeights,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> str | None:
     """Why the products of a layer on this device are wrong, as a clause; None: they are right."""
     generator = torch.Generator().manual_seed(0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipespec.engine import kept_weights
+from pipespec.engine import block_linear, kept_weights
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook
 from pipespec.engine.formats import gguf, packed_checkpoint
@@ -72,18 +72,26 @@ def load(
         stored = getattr(config, "quantization_config", None)
         packing = stored_packing(path, stored)
         prepare: Callable[[PreTrainedModel], None] | None = None
+        make: kept_weights.MakeKept
         if group is not None:
             quantized = gguf.is_gguf(path) or stored is not None or quantization is not None
             require_divisible(config, path, group.size, quantized=quantized)
             prepare = partial(shard_model, group=group)
         if gguf.is_gguf(path):
-            state = gguf.lazy_state(path)
-            model, loaded = _plain(config, sliced_class(config, layers), state, dtype, options)
+            plain, blocks = gguf.lazy_state(path)
+            kinds = gguf.header(path).kept if quantization == gguf.GGUF else {}
+            make = partial(block_linear.make_linear, kinds, dtype or config.dtype or torch.float16)
+            keep = partial(kept_weights.replace, names=tuple(kinds), make=make)
+            model, loaded = _plain(
+                config, sliced_class(config, layers, keep), plain, dtype, options
+            )
+            kept_weights.fill(model, blocks, device, gguf.GGUF)
         elif packing is not None:
             del config.quantization_config  # for Transformers it has plain weights
             state, kept = packed_checkpoint.lazy_state(path, packing, parts)
             names = tuple(kept) if quantization == packing.format else ()
-            keep = partial(kept_weights.replace, names=names, form=packing.format)
+            make = kept_weights.LAYERS[packing.format]
+            keep = partial(kept_weights.replace, names=names, make=make)
             model, loaded = _plain(
                 config, sliced_class(config, layers, keep), state, dtype, options
             )

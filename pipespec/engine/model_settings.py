@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from pipespec.engine.attention.select import ATTENTIONS, AUTO
-from pipespec.engine.precision import ITEM_BYTES
+from pipespec.engine.attention.select import ATTENTIONS, AUTO, SDPA
+from pipespec.engine.precision import ITEM_BYTES, KV_DTYPES, KV_PLAIN
 from pipespec.engine.quantization import QUANTIZATIONS
 from pipespec.errors import ConfigError
 from pipespec.limits import MAX_COUNT, MAX_ROWS
@@ -52,7 +52,8 @@ class ModelConfig:
     dtype: str = setting(
         "auto",
         "Data type of weights and activations; auto is bfloat16 if every stage has a GPU, or the "
-        "checkpoint holds weights of few bits (AWQ, GPTQ, compressed-tensors, FP8), else float32.",
+        "checkpoint holds weights of few bits (AWQ, GPTQ, compressed-tensors, FP8, GGUF), else "
+        "float32.",
         choices=DTYPES,
     )
     quantization: str | None = setting(
@@ -68,9 +69,9 @@ class ModelConfig:
     )
     keep_quantized: str = setting(
         "auto",
-        "Whether weights of AWQ, GPTQ, compressed-tensors and FP8 checkpoints stay in their 4 or 8 "
-        "bits in memory, which for 4 bits takes bfloat16; auto does so unless a device gets their "
-        "products wrong.",
+        "Whether weights of AWQ, GPTQ, compressed-tensors, FP8, MXFP4 and GGUF checkpoints stay in "
+        "their few bits in memory, which for packed integers takes bfloat16; auto does so unless a "
+        "device gets their products wrong.",
         choices=KEEP,
     )
     context: int | None = setting(
@@ -90,6 +91,12 @@ class ModelConfig:
         "flashinfer are for GPUs; auto is the fastest that passes its self-test on the device.",
         choices=ATTENTIONS,
     )
+    kv_dtype: str = setting(
+        KV_PLAIN,
+        "How K and V are held: auto is the type of the activations; int8 and fp8 take half the "
+        "memory of 16 bits, with a scale for each head of a token, and attention=sdpa.",
+        choices=KV_DTYPES,
+    )
     graph_rows: list[int] = setting(
         [64],
         "Batches of up to so many rows replay a CUDA graph, on GPUs with another attention backend "
@@ -107,6 +114,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_settings("model", self)
         kv_amount(self.kv_memory)
+        if self.kv_dtype != KV_PLAIN and self.attention not in (AUTO, SDPA):
+            raise ConfigError(
+                f"model.kv_dtype is {self.kv_dtype}, which model.attention={self.attention} does "
+                f"not read; set model.attention={SDPA}."
+            )
         for name in ("target", "draft", "mid"):
             if getattr(self, name) == "":
                 raise ConfigError(f"model.{name} is empty, but must name a folder or hub id.")

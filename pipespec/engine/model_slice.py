@@ -28,6 +28,7 @@ from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
+from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.engine.row_blocks import make_batch_invariant
 from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
@@ -58,11 +59,12 @@ class ModelSlice:
         *,
         batch_invariant: bool = False,
         group: TPGroup | None = None,
+        kv_dtype: str = KV_PLAIN,
     ):
         """Wrap a model that `loading.load` returned.
 
         `batch_invariant`: on a CPU, make the result of a row independent of its batch, also in
-        bfloat16."""
+        bfloat16. `kv_dtype`: one of KV_DTYPES; K and V in 8 bits are read by SDPA alone."""
         config = model.config
         self.layers = layers
         self.num_layers: int = num_layers_of(config)  # of the whole model
@@ -92,6 +94,7 @@ class ModelSlice:
                 num_slots,
                 chunk=chunk_of(config, index),
                 kv_heads=kv_heads,
+                kv_dtype=kv_dtype,
             )
         ]
         self.batch_invariant = batch_invariant and self.device.type == "cpu"
@@ -133,6 +136,7 @@ class ModelSlice:
         attention: AttentionBackend | str = select.AUTO,
         progress: bool = False,
         group: TPGroup | None = None,
+        kv_dtype: str = KV_PLAIN,
     ) -> ModelSlice:
         """Load `layers` of the checkpoint `path` and allocate their KV pools.
 
@@ -143,6 +147,7 @@ class ModelSlice:
             attention: the name of a backend, or a backend for this slice, without self-test.
             progress: show the progress bar of Transformers.
             group: load this member's shard of the slice. Each `forward` then needs all members.
+            kv_dtype: one of KV_DTYPES, with `attention` "auto" or "sdpa".
 
         Raises:
             ModelError: the architecture is not supported or cannot be divided among the members,
@@ -160,7 +165,13 @@ class ModelSlice:
         )
         batch_invariant = quantization in KEPT_FORMATS
         return cls(
-            model, layers, num_slots, attention, batch_invariant=batch_invariant, group=group
+            model,
+            layers,
+            num_slots,
+            attention,
+            batch_invariant=batch_invariant,
+            group=group,
+            kv_dtype=kv_dtype,
         )
 
     @classmethod

@@ -20,3 +20,10 @@ def automatic(devices: Iterable[str]) -> str:
 def name_of(dtype: torch.dtype) -> str:
     """Its name, as in `ITEM_BYTES`."""
     return str(dtype).removeprefix("torch.")
+
+
+# How K and V are held (`model.kv_dtype`): KV_PLAIN in the type of the activations; the others in 8
+# bits, with a scale of so many bytes for each head of a token.
+KV_PLAIN, KV_INT8, KV_FP8 = "auto", "int8", "fp8"
+KV_DTYPES = (KV_PLAIN, KV_INT8, KV_FP8)
+KV_SCALE_BYTES = 2

@@ -7,15 +7,16 @@ lossless: the text is that of the quantised model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.fp4 import NVFP4, fp4_packing
 from pipespec.engine.formats.fp8 import FBGEMM, FP8, fp8_packing
 from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.formats.gguf import PACKAGE as GGUF_PACKAGE
+from pipespec.engine.formats.mxfp4 import MXFP4, Mxfp4Packing
 from pipespec.engine.formats.packed_checkpoint import AnyPacking
 from pipespec.engine.formats.packing import (
     AWQ,
@@ -25,7 +26,6 @@ from pipespec.engine.formats.packing import (
     is_whole,
     packing,
 )
-from pipespec.engine.safetensors_headers import Tensor
 from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # a wrong setting is refused without them
@@ -59,20 +59,21 @@ QUANTIZATIONS = {
 METHODS = ("bitsandbytes", "torchao")
 
 # The formats in which stored weights stay in memory (`model.keep_quantized`), in words.
-KEPT_FORMATS = {PACKED_INT4: "4 bits", FP8: "8 bits, FP8"}
+KEPT_FORMATS = {
+    PACKED_INT4: "4 bits",
+    FP8: "8 bits, FP8",
+    MXFP4: "4 bits, MXFP4",
+    NVFP4: "4 bits, NVFP4",
+    GGUF: "as in its GGUF file",
+}
 
 # Methods whose weights pipespec reads itself. The package compressed-tensors reads its own integers
 # that are not packed.
-PACKED_METHODS = (AWQ, GPTQ, COMPRESSED, FP8, FBGEMM)
+PACKED_METHODS = (AWQ, GPTQ, COMPRESSED, FP8, FBGEMM, MXFP4)
 COMPRESSED_PACKAGE = "compressed_tensors"
 
 # The package that reads files of each kind; packed integers need none.
 READERS = {**{name: name for name in METHODS}, COMPRESSED: COMPRESSED_PACKAGE, GGUF: GGUF_PACKAGE}
-
-# The method of gpt-oss: experts in blocks of 32 4-bit floats with one scale. They are dequantised
-# while they load, on every device, so that all ranks compute the same; such a checkpoint counts as
-# one of plain weights.
-MXFP4 = "mxfp4"
 
 
 def require_package(package: str, why: str) -> None:
@@ -95,7 +96,7 @@ def stored_method(path: Path, config: Any) -> str | None:
     in_8_bit = settings.get("load_in_8bit")
     old = "bitsandbytes" if in_8_bit or settings.get("load_in_4bit") else None
     method = str(settings.get("quant_method", old))
-    known = (*METHODS, MXFP4, *PACKED_METHODS)
+    known = (*METHODS, *PACKED_METHODS)
     if method not in known:
         raise ModelError(
             f"{path} is quantised by {method!r}, which is not supported; supported are "
@@ -119,6 +120,11 @@ def stored_packing(path: Path, config: Any) -> AnyPacking | None:
     settings = config if isinstance(config, dict) else {}
     if settings.get("quant_method") not in PACKED_METHODS:
         return None
+    if settings["quant_method"] == MXFP4:
+        return Mxfp4Packing(path)
+    four_bits = fp4_packing(path, settings)
+    if four_bits is not None:
+        return four_bits
     floats = fp8_packing(path, settings)
     if floats is not None or is_whole(settings):
         return floats
@@ -136,26 +142,11 @@ def _activations(config: Any) -> str | None:
     return next((kind for kind in found if kind is not None), None)
 
 
-def dequantised(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The headers of MXFP4 tensors once dequantised to bfloat16; a byte of a block holds two
-    weights."""
-    blocks, scales = "_blocks", "_scales"
-    return {
-        name: replace(tensor, num_bytes=4 * tensor.num_bytes) if name.endswith(blocks) else tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(scales)
-    }
-
-
 def loading_options(
     config: PretrainedConfig, name: str | None, dtype: torch.dtype | None
 ) -> dict[str, Any]:
     """The arguments of `from_pretrained` that quantise; packages are imported when needed."""
     stored = getattr(config, "quantization_config", None)
-    if stored is not None and stored.get("quant_method") == MXFP4:
-        from transformers import Mxfp4Config
-
-        return {"quantization_config": Mxfp4Config(dequantize=True)}
     if stored is not None and stored.get("quant_method") == COMPRESSED:
         from transformers import CompressedTensorsConfig
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from pipespec.engine.formats import gguf
+from pipespec.engine.formats.gguf_metadata import FOREIGN
 from pipespec.errors import ModelError
 from pipespec.system.cache import cached_call, digest
 from pipespec.system.validation import Unreadable
@@ -193,7 +194,7 @@ def _reason(error: Exception) -> str:
 def _refuse(path: Path, reason: str) -> NoReturn:
     if gguf.is_gguf(path):
         raise ModelError(
-            f"the tokenizer in {path} cannot be used ({reason}); {gguf.FOREIGN}"
+            f"the tokenizer in {path} cannot be used ({reason}); {FOREIGN}"
         ) from None
     if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
         raise ModelError(

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
-from pipespec.engine.precision import ITEM_BYTES, automatic
+from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, automatic
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
 from pipespec.placement.slices import GIB
@@ -112,6 +112,7 @@ class Figures:
     members: Mapping[str, DeviceFigures]
     links: Sequence[LinkFigures]
     keep_quantized: str = "auto"
+    kv_dtype: str = KV_PLAIN
 
     @classmethod
     def read(cls, file: str) -> Figures:
@@ -207,6 +208,7 @@ def problem(hosts_file: HostsFile, figures: Figures, config: Config) -> Problem:
         ("quantization", figures.quantization[0], model.quantization),
         ("draft_quantization", figures.quantization[1], model.draft_quantization),
         ("keep_quantized", figures.keep_quantized, model.keep_quantized),
+        ("kv_dtype", figures.kv_dtype, model.kv_dtype),
     ):
         if found != wanted:
             raise ConfigError(
@@ -277,7 +279,7 @@ def unmeasured(
             embedding_bytes=weights.embedding,
             head_bytes=weights.head,
             tied=target.tied,
-            kv_layer_bytes=slots * target.kv_size * ITEM_BYTES[dtype],
+            kv_layer_bytes=slots * target.kv_bytes(dtype, config.model.kv_dtype),
             runtime_bytes=RUNTIME_BYTES,
             draft_bytes=draft_bytes,
         ),
@@ -292,9 +294,9 @@ def _whole_bytes(
     info: CheckpointInfo, quantization: str | None, config: Config, dtype: str, pool: int
 ) -> int:
     """Bytes of a whole model with so many KV slots."""
-    slot_bytes = info.num_layers * info.kv_size * ITEM_BYTES[info.compute_dtype(dtype)]
+    of_layer = info.kv_bytes(info.compute_dtype(dtype), config.model.kv_dtype)
     held = info.weight_format(quantization, config.model.keep_quantized, dtype)
-    return info.loaded(dtype, held).total + pool * slot_bytes
+    return info.loaded(dtype, held).total + pool * info.num_layers * of_layer
 
 
 def _granted(hosts_file: HostsFile, worker: str, free: float) -> float:

@@ -6,19 +6,25 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipespec.client.model_info import full_name
+from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine import tokenizer
+from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
+from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
@@ -31,7 +37,48 @@ DEMO = resource_dir("demo")
 PROMPT = list(range(20, 33))
 NEW_TOKENS = 12
 MADE = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q5_1)
+# The greatest share by which a layer in memory may be larger than in the file.
+KEPT = {
+    Type.Q4_0: 1.15,
+    Type.Q4_1: 1.15,
+    Type.Q5_0: 1.15,
+    Type.Q5_1: 1.15,
+    Type.Q8_0: 1.15,
+    Type.Q2_K: 1.15,
+    Type.Q3_K: 1.15,
+    Type.Q4_K: 1.15,
+    Type.Q5_K: 1.15,
+    Type.Q6_K: 1.15,
+}
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+PERIOD = 6
+# What llama.cpp takes for granted of an architecture.
+GRANTED = {
+    "qwen2": {
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "layer_types": ["full_attention"] * NUM_LAYERS,
+    },
+    "qwen2_moe": {
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+    },
+    "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 256, "head_dim": 64},
+    "mixtral": {"sliding_window": None},
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "num_hidden_layers": PERIOD,
+        "layer_types": ["sliding_attention"] * (PERIOD - 1) + ["full_attention"],
+        "query_pre_attn_scalar": 64,
+        "head_dim": 64,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +92,10 @@ def files(tmp_path_factory):
             source = root / kind
             if not source.exists():
                 # Transformers passes over the size of a head, which is 128 in Qwen3.
-                build(kind, source, **WIDE, **({"head_dim": 128} if kind == "qwen3" else {}))
-            write(source, file, kind, lambda name: Type.F16 if "embed" in name else stored)
+                wide = {"head_dim": 128} if kind == "qwen3" else {}
+                build(kind, source, **{**WIDE, **wide, **GRANTED.get(kind, {})})
+            embedding = Type.F32 if stored == Type.F32 else Type.F16
+            write(source, file, kind, lambda name: embedding if "embed" in name else stored)
         return file
 
     return get
@@ -84,13 +133,116 @@ def test_a_slice_holds_the_dequantised_weights_bit_for_bit(files, kind, stored):
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_plain_numbers_are_those_of_the_source(tmp_path, kind):
-    source = build(kind, tmp_path / "source")
-    path = write(source, tmp_path / "model.gguf", kind, lambda _: Type.F32)
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe"]
+)
+def test_a_file_of_plain_numbers_decodes_as_its_source(files, kind):
+    """The same weights under the same settings: the config too is read as llama.cpp means it."""
+    path = files(kind, Type.F32)
+    source = path.parent / kind
     found, expected = weights(path, range(4)), weights(source, range(4))
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    exact = 1e-6 if kind == "gemma3_text" else 0  # whose norms are stored plus 1
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=exact)
+    prompts = [PROMPT[start:] for start in (0, 3)]
+    assert text(path, "cluster.stages=2", "model.dtype=float32") == cluster.reference(
+        source, prompts, NEW_TOKENS
+    )
+
+
+def text(path: Path, *overrides: str) -> list[list[int]]:
+    """Two requests at once."""
+    deployment = cluster.make_deployment(path, path, *overrides)
+    asked = [{"prompt": tuple(PROMPT[start:]), "max_new_tokens": NEW_TOKENS} for start in (0, 3)]
+    with EmbeddedRedis() as redis:
+        return [tokens for tokens, _, _ in cluster.decode(deployment, redis, asked)]
+
+
+def logits(path: Path, num_slices: int, **how: Any) -> torch.Tensor:
+    """Of all rows of the prompt, in float32."""
+    size = NUM_LAYERS // num_slices
+    slots = np.arange(len(PROMPT))
+    plan = causal_plan(slots[:0], slots)
+    hidden = torch.tensor(PROMPT)
+    for start in range(0, NUM_LAYERS, size):
+        model = ModelSlice.load(path, range(start, start + size), num_slots=32, **how)
+        hidden = model.forward(hidden, torch.from_numpy(plan.positions), plan)
+    return model.logits(hidden).float()
+
+
+@pytest.mark.parametrize("stored", KEPT, ids=lambda each: each.name)
+def test_blocks_stay_as_they_are(files, stored):
+    """The logits are those of the dequantised model, and memory is foretold."""
+    path = files("llama", stored)
+    info = inspect(path)
+    assert info.weight_format(None, "auto", "bfloat16") == GGUF
+    assert info.weight_format(None, "no", "bfloat16") is None
+    expected = logits(path, 1, dtype=torch.float32)
+    found = logits(path, 2, dtype=torch.float32, quantization=GGUF)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    # bfloat16 rounds the dequantised model too.
+    rounded, kept = (
+        (logits(path, 2, dtype=torch.bfloat16, quantization=held) - expected).norm()
+        for held in (None, GGUF)
+    )
+    assert kept <= 2 * rounded
+    model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
+    assert model.num_weight_bytes == info.loaded("bfloat16", GGUF).layers[1]
+    in_file = sum(
+        int(each.n_bytes) for each in GGUFReader(path).tensors if each.name.startswith("blk.1.")
+    )
+    assert model.num_weight_bytes <= KEPT[stored] * in_file
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_stay_in_their_blocks(files, kind):
+    path = files(kind, Type.Q4_K)
+    info = inspect(path)
+    expected = logits(path, 1, dtype=torch.float32)
+    found = logits(path, 2, dtype=torch.float32, quantization=GGUF)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
+    assert model.num_weight_bytes == info.loaded("bfloat16", GGUF).layers[1]
+    in_file = sum(
+        int(each.n_bytes) for each in GGUFReader(path).tensors if each.name.startswith("blk.1.")
+    )
+    assert model.num_weight_bytes <= 1.15 * in_file
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("llama", Type.Q4_0), ("qwen3_moe", Type.Q8_0)])
+def test_the_text_of_kept_blocks_is_one_for_every_stage_count_and_policy(files, kind, stored):
+    path = files(kind, stored)
+    expected = text(path, "cluster.stages=1", "policy=root")
+    assert len({tuple(tokens) for tokens in expected}) == 2
+    for stages, policy in zip(cycle((2, 1, 4)), options("policy"), strict=False):
+        assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
+
+
+def test_a_scaled_rotary_embedding_is_read(tmp_path):
+    """Linear scaling, by one of two names, and Llama 3's, by the divisors of its frequencies."""
+    rope = {"rope_theta": 1000.0}
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(hidden_size=48, num_attention_heads=4, rope_parameters=rope | llama3)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1000.0 ** -(torch.arange(0, 12, 2) / 12)
+    linear = {"rope_type": "linear", "factor": 4.0}
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (linear, {"llama__rope__scaling__factor": 4}),
+        (linear, {"llama__rope__scale_linear": 4, "llama__rope__scaling__type": "linear"}),
+        (llama3, {"rope_freqs__weight": (plain / scaled).numpy()}),
+    ]
+    for i, (settings, stored) in enumerate(ways):
+        source = build("llama", tmp_path / f"source_{i}", rope_parameters=rope | settings)
+        path = write(source, tmp_path / f"{i}.gguf", "llama", lambda _: Type.F32, **stored)
+        expected = cluster.reference(source, [PROMPT, PROMPT[3:]], NEW_TOKENS)
+        assert text(path, "cluster.stages=2") == expected
 
 
 def q4_k(block: np.ndarray) -> np.ndarray:
@@ -138,14 +290,20 @@ def test_k_quant_blocks_equal_those_of_ggml(files, stored, reference):
         np.testing.assert_array_equal(found[row, : len(expected)].numpy(), expected)
 
 
+@pytest.mark.parametrize("keep", ["no", "auto"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_token_ids_are_those_of_the_dequantised_weights(files, kind):
+def test_token_ids_in_float32_are_those_of_the_dequantised_weights(files, kind, keep):
     """Through the whole product; the draft is a GGUF file too."""
     path = files(kind, Type.Q8_0)
     (expected,) = cluster.reference(path.parent, [PROMPT], NEW_TOKENS, gguf_file=path.name)
     for stages in (1, 2, 4):
         deployment = cluster.make_deployment(
-            path, files(kind, Type.Q4_0), f"cluster.stages={stages}", "policy.width=8"
+            path,
+            files(kind, Type.Q4_0),
+            f"cluster.stages={stages}",
+            "policy.width=8",
+            "model.dtype=float32",
+            f"model.keep_quantized={keep}",
         )
         with EmbeddedRedis() as redis:
             ((tokens, _, _),) = cluster.decode(
@@ -231,18 +389,17 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(files, tmp_path):
     scaled = write(
         source, tmp_path / "s.gguf", "llama", lambda _: Type.F16, llama__rope__scaling__type="yarn"
     )
-    refused(scaled, "scales its rotary embedding, which is not read")
-    for name in ("scaling__factor", "scale_linear"):
-        file, field = tmp_path / f"{name}.gguf", {f"llama__rope__{name}": 4}
-        write(source, file, "llama", lambda _: Type.F16, **field)
-        refused(file, "scales its rotary embedding, which is not read")
+    refused(scaled, r"scales its rotary embedding \(yarn\), which is not read")
+    odd = {"rope_freqs__weight": np.full(32, 3, np.float32)}
+    file = write(source, tmp_path / "odd.gguf", "llama", lambda _: Type.F16, **odd)
+    refused(file, "scales its rotary embedding in another way than Llama 3, which is not read")
     unscaled = {"llama__rope__scaling__type": "none", "llama__rope__scaling__factor": 4}
     assert inspect(write(source, tmp_path / "u.gguf", "llama", lambda _: Type.F16, **unscaled))
     partial = {"llama__rope__dimension_count": 2}
     file = write(source, tmp_path / "p.gguf", "llama", lambda _: Type.F16, **partial)
     refused(file, r"turns 2 of the \d+ numbers of a head by their position, which is not read")
     experts = write(source, tmp_path / "e.gguf", "llama", lambda _: Type.F16, llama__expert_count=8)
-    refused(experts, "holds a mixture of experts, which is not read")
+    refused(experts, r"holds \d+ tensors that mixtral of Transformers has no place for")
     refused(tmp_path / "none.gguf", "there is no model folder")
     text = tmp_path / "model.bin"
     text.write_text("x")

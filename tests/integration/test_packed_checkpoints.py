@@ -218,6 +218,29 @@ def test_products_of_four_bits_are_those_of_the_plain_weights(packed, kind):
     assert (kept - exact).abs().max() < 0.05 * exact.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["awq", "gptq", "compressed asymmetric"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_experts_stay_in_four_bits(packed, kind, model_type):
+    path, plain = packed(kind, model_type)
+    info = inspect(path)
+    foretold = info.loaded("bfloat16", PACKED_INT4)
+    model = ModelSlice.load(
+        path, range(1, 2), dtype=torch.bfloat16, quantization=PACKED_INT4, num_slots=4
+    )
+    assert model.num_weight_bytes == foretold.layers[1]
+    assert foretold.layers[1] < info.loaded("bfloat16", None).layers[1] / 2.5
+    kept, exact = (
+        run(each, how)
+        for each, how in (
+            (path, {"dtype": torch.bfloat16, "quantization": PACKED_INT4}),
+            (plain, {"dtype": torch.float32}),
+        )
+    )
+    assert (kept - exact).abs().max() < 0.1 * exact.abs().max()
+    expected = kept_text(path, "cluster.stages=1", "policy=root")
+    assert kept_text(path, "cluster.stages=2") == expected
+
+
 def run(path: Path, how: dict[str, Any]) -> torch.Tensor:
     """Hidden states after two layers, of the prompt."""
     from pipespec.engine.attention.attention_plan import causal_plan

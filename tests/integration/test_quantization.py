@@ -30,6 +30,7 @@ from pipespec.cluster.rank_components import load_model as build_rank
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
+from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.quantization import METHODS, QUANTIZATIONS
 from pipespec.errors import ConfigError, ModelError
@@ -205,10 +206,31 @@ def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
     assert narrow.num_weight_bytes == info.loaded("bfloat16", None).layers[1]
 
 
+def test_experts_in_mxfp4_stay_in_their_blocks(gpt_oss):
+    expected = logits(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
+    info = inspect(gpt_oss)
+    assert info.weight_format(None, "auto", "bfloat16") == MXFP4
+    for count in (1, 4):
+        slices = load(gpt_oss, count, NUM_LAYERS, dtype=torch.float32, quantization=MXFP4)
+        found = run(slices, torch.tensor(PROMPT), 0)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    narrow = ModelSlice.load(
+        gpt_oss, range(1, 2), dtype=torch.bfloat16, quantization=MXFP4, num_slots=4
+    )
+    assert narrow.num_weight_bytes == info.loaded("bfloat16", MXFP4).layers[1]
+    in_files = sum(
+        each.nbytes
+        for name, each in load_file(gpt_oss / "model.safetensors").items()
+        if ".layers.1." in name
+    )
+    assert narrow.num_weight_bytes <= 1.15 * in_files
+
+
 @pytest.mark.long
 def test_loading_prints_nothing():
     """In a process of its own: packages complain when they are imported, and once."""
     script = f"""import torch
+from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.model_slice import ModelSlice
 for quantization in {list(QUANTIZATIONS)}:
     ModelSlice.load({str(DEMO / "target")!r}, range(2, 4), dtype=torch.float32,

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import quantize
 from safetensors.torch import load_file
 
-# Weights of a block of the kinds that the package cannot make: its bytes are drawn.
-DRAWN = {Type.Q4_K: 144, Type.Q6_K: 210}
-BLOCK = 256
+# The kinds of blocks that the package cannot make, with the places of their scales: bytes are
+# drawn.
+DRAWN = {
+    Type.Q2_K: (80, 82),
+    Type.Q3_K: (108,),
+    Type.Q4_K: (0, 2),
+    Type.Q5_K: (0, 2),
+    Type.Q6_K: (208,),
+}
+# A scale with which weights of drawn bytes are small.
+SCALES = {Type.Q2_K: 0.004, Type.Q3_K: 0.002, Type.Q4_K: 0.0005, Type.Q5_K: 0.0002}
+SMALL = 0.0002
+# The architecture of llama.cpp, where its name differs from Transformers'.
+KINDS = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+}
+_EXPERT = re.compile(r"\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight$")
+_PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 
 
 def in_turns(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -27,12 +46,12 @@ def in_turns(weight: np.ndarray, heads: int) -> np.ndarray:
 def drawn(shape: tuple[int, ...], kind: Type, seed: int) -> np.ndarray:
     """Rows of blocks of random bytes, whose scales keep the weights small: `[rows, bytes]`."""
     generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (shape[0], shape[1] // BLOCK, DRAWN[kind]), np.uint8)
-    scale = np.float16(0.0005 if kind == Type.Q4_K else 0.0002)
-    where = [0, 2] if kind == Type.Q4_K else [208]
-    for at in where:
+    size, num_bytes = GGML_QUANT_SIZES[kind]
+    blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // size, num_bytes), np.uint8)
+    scale = np.float16(SCALES.get(kind, SMALL))
+    for at in DRAWN[kind]:
         blocks[..., at : at + 2] = np.frombuffer(scale.tobytes(), np.uint8)
-    return blocks.reshape(shape[0], -1)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def write(
@@ -44,13 +63,14 @@ def write(
     tokenizer: Path | None = None,
     **metadata: Any,
 ) -> Path:
-    """The model in the folder `source` as a GGUF file of the architecture `kind`.
+    """The model in the folder `source`, of the type `kind`, as a GGUF file.
 
     `type_of` returns the type of the tensor of a Hugging Face name; `metadata` are further
-    fields, with `_` for `.` twice.
+    fields, with `_` for `.` twice, and arrays are tensors.
     """
     config = json.loads((source / "config.json").read_text())
-    writer = GGUFWriter(file, kind)
+    architecture = KINDS.get(kind, kind)
+    writer = GGUFWriter(file, architecture)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])
@@ -63,31 +83,55 @@ def write(
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     writer.add_vocab_size(config["vocab_size"])
+    if (window := config.get("sliding_window")) and kind in ("gemma3_text", "phi3"):
+        writer.add_sliding_window(window)
+    if experts := config.get("num_local_experts") or config.get("num_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if size := config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(size)
+    if size := config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(size)
     for name, value in metadata.items():
         field = name.replace("__", ".")
-        (writer.add_string if isinstance(value, str) else writer.add_uint32)(field, value)
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(field, value)
+        else:
+            (writer.add_string if isinstance(value, str) else writer.add_uint32)(field, value)
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer)
-    of_kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind)
+    of_kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(of_kind, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for seed, (name, tensor) in enumerate(load_file(source / "model.safetensors").items()):
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    weights: dict[str, tuple[np.ndarray, Type]] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
         weight = tensor.float().numpy()
+        if (found := _EXPERT.search(name)) is not None:
+            layer, expert, part = found.groups()
+            theirs = f"blk.{layer}.ffn_{_PARTS.get(part, part.removesuffix('_proj'))}_exps.weight"
+            stacks.setdefault(theirs, {})[int(expert)] = weight
+            stacked = stacks[theirs]
+            weights[theirs] = np.stack([stacked[i] for i in sorted(stacked)]), type_of(name)
+            continue
         stem, _, suffix = name.rpartition(".")
         theirs = f"{names.get_name(stem)}.{suffix}"
-        wanted = Type.F32 if weight.ndim == 1 else type_of(name)
-        part = stem.rpartition(".")[2]
-        if kind == "llama" and part in heads:
+        if architecture == "llama" and (part := stem.rpartition(".")[2]) in heads:
             weight = in_turns(weight, heads[part])
-        if wanted in DRAWN:
-            data, shape = drawn(weight.shape, wanted, seed), None
-            writer.add_tensor(theirs, data, raw_shape=shape, raw_dtype=wanted)
-        else:
-            writer.add_tensor(theirs, quantize(weight, wanted), raw_dtype=wanted)
+        if architecture == "gemma3" and name.endswith("norm.weight"):
+            weight = weight + 1
+        if weight.shape[0] == 1:
+            weight = weight[0]
+        plain = weight.ndim == 1 or name.endswith(".gate.weight")
+        weights[theirs] = weight, Type.F32 if plain else type_of(name)
+    for seed, (theirs, (weight, wanted)) in enumerate(weights.items()):
+        made = drawn(weight.shape, wanted, seed) if wanted in DRAWN else quantize(weight, wanted)
+        writer.add_tensor(theirs, made, raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

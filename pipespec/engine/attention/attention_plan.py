@@ -28,6 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipespec.engine.attention.kv_format import POOL_TYPES, is_packed, packed
+from pipespec.engine.precision import KV_PLAIN
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
@@ -134,17 +137,27 @@ class LayerOptions:
 
 @dataclass(slots=True, eq=False)
 class LayerPool:
-    """K `[slots, kv_heads, head_dim]` and V `[slots, kv_heads, value_dim]` of one layer. The last
-    slot belongs to no sequence: rows of padding store there."""
+    """K `[slots, kv_heads, head_dim]` and V `[slots, kv_heads, value_dim]` of one layer, in the
+    model's type or in 8 bits (`kv_format`). The last slot belongs to no sequence: rows of padding
+    store there."""
 
     keys: Tensor
     values: Tensor
 
     @classmethod
-    def allocate(cls, num_slots: int, key: Tensor, value: Tensor) -> LayerPool:
+    def allocate(
+        cls, num_slots: int, key: Tensor, value: Tensor, kv_dtype: str = KV_PLAIN
+    ) -> LayerPool:
         """A pool of `num_slots` slots for rows like those of `key` and `value`
-        (`[rows, kv_heads, dim]`), and one more for padding."""
+        (`[rows, kv_heads, dim]`), and one more for padding; `kv_dtype` is one of KV_DTYPES."""
+        if kv_dtype != KV_PLAIN:
+            key, value = (packed(each[:1], POOL_TYPES[kv_dtype]) for each in (key, value))
         return cls(_zeros(num_slots + 1, key), _zeros(num_slots + 1, value))
+
+    def store(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store K and V of rows at these slots."""
+        for pool, rows in ((self.keys, key), (self.values, value)):
+            pool.index_copy_(0, slots, packed(rows, pool.dtype) if is_packed(pool) else rows)
 
     @property
     def num_bytes(self) -> int:

@@ -23,6 +23,7 @@ from pipespec.engine.attention.variants import (
     attention_modules,
     take_temperature,
 )
+from pipespec.engine.precision import KV_PLAIN
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
@@ -55,7 +56,8 @@ class AttentionState:
     """The attribute `kv` of an attention module.
 
     `kv_heads`: the KV heads that its query heads attend to, if the module computes others too;
-    `chunk`: see `LayerOptions`; `temperature`: of its queries, if it has one. The first call sets
+    `chunk`: see `LayerOptions`; `temperature`: of its queries, if it has one; `kv_dtype`: one of
+    KV_DTYPES. The first call sets
     `pool`, `options` and `heads` from the actual Q, K and V, whose shapes are more reliable than
     what can be derived from the config.
     """
@@ -65,6 +67,7 @@ class AttentionState:
     kv_heads: Tensor | None = None
     chunk: int | None = None
     temperature: QueryTemperature | None = None
+    kv_dtype: str = KV_PLAIN
     pool: LayerPool | None = None
     options: LayerOptions | None = None
     heads: int = 0
@@ -89,11 +92,12 @@ def attach(
     *,
     chunk: int | None = None,
     kv_heads: Sequence[int] | None = None,
+    kv_dtype: str = KV_PLAIN,
 ) -> list[AttentionState]:
     """Give each attention module of a decoder layer its state."""
     states = []
     for attention in attention_modules(layer):
-        state = AttentionState(slice_, num_slots, chunk=chunk)
+        state = AttentionState(slice_, num_slots, chunk=chunk, kv_dtype=kv_dtype)
         state.temperature = take_temperature(layer, attention)
         if kv_heads is not None:
             state.kv_heads = torch.tensor(kv_heads, device=next(attention.parameters()).device)
@@ -127,7 +131,7 @@ def _attend(
     if state.pool is None or state.options is None:
         # An empty one is that of `variants.leave_out_indexers`.
         assert attention_mask is None or not attention_mask.numel()
-        state.pool = LayerPool.allocate(state.num_slots, key, value)
+        state.pool = LayerPool.allocate(state.num_slots, key, value, state.kv_dtype)
         scaling = scaling if scaling is not None else query.shape[-1] ** -0.5
         state.options = LayerOptions(scaling, sliding_window, softcap, s_aux, state.chunk)
         state.heads = query.shape[1]

@@ -22,6 +22,7 @@ from pipespec.engine.attention.attention_plan import (
     Reach,
     Segment,
 )
+from pipespec.engine.attention.kv_format import unpacked
 
 # Slots whose spread (highest - lowest over count) is below this are read as one slice of the pool,
 # with a mask for the unused ones, instead of being gathered in every layer. On a CPU a gather costs
@@ -79,8 +80,7 @@ class SdpaBackend:
             assert self._plan is not None
             self._prepared[wanted] = _prepared(self._plan, *wanted, query)
         write, segments = self._prepared[wanted]
-        pool.keys.index_copy_(0, write, key)
-        pool.values.index_copy_(0, write, value)
+        pool.store(write, key, value)
         if len(segments) == 1:
             return attend_segment(query, pool, segments[0], options).to(dtype)
         found = [attend_segment(query[s.rows], pool, s, options) for s in segments]
@@ -89,7 +89,7 @@ class SdpaBackend:
 
 def _fused(query: Tensor, pool: LayerPool, keys: _SegmentKeys, options: LayerOptions) -> Tensor:
     rows, heads, _ = query.shape
-    k, v = (keys.read(each).to(query.dtype) for each in (pool.keys, pool.values))
+    k, v = (unpacked(keys.read(each), query.dtype) for each in (pool.keys, pool.values))
     kv_heads = k.shape[1]
     group = heads // kv_heads
     grouped = query.view(rows, kv_heads, group, -1).transpose(0, 1)
@@ -106,7 +106,7 @@ def _fused(query: Tensor, pool: LayerPool, keys: _SegmentKeys, options: LayerOpt
 def _explicit(query: Tensor, pool: LayerPool, keys: _SegmentKeys, options: LayerOptions) -> Tensor:
     """Explicit attention, for layers with softcap or sinks, which SDPA does not support."""
     rows, heads, _ = query.shape
-    k, v = (keys.read(each).to(query.dtype) for each in (pool.keys, pool.values))
+    k, v = (unpacked(keys.read(each), query.dtype) for each in (pool.keys, pool.values))
     grouped = query.view(rows, k.shape[1], -1, query.shape[2])
     scores = torch.einsum("rkgd,nkd->kgrn", grouped, k) * options.scaling
     if options.softcap is not None:

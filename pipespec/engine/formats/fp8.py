@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,11 @@ class Fp8Packing:
         """The end of the name of the tensor with the codes of a matrix."""
         return WEIGHT
 
+    @property
+    def dense_suffix(self) -> str:
+        """The end of the name of a plain matrix."""
+        return WEIGHT
+
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
         """The shape `(out, in)` of a matrix, from the headers. Raises ModelError."""
         shape = tensors[name + WEIGHT].shape
@@ -142,6 +148,12 @@ class Fp8Packing:
         """Bytes of a matrix that stays in 8 bits."""
         scales = math.prod(self._scales(name, tensors))
         return tensors[name + WEIGHT].num_bytes + SCALE_BYTES * scales
+
+    def readers(
+        self, name: str, shape: tuple[int, ...], load: Callable[..., Any]
+    ) -> dict[str, Callable[[], Any]]:
+        """Read a matrix that can stay in 8 bits."""
+        return {name: partial(self.read, name, load)} if self.keeps(name, shape) else {}
 
     def read(self, name: str, load: Callable[[str], torch.Tensor | None]) -> Fp8Weights:
         """Read a matrix; `load` returns the tensor of a name, or None."""

@@ -1,7 +1,7 @@
-"""GGUF files: config, tensors and tokenizer, with the names of Transformers.
+"""GGUF files: config, tensors and tokenizer, with the names of a safetensors checkpoint.
 
-Tensors are dequantised one by one when they are read (`gguf.dequantize`), and the rows of Llama's
-queries and keys are restored to Hugging Face's order.
+Tensors are read one by one, either dequantised (`gguf.dequantize`) or as the blocks of the file.
+The rows of Llama's queries and keys are restored to Hugging Face's order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,30 +19,60 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.gguf_bounds import check_bounds
+from pipespec.engine.formats.gguf_metadata import (
+    FOREIGN,
+    architecture_of,
+    as_json,
+    config_of,
+    metadata,
+    names_of,
+)
 from pipespec.engine.formats.lazy import LazyTensor
+from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.safetensors_headers import Tensor
+from pipespec.engine.slice_tensors import LAYER
 from pipespec.errors import ModelError
 from pipespec.system.cache import cached_call
-from pipespec.system.validation import shown
 
 if TYPE_CHECKING:  # not needed if the header is cached
     import numpy as np
     from gguf import GGUFReader
 
+    from pipespec.engine.formats.gguf_blocks import BlockWeights
+
 GGUF = "gguf"
 PACKAGE = "gguf"
 SUFFIX = ".gguf"
+WEIGHT = ".weight"
 # The version of cached headers: increase it when `_read` changes its result.
-FORM = 2
-# Supported values of `general.architecture`; each has a test in tests/integration/test_gguf.py.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Matrices in which llama.cpp interleaves the two halves of each head; Hugging Face does not.
-PERMUTED = {"llama": (".attn_q.", ".attn_k.")}
-# Characters of another library's message in an error message.
-LONGEST_REASON = 400
-FOREIGN = "take another file, or a safetensors checkpoint"
-EMBEDDING = "token_embd.weight"
+FORM = 3
+# Bytes and weights of a block of the types that can stay as they are; those of 4 bits become packed
+# integers, with two bfloat16 for each group.
+KEPT_BLOCKS = {
+    "Q4_0": (20, 32),
+    "Q4_1": (20, 32),
+    "Q5_0": (22, 32),
+    "Q5_1": (24, 32),
+    "Q8_0": (34, 32),
+    "Q2_K": (84, 256),
+    "Q3_K": (110, 256),
+    "Q4_K": (160, 256),
+    "Q5_K": (176, 256),
+    "Q6_K": (210, 256),
+    "MXFP4": (17, 32),
+}
+PLAIN_TYPES = ("F32", "F16", "BF16")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint: its name in the file, its shape, and which of the experts that are
+    stored together it is of, if it is of one."""
+
+    name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,15 +81,19 @@ class GgufHeader:
 
     Attributes:
         config: the config of Transformers, JSON as in config.json.
-        tensors: JSON: for each name of Transformers the name in the file and the shape.
+        tensors: JSON: of each name of a checkpoint the fields of `Stored`.
+        types: JSON: the type of each tensor, by its name in the file.
         eos: token ids that end a text.
         permuted: parts of names in the file of matrices whose rows are in llama.cpp's order.
+        shifted: norms are stored plus 1.
     """
 
     config: str
     tensors: str
+    types: str
     eos: list[int]
     permuted: list[str]
+    shifted: bool
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -67,20 +102,61 @@ class GgufHeader:
         return found
 
     @cached_property
-    def stored(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The name in the file and the shape of each tensor."""
+    def stored(self) -> dict[str, Stored]:
+        """Each tensor, by its name in a checkpoint."""
         return {
-            name: (theirs, tuple(shape))
-            for name, (theirs, shape) in json.loads(self.tensors).items()
+            name: Stored(theirs, tuple(shape), expert)
+            for name, (theirs, shape, expert) in json.loads(self.tensors).items()
         }
+
+    @cached_property
+    def type_of(self) -> dict[str, str]:
+        """The type of each tensor, by its name in the file."""
+        found: dict[str, str] = json.loads(self.types)
+        return found
 
     @property
     def plain(self) -> dict[str, Tensor]:
         """The headers of the weights once dequantised to float32."""
         return {
-            name: Tensor(shape, 4 * math.prod(shape), "F32")
-            for name, (_, shape) in self.stored.items()
+            name: Tensor(each.shape, 4 * math.prod(each.shape), "F32")
+            for name, each in self.stored.items()
         }
+
+    @property
+    def few_bits(self) -> bool:
+        """Whether weights are of fewer bits than plain ones."""
+        return any(each not in PLAIN_TYPES for each in self.type_of.values())
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """The type of each matrix of the layers that can stay as it is, by its name."""
+        return {
+            name.removesuffix(WEIGHT): kind
+            for name, each in self.stored.items()
+            if name.endswith(WEIGHT)
+            and LAYER.search(name) is not None
+            and len(each.shape) == 2
+            and (kind := self.type_of[each.name]) in KEPT_BLOCKS
+        }
+
+    @property
+    def kept_layers(self) -> tuple[KeptLayer, ...]:
+        """What can stay in its format in each layer."""
+        found = [KeptLayer()] * int(self.settings["num_hidden_layers"])
+        kept = self.kept
+        for name, each in self.stored.items():
+            layer, kind = LAYER.search(name), self.type_of[each.name]
+            if layer is None or kind in PLAIN_TYPES:
+                continue
+            count = math.prod(each.shape)
+            matrix = name.removesuffix(WEIGHT)
+            if matrix in kept:
+                num_bytes, weights = KEPT_BLOCKS[kind]
+                found[int(layer[1])] += KeptLayer(count, count // weights * num_bytes)
+            else:
+                found[int(layer[1])] += KeptLayer(expanded=count)
+        return tuple(found)
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -108,27 +184,55 @@ def identity(path: Path) -> dict[str, Any]:
     return {"file": str(path.absolute()), "size": stat.st_size, "time": stat.st_mtime_ns}
 
 
-def lazy_state(path: Path) -> dict[str, LazyTensor]:
-    """The tensors as a state dict; each is dequantised when it is read."""
+def lazy_state(
+    path: Path,
+) -> tuple[dict[str, LazyTensor], dict[str, Callable[[], BlockWeights]]]:
+    """The tensors as a state dict; each is dequantised when it is read.
+
+    The second mapping reads the matrices that can stay as they are, as blocks.
+    """
     found, reader = header(path), _reader(path)
     raw = {tensor.name: tensor for tensor in reader.tensors}
     heads = found.settings["num_attention_heads"]
     of = {".attn_q.": heads, ".attn_k.": found.settings.get("num_key_value_heads") or heads}
 
-    def read(name: str) -> Any:
+    def rows(stored: Stored) -> np.ndarray:
+        """The rows of a tensor as they are stored, in Hugging Face's order."""
+        data = raw[stored.name].data
+        if stored.expert is not None:
+            data = data[stored.expert]
+        for part in found.permuted:
+            if part in stored.name:
+                data = _halves(data, of[part])
+        return data
+
+    def dense(stored: Stored) -> Any:
         import torch
         from gguf import dequantize
 
-        weights = dequantize(raw[name].data, raw[name].tensor_type)
-        for part in found.permuted:
-            if part in name:
-                weights = _halves(weights, of[part])
-        return torch.from_numpy(weights.copy() if not weights.flags.writeable else weights)
+        weights = dequantize(rows(stored), raw[stored.name].tensor_type)
+        if found.shifted and stored.name.endswith("norm.weight"):
+            weights = weights - 1
+        if not weights.flags.writeable:
+            weights = weights.copy()
+        return torch.from_numpy(weights).reshape(stored.shape)
 
-    return {
-        name: LazyTensor(shape, "F32", partial(read, theirs))
-        for name, (theirs, shape) in found.stored.items()
+    def blocks(stored: Stored, kind: str) -> BlockWeights:
+        import torch
+
+        from pipespec.engine.formats.gguf_blocks import BlockWeights
+
+        return BlockWeights(torch.from_numpy(rows(stored).copy()), kind)
+
+    state = {
+        name: LazyTensor(each.shape, "F32", partial(dense, each))
+        for name, each in found.stored.items()
     }
+    kept: dict[str, Callable[[], BlockWeights]] = {
+        name: partial(blocks, found.stored[name + WEIGHT], kind)
+        for name, kind in found.kept.items()
+    }
+    return state, kept
 
 
 def load_config(path: Path) -> Any:
@@ -188,55 +292,25 @@ def _read(path: Path) -> GgufHeader:
             f"{path} is one part of several; join them with `llama-gguf-split --merge`"
         )
     reader = _reader(path)
-    kind = _field(reader, "general.architecture")
-    if kind not in ARCHITECTURES:
-        raise ModelError(
-            f"{path} holds a model of the architecture {kind!r}, which is not read from GGUF; read "
-            f"are {', '.join(ARCHITECTURES)}"
-        )
-    layers = _field(reader, f"{kind}.block_count")
-    if not isinstance(layers, int) or not 0 < layers <= len(reader.tensors):
-        raise ModelError(
-            f"the metadata of {path} count {shown(layers)} layers ({kind}.block_count), but it "
-            f"holds {len(reader.tensors)} tensors; fetch it again"
-        )
-    _refuse_what_is_not_mapped(path, reader, kind)
-    config = _config(path, reader, kind)
-    names = _names(path, reader, kind, config)
-    homeless = {each.name for each in reader.tensors} - {theirs for theirs, _ in names.values()}
-    if homeless:
-        raise ModelError(
-            f"{path} holds {len(homeless)} tensors that {config.model_type} of Transformers has "
-            f"no place for, for example {min(homeless)}; {FOREIGN}"
-        )
-    eos = [_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    architecture = architecture_of(path, reader)
+    _require_types(path, reader)
+    config = config_of(path, reader, architecture)
+    names = names_of(path, reader, architecture, config)
+    eos = [metadata(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return GgufHeader(
-        json.dumps(config.to_dict()),
+        as_json(config),
         json.dumps(names),
+        json.dumps({each.name: each.tensor_type.name for each in reader.tensors}),
         sorted({int(each) for each in eos if each is not None}),
-        list(PERMUTED.get(kind, ())),
+        list(architecture.permuted),
+        architecture.shifted,
     )
 
 
-def _field(reader: GGUFReader, name: str) -> Any:
-    """The metadata with this name; None: there is none."""
-    field = reader.fields.get(name)
-    return None if field is None else field.contents()
-
-
-def _refuse_what_is_not_mapped(path: Path, reader: GGUFReader, kind: str) -> None:
-    """Raise ModelError for features that Transformers would compute differently from llama.cpp."""
+def _require_types(path: Path, reader: GGUFReader) -> None:
+    """Raise ModelError for types that the package does not dequantise."""
     from gguf import dequantize
 
-    names = {tensor.name for tensor in reader.tensors}
-    scaling = _field(reader, f"{kind}.rope.scaling.type")
-    if scaling is None:  # for llama.cpp a factor then means linear; the second name is old
-        factors = (_field(reader, f"{kind}.rope.{of}") for of in ("scaling.factor", "scale_linear"))
-        scaling = next(("linear" for factor in factors if factor not in (None, 0, 1)), "none")
-    if scaling != "none" or "rope_freqs.weight" in names:
-        raise ModelError(f"{path} scales its rotary embedding, which is not read; {FOREIGN}")
-    if _field(reader, f"{kind}.expert_count"):
-        raise ModelError(f"{path} holds a mixture of experts, which is not read; {FOREIGN}")
     tried = set()
     for tensor in reader.tensors:
         if tensor.tensor_type in tried:
@@ -249,55 +323,3 @@ def _refuse_what_is_not_mapped(path: Path, reader: GGUFReader, kind: str) -> Non
                 f"{path} holds tensors of type {tensor.tensor_type.name}, which {PACKAGE} does not "
                 f"dequantise; {FOREIGN}"
             ) from error
-
-
-def _config(path: Path, reader: GGUFReader, kind: str) -> Any:
-    """The config as Transformers reads it, with the fields that it ignores."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-    except Exception as error:  # model code may raise anything for invalid values
-        raise _not_valid(path, error) from error
-    head_dim = _field(reader, f"{kind}.attention.key_length")
-    if head_dim is not None and hasattr(config, "head_dim"):
-        config.head_dim = int(head_dim)
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    turned = _field(reader, f"{kind}.rope.dimension_count")
-    if turned not in (None, size):
-        raise ModelError(
-            f"{path} turns {turned} of the {size} numbers of a head by their position, which is "
-            f"not read; {FOREIGN}"
-        )
-    for tensor in reader.tensors:
-        if tensor.name == EMBEDDING:  # its rows may be more than the tokenizer's tokens
-            config.vocab_size = int(tensor.shape[-1])
-    return config
-
-
-def _not_valid(path: Path, error: Exception) -> ModelError:
-    why = " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
-    return ModelError(f"the metadata of {path} are not valid: {why}; {FOREIGN}")
-
-
-def _names(path: Path, reader: GGUFReader, kind: str, config: Any) -> dict[str, list[Any]]:
-    """Of each tensor of Transformers' model that the file has: its name there and its shape."""
-    import torch
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-    from transformers import AutoModelForCausalLM
-
-    of_kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind)
-    known = get_tensor_name_map(of_kind, config.num_hidden_layers)
-    shapes = {each.name: [int(n) for n in reversed(each.shape)] for each in reader.tensors}
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # model code may raise anything for invalid values
-        raise _not_valid(path, error) from error
-    found = {}
-    for name in model.state_dict():
-        stem, _, suffix = name.rpartition(".")
-        theirs = f"{known.get_name(stem)}.{suffix}"
-        if theirs in shapes:
-            found[name] = [theirs, shapes[theirs]]
-    return found

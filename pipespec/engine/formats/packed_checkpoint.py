@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.fp4 import Fp4Packing
 from pipespec.engine.formats.fp8 import Fp8Packing, Fp8Weights
 from pipespec.engine.formats.lazy import DTYPES, LazyTensor
+from pipespec.engine.formats.mxfp4 import Mxfp4Packing
 from pipespec.engine.formats.packing import Packing
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.safetensors_headers import Tensor, shards
@@ -18,16 +20,17 @@ from pipespec.engine.slice_tensors import LAYER, part_of
 from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # headers are read without them
+    from pipespec.engine.formats.gguf_blocks import BlockWeights
     from pipespec.engine.formats.groups import GroupedWeights
 
     # A matrix as it is stored; `dense()` are its weights.
-    StoredWeights = GroupedWeights | Fp8Weights
+    StoredWeights = GroupedWeights | Fp8Weights | BlockWeights
 
-AnyPacking = Packing | Fp8Packing
-WEIGHT = ".weight"
+AnyPacking = Packing | Fp4Packing | Fp8Packing | Mxfp4Packing
 # Tensors that belong to packed matrices and are not needed once these are unpacked.
 _LEFT_OVER = (
     "_scale",
+    "_scales",
     "_scale_inv",
     "_scale_ub",
     "_zero_point",
@@ -83,7 +86,7 @@ def as_plain(
     for name in packing.matrices(tensors):
         shape = packing.shape(name, tensors)
         plain.pop(name + packing.suffix)
-        plain[name + WEIGHT] = _plain(shape, dtype)
+        plain[name + packing.dense_suffix] = _plain(shape, dtype)
     for name, each in plain.items():
         if each.dtype.startswith("F8"):
             raise ModelError(
@@ -146,25 +149,29 @@ def lazy_state(
             where |= dict.fromkeys(wanted, safe_open(file, framework="pt"))
             tensors |= wanted
 
-    def load(name: str) -> Any:
-        return where[name].get_tensor(tensors[name].stored_as) if name in where else None
+    def load(name: str, part: slice | None = None) -> Any:
+        if name not in where:
+            return None
+        stored_as = tensors[name].stored_as
+        if part is None:
+            return where[name].get_tensor(stored_as)
+        return where[name].get_slice(stored_as)[part]
 
     state: dict[str, Any] = {}
     kept: dict[str, Callable[[], StoredWeights]] = {}
     plain = as_plain(path, tensors, packing)
     packed = set(packing.matrices(tensors))
     for name, each in plain.items():
-        matrix = name.removesuffix(WEIGHT)
+        matrix = name.removesuffix(packing.dense_suffix)
         if matrix not in packed:
             state[name] = where[name].get_slice(tensors[name].stored_as)
             continue
         read = partial(packing.read, matrix, load)
         dtype = packing.dense_dtype or each.dtype
         state[name] = LazyTensor(each.shape, dtype, partial(_dense, read))
-        if packing.keeps(matrix, each.shape):
-            kept[matrix] = read
+        kept |= packing.readers(matrix, each.shape, load)
     return state, kept
 
 
-def _dense(read: Callable[[], StoredWeights]) -> Any:
+def _dense(read: Callable[[], Any]) -> Any:
     return read().dense()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ WORD = 32  # bits of the integers into which codes are packed
 # The place in a word of each of eight neighbouring columns in AWQ.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 PACKED = "pack-quantized"
+WEIGHT = ".weight"
 # Formats of compressed-tensors that are not packed, which Transformers dequantises.
 WHOLE = ("naive-quantized", "int-quantized")
 
@@ -69,6 +71,11 @@ class Packing:
         scales."""
         return None
 
+    @property
+    def dense_suffix(self) -> str:
+        """The end of the name of a plain matrix."""
+        return WEIGHT
+
     def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """The names of the packed matrices."""
         return [name.removesuffix(self.suffix) for name in tensors if name.endswith(self.suffix)]
@@ -80,7 +87,6 @@ class Packing:
         out, inputs = shape
         return (
             LAYER.search(name) is not None
-            and ".experts." not in name  # Transformers stacks them
             and self.bits == 4
             and not self.reordered
             and self.group in INT4_GROUP_SIZES
@@ -133,6 +139,12 @@ class Packing:
             words = (-(-out // per_word), groups)
             return {".weight_scale": (out, groups), ".weight_zero_point": words}
         return {".scales": (groups, out), ".qzeros": (groups, -(-out // per_word))}
+
+    def readers(
+        self, name: str, shape: tuple[int, ...], load: Callable[..., Any]
+    ) -> dict[str, Callable[[], Any]]:
+        """Read a matrix that can stay packed."""
+        return {name: partial(self.read, name, load)} if self.keeps(name, shape) else {}
 
     def read(self, name: str, load: Callable[[str], torch.Tensor | None]) -> GroupedWeights:
         """Read a matrix; `load` returns the tensor of a name, or None."""

@@ -29,7 +29,8 @@ def fetch_parts(
     if repository is None or not repository.on_hub:
         raise ModelError(f"{path} {clause(lacking)}; copy the files there")
     wanted = {
-        file.name: list(names.values()) for file, names in tensors_by_file(path, parts).items()
+        file.name: list(dict.fromkeys(names.values()))
+        for file, names in tensors_by_file(path, parts).items()
     }
     source = HubSource(HubClient(repository.repo), repository)
     fetched = fetch(folder, wanted, source, on_progress)

@@ -32,6 +32,7 @@ from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.partial_checkpoint import layers_here, missing
+from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.instruments.diagnostics.inventory import fingerprint
@@ -76,6 +77,7 @@ class MeasureRequest:
     dtype: str
     quantization: tuple[str | None, str | None] = (None, None)
     keep_quantized: str = "auto"
+    kv_dtype: str = KV_PLAIN
     dtype_asked: bool = False
     groups: tuple[int, ...] = ()
     threads: int | str = AUTO
@@ -289,6 +291,7 @@ class _DeviceBenchmark:
             quantization=quantization,
             device=self.device,
             num_slots=self.length(info) + self.request.rows,
+            kv_dtype=self.request.kv_dtype,
         )
 
     def length(self, info: CheckpointInfo) -> int:

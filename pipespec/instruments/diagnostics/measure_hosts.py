@@ -74,6 +74,7 @@ def measure_hosts(
         dtype=dtype,
         quantization=(config.model.quantization, config.model.draft_quantization),
         keep_quantized=config.model.keep_quantized,
+        kv_dtype=config.model.kv_dtype,
         target=first["target"],
         draft=first["draft"],
         members={
@@ -131,5 +132,6 @@ def _request_for(hosts_file: HostsFile, host: Host, config: Config, dtype: str) 
         dtype_asked=config.model.dtype != "auto",
         quantization=(config.model.quantization, config.model.draft_quantization),
         keep_quantized=config.model.keep_quantized,
+        kv_dtype=config.model.kv_dtype,
         threads=config.cluster.threads,
     )

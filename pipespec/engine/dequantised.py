@@ -1,0 +1,59 @@
+"""Linear layers whose weights stay in few bits and are dequantised as they are used.
+
+A few rows of weights at a time become numbers of the model's type, so that no more than these are
+in memory, and are multiplied with blocks of rows of the batch (`pipespec.engine.row_blocks`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipespec.engine.row_blocks import ROWS, blocks_of
+
+# Weights that are dequantised at a time: on a CPU as many as its caches hold.
+CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
+
+
+class DequantisedLinear(nn.Module):
+    """A linear layer with weights `[out, in]` in few bits, the matrix `source` of the files.
+
+    It has no weights until `fill`; `bias` is loaded like that of any layer.
+    """
+
+    def __init__(self, source: str, out_features: int, in_features: int, bias: Any = None):
+        super().__init__()
+        self.source = source
+        self.out_features, self.in_features = out_features, in_features
+        self.bias = bias
+        self.width = 0  # columns that share a scale
+
+    def fill(self, weights: Any, device: torch.device) -> None:
+        """Set the weights. Raises ModelError if they do not fit."""
+        raise NotImplementedError
+
+    def dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """These rows of the weights, `[stop - start, in]`."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        rows = x.reshape(-1, self.in_features)
+        blocks = blocks_of(rows)
+        y = x.new_empty(len(blocks) * ROWS, self.out_features)
+        step = self._step(x.device.type)
+        for start in range(0, self.out_features, step):
+            weights = self.dequantised(start, min(start + step, self.out_features), x.dtype)
+            for i, block in enumerate(blocks):
+                product = functional.linear(block, weights)
+                y[i * ROWS : (i + 1) * ROWS, start : start + step] = product
+        y = y[: len(rows)].view(*x.shape[:-1], self.out_features)
+        return y if self.bias is None else y + self.bias
+
+    def _step(self, device: str) -> int:
+        """How many rows of the weights are dequantised at a time."""
+        rows = max(CHUNK[device] // self.in_features, 1)
+        return -(-rows // ROWS) * ROWS

@@ -1,0 +1,131 @@
+"""The experts of a mixture as layers whose weights stay in the few bits of their files."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipespec.errors import ModelError
+
+# Makes a layer without weights: of a matrix of the files, its rows and columns.
+MakeLayer = Callable[[str, int, int], nn.Module]
+
+# The matrix of an expert in the files: its layer, its number, its name.
+_EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(\w+)$")
+# The names in the files of the parts of each stack of Transformers.
+_STACKS = {
+    "gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")),
+    "down_proj": (("down_proj", "w2"),),
+}
+# Experts of a layer that the files have together, as gpt-oss's, and the number of one.
+_STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|down_proj)\.(\d+)$")
+PLAIN = "set model.keep_quantized=no"
+
+
+class ExpertStack(nn.Module):
+    """The matrices of the experts of a layer, in place of a parameter `[experts, out, in]` whose
+    rows may be those of several matrices of the files."""
+
+    def __init__(self, experts: Iterable[Sequence[nn.Module]]):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.ModuleList(parts) for parts in experts)
+
+    def __getitem__(self, expert: int | Tensor) -> ExpertMatrix:
+        return ExpertMatrix(self.experts[int(expert)].children())
+
+
+class ExpertMatrix:
+    """One matrix of a stack, as Transformers' code of a mixture takes it: for
+    `torch.nn.functional.linear`, or, where stacks are transposed, for `rows @ matrix`."""
+
+    def __init__(self, parts: Iterable[nn.Module]):
+        self.parts = list(parts)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute the product of `rows` and the matrix."""
+        if function not in _PRODUCTS or len(args) != 2 or kwargs:
+            return NotImplemented
+        rows, matrix = args
+        return torch.cat([part(rows) for part in matrix.parts], -1)
+
+
+_PRODUCTS = (functional.linear, torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul)
+
+
+def replace_experts(model: nn.Module, names: Iterable[str], make: MakeLayer) -> None:
+    """Let the mixtures of a model have their experts, of these names in the files, as layers that
+    `make` makes. Raises ModelError if a mixture is of another form."""
+    by_layer: dict[int, dict[tuple[int, str], str]] = {}
+    for name in names:
+        if (found := _EXPERT.search(name)) is not None:
+            by_layer.setdefault(int(found[1]), {})[int(found[2]), found[3]] = name
+    for path, module in list(model.named_modules()):
+        found = re.search(r"(?:^|\.)layers\.(\d+)\..*\bexperts$", path)
+        held = by_layer.get(int(found[1])) if found else None
+        if held:
+            _replace_stacks(module, held, path, make)
+    stacked: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        if (found := _STACKED.search(name)) is not None:
+            stacked.setdefault(found[1], {}).setdefault(found[2], []).append(name)
+    held_here = dict(model.named_modules())
+    for path, stacks in stacked.items():
+        if path in held_here:  # else it belongs to another slice
+            _replace_transposed(held_here[path], stacks, make)
+
+
+def _replace_transposed(
+    module: nn.Module, stacks: Mapping[str, Sequence[str]], make: MakeLayer
+) -> None:
+    """Replace parameters `[experts, in, out]`, given the names of the experts of each."""
+    for stack, sources in stacks.items():
+        _, inputs, out = getattr(module, stack).shape
+        delattr(module, stack)
+        setattr(module, stack, ExpertStack([make(source, out, inputs)] for source in sources))
+    _loop_over_experts(module)
+
+
+def _replace_stacks(
+    module: nn.Module, held: Mapping[tuple[int, str], str], path: str, make: MakeLayer
+) -> None:
+    for stack, of_parts in _STACKS.items():
+        plain = getattr(module, stack, None)
+        if not isinstance(plain, Tensor) or plain.ndim != 3 or getattr(module, "has_bias", False):
+            raise ModelError(f"the experts {path} have no place for packed matrices; {PLAIN}")
+        count, out, inputs = plain.shape
+        delattr(module, stack)
+        experts = []
+        for expert in range(count):
+            sources = [held[expert, _name(held, expert, names, path)] for names in of_parts]
+            experts.append([make(source, out // len(sources), inputs) for source in sources])
+        setattr(module, stack, ExpertStack(experts))
+    _loop_over_experts(module)
+
+
+def _loop_over_experts(module: Any) -> None:
+    """Use Transformers' own loop over the experts that rows have chosen."""
+    config: Any = copy.copy(module.config)
+    config._experts_implementation = "eager"
+    module.config = config
+    module._is_hf_initialized = True
+
+
+def _name(held: Mapping[tuple[int, str], str], expert: int, names: Sequence[str], path: str) -> str:
+    """Which of these names the files have."""
+    for name in names:
+        if (expert, name) in held:
+            return name
+    raise ModelError(f"{path}.{expert} has no packed {names[0]}; {PLAIN}")

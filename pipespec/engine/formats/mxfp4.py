@@ -1,0 +1,127 @@
+"""The experts of gpt-oss as they are published: 4-bit floats (E2M1) in blocks of 32 with one scale.
+
+The experts of a layer are stored together: `_blocks` `[experts, out, groups, 16]`, of which a byte
+holds two neighbours, and `_scales` `[experts, out, groups]`, exponents of two. Transformers has
+their matrices transposed, `[experts, in, out]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipespec.engine.safetensors_headers import Tensor
+from pipespec.errors import ModelError
+
+if TYPE_CHECKING:  # headers are read without them
+    import torch
+
+    from pipespec.engine.formats.gguf_blocks import BlockWeights
+
+MXFP4 = "mxfp4"
+BLOCKS, SCALES = "_blocks", "_scales"
+KIND = "MXFP4"  # of `gguf_blocks`
+GROUP, CODE_BYTES, BLOCK_BYTES = 32, 16, 17
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Experts:
+    """The matrices of the experts of a layer, as they are stored."""
+
+    blocks: torch.Tensor
+    scales: torch.Tensor
+
+    def expert(self, number: int) -> BlockWeights:
+        """The matrix `[out, in]` of one of them."""
+        from pipespec.engine.formats.gguf_blocks import BlockWeights
+
+        return BlockWeights(mx_rows(self.blocks[number], self.scales[number]), KIND)
+
+    def dense(self) -> torch.Tensor:
+        """The weights `[experts, in, out]` in bfloat16, which holds them."""
+        import torch
+
+        experts = [self.expert(i).dense().T.bfloat16() for i in range(len(self.blocks))]
+        return torch.stack(experts)
+
+
+def mx_rows(pairs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows of blocks as ggml has them, `[out, bytes]`, given `[out, groups, 16]` bytes that hold
+    two neighbours each and `[out, groups]` exponents."""
+    import torch
+
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)  # in their order
+    # In ggml's blocks a byte holds a number of the first half and one of the second.
+    packed = codes[..., :CODE_BYTES] | codes[..., CODE_BYTES:] << 4
+    return torch.cat((scales.unsqueeze(-1), packed), -1).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Packing:
+    """How the experts of a checkpoint folder are packed; see `packing.Packing`."""
+
+    path: Path
+
+    @property
+    def format(self) -> str:
+        """The format in which the matrices can stay in memory."""
+        return MXFP4
+
+    @property
+    def dense_dtype(self) -> str | None:
+        """The type of matrices once dequantised, as safetensors names it."""
+        return "BF16"
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name of the tensor with the codes of a matrix."""
+        return BLOCKS
+
+    @property
+    def dense_suffix(self) -> str:
+        """The end of the name of a plain matrix."""
+        return ""
+
+    def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """The names of the stacks of experts."""
+        return [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
+
+    def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+        """The shape `(experts, in, out)` of a stack, from the headers. Raises ModelError."""
+        blocks, scales = tensors[name + BLOCKS], tensors.get(name + SCALES)
+        wrong = len(blocks.shape) != 4 or blocks.shape[-1] != CODE_BYTES or blocks.dtype != "U8"
+        if wrong or scales is None or scales.shape != blocks.shape[:-1] or scales.dtype != "U8":
+            raise ModelError(
+                f"{self.path} does not fit its config.json: {name} is not in blocks of {GROUP} "
+                "numbers with a scale each; fetch the checkpoint again"
+            )
+        experts, out, groups, _ = blocks.shape
+        return experts, groups * GROUP, out
+
+    def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a stack can stay packed."""
+        return True
+
+    def kept_bytes(self, name: str, tensors: Mapping[str, Tensor]) -> int:
+        """Bytes of a stack that stays packed."""
+        return tensors[name + BLOCKS].num_bytes // CODE_BYTES * BLOCK_BYTES
+
+    def read(self, name: str, load: Callable[..., torch.Tensor | None]) -> Mxfp4Experts:
+        """Read a stack; `load` returns the tensor of a name, or a part of it."""
+        blocks, scales = load(name + BLOCKS), load(name + SCALES)
+        assert blocks is not None and scales is not None, "the headers contain them"
+        return Mxfp4Experts(blocks, scales)
+
+    def readers(
+        self, name: str, shape: tuple[int, ...], load: Callable[..., Any]
+    ) -> dict[str, Callable[[], Any]]:
+        """Read the matrices that can stay packed: one for each expert, by name and number."""
+
+        def read(number: int) -> BlockWeights:
+            part = slice(number, number + 1)
+            return Mxfp4Experts(load(name + BLOCKS, part), load(name + SCALES, part)).expert(0)
+
+        return {f"{name}.{number}": partial(read, number) for number in range(shape[0])}

@@ -1,0 +1,152 @@
+"""NVFP4 and MXFP4 checkpoints of compressed-tensors, as its own code packs and unpacks them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.mx_utils import compress_mx_scale, decompress_mx_scale
+from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
+from safetensors.torch import load_file, save_file
+
+from pipespec.controller.embedded_redis import EmbeddedRedis
+from pipespec.engine.attention.attention_plan import causal_plan
+from pipespec.engine.checkpoint import inspect
+from pipespec.engine.formats.fp4 import NVFP4
+from pipespec.engine.formats.mxfp4 import MXFP4
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.errors import ModelError
+from tests.helpers.models import NUM_LAYERS, build, weights
+from tools.rig import cluster
+from tools.rig.packing import MATRICES
+
+PROMPT = list(range(20, 33))
+NEW_TOKENS = 12
+LARGEST = 6.0
+NUMBERS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+FORMS = {NVFP4: ("nvfp4-pack-quantized", 16), MXFP4: ("mxfp4-pack-quantized", 32)}
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """To the nearest 4-bit float."""
+    nearest = (weight.abs().unsqueeze(-1) - NUMBERS).abs().argmin(-1)
+    return NUMBERS[nearest] * weight.sign()
+
+
+def pack(source: Path, folder: Path, plain: Path, form: str) -> None:
+    """A checkpoint of plain weights in 4 bits, and as what that is in float32."""
+    kind, group = FORMS[form]
+    stored: dict[str, torch.Tensor] = {}
+    dense: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        if not name.endswith(MATRICES):
+            stored[name], dense[name] = tensor.bfloat16(), tensor.bfloat16().float()
+            continue
+        matrix, (out, inputs) = name.removesuffix(".weight"), tensor.shape
+        by_group = tensor.float().view(out, -1, group)
+        most = by_group.abs().amax(-1)
+        if form == NVFP4:
+            whole = LARGEST * 448 / most.max()
+            scales = (most / LARGEST * whole).to(torch.float8_e4m3fn)
+            stored[f"{matrix}.weight_global_scale"] = whole.reshape(1)
+            each = scales.float() / whole
+        else:
+            scales = compress_mx_scale(most / LARGEST, torch.uint8)
+            each = decompress_mx_scale(scales).float()
+        codes = rounded(by_group / each.clamp(min=1e-12).unsqueeze(-1)).view(out, inputs)
+        packed = pack_fp4_to_uint8(codes)
+        stored |= {f"{matrix}.weight_packed": packed, f"{matrix}.weight_scale": scales}
+        numbers = unpack_fp4_from_uint8(packed, out, inputs).float().view(out, -1, group)
+        dense[name] = (numbers * each.unsqueeze(-1)).view(out, inputs)
+    weights_of = {"num_bits": 4, "type": "float", "group_size": group, "symmetric": True}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights_of}},
+        "ignore": ["lm_head"],
+    }
+    for path, tensors, more in (
+        (folder, stored, {"quantization_config": config}),
+        (plain, dense, {}),
+    ):
+        path.mkdir(parents=True)
+        whole_config = json.loads((source / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**whole_config, **more}))
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def fp4(tmp_path_factory):
+    """`fp4(form, model_type)`: a checkpoint and the same in plain float32 weights."""
+    root = tmp_path_factory.mktemp("fp4")
+
+    def get(form: str, model_type: str = "llama") -> tuple[Path, Path]:
+        folder = root / f"{form}-{model_type}"
+        if not folder.exists():
+            source = build(model_type, folder / "source", hidden_size=64, intermediate_size=128)
+            pack(source, folder / "packed", folder / "plain", form)
+        return folder / "packed", folder / "plain"
+
+    return get
+
+
+def logits(path: Path, num_slices: int, **how: object) -> torch.Tensor:
+    """Of all rows of the prompt, in float32."""
+    size = NUM_LAYERS // num_slices
+    slots = np.arange(len(PROMPT))
+    plan = causal_plan(slots[:0], slots)
+    hidden = torch.tensor(PROMPT)
+    for start in range(0, NUM_LAYERS, size):
+        model = ModelSlice.load(path, range(start, start + size), num_slots=32, **how)
+        hidden = model.forward(hidden, torch.from_numpy(plan.positions), plan)
+    return model.logits(hidden).float()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_weights_become_plain_or_stay_as_they_are(fp4, form, model_type):
+    path, plain = fp4(form, model_type)
+    found, expected = (weights(each, range(1, 3), dtype=torch.float32) for each in (path, plain))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0)
+    info = inspect(path)
+    assert info.weight_format(None, "auto", "bfloat16") == form
+    exact = logits(plain, 1, dtype=torch.float32)
+    kept = logits(path, 2, dtype=torch.float32, quantization=form)
+    assert (kept - exact).abs().max() <= 1e-5 * exact.abs().max()
+    model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=form, num_slots=4)
+    assert model.num_weight_bytes == info.loaded("bfloat16", form).layers[1]
+    in_files = sum(
+        each.nbytes
+        for name, each in load_file(path / "model.safetensors").items()
+        if ".layers.1." in name
+    )
+    assert model.num_weight_bytes <= 1.15 * in_files
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_text_of_kept_weights_is_one_for_stages_and_policies(fp4, form):
+    path, _ = fp4(form)
+
+    def text(*overrides: str) -> list[list[int]]:
+        deployment = cluster.make_deployment(path, path, *overrides)
+        asked = [{"prompt": tuple(PROMPT[i:]), "max_new_tokens": NEW_TOKENS} for i in (0, 3)]
+        with EmbeddedRedis() as redis:
+            return [tokens for tokens, _, _ in cluster.decode(deployment, redis, asked)]
+
+    expected = text("cluster.stages=1", "policy=root")
+    assert text("cluster.stages=2") == text("cluster.stages=4", "policy=level") == expected
+
+
+def test_files_that_do_not_fit_are_refused(fp4, tmp_path):
+    path, _ = fp4(NVFP4)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight_global_scale"]
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"up_proj is no matrix of 4-bit floats with a scale for"):
+        inspect(tmp_path)
