@@ -64,6 +64,8 @@ class CheckpointInfo:
             load; None: the files are not dequantised.
         kept_layers: what can stay in the few bits of the files, for each layer.
         kept_format: one of KEPT_FORMATS, in which it then is in memory.
+        fast_layers, fast_format: the same of a format that keeps less, as the products of the rest
+            are slow; None: there is none.
         package: the package that reads such files, if pipespec does not.
         mask_token: the token that a parallel draft (PARD) has at future positions.
         parallel_tokens: tokens that a parallel draft proposes per pass.
@@ -90,6 +92,8 @@ class CheckpointInfo:
     dequantized_from: str | None = None
     kept_layers: tuple[KeptLayer, ...] = ()
     kept_format: str | None = None
+    fast_layers: tuple[KeptLayer, ...] = ()
+    fast_format: str | None = None
     package: str | None = None
     mask_token: int | None = None
     parallel_tokens: int = 1
@@ -129,11 +133,11 @@ class CheckpointInfo:
         # All weights that are not quantised are stored in the type of the embedding.
         growth = item / (stored.embedding / (self.vocab_size * self.hidden_size))
         layers = stored.layers
-        if quantization is not None and quantization == self.kept_format:
+        if quantization is not None and quantization in (self.kept_format, self.fast_format):
             one = stored.embedding / (self.vocab_size * self.hidden_size)
             layers = tuple(
                 int((size - kept.weights * one) * growth) + kept.num_bytes
-                for size, kept in zip(layers, self.kept_layers, strict=True)
+                for size, kept in zip(layers, self.kept_in_layers(quantization), strict=True)
             )
         elif self.quantization is None:
             shrink = 1.0 if quantization is None else QUANTIZATIONS[quantization].bits / 8 / item
@@ -184,9 +188,16 @@ class CheckpointInfo:
 
         `quantization` is the value of that setting, `keep` that of `model.keep_quantized`.
         """
+        if keep == "auto" and self.fast_format is not None:
+            some = any(each.weights for each in self.fast_layers)
+            return self.fast_format if some and dtype == KEPT_DTYPE else quantization
         if keep != "no" and self.can_keep and self.kept_in(dtype):
             return self.kept_format
         return quantization
+
+    def kept_in_layers(self, form: str | None) -> tuple[KeptLayer, ...]:
+        """What stays in its few bits in each layer, in this format of the weights."""
+        return self.fast_layers if form == self.fast_format else self.kept_layers
 
     @property
     def can_keep(self) -> bool:
@@ -331,6 +342,10 @@ def inspect(model: str | Path) -> CheckpointInfo:
         if files.kept_layers
         else (),
         kept_format=files.kept_format,
+        fast_layers=(*files.fast_layers, *[KeptLayer()] * len(layers))[: len(layers)]
+        if files.fast_layers
+        else (),
+        fast_format=files.fast_format,
         package=files.package,
         mask_token=mask_token,
         parallel_tokens=parallel_tokens,

@@ -35,6 +35,8 @@ class CheckpointFiles:
     dequantized_from: str | None = None
     kept_layers: tuple[KeptLayer, ...] = ()
     kept_format: str | None = None
+    fast_layers: tuple[KeptLayer, ...] = ()
+    fast_format: str | None = None
     package: str | None = None
 
     @property
@@ -54,8 +56,10 @@ def _read_gguf(path: Path) -> CheckpointFiles:
         header.settings,
         header.plain,
         dequantized_from=gguf.GGUF,
-        kept_layers=header.kept_layers,
+        kept_layers=header.kept_layers(gguf.GGUF),
         kept_format=gguf.GGUF,
+        fast_layers=header.kept_layers(gguf.GGUF_INT4),
+        fast_format=gguf.GGUF_INT4,
         package=gguf.PACKAGE,
     )
 
@@ -92,4 +96,5 @@ def _read_folder(path: Path) -> CheckpointFiles:
         dequantized_from=method,
         kept_layers=packed_checkpoint.kept_layers(tensors, packing),
         kept_format=packing.format,
+        fast_format=packing.fast_format,
     )

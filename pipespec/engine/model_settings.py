@@ -71,7 +71,8 @@ class ModelConfig:
         "auto",
         "Whether weights of AWQ, GPTQ, compressed-tensors, FP8, MXFP4 and GGUF checkpoints stay in "
         "their few bits in memory, which for packed integers takes bfloat16; auto does so unless a "
-        "device gets their products wrong.",
+        "device gets their products wrong, and but for those without a fast product: MXFP4, NVFP4, "
+        "and blocks of GGUF of other than 4 bits.",
         choices=KEEP,
     )
     context: int | None = setting(

@@ -193,9 +193,7 @@ def _reason(error: Exception) -> str:
 
 def _refuse(path: Path, reason: str) -> NoReturn:
     if gguf.is_gguf(path):
-        raise ModelError(
-            f"the tokenizer in {path} cannot be used ({reason}); {FOREIGN}"
-        ) from None
+        raise ModelError(f"the tokenizer in {path} cannot be used ({reason}); {FOREIGN}") from None
     if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
         raise ModelError(
             f"{path} holds no tokenizer: tokenizer.json, or what it is made from "

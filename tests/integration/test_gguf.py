@@ -19,12 +19,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pipespec.client.model_info import full_name
+from pipespec.cluster.held_weights import expanded
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine import tokenizer
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.gguf import GGUF
+from pipespec.engine.formats.gguf import GGUF, GGUF_INT4
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
@@ -176,7 +177,10 @@ def test_blocks_stay_as_they_are(files, stored):
     """The logits are those of the dequantised model, and memory is foretold."""
     path = files("llama", stored)
     info = inspect(path)
-    assert info.weight_format(None, "auto", "bfloat16") == GGUF
+    fast = GGUF_INT4 if stored in (Type.Q4_0, Type.Q4_1, Type.Q4_K) else None
+    assert info.weight_format(None, "auto", "bfloat16") == fast
+    assert info.weight_format(None, "auto", "float32") is None
+    assert info.weight_format(None, "yes", "bfloat16") == GGUF
     assert info.weight_format(None, "no", "bfloat16") is None
     expected = logits(path, 1, dtype=torch.float32)
     found = logits(path, 2, dtype=torch.float32, quantization=GGUF)
@@ -193,6 +197,27 @@ def test_blocks_stay_as_they_are(files, stored):
         int(each.n_bytes) for each in GGUFReader(path).tensors if each.name.startswith("blk.1.")
     )
     assert model.num_weight_bytes <= KEPT[stored] * in_file
+
+
+def test_by_default_only_blocks_of_four_bits_stay(tmp_path):
+    """Of a file with several types; a rank says so."""
+    source = build("llama", tmp_path / "source", **WIDE)
+    path = write(
+        source,
+        tmp_path / "mixed.gguf",
+        "llama",
+        lambda name: Type.Q6_K if "down_proj" in name else Type.Q4_K,
+    )
+    info = inspect(path)
+    assert info.weight_format(None, "auto", "bfloat16") == GGUF_INT4
+    model = ModelSlice.load(
+        path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF_INT4, num_slots=4
+    )
+    assert model.num_weight_bytes == info.loaded("bfloat16", GGUF_INT4).layers[1]
+    assert isinstance(model._base.layers[0].mlp.down_proj.weight, torch.Tensor)
+    deployment = cluster.make_deployment(path, path)
+    line = expanded(deployment)
+    assert line is not None and "become bfloat16 in 4 of 4 layers in part" in line
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
@@ -213,10 +238,11 @@ def test_experts_stay_in_their_blocks(files, kind):
 @pytest.mark.parametrize(("kind", "stored"), [("llama", Type.Q4_0), ("qwen3_moe", Type.Q8_0)])
 def test_the_text_of_kept_blocks_is_one_for_every_stage_count_and_policy(files, kind, stored):
     path = files(kind, stored)
-    expected = text(path, "cluster.stages=1", "policy=root")
+    keep = "model.keep_quantized=yes"
+    expected = text(path, keep, "cluster.stages=1", "policy=root")
     assert len({tuple(tokens) for tokens in expected}) == 2
     for stages, policy in zip(cycle((2, 1, 4)), options("policy"), strict=False):
-        assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
+        assert text(path, keep, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
 def test_a_scaled_rotary_embedding_is_read(tmp_path):
@@ -290,7 +316,7 @@ def test_k_quant_blocks_equal_those_of_ggml(files, stored, reference):
         np.testing.assert_array_equal(found[row, : len(expected)].numpy(), expected)
 
 
-@pytest.mark.parametrize("keep", ["no", "auto"])
+@pytest.mark.parametrize("keep", ["no", "yes"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_token_ids_in_float32_are_those_of_the_dequantised_weights(files, kind, keep):
     """Through the whole product; the draft is a GGUF file too."""

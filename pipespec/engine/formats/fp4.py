@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.mxfp4 import MXFP4, mx_rows
+from pipespec.engine.formats.mxfp4 import MXFP4, PLAIN, mx_rows
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
 from pipespec.errors import ModelError
@@ -53,6 +53,11 @@ class Fp4Packing:
     def suffix(self) -> str:
         """The end of the name of the tensor with the codes of a matrix."""
         return PACKED
+
+    @property
+    def fast_format(self) -> str | None:
+        """See `CheckpointInfo`: by default all become plain, as their products are slow."""
+        return PLAIN
 
     @property
     def dense_suffix(self) -> str:

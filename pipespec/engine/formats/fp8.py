@@ -94,6 +94,11 @@ class Fp8Packing:
         return WEIGHT
 
     @property
+    def fast_format(self) -> str | None:
+        """See `CheckpointInfo`: by default all that can stay does."""
+        return None
+
+    @property
     def dense_suffix(self) -> str:
         """The end of the name of a plain matrix."""
         return WEIGHT

@@ -40,7 +40,9 @@ if TYPE_CHECKING:  # not needed if the header is cached
 
     from pipespec.engine.formats.gguf_blocks import BlockWeights
 
-GGUF = "gguf"
+# Formats of weights in memory: all blocks that can stay, and those of 4 bits alone, whose products
+# are fast.
+GGUF, GGUF_INT4 = "gguf", "gguf-int4"
 PACKAGE = "gguf"
 SUFFIX = ".gguf"
 WEIGHT = ".weight"
@@ -61,6 +63,7 @@ KEPT_BLOCKS = {
     "Q6_K": (210, 256),
     "MXFP4": (17, 32),
 }
+INT4_BLOCKS = ("Q4_0", "Q4_1", "Q4_K")
 PLAIN_TYPES = ("F32", "F16", "BF16")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
@@ -128,23 +131,23 @@ class GgufHeader:
         """Whether weights are of fewer bits than plain ones."""
         return any(each not in PLAIN_TYPES for each in self.type_of.values())
 
-    @property
-    def kept(self) -> dict[str, str]:
-        """The type of each matrix of the layers that can stay as it is, by its name."""
+    def kept(self, form: str) -> dict[str, str]:
+        """The type of each matrix of the layers that stays as it is in GGUF or GGUF_INT4, by its
+        name."""
+        types = INT4_BLOCKS if form == GGUF_INT4 else KEPT_BLOCKS
         return {
             name.removesuffix(WEIGHT): kind
             for name, each in self.stored.items()
             if name.endswith(WEIGHT)
             and LAYER.search(name) is not None
             and len(each.shape) == 2
-            and (kind := self.type_of[each.name]) in KEPT_BLOCKS
+            and (kind := self.type_of[each.name]) in types
         }
 
-    @property
-    def kept_layers(self) -> tuple[KeptLayer, ...]:
-        """What can stay in its format in each layer."""
+    def kept_layers(self, form: str) -> tuple[KeptLayer, ...]:
+        """What stays as it is in each layer, in GGUF or GGUF_INT4."""
         found = [KeptLayer()] * int(self.settings["num_hidden_layers"])
-        kept = self.kept
+        kept = self.kept(form)
         for name, each in self.stored.items():
             layer, kind = LAYER.search(name), self.type_of[each.name]
             if layer is None or kind in PLAIN_TYPES:
@@ -230,7 +233,7 @@ def lazy_state(
     }
     kept: dict[str, Callable[[], BlockWeights]] = {
         name: partial(blocks, found.stored[name + WEIGHT], kind)
-        for name, kind in found.kept.items()
+        for name, kind in found.kept(GGUF).items()
     }
     return state, kept
 

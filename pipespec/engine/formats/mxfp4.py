@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # headers are read without them
     from pipespec.engine.formats.gguf_blocks import BlockWeights
 
 MXFP4 = "mxfp4"
+# A format in which nothing stays.
+PLAIN = "plain"
 BLOCKS, SCALES = "_blocks", "_scales"
 KIND = "MXFP4"  # of `gguf_blocks`
 GROUP, CODE_BYTES, BLOCK_BYTES = 32, 16, 17
@@ -79,6 +81,11 @@ class Mxfp4Packing:
     def suffix(self) -> str:
         """The end of the name of the tensor with the codes of a matrix."""
         return BLOCKS
+
+    @property
+    def fast_format(self) -> str | None:
+        """See `CheckpointInfo`: by default all become plain, as their products are slow."""
+        return PLAIN
 
     @property
     def dense_suffix(self) -> str:

@@ -8,7 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from pipespec.engine.formats.gguf import KEPT_BLOCKS
+from pipespec.engine.formats.gguf import INT4_BLOCKS, KEPT_BLOCKS
 from pipespec.engine.formats.gguf_blocks import INT4_KINDS, KINDS, BlockWeights
 
 # The places of the 16-bit floats in a block.
@@ -49,6 +49,7 @@ def test_weights_equal_those_of_gguf_bit_for_bit(kind):
 
 def test_memory_is_counted_as_it_is_held():
     """Of each kind: its own bytes, or packed integers with two bfloat16 for a group."""
+    assert INT4_BLOCKS == INT4_KINDS
     assert KEPT_BLOCKS.keys() == KINDS.keys() - {"NVFP4"}
     for kind, (num_bytes, weights) in KEPT_BLOCKS.items():
         found = KINDS[kind]
