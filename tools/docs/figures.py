@@ -80,6 +80,28 @@ def engines() -> str:
     )
 
 
+def links() -> str:
+    """The time of a token over links with a delay, of `links.json` and `links_one_step.json`."""
+    stored = result("links_one_step")
+    said = []
+    for delay in (40, 10):
+        of = {
+            each["engine"]: each["tbt_ms"]["median"]
+            for each in stored["rows"]
+            if each["delay_ms"] == delay
+        }
+        drafting = sorted(ms for engine, ms in of.items() if engine.startswith("llama.cpp with"))
+        said.append(
+            f"{delay} ms: pipespec {of['pipespec']:.0f} ms, llama.cpp over rpc-servers "
+            f"{of['llama.cpp']:.0f} ms, with its draft {drafting[0]:.0f} to {drafting[-1]:.0f} ms"
+        )
+    return (
+        "Measured over links with a delay between five hosts, namespaces of one machine, time per "
+        f"token. One way {'; '.join(said)}. At 2 ms and less llama.cpp with its draft is faster "
+        f"({origin(stored)}: [the race](docs/peers.md#over-slow-links)).\n"
+    )
+
+
 def emulated() -> str:
     """Time between tokens of the methods, on the emulated cluster of eight RTX 3090s."""
     drafts = {
@@ -163,6 +185,7 @@ def measured() -> str:
 
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "engines": engines,
+    "links": links,
     "emulated": emulated,
     "measured": measured,
 }
