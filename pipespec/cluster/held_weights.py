@@ -54,7 +54,7 @@ def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
         return f"{become}, as no product takes their format ({info.dequantized_from})"
     if deployment.config.model.keep_quantized == "no":
         return f"{become}, as model.keep_quantized is no"
-    if info.fast_format is not None and not any(each.weights for each in info.fast_layers):
+    if not any(each.weights for each in info.default_layers):
         return (
             f"{become}, as products of their blocks are slow; model.keep_quantized=yes keeps them"
         )

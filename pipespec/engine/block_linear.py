@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipespec.engine.dequantised import DequantisedLinear
-from pipespec.engine.formats.gguf_blocks import INT4_KINDS, KINDS, BlockWeights, unpacked
-from pipespec.engine.formats.packing import INT4_OUT_MULTIPLE
+from pipespec.engine.formats.gguf import is_int4
+from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, unpacked
 from pipespec.engine.int4 import Int4Linear
 from pipespec.errors import ModelError
 
@@ -36,7 +36,9 @@ class BlockLinear(DequantisedLinear):
 
     def fill(self, weights: BlockWeights, device: torch.device) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
-        require_shape(weights, self.out_features, self.in_features)
+        expected = (self.out_features, self.in_features)
+        if weights.shape != expected:
+            raise ModelError(f"it is {list(weights.shape)}, but must be {list(expected)}")
         self.rows, self.factor = weights.rows.to(device), weights.factor
 
     def dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -51,29 +53,6 @@ class BlockLinear(DequantisedLinear):
         return weights.view(codes.shape)
 
 
-class BlockInt4Linear(Int4Linear):
-    """A linear layer with weights in blocks of 4 bits, as packed integers."""
-
-    def fill(self, weights: BlockWeights, device: torch.device) -> None:
-        """Set the weights. Raises ModelError if they do not fit."""
-        require_shape(weights, self.out_features, self.in_features)
-        codes, scales, offsets = weights.grouped()
-        assert offsets is not None, "codes from 0 on have one"
-        self.pack(codes, scales, 8 * scales + offsets, device)
-
-
-def require_shape(weights: BlockWeights, out_features: int, in_features: int) -> None:
-    """Raise ModelError unless a matrix has this shape."""
-    expected = (out_features, in_features)
-    if weights.shape != expected:
-        raise ModelError(f"it is {list(weights.shape)}, but must be {list(expected)}")
-
-
-def fits_int4(kind: str, out_features: int, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's product for packed 4-bit weights takes a matrix of these blocks."""
-    return kind in INT4_KINDS and dtype == torch.bfloat16 and out_features % INT4_OUT_MULTIPLE == 0
-
-
 def make_linear(
     kinds: Mapping[str, str],
     dtype: torch.dtype,
@@ -85,6 +64,6 @@ def make_linear(
     """A layer for the matrix `[out, inputs]` with this name, of which `kinds` has the blocks,
     computed in this type."""
     kind = kinds[name]
-    if fits_int4(kind, out, dtype):
-        return BlockInt4Linear(name, out, inputs, bias)
+    if dtype == torch.bfloat16 and is_int4(kind, out):
+        return Int4Linear(name, out, inputs, bias)
     return BlockLinear(name, out, inputs, bias, kind=kind)

@@ -14,6 +14,7 @@ from pipespec.engine.architectures import require_supported
 from pipespec.engine.checkpoint_files import read_files
 from pipespec.engine.consistency import check_count, check_eos, require_consistent
 from pipespec.engine.draft_kind import parallel_draft, refuse_eagle_head
+from pipespec.engine.formats.gguf import GGUF_INT4
 from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.formats.packing import PACKED_INT4
@@ -40,6 +41,8 @@ from pipespec.system.validation import shown
 # The type in which weights of few bits are computed, unless another is asked for; the kernels for
 # packed 4-bit weights have no other.
 KEPT_DTYPE = "bfloat16"
+# The formats in which all that stays is packed integers.
+INTEGERS = (PACKED_INT4, GGUF_INT4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,8 @@ class CheckpointInfo:
             load; None: the files are not dequantised.
         kept_layers: what can stay in the few bits of the files, for each layer.
         kept_format: one of KEPT_FORMATS, in which it then is in memory.
-        fast_layers, fast_format: the same of a format that keeps less, as the products of the rest
-            are slow; None: there is none.
+        default_layers, default_format: the same of what stays unless all is asked for: that whose
+            products are fast; None: nothing.
         package: the package that reads such files, if pipespec does not.
         mask_token: the token that a parallel draft (PARD) has at future positions.
         parallel_tokens: tokens that a parallel draft proposes per pass.
@@ -92,8 +95,8 @@ class CheckpointInfo:
     dequantized_from: str | None = None
     kept_layers: tuple[KeptLayer, ...] = ()
     kept_format: str | None = None
-    fast_layers: tuple[KeptLayer, ...] = ()
-    fast_format: str | None = None
+    default_layers: tuple[KeptLayer, ...] = ()
+    default_format: str | None = None
     package: str | None = None
     mask_token: int | None = None
     parallel_tokens: int = 1
@@ -133,7 +136,7 @@ class CheckpointInfo:
         # All weights that are not quantised are stored in the type of the embedding.
         growth = item / (stored.embedding / (self.vocab_size * self.hidden_size))
         layers = stored.layers
-        if quantization is not None and quantization in (self.kept_format, self.fast_format):
+        if quantization is not None and quantization in (self.kept_format, self.default_format):
             one = stored.embedding / (self.vocab_size * self.hidden_size)
             layers = tuple(
                 int((size - kept.weights * one) * growth) + kept.num_bytes
@@ -188,25 +191,19 @@ class CheckpointInfo:
 
         `quantization` is the value of that setting, `keep` that of `model.keep_quantized`.
         """
-        if keep == "auto" and self.fast_format is not None:
-            some = any(each.weights for each in self.fast_layers)
-            return self.fast_format if some and dtype == KEPT_DTYPE else quantization
-        if keep != "no" and self.can_keep and self.kept_in(dtype):
-            return self.kept_format
-        return quantization
+        form = {"yes": self.kept_format, "auto": self.default_format}.get(keep)
+        fits = form not in INTEGERS or dtype == KEPT_DTYPE
+        some = any(each.weights for each in self.kept_in_layers(form))
+        return form if form is not None and fits and some else quantization
 
     def kept_in_layers(self, form: str | None) -> tuple[KeptLayer, ...]:
         """What stays in its few bits in each layer, in this format of the weights."""
-        return self.fast_layers if form == self.fast_format else self.kept_layers
+        return self.kept_layers if form == self.kept_format else self.default_layers
 
     @property
     def can_keep(self) -> bool:
         """Whether some of its weights can stay in the few bits of the files."""
         return any(each.weights for each in self.kept_layers)
-
-    def kept_in(self, dtype: str) -> bool:
-        """Whether its weights of few bits can be multiplied in this type."""
-        return self.kept_format != PACKED_INT4 or dtype == KEPT_DTYPE
 
     def check_quantization(self, name: str, quantization: str | None) -> None:
         """Raise ModelError if the checkpoint cannot be quantised so; `name` is that of the
@@ -338,14 +335,10 @@ def inspect(model: str | Path) -> CheckpointInfo:
         height=height,
         width=width,
         dequantized_from=files.dequantized_from,
-        kept_layers=(*files.kept_layers, *[KeptLayer()] * len(layers))[: len(layers)]
-        if files.kept_layers
-        else (),
+        kept_layers=_of_each(files.kept_layers, len(layers)),
         kept_format=files.kept_format,
-        fast_layers=(*files.fast_layers, *[KeptLayer()] * len(layers))[: len(layers)]
-        if files.fast_layers
-        else (),
-        fast_format=files.fast_format,
+        default_layers=_of_each(files.default_layers, len(layers)),
+        default_format=files.default_format,
         package=files.package,
         mask_token=mask_token,
         parallel_tokens=parallel_tokens,
@@ -354,3 +347,8 @@ def inspect(model: str | Path) -> CheckpointInfo:
         has_tp_plan=config.has_tp_plan,
         tp_plan_splits_kv=config.tp_plan_splits_kv,
     )
+
+
+def _of_each(kept: tuple[KeptLayer, ...], count: int) -> tuple[KeptLayer, ...]:
+    """The same for so many layers, as the files may have more or fewer; nothing for nothing."""
+    return (*kept, *[KeptLayer()] * count)[:count] if kept else ()

@@ -6,6 +6,7 @@ in memory, and are multiplied with blocks of rows of the batch (`pipespec.engine
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from pipespec.engine.row_blocks import ROWS, blocks_of
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
-class DequantisedLinear(nn.Module):
+class DequantisedLinear(nn.Module, ABC):
     """A linear layer with weights `[out, in]` in few bits, the matrix `source` of the files.
 
     It has no weights until `fill`; `bias` is loaded like that of any layer.
@@ -31,13 +32,13 @@ class DequantisedLinear(nn.Module):
         self.bias = bias
         self.width = 0  # columns that share a scale
 
+    @abstractmethod
     def fill(self, weights: Any, device: torch.device) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """These rows of the weights, `[stop - start, in]`."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""

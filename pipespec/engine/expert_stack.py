@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipespec.engine.row_blocks import linear_in_blocks
 from pipespec.errors import ModelError
 
-# Makes a layer without weights: of a matrix of the files, its rows and columns.
-MakeLayer = Callable[[str, int, int], nn.Module]
+# Makes a layer without weights: of the name of a matrix in the files, its rows and columns, and a
+# bias if it has one.
+MakeLayer = Callable[..., nn.Module]
 
 # The matrix of an expert in the files: its layer, its number, its name.
 _EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts\.(\d+)\.(\w+)$")
@@ -23,6 +26,7 @@ _STACKS = {
     "gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")),
     "down_proj": (("down_proj", "w2"),),
 }
+_MIXTURE = re.compile(r"(?:^|\.)layers\.(\d+)\..*\bexperts$")
 # Experts of a layer that the files have together, as gpt-oss's, and the number of one.
 _STACKED = re.compile(r"(.*\bexperts)\.(gate_up_proj|down_proj)\.(\d+)$")
 PLAIN = "set model.keep_quantized=no"
@@ -40,11 +44,23 @@ class ExpertStack(nn.Module):
         return ExpertMatrix(self.experts[int(expert)].children())
 
 
+class RowBlockStack(nn.Module):
+    """A plain stack `[experts, out, in]` whose products do not depend on the other rows of their
+    batch."""
+
+    def __init__(self, plain: nn.Parameter):
+        super().__init__()
+        self.plain = plain
+
+    def __getitem__(self, expert: int | Tensor) -> ExpertMatrix:
+        return ExpertMatrix([partial(linear_in_blocks, weight=self.plain[int(expert)])])
+
+
 class ExpertMatrix:
     """One matrix of a stack, as Transformers' code of a mixture takes it: for
     `torch.nn.functional.linear`, or, where stacks are transposed, for `rows @ matrix`."""
 
-    def __init__(self, parts: Iterable[nn.Module]):
+    def __init__(self, parts: Iterable[Callable[[Tensor], Tensor]]):
         self.parts = list(parts)
 
     @classmethod
@@ -67,24 +83,20 @@ _PRODUCTS = (functional.linear, torch.Tensor.__matmul__, torch.Tensor.matmul, to
 
 def replace_experts(model: nn.Module, names: Iterable[str], make: MakeLayer) -> None:
     """Let the mixtures of a model have their experts, of these names in the files, as layers that
-    `make` makes. Raises ModelError if a mixture is of another form."""
+    `make` makes. A stack of which none is named stays as it is. Raises ModelError if a mixture is
+    of another form."""
     by_layer: dict[int, dict[tuple[int, str], str]] = {}
+    stacked: dict[str, dict[str, list[str]]] = {}
     for name in names:
         if (found := _EXPERT.search(name)) is not None:
             by_layer.setdefault(int(found[1]), {})[int(found[2]), found[3]] = name
-    for path, module in list(model.named_modules()):
-        found = re.search(r"(?:^|\.)layers\.(\d+)\..*\bexperts$", path)
-        held = by_layer.get(int(found[1])) if found else None
-        if held:
-            _replace_stacks(module, held, path, make)
-    stacked: dict[str, dict[str, list[str]]] = {}
-    for name in names:
-        if (found := _STACKED.search(name)) is not None:
+        elif (found := _STACKED.search(name)) is not None:
             stacked.setdefault(found[1], {}).setdefault(found[2], []).append(name)
-    held_here = dict(model.named_modules())
-    for path, stacks in stacked.items():
-        if path in held_here:  # else it belongs to another slice
-            _replace_transposed(held_here[path], stacks, make)
+    for path, module in list(model.named_modules()):
+        if (found := _MIXTURE.search(path)) is not None and int(found[1]) in by_layer:
+            _replace_stacks(module, by_layer[int(found[1])], path, make)
+        elif path in stacked:
+            _replace_transposed(module, stacked[path], make)
 
 
 def _replace_transposed(
@@ -102,6 +114,8 @@ def _replace_stacks(
     module: nn.Module, held: Mapping[tuple[int, str], str], path: str, make: MakeLayer
 ) -> None:
     for stack, of_parts in _STACKS.items():
+        if not any((0, name) in held for names in of_parts for name in names):
+            continue
         plain = getattr(module, stack, None)
         if not isinstance(plain, Tensor) or plain.ndim != 3 or getattr(module, "has_bias", False):
             raise ModelError(f"the experts {path} have no place for packed matrices; {PLAIN}")
@@ -113,6 +127,21 @@ def _replace_stacks(
             experts.append([make(source, out // len(sources), inputs) for source in sources])
         setattr(module, stack, ExpertStack(experts))
     _loop_over_experts(module)
+
+
+def make_experts_batch_invariant(model: nn.Module) -> None:
+    """Let the experts of a model that are plain compute blocks of rows; stacks that Transformers
+    has transposed stay as they are."""
+    for path, module in list(model.named_modules()):
+        transposed = getattr(module, "is_transposed", False)
+        if _MIXTURE.search(path) is None or transposed or getattr(module, "has_bias", False):
+            continue
+        for stack in _STACKS:
+            plain = getattr(module, stack, None)
+            if isinstance(plain, nn.Parameter) and plain.ndim == 3:
+                delattr(module, stack)
+                setattr(module, stack, RowBlockStack(plain))
+                _loop_over_experts(module)
 
 
 def _loop_over_experts(module: Any) -> None:

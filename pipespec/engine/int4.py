@@ -6,7 +6,7 @@ depend on the other rows of its batch, which `pipespec.engine.kept_weights` chec
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,15 @@ from pipespec.errors import ModelError
 
 # Possible numbers of tiles of 16 inputs per thread of the GPU kernel.
 INNER_TILES = (8, 4, 2)
+
+
+class Int4Weights(Protocol):
+    """A matrix `[out, in]` of 4-bit codes."""
+
+    def int4(self) -> tuple[Tensor, Tensor, Tensor]:
+        """uint8 codes `[out, in]`, and float32 scales and middles `[out, groups]`: the weights are
+        `(code - 8) * scale + middle`. Raises ModelError if groups are not of consecutive inputs."""
+        ...
 
 
 class Int4Linear(nn.Module):
@@ -36,19 +45,12 @@ class Int4Linear(nn.Module):
         self.register_buffer("packed", None)
         self.register_buffer("scale_and_zero", None)
 
-    def fill(self, weights: Any, device: torch.device) -> None:
+    def fill(self, weights: Int4Weights, device: torch.device) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
+        codes, scales, middle = weights.int4()
         shape = (self.out_features, self.in_features)
-        if tuple(weights.codes.shape) != shape:
-            raise ModelError(f"it is {list(weights.codes.shape)}, but must be {list(shape)}")
-        if not weights.in_order:
-            raise ModelError("its groups are of any inputs, though config.json says otherwise")
-        scales, zeros = weights.scales.float(), weights.zeros.float()
-        self.pack(weights.codes, scales, (8 - zeros) * scales, device)
-
-    def pack(self, codes: Tensor, scales: Tensor, middle: Tensor, device: torch.device) -> None:
-        """Set the weights `(codes - 8) * scales + middle`: uint8 codes `[out, in]`, and float32
-        scales and middles `[out, groups]`."""
+        if tuple(codes.shape) != shape:
+            raise ModelError(f"it is {list(codes.shape)}, but must be {list(shape)}")
         self.width = self.in_features // scales.shape[1]
         both = torch.stack((scales, middle), -1).to(torch.bfloat16)
         self.scale_and_zero = both.transpose(0, 1).contiguous().to(device)  # [groups, out, 2]

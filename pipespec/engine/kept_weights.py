@@ -15,7 +15,7 @@ from torch import nn
 
 from pipespec.engine.block_linear import BlockLinear
 from pipespec.engine.dequantised import DequantisedLinear
-from pipespec.engine.expert_stack import PLAIN, replace_experts
+from pipespec.engine.expert_stack import PLAIN, MakeLayer, replace_experts
 from pipespec.engine.formats.fp4 import NVFP4
 from pipespec.engine.formats.fp8 import FP8
 from pipespec.engine.formats.mxfp4 import MXFP4
@@ -38,9 +38,7 @@ TEST_BATCH_SIZES = (1, 2, 3, 8, 17, 64)
 # After so many weights the memory in which they were unpacked is given back.
 RELEASED = 8 << 20
 
-# Makes a layer without weights: of a matrix of the files, its rows and columns, and a bias.
-MakeKept = Callable[..., Any]
-LAYERS: Mapping[str, MakeKept] = {
+LAYERS: Mapping[str, MakeLayer] = {
     PACKED_INT4: Int4Linear,
     FP8: Fp8Linear,
     MXFP4: partial(BlockLinear, kind="MXFP4"),
@@ -48,7 +46,7 @@ LAYERS: Mapping[str, MakeKept] = {
 }
 
 
-def replace(model: nn.Module, names: Iterable[str], make: MakeKept) -> None:
+def replace(model: nn.Module, names: Iterable[str], make: MakeLayer) -> None:
     """Let `make` make the layers of the matrices with these names in the files, where the model has
     them. Raises ModelError."""
     names = list(names)
@@ -79,7 +77,7 @@ def fill(
     for module in model.modules():
         if not isinstance(module, Int4Linear | DequantisedLinear):
             continue
-        read = weights[module.source]()
+        read: Any = weights[module.source]()
         try:
             module.fill(read, device)
         except ModelError as error:

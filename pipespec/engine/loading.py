@@ -14,6 +14,7 @@ import torch
 from pipespec.engine import block_linear, kept_weights
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook
+from pipespec.engine.expert_stack import MakeLayer
 from pipespec.engine.formats import gguf, packed_checkpoint
 from pipespec.engine.formats.lazy import LazyTensor
 from pipespec.engine.model_config import FOREIGN, LONGEST_REASON, load_config
@@ -72,7 +73,7 @@ def load(
         stored = getattr(config, "quantization_config", None)
         packing = stored_packing(path, stored)
         prepare: Callable[[PreTrainedModel], None] | None = None
-        make: kept_weights.MakeKept
+        make: MakeLayer
         if group is not None:
             quantized = gguf.is_gguf(path) or stored is not None or quantization is not None
             require_divisible(config, path, group.size, quantized=quantized)

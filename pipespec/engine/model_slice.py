@@ -27,6 +27,7 @@ from pipespec.engine.attention.self_test import AttentionLayer
 from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
+from pipespec.engine.expert_stack import make_experts_batch_invariant
 from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.quantization import KEPT_FORMATS
@@ -100,6 +101,7 @@ class ModelSlice:
         self.batch_invariant = batch_invariant and self.device.type == "cpu"
         if self.batch_invariant:
             make_batch_invariant(nn.ModuleList((self._base, model)))
+            make_experts_batch_invariant(self._base)
         self.experts = ExpertCounts(self._base)
         self._graphs: list[CapturedGraph] = []  # by rising number of rows
         self._compiled: Compute | None = None

@@ -24,14 +24,18 @@ def blocks_of(rows: Tensor) -> tuple[Tensor, ...]:
     return functional.pad(rows, (0, 0, 0, -len(rows) % ROWS)).split(ROWS)
 
 
+def linear_in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`functional.linear`, computed in blocks of rows: `[..., in]` -> `[..., out]`."""
+    rows = x.reshape(-1, weight.shape[1])
+    product = torch.cat([functional.linear(block, weight, bias) for block in blocks_of(rows)])
+    return product[: len(rows)].view(*x.shape[:-1], len(weight))
+
+
 class RowBlockLinear(nn.Linear):
     """A linear layer that computes blocks of rows."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in torch
-        blocks = blocks_of(input.reshape(-1, self.in_features))
-        product = torch.cat([functional.linear(block, self.weight, self.bias) for block in blocks])
-        count = input.numel() // self.in_features
-        return product[:count].view(*input.shape[:-1], self.out_features)
+        return linear_in_blocks(input, self.weight, self.bias)
 
 
 def make_batch_invariant(model: nn.Module) -> None:

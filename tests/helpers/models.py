@@ -6,9 +6,11 @@ logits are nearly flat and greedy decoding repeats itself, which would hide most
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     AutoConfig,
@@ -17,6 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.model_slice import ModelSlice
 
 NUM_LAYERS = 4
@@ -359,3 +362,16 @@ def weights(path: Path, layers: range, **how: Any) -> dict[str, torch.Tensor]:
     """The tensors that a slice of a checkpoint holds, by name; `how` is passed to `ModelSlice`."""
     held = ModelSlice.load(path, layers, num_slots=4, **how)
     return dict(held._model.state_dict()) | dict(held._base.state_dict())
+
+
+def logits(path: Path, prompt: Sequence[int], num_slices: int, **how: Any) -> torch.Tensor:
+    """Those of all tokens of a prompt, in float32, through so many slices of a checkpoint of
+    NUM_LAYERS layers; `how` is passed to `ModelSlice`."""
+    size = NUM_LAYERS // num_slices
+    slots = np.arange(len(prompt))
+    plan = causal_plan(slots[:0], slots)
+    hidden = torch.tensor(prompt)
+    for start in range(0, NUM_LAYERS, size):
+        model = ModelSlice.load(path, range(start, start + size), num_slots=32, **how)
+        hidden = model.forward(hidden, torch.from_numpy(plan.positions), plan)
+    return model.logits(hidden).float()

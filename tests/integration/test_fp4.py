@@ -5,21 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.mx_utils import compress_mx_scale, decompress_mx_scale
 from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8, unpack_fp4_from_uint8
 from safetensors.torch import load_file, save_file
 
-from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.formats.fp4 import NVFP4
 from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
-from tests.helpers.models import NUM_LAYERS, build, weights
+from tests.helpers.models import build, logits, weights
 from tools.rig import cluster
 from tools.rig.packing import MATRICES
 
@@ -93,18 +90,6 @@ def fp4(tmp_path_factory):
     return get
 
 
-def logits(path: Path, num_slices: int, **how: object) -> torch.Tensor:
-    """Of all rows of the prompt, in float32."""
-    size = NUM_LAYERS // num_slices
-    slots = np.arange(len(PROMPT))
-    plan = causal_plan(slots[:0], slots)
-    hidden = torch.tensor(PROMPT)
-    for start in range(0, NUM_LAYERS, size):
-        model = ModelSlice.load(path, range(start, start + size), num_slots=32, **how)
-        hidden = model.forward(hidden, torch.from_numpy(plan.positions), plan)
-    return model.logits(hidden).float()
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_weights_become_plain_or_stay_as_they_are(fp4, form, model_type):
@@ -116,8 +101,8 @@ def test_weights_become_plain_or_stay_as_they_are(fp4, form, model_type):
     info = inspect(path)
     assert info.weight_format(None, "auto", "bfloat16") is None
     assert info.weight_format(None, "yes", "bfloat16") == form
-    exact = logits(plain, 1, dtype=torch.float32)
-    kept = logits(path, 2, dtype=torch.float32, quantization=form)
+    exact = logits(plain, PROMPT, 1, dtype=torch.float32)
+    kept = logits(path, PROMPT, 2, dtype=torch.float32, quantization=form)
     assert (kept - exact).abs().max() <= 1e-5 * exact.abs().max()
     model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=form, num_slots=4)
     assert model.num_weight_bytes == info.loaded("bfloat16", form).layers[1]
@@ -136,9 +121,7 @@ def test_the_text_of_kept_weights_is_one_for_stages_and_policies(fp4, form):
     def text(*overrides: str) -> list[list[int]]:
         deployment = cluster.make_deployment(path, path, "model.keep_quantized=yes", *overrides)
         assert deployment.weight_format(deployment.target) == form
-        asked = [{"prompt": tuple(PROMPT[i:]), "max_new_tokens": NEW_TOKENS} for i in (0, 3)]
-        with EmbeddedRedis() as redis:
-            return [tokens for tokens, _, _ in cluster.decode(deployment, redis, asked)]
+        return cluster.answers(deployment, [PROMPT, PROMPT[3:]], NEW_TOKENS)
 
     expected = text("cluster.stages=1", "policy=root")
     assert text("cluster.stages=2") == text("cluster.stages=4", "policy=level") == expected

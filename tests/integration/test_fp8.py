@@ -9,7 +9,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,14 +17,12 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from pipespec.cluster import memory
 from pipespec.cluster.held_weights import expanded, summary
 from pipespec.config.choices import options
-from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.formats.fp8 import FP8
 from pipespec.engine.fp8 import _decoded
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
-from tests.helpers.models import NUM_LAYERS, build, weights
+from tests.helpers.models import NUM_LAYERS, build, logits, weights
 from tools.rig import cluster
 from tools.rig.fp8_files import KINDS, write
 
@@ -50,18 +47,6 @@ def fp8(tmp_path_factory):
         return folder / "stored", folder / "plain"
 
     return get
-
-
-def logits(path: Path, num_slices: int, **how: Any) -> torch.Tensor:
-    """Of all rows of the prompt, in float32."""
-    size = NUM_LAYERS // num_slices
-    slots = np.arange(len(PROMPT))
-    plan = causal_plan(slots[:0], slots)
-    hidden = torch.tensor(PROMPT)
-    for start in range(0, NUM_LAYERS, size):
-        model = ModelSlice.load(path, range(start, start + size), num_slots=32, **how)
-        hidden = model.forward(hidden, torch.from_numpy(plan.positions), plan)
-    return model.logits(hidden).float()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,13 +93,13 @@ def test_logits_of_kept_weights_are_those_of_the_dequantised_model(fp8, kind):
     assert info.weight_format(None, "auto", "bfloat16") == FP8
     assert info.weight_format(None, "auto", "float32") == FP8
     assert info.weight_format(None, "no", "bfloat16") is None
-    expected = logits(plain, 1, dtype=torch.float32)
+    expected = logits(plain, PROMPT, 1, dtype=torch.float32)
     for dtype, most in ((torch.float32, 1e-5), (torch.float16, 0.02)):
-        found = logits(path, 2, dtype=dtype, quantization=FP8)
+        found = logits(path, PROMPT, 2, dtype=dtype, quantization=FP8)
         assert (found - expected).abs().max() <= most * expected.abs().max()
     # bfloat16 rounds the dequantised model nearly as much.
     rounded, narrow = (
-        (logits(each, 2, dtype=torch.bfloat16, quantization=held) - expected).norm()
+        (logits(each, PROMPT, 2, dtype=torch.bfloat16, quantization=held) - expected).norm()
         for each, held in ((plain, None), (path, FP8))
     )
     assert narrow <= 1.5 * rounded
@@ -131,8 +116,8 @@ def test_logits_of_kept_weights_are_those_of_the_dequantised_model(fp8, kind):
 def test_experts_stay_in_eight_bits(fp8, model_type):
     path, plain = fp8("deepseek", model_type)
     info = inspect(path)
-    expected = logits(plain, 1, dtype=torch.float32)
-    found = logits(path, 2, dtype=torch.float32, quantization=FP8)
+    expected = logits(plain, PROMPT, 1, dtype=torch.float32)
+    found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=FP8)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     for i in (1, 2):
         model = ModelSlice.load(
@@ -150,9 +135,7 @@ def test_experts_stay_in_eight_bits(fp8, model_type):
 def text(path: Path, *overrides: str) -> list[list[int]]:
     """Three requests at once."""
     deployment = cluster.make_deployment(path, path, *overrides)
-    asked = [{"prompt": tuple(PROMPT[start:]), "max_new_tokens": NEW_TOKENS} for start in (0, 3, 6)]
-    with EmbeddedRedis() as redis:
-        return [tokens for tokens, _, _ in cluster.decode(deployment, redis, asked)]
+    return cluster.answers(deployment, [PROMPT[start:] for start in (0, 3, 6)], NEW_TOKENS)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
@@ -198,7 +181,7 @@ def test_layers_that_are_left_unquantised_stay_as_they_are(fp8):
     path, _ = fp8("autofp8", skip="layers.1.")
     info = inspect(path)
     assert info.kept_layers[1].weights == 0 < info.kept_layers[0].weights
-    logits(path, 2, dtype=torch.bfloat16, quantization=FP8)
+    logits(path, PROMPT, 2, dtype=torch.bfloat16, quantization=FP8)
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,13 @@ from pipespec.cluster.held_weights import expanded
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine import tokenizer
-from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.formats.gguf import GGUF, GGUF_INT4
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.system.folders import resource_dir
-from tests.helpers.models import NUM_LAYERS, build
+from tests.helpers.models import NUM_LAYERS, build, logits
 from tools.rig import cluster
 from tools.rig.gguf_files import write
 
@@ -155,21 +154,7 @@ def test_a_file_of_plain_numbers_decodes_as_its_source(files, kind):
 def text(path: Path, *overrides: str) -> list[list[int]]:
     """Two requests at once."""
     deployment = cluster.make_deployment(path, path, *overrides)
-    asked = [{"prompt": tuple(PROMPT[start:]), "max_new_tokens": NEW_TOKENS} for start in (0, 3)]
-    with EmbeddedRedis() as redis:
-        return [tokens for tokens, _, _ in cluster.decode(deployment, redis, asked)]
-
-
-def logits(path: Path, num_slices: int, **how: Any) -> torch.Tensor:
-    """Of all rows of the prompt, in float32."""
-    size = NUM_LAYERS // num_slices
-    slots = np.arange(len(PROMPT))
-    plan = causal_plan(slots[:0], slots)
-    hidden = torch.tensor(PROMPT)
-    for start in range(0, NUM_LAYERS, size):
-        model = ModelSlice.load(path, range(start, start + size), num_slots=32, **how)
-        hidden = model.forward(hidden, torch.from_numpy(plan.positions), plan)
-    return model.logits(hidden).float()
+    return cluster.answers(deployment, [PROMPT[start:] for start in (0, 3)], NEW_TOKENS)
 
 
 @pytest.mark.parametrize("stored", KEPT, ids=lambda each: each.name)
@@ -182,12 +167,12 @@ def test_blocks_stay_as_they_are(files, stored):
     assert info.weight_format(None, "auto", "float32") is None
     assert info.weight_format(None, "yes", "bfloat16") == GGUF
     assert info.weight_format(None, "no", "bfloat16") is None
-    expected = logits(path, 1, dtype=torch.float32)
-    found = logits(path, 2, dtype=torch.float32, quantization=GGUF)
+    expected = logits(path, PROMPT, 1, dtype=torch.float32)
+    found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=GGUF)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     # bfloat16 rounds the dequantised model too.
     rounded, kept = (
-        (logits(path, 2, dtype=torch.bfloat16, quantization=held) - expected).norm()
+        (logits(path, PROMPT, 2, dtype=torch.bfloat16, quantization=held) - expected).norm()
         for held in (None, GGUF)
     )
     assert kept <= 2 * rounded
@@ -224,8 +209,8 @@ def test_by_default_only_blocks_of_four_bits_stay(tmp_path):
 def test_experts_stay_in_their_blocks(files, kind):
     path = files(kind, Type.Q4_K)
     info = inspect(path)
-    expected = logits(path, 1, dtype=torch.float32)
-    found = logits(path, 2, dtype=torch.float32, quantization=GGUF)
+    expected = logits(path, PROMPT, 1, dtype=torch.float32)
+    found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=GGUF)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
     assert model.num_weight_bytes == info.loaded("bfloat16", GGUF).layers[1]
@@ -233,6 +218,30 @@ def test_experts_stay_in_their_blocks(files, kind):
         int(each.n_bytes) for each in GGUFReader(path).tensors if each.name.startswith("blk.1.")
     )
     assert model.num_weight_bytes <= 1.15 * in_file
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_policy(tmp_path, kind):
+    """As llama.cpp's Q4_K_M has them: of one layer gate and up stay, down becomes plain."""
+    source = build(kind, tmp_path / "source", **{**WIDE, **GRANTED[kind]})
+
+    def type_of(name: str) -> Type:
+        if "embed" in name or name.startswith("lm_head"):
+            return Type.F16
+        down = ".layers.1." in name and name.endswith(("down_proj.weight", "w2.weight"))
+        return Type.Q8_0 if down else Type.Q4_0
+
+    path = write(source, tmp_path / "mixed.gguf", kind, type_of)
+    info = inspect(path)
+    assert info.weight_format(None, "auto", "bfloat16") == GGUF_INT4
+    assert info.default_layers[1].expanded > 0 == info.default_layers[0].expanded
+    model = ModelSlice.load(
+        path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF_INT4, num_slots=4
+    )
+    assert model.num_weight_bytes == info.loaded("bfloat16", GGUF_INT4).layers[1]
+    expected = text(path, "cluster.stages=1", "policy=root")
+    for stages, policy in ((2, "best_first"), (4, "level"), (1, "static_tree")):
+        assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("llama", Type.Q4_0), ("qwen3_moe", Type.Q8_0)])

@@ -11,7 +11,6 @@ import torch
 
 from pipespec.cluster import memory
 from pipespec.config.choices import options
-from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model_slice import ModelSlice
@@ -37,9 +36,7 @@ def model(tmp_path_factory) -> Path:
 def text(path: Path, *overrides: str) -> list[list[int]]:
     """Three requests at once."""
     deployment = cluster.make_deployment(path, path, *overrides)
-    asked = [{"prompt": tuple(PROMPT[start:]), "max_new_tokens": NEW_TOKENS} for start in (0, 3, 6)]
-    with EmbeddedRedis() as redis:
-        return [tokens for tokens, _, _ in cluster.decode(deployment, redis, asked)]
+    return cluster.answers(deployment, [PROMPT[start:] for start in (0, 3, 6)], NEW_TOKENS)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -78,7 +75,16 @@ def test_logits_are_those_of_plain_k_and_v_within_a_bound(model, tmp_path, form,
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_memory_is_foretold_and_holds_nearly_twice_the_context(model, form):
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_memory_is_foretold_of_every_kind_of_attention(tmp_path, form, model_type):
+    path = build(model_type, tmp_path)
+    foretold = inspect(path).kv_bytes("bfloat16", form)
+    held = ModelSlice.load(path, range(1), dtype=torch.bfloat16, num_slots=50, kv_dtype=form)
+    assert held.num_kv_bytes == 50 * foretold
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_holds_nearly_twice_the_context(model, form):
     plain, narrow = (
         cluster.make_deployment(
             model, model, "cluster.stages=2", "model.dtype=bfloat16", f"model.kv_dtype={kept}"

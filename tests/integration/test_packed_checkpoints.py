@@ -179,9 +179,7 @@ def kept_text(path: Path, *overrides: str) -> list[list[int]]:
     """Three requests at once, in four bits."""
     deployment = cluster.make_deployment(path, path, "model.dtype=bfloat16", *overrides)
     assert deployment.weight_format(deployment.target) == PACKED_INT4
-    asked = [{"prompt": tuple(PROMPT[start:]), "max_new_tokens": NEW_TOKENS} for start in (0, 3, 6)]
-    with EmbeddedRedis() as redis:
-        return [tokens for tokens, _, _ in cluster.decode(deployment, redis, asked)]
+    return cluster.answers(deployment, [PROMPT[start:] for start in (0, 3, 6)], NEW_TOKENS)
 
 
 def test_in_four_bits_the_text_is_one_for_every_stage_count_policy_and_batch(packed):

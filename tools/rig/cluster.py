@@ -97,6 +97,15 @@ def decode(
     return out
 
 
+def answers(
+    deployment: Deployment, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[list[int]]:
+    """The token ids of greedy answers to these prompts, submitted together."""
+    asked = [{"prompt": tuple(each), "max_new_tokens": max_new_tokens} for each in prompts]
+    with EmbeddedRedis() as redis:
+        return [tokens for tokens, _, _ in decode(deployment, redis, asked)]
+
+
 def reference(
     target: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, **settings: Any
 ) -> list[list[int]]:

@@ -7,37 +7,37 @@ quantise activations are left out: only weights are in 4 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.engine.formats.mxfp4 import MXFP4, PLAIN, mx_rows
+from pipespec.engine.formats.matrix_packing import Load, MatrixPacking
+from pipespec.engine.formats.mxfp4 import MXFP4, mx_rows
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
 from pipespec.errors import ModelError
 
 if TYPE_CHECKING:  # headers are read without them
-    import torch
-
     from pipespec.engine.formats.gguf_blocks import BlockWeights
 
 NVFP4 = "nvfp4"
 # By the format in config.json: the kind of blocks (`gguf_blocks`), and numbers with one scale.
 FORMATS = {"nvfp4-pack-quantized": ("NVFP4", 16), "mxfp4-pack-quantized": ("MXFP4", 32)}
 PACKED, SCALE, GLOBAL = ".weight_packed", ".weight_scale", ".weight_global_scale"
-WEIGHT = ".weight"
 SCALE_TYPES = {"NVFP4": "F8_E4M3", "MXFP4": "U8"}
 
 
 @dataclass(frozen=True, slots=True)
-class Fp4Packing:
+class Fp4Packing(MatrixPacking):
     """How the matrices of a checkpoint folder are packed; see `packing.Packing`."""
 
     path: Path
     kind: str
     group: int
+
+    suffix = PACKED
+    fast = False
 
     @property
     def format(self) -> str:
@@ -48,25 +48,6 @@ class Fp4Packing:
     def dense_dtype(self) -> str | None:
         """The type of matrices once dequantised, as safetensors names it."""
         return "F32"
-
-    @property
-    def suffix(self) -> str:
-        """The end of the name of the tensor with the codes of a matrix."""
-        return PACKED
-
-    @property
-    def fast_format(self) -> str | None:
-        """See `CheckpointInfo`: by default all become plain, as their products are slow."""
-        return PLAIN
-
-    @property
-    def dense_suffix(self) -> str:
-        """The end of the name of a plain matrix."""
-        return WEIGHT
-
-    def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of the matrices."""
-        return [name.removesuffix(PACKED) for name in tensors if name.endswith(PACKED)]
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
         """The shape `(out, in)` of a matrix, from the headers. Raises ModelError."""
@@ -90,14 +71,8 @@ class Fp4Packing:
         """Bytes of a matrix that stays packed."""
         return tensors[name + PACKED].num_bytes + tensors[name + SCALE].num_bytes
 
-    def readers(
-        self, name: str, shape: tuple[int, ...], load: Callable[..., Any]
-    ) -> dict[str, Callable[[], Any]]:
-        """Read a matrix that can stay packed."""
-        return {name: partial(self.read, name, load)} if self.keeps(name, shape) else {}
-
-    def read(self, name: str, load: Callable[..., torch.Tensor | None]) -> BlockWeights:
-        """Read a matrix; `load` returns the tensor of a name, or None."""
+    def read(self, name: str, load: Load) -> BlockWeights:
+        """See `MatrixPacking`."""
         import torch
 
         from pipespec.engine.formats.gguf_blocks import BlockWeights

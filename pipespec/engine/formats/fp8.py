@@ -9,13 +9,13 @@ are: scales by which other engines quantise activations are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.lazy import DTYPES
+from pipespec.engine.formats.matrix_packing import WEIGHT, Load, MatrixPacking
 from pipespec.engine.formats.packing import COMPRESSED
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
@@ -29,7 +29,6 @@ FP8, FBGEMM = "fp8", "fbgemm_fp8"
 FLOAT_QUANTIZED = "float-quantized"
 # Formats of compressed-tensors whose codes are stored one by one, as floats if their type says so.
 FLOAT_FORMATS = (FLOAT_QUANTIZED, "naive-quantized")
-WEIGHT = ".weight"
 CODE_TYPE = "F8_E4M3"
 # Suffixes of the scales of a matrix, of which it has one.
 SCALES = (".weight_scale_inv", ".weight_scale")
@@ -60,7 +59,7 @@ class Fp8Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Packing:
+class Fp8Packing(MatrixPacking):
     """How the FP8 matrices of a checkpoint folder are scaled; see `packing.Packing`.
 
     Attributes:
@@ -69,6 +68,8 @@ class Fp8Packing:
 
     path: Path
     block: tuple[int, int] | None
+
+    suffix = WEIGHT
 
     @property
     def format(self) -> str:
@@ -87,21 +88,6 @@ class Fp8Packing:
             for name, each in tensors.items()
             if each.dtype == CODE_TYPE and name.endswith(WEIGHT)
         ]
-
-    @property
-    def suffix(self) -> str:
-        """The end of the name of the tensor with the codes of a matrix."""
-        return WEIGHT
-
-    @property
-    def fast_format(self) -> str | None:
-        """See `CheckpointInfo`: by default all that can stay does."""
-        return None
-
-    @property
-    def dense_suffix(self) -> str:
-        """The end of the name of a plain matrix."""
-        return WEIGHT
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
         """The shape `(out, in)` of a matrix, from the headers. Raises ModelError."""
@@ -154,14 +140,8 @@ class Fp8Packing:
         scales = math.prod(self._scales(name, tensors))
         return tensors[name + WEIGHT].num_bytes + SCALE_BYTES * scales
 
-    def readers(
-        self, name: str, shape: tuple[int, ...], load: Callable[..., Any]
-    ) -> dict[str, Callable[[], Any]]:
-        """Read a matrix that can stay in 8 bits."""
-        return {name: partial(self.read, name, load)} if self.keeps(name, shape) else {}
-
-    def read(self, name: str, load: Callable[[str], torch.Tensor | None]) -> Fp8Weights:
-        """Read a matrix; `load` returns the tensor of a name, or None."""
+    def read(self, name: str, load: Load) -> Fp8Weights:
+        """See `MatrixPacking`."""
         codes = load(name + WEIGHT)
         scales = next(found for each in SCALES if (found := load(name + each)) is not None)
         assert codes is not None, "the headers contain it"

@@ -22,13 +22,15 @@ from pipespec.engine.formats.gguf_bounds import check_bounds
 from pipespec.engine.formats.gguf_metadata import (
     FOREIGN,
     architecture_of,
-    as_json,
     config_of,
     metadata,
     names_of,
+    partner_of,
 )
 from pipespec.engine.formats.lazy import LazyTensor
+from pipespec.engine.formats.matrix_packing import WEIGHT
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
+from pipespec.engine.formats.packing import INT4_OUT_MULTIPLE
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
 from pipespec.errors import ModelError
@@ -45,25 +47,24 @@ if TYPE_CHECKING:  # not needed if the header is cached
 GGUF, GGUF_INT4 = "gguf", "gguf-int4"
 PACKAGE = "gguf"
 SUFFIX = ".gguf"
-WEIGHT = ".weight"
 # The version of cached headers: increase it when `_read` changes its result.
 FORM = 3
-# Bytes and weights of a block of the types that can stay as they are; those of 4 bits become packed
-# integers, with two bfloat16 for each group.
+# Bytes and weights of a block of the types that can stay as they are, and of those that become
+# packed integers in bfloat16, with two numbers for each group of 32.
 KEPT_BLOCKS = {
-    "Q4_0": (20, 32),
+    "Q4_0": (18, 32),
     "Q4_1": (20, 32),
     "Q5_0": (22, 32),
     "Q5_1": (24, 32),
     "Q8_0": (34, 32),
     "Q2_K": (84, 256),
     "Q3_K": (110, 256),
-    "Q4_K": (160, 256),
+    "Q4_K": (144, 256),
     "Q5_K": (176, 256),
     "Q6_K": (210, 256),
     "MXFP4": (17, 32),
 }
-INT4_BLOCKS = ("Q4_0", "Q4_1", "Q4_K")
+INT4_BLOCKS = {"Q4_0": (20, 32), "Q4_1": (20, 32), "Q4_K": (160, 256)}
 PLAIN_TYPES = ("F32", "F16", "BF16")
 _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
@@ -126,22 +127,20 @@ class GgufHeader:
             for name, each in self.stored.items()
         }
 
-    @property
-    def few_bits(self) -> bool:
-        """Whether weights are of fewer bits than plain ones."""
-        return any(each not in PLAIN_TYPES for each in self.type_of.values())
-
     def kept(self, form: str) -> dict[str, str]:
         """The type of each matrix of the layers that stays as it is in GGUF or GGUF_INT4, by its
         name."""
-        types = INT4_BLOCKS if form == GGUF_INT4 else KEPT_BLOCKS
+        found = {}
+        for name, each in self.stored.items():
+            kind = self.type_of[each.name]
+            in_form = is_int4(kind, each.shape[0]) if form == GGUF_INT4 else kind in KEPT_BLOCKS
+            if in_form and len(each.shape) == 2 and LAYER.search(name) and name.endswith(WEIGHT):
+                found[name.removesuffix(WEIGHT)] = kind
+        # Transformers has gate and up in one stack.
         return {
-            name.removesuffix(WEIGHT): kind
-            for name, each in self.stored.items()
-            if name.endswith(WEIGHT)
-            and LAYER.search(name) is not None
-            and len(each.shape) == 2
-            and (kind := self.type_of[each.name]) in types
+            name: kind
+            for name, kind in found.items()
+            if (partner := partner_of(name)) is None or partner in found
         }
 
     def kept_layers(self, form: str) -> tuple[KeptLayer, ...]:
@@ -155,11 +154,17 @@ class GgufHeader:
             count = math.prod(each.shape)
             matrix = name.removesuffix(WEIGHT)
             if matrix in kept:
-                num_bytes, weights = KEPT_BLOCKS[kind]
+                table = INT4_BLOCKS if is_int4(kind, each.shape[0]) else KEPT_BLOCKS
+                num_bytes, weights = table[kind]
                 found[int(layer[1])] += KeptLayer(count, count // weights * num_bytes)
             else:
                 found[int(layer[1])] += KeptLayer(expanded=count)
         return tuple(found)
+
+
+def is_int4(kind: str, out: int) -> bool:
+    """Whether a matrix with so many rows of these blocks can become packed integers."""
+    return kind in INT4_BLOCKS and out % INT4_OUT_MULTIPLE == 0
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -301,7 +306,7 @@ def _read(path: Path) -> GgufHeader:
     names = names_of(path, reader, architecture, config)
     eos = [metadata(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return GgufHeader(
-        as_json(config),
+        json.dumps(config.to_dict()),
         json.dumps(names),
         json.dumps({each.name: each.tensor_type.name for each in reader.tensors}),
         sorted({int(each) for each in eos if each is not None}),

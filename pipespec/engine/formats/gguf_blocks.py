@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -55,6 +56,12 @@ class BlockWeights:
     def grouped(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Codes `[out, in]`, scales and offsets `[out, groups]` in float32."""
         return unpacked(self.rows, self.kind, self.factor)
+
+    def int4(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Int4Weights`; of the kinds in INT4_KINDS."""
+        codes, scales, offsets = self.grouped()
+        assert offsets is not None, "codes from 0 on have one"
+        return codes, scales, 8 * scales + offsets
 
     def dense(self) -> Tensor:
         """The weights `[out, in]` in float32."""
@@ -186,8 +193,13 @@ def _q6_k_codes(blocks: Tensor) -> Tensor:
     return (low | high << 4).view(torch.int8) - 32
 
 
+@cache
+def _fp4_table(device: torch.device) -> Tensor:
+    return torch.tensor(FP4_DOUBLED, dtype=torch.int8, device=device)
+
+
 def _fp4(places: Tensor) -> Tensor:
-    return torch.tensor(FP4_DOUBLED, dtype=torch.int8, device=places.device)[places.int()]
+    return _fp4_table(places.device)[places.int()]
 
 
 def _nvfp4_codes(blocks: Tensor) -> Tensor:

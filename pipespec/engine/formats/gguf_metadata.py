@@ -6,7 +6,6 @@ matrices of its own.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,6 +48,8 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+_PARTNERS = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 
 # A value of the metadata of the architecture; None: there is none.
 Field = Callable[[str], Any]
@@ -315,6 +316,9 @@ def _experts(
     return found
 
 
-def as_json(config: Any) -> str:
-    """A config as the JSON of config.json."""
-    return json.dumps(config.to_dict())
+def partner_of(name: str) -> str | None:
+    """The other matrix of an expert, gate or up, that Transformers stacks with this one; None:
+    there is none."""
+    stem, _, part = name.rpartition(".")
+    other = _PARTNERS.get(part) if ".experts." in stem else None
+    return None if other is None else f"{stem}.{other}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.formats.packing import WORD
+from pipespec.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,13 @@ class GroupedWeights:
         weights -= self.zeros[:, self.group_of]
         weights *= self.scales[:, self.group_of]
         return weights
+
+    def int4(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Int4Weights`."""
+        if not self.in_order:
+            raise ModelError("its groups are of any inputs, though config.json says otherwise")
+        scales = self.scales.float()
+        return self.codes, scales, (8 - self.zeros.float()) * scales
 
     @property
     def in_order(self) -> bool:

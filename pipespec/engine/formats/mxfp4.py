@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.matrix_packing import Load, MatrixPacking
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.errors import ModelError
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:  # headers are read without them
     from pipespec.engine.formats.gguf_blocks import BlockWeights
 
 MXFP4 = "mxfp4"
-# A format in which nothing stays.
-PLAIN = "plain"
 BLOCKS, SCALES = "_blocks", "_scales"
 KIND = "MXFP4"  # of `gguf_blocks`
 GROUP, CODE_BYTES, BLOCK_BYTES = 32, 16, 17
@@ -62,10 +61,14 @@ def mx_rows(pairs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Packing:
+class Mxfp4Packing(MatrixPacking):
     """How the experts of a checkpoint folder are packed; see `packing.Packing`."""
 
     path: Path
+
+    suffix = BLOCKS
+    dense_suffix = ""
+    fast = False
 
     @property
     def format(self) -> str:
@@ -76,25 +79,6 @@ class Mxfp4Packing:
     def dense_dtype(self) -> str | None:
         """The type of matrices once dequantised, as safetensors names it."""
         return "BF16"
-
-    @property
-    def suffix(self) -> str:
-        """The end of the name of the tensor with the codes of a matrix."""
-        return BLOCKS
-
-    @property
-    def fast_format(self) -> str | None:
-        """See `CheckpointInfo`: by default all become plain, as their products are slow."""
-        return PLAIN
-
-    @property
-    def dense_suffix(self) -> str:
-        """The end of the name of a plain matrix."""
-        return ""
-
-    def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of the stacks of experts."""
-        return [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
 
     def shape(self, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
         """The shape `(experts, in, out)` of a stack, from the headers. Raises ModelError."""
@@ -116,16 +100,14 @@ class Mxfp4Packing:
         """Bytes of a stack that stays packed."""
         return tensors[name + BLOCKS].num_bytes // CODE_BYTES * BLOCK_BYTES
 
-    def read(self, name: str, load: Callable[..., torch.Tensor | None]) -> Mxfp4Experts:
-        """Read a stack; `load` returns the tensor of a name, or a part of it."""
-        blocks, scales = load(name + BLOCKS), load(name + SCALES)
-        assert blocks is not None and scales is not None, "the headers contain them"
-        return Mxfp4Experts(blocks, scales)
+    def read(self, name: str, load: Load) -> Mxfp4Experts:
+        """See `MatrixPacking`."""
+        return Mxfp4Experts(load(name + BLOCKS), load(name + SCALES))
 
     def readers(
-        self, name: str, shape: tuple[int, ...], load: Callable[..., Any]
+        self, name: str, shape: tuple[int, ...], load: Load
     ) -> dict[str, Callable[[], Any]]:
-        """Read the matrices that can stay packed: one for each expert, by name and number."""
+        """See `MatrixPacking`: one for each expert, by name and number."""
 
         def read(number: int) -> BlockWeights:
             part = slice(number, number + 1)

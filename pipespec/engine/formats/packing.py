@@ -7,12 +7,12 @@ Verified against the packing code of autoawq, auto_gptq and compressed-tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.matrix_packing import Load, MatrixPacking
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
 from pipespec.errors import ModelError
@@ -33,13 +33,12 @@ WORD = 32  # bits of the integers into which codes are packed
 # The place in a word of each of eight neighbouring columns in AWQ.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 PACKED = "pack-quantized"
-WEIGHT = ".weight"
 # Formats of compressed-tensors that are not packed, which Transformers dequantises.
 WHOLE = ("naive-quantized", "int-quantized")
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(MatrixPacking):
     """How the matrices of a checkpoint folder are packed.
 
     Attributes:
@@ -70,20 +69,6 @@ class Packing:
         """The type of matrices once unpacked, as safetensors names it; None: that of their
         scales."""
         return None
-
-    @property
-    def fast_format(self) -> str | None:
-        """See `CheckpointInfo`: by default all that can stay does."""
-        return None
-
-    @property
-    def dense_suffix(self) -> str:
-        """The end of the name of a plain matrix."""
-        return WEIGHT
-
-    def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """The names of the packed matrices."""
-        return [name.removesuffix(self.suffix) for name in tensors if name.endswith(self.suffix)]
 
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a matrix can stay packed."""
@@ -145,14 +130,8 @@ class Packing:
             return {".weight_scale": (out, groups), ".weight_zero_point": words}
         return {".scales": (groups, out), ".qzeros": (groups, -(-out // per_word))}
 
-    def readers(
-        self, name: str, shape: tuple[int, ...], load: Callable[..., Any]
-    ) -> dict[str, Callable[[], Any]]:
-        """Read a matrix that can stay packed."""
-        return {name: partial(self.read, name, load)} if self.keeps(name, shape) else {}
-
-    def read(self, name: str, load: Callable[[str], torch.Tensor | None]) -> GroupedWeights:
-        """Read a matrix; `load` returns the tensor of a name, or None."""
+    def read(self, name: str, load: Load) -> GroupedWeights:
+        """See `MatrixPacking`."""
         import torch
 
         from pipespec.engine.formats.groups import GroupedWeights, unpack

@@ -49,10 +49,11 @@ def test_weights_equal_those_of_gguf_bit_for_bit(kind):
 
 def test_memory_is_counted_as_it_is_held():
     """Of each kind: its own bytes, or packed integers with two bfloat16 for a group."""
-    assert INT4_BLOCKS == INT4_KINDS
+    assert tuple(INT4_BLOCKS) == INT4_KINDS
     assert KEPT_BLOCKS.keys() == KINDS.keys() - {"NVFP4"}
-    for kind, (num_bytes, weights) in KEPT_BLOCKS.items():
+    for kind, held in KEPT_BLOCKS.items():
         found = KINDS[kind]
-        packed = found.size // 2 + found.size // found.group * 4
-        assert weights == found.size
-        assert num_bytes == (packed if kind in INT4_KINDS else found.num_bytes)
+        assert held == (found.num_bytes, found.size)
+        if kind in INT4_KINDS:
+            packed = found.size // 2 + found.size // found.group * 4
+            assert INT4_BLOCKS[kind] == (packed, found.size)

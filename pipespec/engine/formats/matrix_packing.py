@@ -1,0 +1,48 @@
+"""What the packings of matrices have in common, whatever their format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipespec.engine.safetensors_headers import Tensor
+
+WEIGHT = ".weight"
+# Returns the tensor of a name, or a part of it; None: there is none.
+Load = Callable[..., Any]
+
+
+class MatrixPacking:
+    """The matrices of a checkpoint folder that are not plain.
+
+    Attributes:
+        dense_suffix: the end of the name of a plain matrix.
+        fast: products of weights that stay as they are take no longer than those of plain ones, or
+            nearly so; others stay only if `model.keep_quantized` is yes.
+    """
+
+    __slots__ = ()
+    dense_suffix = WEIGHT
+    fast = True
+    # The end of the name of the tensor with the codes of a matrix.
+    suffix: str
+
+    def matrices(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """The names of the matrices."""
+        return [name.removesuffix(self.suffix) for name in tensors if name.endswith(self.suffix)]
+
+    def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a matrix can stay as it is."""
+        raise NotImplementedError
+
+    def read(self, name: str, load: Load) -> Any:
+        """Read a matrix; its `dense()` are the weights."""
+        raise NotImplementedError
+
+    def readers(
+        self, name: str, shape: tuple[int, ...], load: Load
+    ) -> dict[str, Callable[[], Any]]:
+        """Read what can stay as it is: the matrix, or each of several that are stored together."""
+        return {name: partial(self.read, name, load)} if self.keeps(name, shape) else {}
