@@ -308,10 +308,12 @@ def check_parallel(proposer: ProposerConfig, draft: CheckpointInfo) -> None:
 def require_quantizers(deployment: Deployment) -> None:
     """Raise ModelError unless this machine can load what its workers are to hold."""
     model = deployment.config.model
-    if any(host.local for host in deployment.hosts):
-        for kind, info in deployment.models:
-            name = quantization_of(kind)
-            info.require_quantizer(f"model.{name}", getattr(model, name))
+    local = {worker for host in deployment.hosts if host.local for worker in host.workers}
+    has_cpu = any(deployment.device_of(worker) == "cpu" for worker in local)
+    for kind, info in deployment.models if local else ():
+        name = quantization_of(kind)
+        on_cpu = deployment.weight_format(info) if has_cpu else None
+        info.require_quantizer(f"model.{name}", getattr(model, name), on_cpu)
 
 
 def require_backend(deployment: Deployment) -> None:

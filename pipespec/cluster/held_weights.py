@@ -48,16 +48,12 @@ def _expansion(deployment: Deployment, info: CheckpointInfo) -> str | None:
         return None
     held = deployment.weight_format(info)
     if held in KEPT_FORMATS:
-        some = sum(each.expanded > 0 for each in info.kept_in_layers(held))
+        some = sum(each.expanded > 0 for each in info.kept_layers)
         return f"{become} in {some} of {info.num_layers} layers in part" if some else None
     if not info.can_keep:
         return f"{become}, as no product takes their format ({info.dequantized_from})"
     if deployment.config.model.keep_quantized == "no":
         return f"{become}, as model.keep_quantized is no"
-    if not any(each.weights for each in info.default_layers):
-        return (
-            f"{become}, as products of their blocks are slow; model.keep_quantized=yes keeps them"
-        )
     return f"{become}, as 4 bits are multiplied in {KEPT_DTYPE} alone"
 
 

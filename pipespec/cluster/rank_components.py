@@ -59,7 +59,9 @@ def load_model(
     device = memory.device_of(deployment, rank, mid=mid)
     slots = memory.kv_slots(deployment, rank, memory.share_bytes(device, sharing), mid=mid)
     name = quantization_of(deployment.name_of(info))
-    info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name))
+    held = deployment.weight_format(info)
+    on_cpu = held if device == "cpu" else None
+    info.require_quantizer(f"model.{name}", getattr(deployment.config.model, name), on_cpu)
     settings = deployment.config.model
     layers = memory.layers_of(deployment, info, rank)
     # In a later epoch, and on a host that was started by hand, some may be lacking.
@@ -68,7 +70,7 @@ def load_model(
         info.path,
         layers,
         dtype=getattr(torch, deployment.dtype_of(info)),
-        quantization=deployment.weight_format(info),
+        quantization=held,
         device=device,
         num_slots=slots,
         attention=settings.attention,

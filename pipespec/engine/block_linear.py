@@ -1,56 +1,153 @@
 """Layers whose weights stay in blocks, such as those of a GGUF file.
 
 In bfloat16, blocks of 4 bits become packed integers for PyTorch's own product (`Int4Linear`): the
-same codes, with scales and minimums rounded to bfloat16. All others keep the bytes of the file, and
-are dequantised as they are used.
+same codes, with scales and minimums rounded to bfloat16. All others are dequantised as they are
+used; the bits of their codes are in planes, in as many bytes as in the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.formats.gguf import is_int4
-from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, unpacked
+from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, Factors, numbers_of
 from pipespec.engine.int4 import Int4Linear
 from pipespec.errors import ModelError
 
+if TYPE_CHECKING:  # compiled when it is imported
+    from pipespec.engine.block_kernels import Blocks
+
+# Bits of codes of so many bits in the lower plane; the others are in the upper one.
+LOW_BITS = {2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 8}
+
 
 class BlockLinear(DequantisedLinear):
-    """A linear layer with weights in blocks of one kind."""
+    """A linear layer with weights in blocks of one kind.
 
-    rows: Tensor
+    A plane of n bits holds code `i + j * in * n / 8` in bits `j * n` and up of byte `i` of a row.
+    """
+
+    low: Tensor
+    high: Tensor
+    scale_large: Tensor
+    scale_small: Tensor
+    scale_table: Tensor
+    offset_large: Tensor
+    offset_small: Tensor
+    offset_table: Tensor
 
     def __init__(
         self, source: str, out_features: int, in_features: int, bias: Any = None, *, kind: str
     ):
         super().__init__(source, out_features, in_features, bias)
-        self.kind = kind
-        self.width = KINDS[kind].group
-        self.factor = 1.0
-        self.register_buffer("rows", None)
+        self.kind = KINDS[kind]
+        self.width = self.kind.group
+        self.blocks: Blocks | None = None
+        for name in ("low", "high", "scale_large", "scale_small", "offset_large", "offset_small"):
+            self.register_buffer(name, None)
 
     def fill(self, weights: BlockWeights, device: torch.device) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
         expected = (self.out_features, self.in_features)
         if weights.shape != expected:
             raise ModelError(f"it is {list(weights.shape)}, but must be {list(expected)}")
-        self.rows, self.factor = weights.rows.to(device), weights.factor
+        low_bits = LOW_BITS[self.kind.bits]
+        codes = weights.codes().to(device)
+        self.low = plane(codes & ((1 << low_bits) - 1), low_bits)
+        self.high = plane(codes >> low_bits, self.kind.bits - low_bits)
+        self.scale_large, self.scale_small = self._stored(weights.scales(), device)
+        self.scale_table = self.kind.scale_table.to(device) * weights.factor
+        self.offset_large, self.offset_small = self._stored(weights.offsets(), device)
+        self.offset_table = self.kind.offset_table.to(device)
+        self.blocks = None
 
-    def dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def _stored(self, found: Factors | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The bits of large factors, int16, and small ones; without columns where there are
+        none."""
+        found = found or Factors()
+        large = torch.empty(self.out_features, 0, dtype=torch.float16)
+        small = torch.empty(self.out_features, 0, dtype=torch.uint8)
+        large = large if found.large is None else found.large
+        small = small if found.small is None else found.small
+        return large.contiguous().view(torch.int16).to(device), small.contiguous().to(device)
+
+    def dequantise(self, start: int, weights: Tensor) -> None:
         """See `DequantisedLinear`."""
+        if weights.device.type != "cpu" or weights.dtype not in (torch.float32, torch.bfloat16):
+            weights.copy_(self._dequantised(start, start + len(weights), weights.dtype))
+            return
+        from pipespec.engine.block_kernels import dequantise_blocks
+
+        self.blocks = self.blocks or self._compiled()
+        dequantise_blocks(self.blocks, start, weights)
+
+    def _compiled(self) -> Blocks:
+        """The weights as the compiled code takes them."""
+        import numpy as np
+
+        from pipespec.engine.block_kernels import Blocks, halves
+
+        return Blocks(
+            self.low.numpy(),
+            self.high.numpy(),
+            LOW_BITS[self.kind.bits],
+            np.int32(self.kind.first),
+            self.kind.is_fp4,
+            self.scale_large.numpy().view(np.uint16),
+            self.scale_small.numpy(),
+            self.scale_table.numpy(),
+            self.offset_large.numpy().view(np.uint16),
+            self.offset_small.numpy(),
+            self.offset_table.numpy(),
+            halves(),
+            self.kind.group,
+        )
+
+    def _dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """These rows, by PyTorch's operations."""
         if dtype == torch.float16:  # which does not hold small scales
-            return self.dequantised(start, stop, torch.float32).to(dtype)
-        codes, scales, offsets = unpacked(self.rows[start:stop], self.kind, self.factor)
-        weights = codes.to(dtype).view(*scales.shape, self.width)
-        weights.mul_(scales.to(dtype).unsqueeze(-1))
-        if offsets is not None:
-            weights.add_(offsets.to(dtype).unsqueeze(-1))
-        return weights.view(codes.shape)
+            return self._dequantised(start, stop, torch.float32).to(dtype)
+        low_bits = LOW_BITS[self.kind.bits]
+        codes = unpacked(self.low[start:stop], low_bits)
+        if self.high.shape[1]:
+            codes |= unpacked(self.high[start:stop], self.kind.bits - low_bits) << low_bits
+        scales = Factors(*self._factors("scale", start, stop)).products(self.scale_table)
+        by_group = numbers_of(codes, self.kind, dtype).view(*scales.shape, -1)
+        by_group.mul_(scales.to(dtype).unsqueeze(-1))
+        if self.offset_large.shape[1]:
+            offsets = Factors(*self._factors("offset", start, stop)).products(self.offset_table)
+            by_group.add_(offsets.to(dtype).unsqueeze(-1))
+        return by_group.view(codes.shape)
+
+    def _factors(self, name: str, start: int, stop: int) -> tuple[Tensor | None, Tensor | None]:
+        large = getattr(self, f"{name}_large")[start:stop]
+        small = getattr(self, f"{name}_small")[start:stop]
+        return (
+            large.view(torch.float16) if large.shape[1] else None,
+            small if small.shape[1] else None,
+        )
+
+
+def plane(codes: Tensor, bits: int) -> Tensor:
+    """Codes `[out, in]` of so many bits each, as a plane `[out, in * bits / 8]`."""
+    if bits == 0:
+        return codes[:, :0].clone()
+    fields = codes.view(len(codes), 8 // bits, -1)
+    packed = fields[:, 0].clone()
+    for i in range(1, 8 // bits):
+        packed |= fields[:, i] << i * bits
+    return packed
+
+
+def unpacked(plane: Tensor, bits: int) -> Tensor:
+    """The codes of a plane."""
+    mask = (1 << bits) - 1
+    return torch.cat([plane >> shift & mask for shift in range(0, 8, bits)], 1)
 
 
 def make_linear(

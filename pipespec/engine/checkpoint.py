@@ -14,7 +14,6 @@ from pipespec.engine.architectures import require_supported
 from pipespec.engine.checkpoint_files import read_files
 from pipespec.engine.consistency import check_count, check_eos, require_consistent
 from pipespec.engine.draft_kind import parallel_draft, refuse_eagle_head
-from pipespec.engine.formats.gguf import GGUF_INT4
 from pipespec.engine.formats.lazy import DTYPES
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.formats.packing import PACKED_INT4
@@ -29,6 +28,9 @@ from pipespec.engine.model_config import (
 from pipespec.engine.model_path import resolve
 from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, KV_SCALE_BYTES, automatic
 from pipespec.engine.quantization import (
+    COMPILER,
+    DEQUANTISED_FORMATS,
+    KEPT_FORMATS,
     PACKED_METHODS,
     QUANTIZATIONS,
     require_package,
@@ -41,8 +43,6 @@ from pipespec.system.validation import shown
 # The type in which weights of few bits are computed, unless another is asked for; the kernels for
 # packed 4-bit weights have no other.
 KEPT_DTYPE = "bfloat16"
-# The formats in which all that stays is packed integers.
-INTEGERS = (PACKED_INT4, GGUF_INT4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,6 @@ class CheckpointInfo:
             load; None: the files are not dequantised.
         kept_layers: what can stay in the few bits of the files, for each layer.
         kept_format: one of KEPT_FORMATS, in which it then is in memory.
-        default_layers, default_format: the same of what stays unless all is asked for: that whose
-            products are fast; None: nothing.
         package: the package that reads such files, if pipespec does not.
         mask_token: the token that a parallel draft (PARD) has at future positions.
         parallel_tokens: tokens that a parallel draft proposes per pass.
@@ -95,8 +93,6 @@ class CheckpointInfo:
     dequantized_from: str | None = None
     kept_layers: tuple[KeptLayer, ...] = ()
     kept_format: str | None = None
-    default_layers: tuple[KeptLayer, ...] = ()
-    default_format: str | None = None
     package: str | None = None
     mask_token: int | None = None
     parallel_tokens: int = 1
@@ -136,11 +132,11 @@ class CheckpointInfo:
         # All weights that are not quantised are stored in the type of the embedding.
         growth = item / (stored.embedding / (self.vocab_size * self.hidden_size))
         layers = stored.layers
-        if quantization is not None and quantization in (self.kept_format, self.default_format):
+        if quantization is not None and quantization == self.kept_format:
             one = stored.embedding / (self.vocab_size * self.hidden_size)
             layers = tuple(
                 int((size - kept.weights * one) * growth) + kept.num_bytes
-                for size, kept in zip(layers, self.kept_in_layers(quantization), strict=True)
+                for size, kept in zip(layers, self.kept_layers, strict=True)
             )
         elif self.quantization is None:
             shrink = 1.0 if quantization is None else QUANTIZATIONS[quantization].bits / 8 / item
@@ -191,14 +187,8 @@ class CheckpointInfo:
 
         `quantization` is the value of that setting, `keep` that of `model.keep_quantized`.
         """
-        form = {"yes": self.kept_format, "auto": self.default_format}.get(keep)
-        fits = form not in INTEGERS or dtype == KEPT_DTYPE
-        some = any(each.weights for each in self.kept_in_layers(form))
-        return form if form is not None and fits and some else quantization
-
-    def kept_in_layers(self, form: str | None) -> tuple[KeptLayer, ...]:
-        """What stays in its few bits in each layer, in this format of the weights."""
-        return self.kept_layers if form == self.kept_format else self.default_layers
+        fits = self.kept_format != PACKED_INT4 or dtype == KEPT_DTYPE
+        return self.kept_format if keep != "no" and fits and self.can_keep else quantization
 
     @property
     def can_keep(self) -> bool:
@@ -227,8 +217,13 @@ class CheckpointInfo:
                     f"{self.path} has others; choose another {name}"
                 )
 
-    def require_quantizer(self, name: str, quantization: str | None) -> None:
-        """Raise ModelError unless this machine has the package that this takes."""
+    def require_quantizer(
+        self, name: str, quantization: str | None, on_cpu: str | None = None
+    ) -> None:
+        """Raise ModelError unless this machine has the packages that this takes. `on_cpu`: the
+        format of the weights in the memory of a CPU, if they are there."""
+        if on_cpu in DEQUANTISED_FORMATS:
+            require_package(COMPILER, f"{self.path} ({KEPT_FORMATS[on_cpu]}) on a CPU")
         if self.package is not None:
             require_package(self.package, f"{self.path} ({self.dequantized_from})")
         elif self.quantization is not None:
@@ -337,8 +332,6 @@ def inspect(model: str | Path) -> CheckpointInfo:
         dequantized_from=files.dequantized_from,
         kept_layers=_of_each(files.kept_layers, len(layers)),
         kept_format=files.kept_format,
-        default_layers=_of_each(files.default_layers, len(layers)),
-        default_format=files.default_format,
         package=files.package,
         mask_token=mask_token,
         parallel_tokens=parallel_tokens,

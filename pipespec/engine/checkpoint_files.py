@@ -35,8 +35,6 @@ class CheckpointFiles:
     dequantized_from: str | None = None
     kept_layers: tuple[KeptLayer, ...] = ()
     kept_format: str | None = None
-    default_layers: tuple[KeptLayer, ...] = ()
-    default_format: str | None = None
     package: str | None = None
 
     @property
@@ -56,10 +54,8 @@ def _read_gguf(path: Path) -> CheckpointFiles:
         header.settings,
         header.plain,
         dequantized_from=gguf.GGUF,
-        kept_layers=header.kept_layers(gguf.GGUF),
+        kept_layers=header.kept_layers,
         kept_format=gguf.GGUF,
-        default_layers=header.kept_layers(gguf.GGUF_INT4),
-        default_format=gguf.GGUF_INT4,
         package=gguf.PACKAGE,
     )
 
@@ -90,13 +86,10 @@ def _read_folder(path: Path) -> CheckpointFiles:
     plain = packed_checkpoint.as_plain(path, tensors, packing)
     if packing is None:
         return CheckpointFiles(raw, plain, dequantized_from=method, package=COMPRESSED_PACKAGE)
-    kept = packed_checkpoint.kept_layers(tensors, packing)
     return CheckpointFiles(
         raw,
         plain,
         dequantized_from=method,
-        kept_layers=kept,
+        kept_layers=packed_checkpoint.kept_layers(tensors, packing),
         kept_format=packing.format,
-        default_layers=kept if packing.fast else (),
-        default_format=packing.format if packing.fast else None,
     )

@@ -16,7 +16,7 @@ from torch.nn import functional
 from pipespec.engine.row_blocks import ROWS, blocks_of
 
 # Weights that are dequantised at a time: on a CPU as many as its caches hold.
-CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
+CHUNK = {"cpu": 1 << 21, "cuda": 1 << 24}
 
 
 class DequantisedLinear(nn.Module, ABC):
@@ -37,17 +37,19 @@ class DequantisedLinear(nn.Module, ABC):
         """Set the weights. Raises ModelError if they do not fit."""
 
     @abstractmethod
-    def dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """These rows of the weights, `[stop - start, in]`."""
+    def dequantise(self, start: int, weights: Tensor) -> None:
+        """Set `weights` `[rows, in]` to the rows of the weights from this one on."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         rows = x.reshape(-1, self.in_features)
         blocks = blocks_of(rows)
         y = x.new_empty(len(blocks) * ROWS, self.out_features)
-        step = self._step(x.device.type)
+        step = min(self._step(x.device.type), self.out_features)
+        some = x.new_empty(step, self.in_features)
         for start in range(0, self.out_features, step):
-            weights = self.dequantised(start, min(start + step, self.out_features), x.dtype)
+            weights = some[: self.out_features - start]
+            self.dequantise(start, weights)
             for i, block in enumerate(blocks):
                 product = functional.linear(block, weights)
                 y[i * ROWS : (i + 1) * ROWS, start : start + step] = product

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,42 +29,26 @@ class Fp8Linear(DequantisedLinear):
         shape = (self.out_features, self.in_features)
         if tuple(weights.codes.shape) != shape:
             raise ModelError(f"it is {list(weights.codes.shape)}, but must be {list(shape)}")
+        if ((weights.codes.view(torch.uint8) & 0x7F) == 0x7F).any():
+            raise ModelError("some of its weights are no numbers")
         self.height, self.width = weights.height, weights.width
         self.codes, self.scales = weights.codes.to(device), weights.scales.to(device)
-        if self.codes.data_ptr() % 2:  # it is read in pairs
-            self.codes = self.codes.clone()
 
-    def dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def dequantise(self, start: int, weights: Tensor) -> None:
         """See `DequantisedLinear`."""
+        if weights.device.type == "cpu" and weights.dtype in (torch.float32, torch.bfloat16):
+            from pipespec.engine.block_kernels import dequantise_fp8
+
+            codes = self.codes.view(torch.uint8).numpy()
+            dequantise_fp8(codes, self.scales.numpy(), self.height, self.width, start, weights)
+        else:
+            weights.copy_(self._dequantised(start, start + len(weights), weights.dtype))
+
+    def _dequantised(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """These rows, by PyTorch's operations."""
         if dtype == torch.float16:  # which does not hold small scales
-            return self.dequantised(start, stop, torch.float32).to(dtype)
-        weights = _decoded(self.codes[start:stop], dtype)
+            return self._dequantised(start, stop, torch.float32).to(dtype)
+        weights = self.codes[start:stop].to(dtype)
         scales = self.scales.to(dtype)
-        if len(scales) > 1:
-            scales = scales[torch.arange(start, stop, device=scales.device) // self.height]
-        if scales.shape[1] == 1:
-            return weights.mul_(scales)
-        if self.in_features % self.width:
-            return weights.mul_(scales.repeat_interleave(self.width, 1)[:, : self.in_features])
-        by_block = weights.view(len(weights), -1, self.width)
-        by_block.mul_(scales.unsqueeze(-1))
-        return weights
-
-
-@cache
-def _pairs(dtype: torch.dtype) -> Tensor:
-    """The two numbers of each pair of codes, as one integer, by the pair's 16 bits."""
-    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(dtype)
-    pairs = torch.arange(1 << 16)
-    both = torch.stack((numbers[pairs & 255], numbers[pairs >> 8]), -1)
-    return both.view(torch.int64 if dtype == torch.float32 else torch.int32).flatten()
-
-
-def _decoded(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of codes `[rows, in]`, without their scales."""
-    if codes.device.type != "cpu":
-        return codes.to(dtype)
-    # Several times as fast as PyTorch's own conversion, one code after the other.
-    pairs = codes.view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
-    found = _pairs(dtype).index_select(0, pairs.flatten())
-    return found.view(dtype).view(codes.shape)
+        scales = scales[torch.arange(start, stop, device=scales.device) // self.height]
+        return weights.mul_(scales.repeat_interleave(self.width, 1)[:, : self.in_features])

@@ -80,14 +80,13 @@ def load(
             prepare = partial(shard_model, group=group)
         if gguf.is_gguf(path):
             plain, blocks = gguf.lazy_state(path)
-            form = quantization if quantization in (gguf.GGUF, gguf.GGUF_INT4) else None
-            kinds = {} if form is None else gguf.header(path).kept(form)
+            kinds = gguf.header(path).kept if quantization == gguf.GGUF else {}
             make = partial(block_linear.make_linear, kinds, dtype or config.dtype or torch.float16)
             keep = partial(kept_weights.replace, names=tuple(kinds), make=make)
             model, loaded = _plain(
                 config, sliced_class(config, layers, keep), plain, dtype, options
             )
-            kept_weights.fill(model, blocks, device, form or gguf.GGUF)
+            kept_weights.fill(model, blocks, device, gguf.GGUF)
         elif packing is not None:
             del config.quantization_config  # for Transformers it has plain weights
             state, kept = packed_checkpoint.lazy_state(path, packing, parts)

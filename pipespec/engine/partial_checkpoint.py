@@ -111,7 +111,13 @@ def tensors_by_file(path: Path, parts: Collection[str]) -> dict[Path, dict[str, 
     in the file by the names that Transformers has. Raises ModelError."""
     if is_gguf(path):
         stored = gguf.header(path).stored
-        return {path: {name: stored[name].name for name in needed(stored, parts)}}
+        return {
+            path: {
+                name if in_file == stored[name].names[0] else f"{name} ({in_file})": in_file
+                for name in needed(stored, parts)
+                for in_file in stored[name].names
+            }
+        }
     file_of = stored_index(path)
     if file_of is None:
         file_of = dict.fromkeys(tensor_ranges(path / WEIGHTS), WEIGHTS)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.fp4 import NVFP4, fp4_packing
 from pipespec.engine.formats.fp8 import FBGEMM, FP8, fp8_packing
-from pipespec.engine.formats.gguf import GGUF, GGUF_INT4
+from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.formats.gguf import PACKAGE as GGUF_PACKAGE
 from pipespec.engine.formats.mxfp4 import MXFP4, Mxfp4Packing
 from pipespec.engine.formats.packed_checkpoint import AnyPacking
@@ -65,8 +65,11 @@ KEPT_FORMATS = {
     MXFP4: "4 bits, MXFP4",
     NVFP4: "4 bits, NVFP4",
     GGUF: "as in its GGUF file",
-    GGUF_INT4: "4 bits where its GGUF file has 4",
 }
+
+# Those that are dequantised as they are used, on a CPU by code that this package compiles.
+DEQUANTISED_FORMATS = (FP8, MXFP4, NVFP4, GGUF)
+COMPILER = "numba"
 
 # Methods whose weights pipespec reads itself. The package compressed-tensors reads its own integers
 # that are not packed.

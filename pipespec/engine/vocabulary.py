@@ -9,6 +9,15 @@ from pipespec.errors import ModelError
 
 # How many differing tokens an error message shows.
 NUM_SHOWN = 3
+# Small published models, by tokens that together only their family has; the first that fits counts.
+SMALL_MODELS = (
+    (("<|start_header_id|>", "<|eot_id|>"), "meta-llama/Llama-3.2-1B-Instruct"),
+    (("<|fim_prefix|>", "<|im_start|>", "<think>"), "Qwen/Qwen3-0.6B"),
+    (("<|fim_prefix|>", "<|im_start|>"), "Qwen/Qwen2.5-0.5B-Instruct"),
+    (("<start_of_turn>", "<start_of_image>"), "google/gemma-3-1b-it"),
+    (("<start_of_turn>",), "google/gemma-2-2b-it"),
+    (("<|channel|>", "<|constrain|>"), "openai/gpt-oss-20b"),
+)
 
 
 class Vocabulary(Protocol):
@@ -33,8 +42,17 @@ def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
     )
     raise ModelError(
         f"the vocabularies of target and draft differ in {len(differing)} tokens, for example "
-        f"{shown}; choose a draft that shares the target's tokenizer"
+        f"{shown}; choose a draft with the target's tokenizer, {_suggestion(ours)}, or "
+        "proposer=suffix, which needs no draft"
     )
+
+
+def _suggestion(vocabulary: Mapping[str, int]) -> str:
+    """Which drafts have this vocabulary, as an apposition."""
+    for tokens, model in SMALL_MODELS:
+        if all(token in vocabulary for token in tokens):
+            return f"such as {model}"
+    return "the smallest model of its family"
 
 
 def _id_of(token: str, vocabulary: Mapping[str, int]) -> str:

@@ -99,8 +99,8 @@ def test_weights_become_plain_or_stay_as_they_are(fp4, form, model_type):
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=0)
     info = inspect(path)
-    assert info.weight_format(None, "auto", "bfloat16") is None
-    assert info.weight_format(None, "yes", "bfloat16") == form
+    assert info.weight_format(None, "auto", "bfloat16") == form
+    assert info.weight_format(None, "no", "bfloat16") is None
     exact = logits(plain, PROMPT, 1, dtype=torch.float32)
     kept = logits(path, PROMPT, 2, dtype=torch.float32, quantization=form)
     assert (kept - exact).abs().max() <= 1e-5 * exact.abs().max()
@@ -119,7 +119,7 @@ def test_the_text_of_kept_weights_is_one_for_stages_and_policies(fp4, form):
     path, _ = fp4(form)
 
     def text(*overrides: str) -> list[list[int]]:
-        deployment = cluster.make_deployment(path, path, "model.keep_quantized=yes", *overrides)
+        deployment = cluster.make_deployment(path, path, *overrides)
         assert deployment.weight_format(deployment.target) == form
         return cluster.answers(deployment, [PROMPT, PROMPT[3:]], NEW_TOKENS)
 

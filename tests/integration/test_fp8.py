@@ -18,8 +18,8 @@ from pipespec.cluster import memory
 from pipespec.cluster.held_weights import expanded, summary
 from pipespec.config.choices import options
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.fp8 import FP8
-from pipespec.engine.fp8 import _decoded
+from pipespec.engine.formats.fp8 import FP8, Fp8Weights
+from pipespec.engine.fp8 import Fp8Linear
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from tests.helpers.models import NUM_LAYERS, build, logits, weights
@@ -78,11 +78,25 @@ def test_the_reference_is_what_transformers_reads(fp8, strategy):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_code_is_read_as_pytorch_reads_it(dtype):
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
-    torch.testing.assert_close(
-        _decoded(codes, dtype), codes.to(dtype), rtol=0, atol=0, equal_nan=True
-    )
+@pytest.mark.parametrize("width", [96, 127])
+def test_every_code_is_read_as_pytorch_reads_it(dtype, width):
+    """In float16 by its operations, else by compiled code; of blocks, and of one for each row."""
+    numbers = [code for code in range(256) if code & 0x7F != 0x7F]
+    codes = torch.tensor([numbers[:127], numbers[127:]]).to(torch.uint8)
+    scales = torch.tensor([[1.0, 0.5], [0.25, 3.0]])[:, : -(-127 // width)]
+    weights = Fp8Weights(codes.view(torch.float8_e4m3fn), scales, 1, width)
+    layer = Fp8Linear("it", 2, 127)
+    layer.fill(weights, torch.device("cpu"))
+    found = torch.empty(2, 127, dtype=dtype)
+    layer.dequantise(0, found)
+    torch.testing.assert_close(found, weights.dense().to(dtype), rtol=0, atol=0)
+
+
+def test_weights_that_are_no_numbers_are_refused():
+    codes = torch.full((2, 2), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    layer = Fp8Linear("it", 2, 2)
+    with pytest.raises(ModelError, match="no numbers"):
+        layer.fill(Fp8Weights(codes, torch.ones(1, 1), 2, 2), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,9 +22,9 @@ from pipespec.client.model_info import full_name
 from pipespec.cluster.held_weights import expanded
 from pipespec.config.choices import options
 from pipespec.controller.embedded_redis import EmbeddedRedis
-from pipespec.engine import tokenizer
+from pipespec.engine import quantization, tokenizer
 from pipespec.engine.checkpoint import inspect
-from pipespec.engine.formats.gguf import GGUF, GGUF_INT4
+from pipespec.engine.formats.gguf import GGUF
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
@@ -44,7 +44,7 @@ KEPT = {
     Type.Q5_0: 1.15,
     Type.Q5_1: 1.15,
     Type.Q8_0: 1.15,
-    Type.Q2_K: 1.15,
+    Type.Q2_K: 1.2,
     Type.Q3_K: 1.15,
     Type.Q4_K: 1.15,
     Type.Q5_K: 1.15,
@@ -52,7 +52,21 @@ KEPT = {
 }
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+SPECIAL = ("glm4_moe", "gpt_oss", "deepseek_v3", "deepseek_v2", "mistral", "ministral3")
 PERIOD = 6
+LATENT = {
+    "q_lora_rank": 256,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 64,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 # What llama.cpp takes for granted of an architecture.
 GRANTED = {
     "qwen2": {
@@ -78,6 +92,40 @@ GRANTED = {
             "full_attention": {"rope_type": "default", "rope_theta": 1000.0},
         },
     },
+    "glm4_moe": {
+        "moe_intermediate_size": 256,
+        "head_dim": 64,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "gpt_oss": {
+        "intermediate_size": 256,
+        "head_dim": 64,
+        "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
+    "deepseek_v2": {**LATENT, "moe_intermediate_size": 256},
+    "deepseek_v3": {
+        **LATENT,
+        "moe_intermediate_size": 256,
+        "n_group": 2,
+        "topk_group": 1,
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+    },
+    "mistral": {"sliding_window": None},
+    "ministral3": {
+        "head_dim": 64,
+        "rope_parameters": {
+            **YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
 }
 
 
@@ -95,7 +143,13 @@ def files(tmp_path_factory):
                 wide = {"head_dim": 128} if kind == "qwen3" else {}
                 build(kind, source, **{**WIDE, **wide, **GRANTED.get(kind, {})})
             embedding = Type.F32 if stored == Type.F32 else Type.F16
-            write(source, file, kind, lambda name: embedding if "embed" in name else stored)
+            few = ("embed", "kv_b_proj")  # of which llama.cpp has no K-quants
+            write(
+                source,
+                file,
+                kind,
+                lambda name: embedding if any(part in name for part in few) else stored,
+            )
         return file
 
     return get
@@ -134,7 +188,8 @@ def test_a_slice_holds_the_dequantised_weights_bit_for_bit(files, kind, stored):
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe"]
+    "kind",
+    ["llama", "qwen2", "qwen3", "phi3", "gemma3_text", *MIXTURES, *SPECIAL],
 )
 def test_a_file_of_plain_numbers_decodes_as_its_source(files, kind):
     """The same weights under the same settings: the config too is read as llama.cpp means it."""
@@ -162,11 +217,9 @@ def test_blocks_stay_as_they_are(files, stored):
     """The logits are those of the dequantised model, and memory is foretold."""
     path = files("llama", stored)
     info = inspect(path)
-    fast = GGUF_INT4 if stored in (Type.Q4_0, Type.Q4_1, Type.Q4_K) else None
-    assert info.weight_format(None, "auto", "bfloat16") == fast
-    assert info.weight_format(None, "auto", "float32") is None
-    assert info.weight_format(None, "yes", "bfloat16") == GGUF
-    assert info.weight_format(None, "no", "bfloat16") is None
+    for dtype in ("bfloat16", "float32"):
+        assert info.weight_format(None, "auto", dtype) == GGUF
+        assert info.weight_format(None, "no", dtype) is None
     expected = logits(path, PROMPT, 1, dtype=torch.float32)
     found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=GGUF)
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -184,8 +237,8 @@ def test_blocks_stay_as_they_are(files, stored):
     assert model.num_weight_bytes <= KEPT[stored] * in_file
 
 
-def test_by_default_only_blocks_of_four_bits_stay(tmp_path):
-    """Of a file with several types; a rank says so."""
+def test_blocks_of_several_types_stay(tmp_path):
+    """As llama.cpp's Q4_K_M has them."""
     source = build("llama", tmp_path / "source", **WIDE)
     path = write(
         source,
@@ -193,65 +246,70 @@ def test_by_default_only_blocks_of_four_bits_stay(tmp_path):
         "llama",
         lambda name: Type.Q6_K if "down_proj" in name else Type.Q4_K,
     )
-    info = inspect(path)
-    assert info.weight_format(None, "auto", "bfloat16") == GGUF_INT4
-    model = ModelSlice.load(
-        path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF_INT4, num_slots=4
-    )
-    assert model.num_weight_bytes == info.loaded("bfloat16", GGUF_INT4).layers[1]
-    assert isinstance(model._base.layers[0].mlp.down_proj.weight, torch.Tensor)
-    deployment = cluster.make_deployment(path, path)
-    line = expanded(deployment)
-    assert line is not None and "become bfloat16 in 4 of 4 layers in part" in line
+    model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
+    assert model.num_weight_bytes == inspect(path).loaded("bfloat16", GGUF).layers[1]
+    assert expanded(cluster.make_deployment(path, path)) is None
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_experts_stay_in_their_blocks(files, kind):
+@pytest.mark.parametrize(
+    ("kind", "most"),
+    # Deepseek's K and V are expanded by a plain matrix, made of two.
+    [(kind, 1.3 if kind == "deepseek_v3" else 1.15) for kind in (*MIXTURES, *SPECIAL[:3])],
+)
+def test_experts_stay_in_their_blocks(files, kind, most):
     path = files(kind, Type.Q4_K)
     info = inspect(path)
     expected = logits(path, PROMPT, 1, dtype=torch.float32)
     found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=GGUF)
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    # A rounding may choose another expert of two that are nearly as good.
+    assert (found - expected).norm() <= 1e-4 * expected.norm()
     model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
-    assert model.num_weight_bytes == info.loaded("bfloat16", GGUF).layers[1]
+    # What is added to the scores of experts stays in float32.
+    assert 0 <= model.num_weight_bytes - info.loaded("bfloat16", GGUF).layers[1] <= 8
     in_file = sum(
         int(each.n_bytes) for each in GGUFReader(path).tensors if each.name.startswith("blk.1.")
     )
-    assert model.num_weight_bytes <= 1.15 * in_file
+    assert model.num_weight_bytes <= most * in_file
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_policy(tmp_path, kind):
-    """As llama.cpp's Q4_K_M has them: of one layer gate and up stay, down becomes plain."""
+    """Of one layer gate and up stay in blocks, and down is plain."""
     source = build(kind, tmp_path / "source", **{**WIDE, **GRANTED[kind]})
 
     def type_of(name: str) -> Type:
         if "embed" in name or name.startswith("lm_head"):
             return Type.F16
         down = ".layers.1." in name and name.endswith(("down_proj.weight", "w2.weight"))
-        return Type.Q8_0 if down else Type.Q4_0
+        return Type.F16 if down else Type.Q4_0
 
     path = write(source, tmp_path / "mixed.gguf", kind, type_of)
     info = inspect(path)
-    assert info.weight_format(None, "auto", "bfloat16") == GGUF_INT4
-    assert info.default_layers[1].expanded > 0 == info.default_layers[0].expanded
-    model = ModelSlice.load(
-        path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF_INT4, num_slots=4
-    )
-    assert model.num_weight_bytes == info.loaded("bfloat16", GGUF_INT4).layers[1]
+    assert 0 < info.kept_layers[1].weights < info.kept_layers[0].weights
+    model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
+    assert model.num_weight_bytes == info.loaded("bfloat16", GGUF).layers[1]
     expected = text(path, "cluster.stages=1", "policy=root")
     for stages, policy in ((2, "best_first"), (4, "level"), (1, "static_tree")):
         assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
-@pytest.mark.parametrize(("kind", "stored"), [("llama", Type.Q4_0), ("qwen3_moe", Type.Q8_0)])
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [
+        ("llama", Type.Q4_0),
+        ("qwen3_moe", Type.Q8_0),
+        ("glm4_moe", Type.Q6_K),
+        ("gpt_oss", Type.Q4_0),
+        ("deepseek_v3", Type.Q8_0),
+        ("ministral3", Type.Q5_1),
+    ],
+)
 def test_the_text_of_kept_blocks_is_one_for_every_stage_count_and_policy(files, kind, stored):
     path = files(kind, stored)
-    keep = "model.keep_quantized=yes"
-    expected = text(path, keep, "cluster.stages=1", "policy=root")
+    expected = text(path, "cluster.stages=1", "policy=root")
     assert len({tuple(tokens) for tokens in expected}) == 2
     for stages, policy in zip(cycle((2, 1, 4)), options("policy"), strict=False):
-        assert text(path, keep, f"cluster.stages={stages}", f"policy={policy}") == expected
+        assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
 def test_a_scaled_rotary_embedding_is_read(tmp_path):
@@ -493,6 +551,16 @@ def test_a_missing_package_is_named(files, monkeypatch, tmp_path):
     info = inspect(path)  # a host that only asks recalls what was read
     with pytest.raises(ModelError, match=r"\(gguf\) needs gguf, which is not installed; pip"):
         info.require_quantizer("model.quantization", None)
+
+
+def test_a_missing_compiler_is_named_where_weights_stay_on_a_cpu(files, monkeypatch):
+    info = inspect(files("llama", Type.Q6_K))
+    held = info.weight_format(None, "auto", "bfloat16")
+    info.require_quantizer("model.quantization", None, held)  # is installed here
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None if name == "numba" else name)
+    info.require_quantizer("model.quantization", None)
+    with pytest.raises(ModelError, match=r"on a CPU needs numba, which is not installed; pip"):
+        info.require_quantizer("model.quantization", None, held)
 
 
 PEAK = """

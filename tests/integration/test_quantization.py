@@ -209,8 +209,7 @@ def test_experts_in_mxfp4_become_plain_weights(gpt_oss, capfd):
 def test_experts_in_mxfp4_stay_in_their_blocks(gpt_oss):
     expected = logits(gpt_oss, quantization_config=Mxfp4Config(dequantize=True))
     info = inspect(gpt_oss)
-    assert info.weight_format(None, "auto", "bfloat16") is None
-    assert info.weight_format(None, "yes", "bfloat16") == MXFP4
+    assert info.weight_format(None, "auto", "bfloat16") == MXFP4
     for count in (1, 4):
         slices = load(gpt_oss, count, NUM_LAYERS, dtype=torch.float32, quantization=MXFP4)
         found = run(slices, torch.tensor(PROMPT), 0)

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGUFWriter, get_tensor_name_map
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH_NAMES,
+    GGUFWriter,
+    RopeScalingType,
+    get_tensor_name_map,
+)
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import quantize
 from safetensors.torch import load_file
@@ -32,9 +38,24 @@ KINDS = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "glm4_moe": "glm4moe",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "ministral3": "mistral3",
+    "mistral": "mistral3",
 }
+# The architectures in which llama.cpp has rows of queries and keys in turns.
+PERMUTED = ("llama", "mistral3")
 _EXPERT = re.compile(r"\.layers\.(\d+)\..*experts\.(\d+)\.(\w+)\.weight$")
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
+# The stacks of gpt-oss.
+_STACKS = {
+    "gate_up_proj": ("gate", "up"),
+    "gate_up_proj_bias": ("gate", "up"),
+    "down_proj": ("down",),
+    "down_proj_bias": ("down",),
+}
 
 
 def in_turns(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -79,22 +100,35 @@ def write(
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
+    if architecture == "deepseek2":
+        _add_latent(writer, config)
+    else:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
     writer.add_rope_freq_base(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if rope.get("rope_type") == "yarn":
+        _add_yarn(writer, rope, architecture)
     writer.add_vocab_size(config["vocab_size"])
-    if (window := config.get("sliding_window")) and kind in ("gemma3_text", "phi3"):
+    if (window := config.get("sliding_window")) and kind in ("gemma3_text", "phi3", "gpt_oss"):
         writer.add_sliding_window(window)
-    if experts := config.get("num_local_experts") or config.get("num_experts"):
+    if experts := _first(config, "num_local_experts", "num_experts", "n_routed_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if size := config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(size)
     if size := config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(size)
+    if "n_routed_experts" in config:
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        if config.get("n_group"):
+            writer.add_expert_group_count(config["n_group"])
+            writer.add_expert_group_used_count(config["topk_group"])
     for name, value in metadata.items():
         field = name.replace("__", ".")
         if isinstance(value, np.ndarray):
@@ -112,6 +146,10 @@ def write(
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
         weight = tensor.float().numpy()
+        made = _made_of(name, weight, config)
+        if made is not None:
+            weights |= {theirs: (part, type_of(name)) for theirs, part in made.items()}
+            continue
         if (found := _EXPERT.search(name)) is not None:
             layer, expert, part = found.groups()
             theirs = f"blk.{layer}.ffn_{_PARTS.get(part, part.removesuffix('_proj'))}_exps.weight"
@@ -121,15 +159,19 @@ def write(
             continue
         stem, _, suffix = name.rpartition(".")
         theirs = f"{names.get_name(stem)}.{suffix}"
-        if architecture == "llama" and (part := stem.rpartition(".")[2]) in heads:
+        if suffix in ("e_score_correction_bias", "sinks"):
+            ending = "weight" if suffix == "sinks" else "bias"
+            theirs = f"{names.get_name(name.removesuffix('_bias'))}.{ending}"
+        if architecture in PERMUTED and (part := stem.rpartition(".")[2]) in heads:
             weight = in_turns(weight, heads[part])
         if architecture == "gemma3" and name.endswith("norm.weight"):
             weight = weight + 1
         if weight.shape[0] == 1:
             weight = weight[0]
-        plain = weight.ndim == 1 or name.endswith(".gate.weight")
-        weights[theirs] = weight, Type.F32 if plain else type_of(name)
+        weights[theirs] = weight, type_of(name)
     for seed, (theirs, (weight, wanted)) in enumerate(weights.items()):
+        if weight.ndim == 1 or theirs.endswith((".bias", ".ffn_gate_inp.weight")):
+            wanted = Type.F32
         made = drawn(weight.shape, wanted, seed) if wanted in DRAWN else quantize(weight, wanted)
         writer.add_tensor(theirs, made, raw_dtype=wanted)
     writer.write_header_to_file()
@@ -137,6 +179,59 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _first(config: dict[str, Any], *names: str) -> Any:
+    """The first of these that the config has."""
+    return next((config[name] for name in names if config.get(name)), None)
+
+
+def _add_latent(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """DeepSeek's K and V, which llama.cpp holds compressed, as those of one head."""
+    latent, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_kv_lora_rank(latent)
+    if config.get("q_lora_rank"):
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_key_length(latent + turned)
+    writer.add_value_length(latent)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(turned)
+
+
+def _add_yarn(writer: GGUFWriter, rope: dict[str, Any], architecture: str) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
+    writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
+    if (scale := rope.get("mscale_all_dim")) is not None:
+        writer.add_rope_scaling_yarn_log_mul(scale / 10 if architecture == "deepseek2" else scale)
+    if (beta := rope.get("llama_4_scaling_beta")) is not None:
+        writer.add_attn_temperature_scale(beta)
+
+
+def _made_of(name: str, weight: np.ndarray, config: dict[str, Any]) -> dict[str, np.ndarray] | None:
+    """What a tensor becomes that is several in the file; None: it is one."""
+    layer = next((part for part in name.split(".") if part.isdigit()), "")
+    stem, _, last = name.rpartition(".")
+    if stem.endswith(".kv_b_proj"):
+        heads, of_keys = config["num_attention_heads"], config["qk_nope_head_dim"]
+        both = weight.reshape(heads, -1, weight.shape[-1])
+        return {
+            f"blk.{layer}.attn_k_b.weight": both[:, :of_keys].swapaxes(1, 2).copy(),
+            f"blk.{layer}.attn_v_b.weight": both[:, of_keys:].copy(),
+        }
+    if not stem.endswith(".experts") or last not in _STACKS:
+        return None
+    ending = "bias" if last.endswith("_bias") else "weight"
+    if ending == "weight":
+        weight = weight.swapaxes(1, 2)
+    parts = _STACKS[last]
+    return {
+        f"blk.{layer}.ffn_{part}_exps.{ending}": weight[:, i :: len(parts)].copy()
+        for i, part in enumerate(parts)
+    }
 
 
 def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:

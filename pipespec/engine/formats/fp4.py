@@ -37,7 +37,6 @@ class Fp4Packing(MatrixPacking):
     group: int
 
     suffix = PACKED
-    fast = False
 
     @property
     def format(self) -> str:

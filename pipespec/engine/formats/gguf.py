@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,14 @@ from pipespec.engine.formats.gguf_metadata import (
     metadata,
     names_of,
     partner_of,
+)
+from pipespec.engine.formats.gguf_tensors import (
+    ROWS,
+    TRANSPOSED,
+    Stored,
+    in_turns,
+    joined,
+    stored_matrix,
 )
 from pipespec.engine.formats.lazy import LazyTensor
 from pipespec.engine.formats.matrix_packing import WEIGHT
@@ -42,25 +50,24 @@ if TYPE_CHECKING:  # not needed if the header is cached
 
     from pipespec.engine.formats.gguf_blocks import BlockWeights
 
-# Formats of weights in memory: all blocks that can stay, and those of 4 bits alone, whose products
-# are fast.
-GGUF, GGUF_INT4 = "gguf", "gguf-int4"
-PACKAGE = "gguf"
+# The format of weights in memory, and the package.
+GGUF = PACKAGE = "gguf"
 SUFFIX = ".gguf"
 # The version of cached headers: increase it when `_read` changes its result.
-FORM = 3
-# Bytes and weights of a block of the types that can stay as they are, and of those that become
-# packed integers in bfloat16, with two numbers for each group of 32.
+FORM = 4
+# Bytes in memory and weights of a block of the types that can stay in their bits (scales of 6 bits
+# take a byte each), and of those that become packed integers in bfloat16, with two numbers for each
+# group of 32.
 KEPT_BLOCKS = {
     "Q4_0": (18, 32),
     "Q4_1": (20, 32),
     "Q5_0": (22, 32),
     "Q5_1": (24, 32),
     "Q8_0": (34, 32),
-    "Q2_K": (84, 256),
-    "Q3_K": (110, 256),
-    "Q4_K": (144, 256),
-    "Q5_K": (176, 256),
+    "Q2_K": (100, 256),
+    "Q3_K": (114, 256),
+    "Q4_K": (148, 256),
+    "Q5_K": (180, 256),
     "Q6_K": (210, 256),
     "MXFP4": (17, 32),
 }
@@ -70,22 +77,12 @@ _PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor of a checkpoint: its name in the file, its shape, and which of the experts that are
-    stored together it is of, if it is of one."""
-
-    name: str
-    shape: tuple[int, ...]
-    expert: int | None = None
-
-
-@dataclass(frozen=True)
 class GgufHeader:
     """The header of a file.
 
     Attributes:
         config: the config of Transformers, JSON as in config.json.
-        tensors: JSON: of each name of a checkpoint the fields of `Stored`.
+        tensors: JSON: of each name of a checkpoint the fields of `gguf_metadata.Stored`.
         types: JSON: the type of each tensor, by its name in the file.
         eos: token ids that end a text.
         permuted: parts of names in the file of matrices whose rows are in llama.cpp's order.
@@ -109,8 +106,8 @@ class GgufHeader:
     def stored(self) -> dict[str, Stored]:
         """Each tensor, by its name in a checkpoint."""
         return {
-            name: Stored(theirs, tuple(shape), expert)
-            for name, (theirs, shape, expert) in json.loads(self.tensors).items()
+            name: Stored(tuple(names), tuple(shape), expert, form)
+            for name, (names, shape, expert, form) in json.loads(self.tensors).items()
         }
 
     @cached_property
@@ -127,14 +124,18 @@ class GgufHeader:
             for name, each in self.stored.items()
         }
 
-    def kept(self, form: str) -> dict[str, str]:
-        """The type of each matrix of the layers that stays as it is in GGUF or GGUF_INT4, by its
-        name."""
-        found = {}
+    @cached_property
+    def kept(self) -> dict[str, str]:
+        """The type of each matrix of the layers that stays in few bits, by its name."""
+        found: dict[str, str] = {}
         for name, each in self.stored.items():
-            kind = self.type_of[each.name]
-            in_form = is_int4(kind, each.shape[0]) if form == GGUF_INT4 else kind in KEPT_BLOCKS
-            if in_form and len(each.shape) == 2 and LAYER.search(name) and name.endswith(WEIGHT):
+            kinds = {self.type_of[theirs] for theirs in each.names}
+            kind = kinds.pop()
+            if kinds or kind not in KEPT_BLOCKS or not LAYER.search(name):
+                continue
+            if each.form == TRANSPOSED:
+                found |= {f"{name}.{expert}": kind for expert in range(each.shape[0])}
+            elif len(each.shape) == 2 and each.form == ROWS and name.endswith(WEIGHT):
                 found[name.removesuffix(WEIGHT)] = kind
         # Transformers has gate and up in one stack.
         return {
@@ -143,18 +144,19 @@ class GgufHeader:
             if (partner := partner_of(name)) is None or partner in found
         }
 
-    def kept_layers(self, form: str) -> tuple[KeptLayer, ...]:
-        """What stays as it is in each layer, in GGUF or GGUF_INT4."""
+    @property
+    def kept_layers(self) -> tuple[KeptLayer, ...]:
+        """What stays in few bits in each layer."""
         found = [KeptLayer()] * int(self.settings["num_hidden_layers"])
-        kept = self.kept(form)
         for name, each in self.stored.items():
-            layer, kind = LAYER.search(name), self.type_of[each.name]
+            layer, kind = LAYER.search(name), self.type_of[each.names[0]]
             if layer is None or kind in PLAIN_TYPES:
                 continue
             count = math.prod(each.shape)
-            matrix = name.removesuffix(WEIGHT)
-            if matrix in kept:
-                table = INT4_BLOCKS if is_int4(kind, each.shape[0]) else KEPT_BLOCKS
+            matrix = f"{name}.0" if each.form == TRANSPOSED else name.removesuffix(WEIGHT)
+            if matrix in self.kept:
+                out = each.shape[-1 if each.form == TRANSPOSED else 0]
+                table = INT4_BLOCKS if is_int4(kind, out) else KEPT_BLOCKS
                 num_bytes, weights = table[kind]
                 found[int(layer[1])] += KeptLayer(count, count // weights * num_bytes)
             else:
@@ -204,13 +206,13 @@ def lazy_state(
     heads = found.settings["num_attention_heads"]
     of = {".attn_q.": heads, ".attn_k.": found.settings.get("num_key_value_heads") or heads}
 
-    def rows(stored: Stored) -> np.ndarray:
+    def rows(stored: Stored, theirs: str) -> np.ndarray:
         """The rows of a tensor as they are stored, in Hugging Face's order."""
-        data = raw[stored.name].data
+        data = raw[theirs].data
         if stored.expert is not None:
             data = data[stored.expert]
         for part in found.permuted:
-            if part in stored.name:
+            if part in theirs:
                 data = _halves(data, of[part])
         return data
 
@@ -218,8 +220,11 @@ def lazy_state(
         import torch
         from gguf import dequantize
 
-        weights = dequantize(rows(stored), raw[stored.name].tensor_type)
-        if found.shifted and stored.name.endswith("norm.weight"):
+        parts = [
+            dequantize(rows(stored, theirs), raw[theirs].tensor_type) for theirs in stored.names
+        ]
+        weights = joined(stored.form, parts)
+        if found.shifted and stored.names[0].endswith("norm.weight"):
             weights = weights - 1
         if not weights.flags.writeable:
             weights = weights.copy()
@@ -230,15 +235,16 @@ def lazy_state(
 
         from pipespec.engine.formats.gguf_blocks import BlockWeights
 
-        return BlockWeights(torch.from_numpy(rows(stored).copy()), kind)
+        found = in_turns([rows(stored, theirs) for theirs in stored.names])
+        return BlockWeights(torch.from_numpy(found.copy()), kind)
 
     state = {
         name: LazyTensor(each.shape, "F32", partial(dense, each))
         for name, each in found.stored.items()
     }
     kept: dict[str, Callable[[], BlockWeights]] = {
-        name: partial(blocks, found.stored[name + WEIGHT], kind)
-        for name, kind in found.kept(GGUF).items()
+        name: partial(blocks, stored_matrix(found.stored, name), kind)
+        for name, kind in found.kept.items()
     }
     return state, kept
 
@@ -251,10 +257,12 @@ def load_config(path: Path) -> Any:
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The tokenizer in the file, as Transformers builds it."""
-    from transformers import AutoTokenizer
+    """The tokenizer in the file. Raises ModelError, ValueError, and what Transformers raises."""
+    from pipespec.engine.formats import gguf_tokenizer
 
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    reader = _reader(path)
+    named = (metadata(reader, f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    return gguf_tokenizer.load_tokenizer(path, *named)
 
 
 def _halves(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -307,7 +315,7 @@ def _read(path: Path) -> GgufHeader:
     eos = [metadata(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     return GgufHeader(
         json.dumps(config.to_dict()),
-        json.dumps(names),
+        json.dumps({name: astuple(each) for name, each in names.items()}),
         json.dumps({each.name: each.tensor_type.name for each in reader.tensors}),
         sorted({int(each) for each in eos if each is not None}),
         list(architecture.permuted),

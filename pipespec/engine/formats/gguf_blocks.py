@@ -1,14 +1,14 @@
 """The blocks in which GGUF files and others store the rows of quantised matrices.
 
-A weight is `code * scale + offset`, with one scale and offset for a group of neighbours. Layouts
-are those of ggml (`ggml-common.h`, and `dequantize_row_*` in `ggml-quants.c`).
+A weight is `number * scale + offset`: its code stands for a number, and neighbours, a group, share
+a scale and an offset. Layouts are those of ggml (`ggml-common.h`, and `dequantize_row_*` in
+`ggml-quants.c`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,30 @@ SUPER_BLOCK = 256
 
 
 @dataclass(frozen=True)
+class Factors:
+    """What the scales, or the offsets, of all groups are products of.
+
+    Attributes:
+        large: `[rows, blocks]` float16, a factor of all groups of a block; None: 1.
+        small: `[rows, groups]` uint8, the place of a factor in a table of 256; None: 1.
+    """
+
+    large: Tensor | None = None
+    small: Tensor | None = None
+
+    def products(self, table: Tensor) -> Tensor:
+        """The scales of the groups, float32; of the blocks, if all groups of one have the same."""
+        if self.small is None:
+            assert self.large is not None, "one of both is stored"
+            return self.large.float()
+        found = table[self.small.int()]
+        if self.large is None:
+            return found
+        by_block = found.view(*self.large.shape, -1) * self.large.float().unsqueeze(-1)
+        return by_block.view(found.shape)
+
+
+@dataclass(frozen=True)
 class BlockKind:
     """A type of block.
 
@@ -26,16 +50,26 @@ class BlockKind:
         size: weights of a block.
         num_bytes: of a block.
         group: neighbours with one scale.
-        codes: `[blocks, num_bytes]` uint8 -> `[blocks, size]` uint8 or int8.
-        scales: `[blocks, num_bytes]` uint8 -> `[blocks, groups]` float32 scales, and offsets or
-            None.
+        bits: of a code.
+        codes: `[blocks, num_bytes]` uint8 -> `[blocks, size]` uint8.
+        scales: the factors of the scales of blocks `[blocks, num_bytes]`.
+        first: the number that code 0 stands for; the others follow it.
+        is_fp4: codes stand for FP4_DOUBLED instead.
+        offsets: the factors of the offsets; None: there are none.
+        scale_table, offset_table: the tables of small factors.
     """
 
     size: int
     num_bytes: int
     group: int
+    bits: int
     codes: Callable[[Tensor], Tensor]
-    scales: Callable[[Tensor], tuple[Tensor, Tensor | None]]
+    scales: Callable[[Tensor], Factors]
+    first: int = 0
+    is_fp4: bool = False
+    offsets: Callable[[Tensor], Factors] | None = None
+    scale_table: Tensor = field(default_factory=lambda: torch.ones(256))
+    offset_table: Tensor = field(default_factory=lambda: torch.ones(256))
 
 
 @dataclass(frozen=True)
@@ -53,46 +87,63 @@ class BlockWeights:
         kind = KINDS[self.kind]
         return len(self.rows), self.rows.shape[1] // kind.num_bytes * kind.size
 
-    def grouped(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes `[out, in]`, scales and offsets `[out, groups]` in float32."""
-        return unpacked(self.rows, self.kind, self.factor)
+    def codes(self) -> Tensor:
+        """The codes, uint8 `[out, in]`."""
+        return KINDS[self.kind].codes(self._blocks()).view(self.shape)
+
+    def scales(self) -> Factors:
+        """The factors of the scales."""
+        return self._by_row(KINDS[self.kind].scales(self._blocks()))
+
+    def offsets(self) -> Factors | None:
+        """The factors of the offsets."""
+        found = KINDS[self.kind].offsets
+        return None if found is None else self._by_row(found(self._blocks()))
 
     def int4(self) -> tuple[Tensor, Tensor, Tensor]:
         """See `Int4Weights`; of the kinds in INT4_KINDS."""
-        codes, scales, offsets = self.grouped()
-        assert offsets is not None, "codes from 0 on have one"
-        return codes, scales, 8 * scales + offsets
+        kind, offsets = KINDS[self.kind], self.offsets()
+        scales = self.scales().products(kind.scale_table)
+        middle = (8 + kind.first) * scales
+        if offsets is not None:
+            middle += offsets.products(kind.offset_table)
+        return self.codes(), scales, middle
 
     def dense(self) -> Tensor:
         """The weights `[out, in]` in float32."""
-        codes, scales, offsets = self.grouped()
-        weights = codes.float().view(*scales.shape, -1)
-        weights *= scales.unsqueeze(-1)
+        kind, offsets = KINDS[self.kind], self.offsets()
+        scales = self.scales().products(kind.scale_table) * self.factor
+        weights = numbers_of(self.codes(), kind, torch.float32)
+        by_group = weights.view(*scales.shape, -1)
+        by_group *= scales.unsqueeze(-1)
         if offsets is not None:
-            weights += offsets.unsqueeze(-1)
-        return weights.view(codes.shape)
+            by_group += offsets.products(kind.offset_table).unsqueeze(-1)
+        return weights
+
+    def _blocks(self) -> Tensor:
+        return self.rows.reshape(-1, KINDS[self.kind].num_bytes)
+
+    def _by_row(self, found: Factors) -> Factors:
+        parts = (found.large, found.small)
+        rows = len(self.rows)
+        return Factors(*(None if each is None else each.reshape(rows, -1) for each in parts))
 
 
-def unpacked(rows: Tensor, kind: str, factor: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of rows of blocks `[rows, bytes]`: codes `[rows, in]`, scales and offsets `[rows, groups]`
-    in float32, multiplied by `factor`."""
-    found = KINDS[kind]
-    blocks = rows.reshape(-1, found.num_bytes)
-    scales, offsets = found.scales(blocks)
-    if factor != 1:
-        assert offsets is None
-        scales = scales * factor
-    by_row = (len(rows), -1)
-    return (
-        found.codes(blocks).view(by_row),
-        scales.reshape(by_row),
-        None if offsets is None else offsets.reshape(by_row),
-    )
+def numbers_of(codes: Tensor, kind: BlockKind, dtype: torch.dtype) -> Tensor:
+    """What codes stand for."""
+    if kind.is_fp4:
+        return torch.tensor(FP4_DOUBLED, dtype=dtype, device=codes.device)[codes.int()]
+    return codes.to(dtype).add_(kind.first)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The 16-bit float at a byte, as float32 `[blocks, 1]`."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+    """The 16-bit float at a byte, `[blocks, 1]`."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16)
+
+
+def _halves(at: int) -> Callable[[Tensor], Factors]:
+    """One factor a block, at a byte."""
+    return lambda blocks: Factors(_half(blocks, at))
 
 
 def _nibbles(packed: Tensor) -> Tensor:
@@ -111,53 +162,26 @@ def _high_bits(blocks: Tensor, at: int) -> Tensor:
     return _fields(blocks[:, at : at + 4], 1).transpose(1, 2).reshape(-1, 32) << 4
 
 
-def _small_scales(start: int, half: float) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
-    """One scale a block at a byte, of codes around `half`."""
-
-    def scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-        d = _half(blocks, start)
-        return d, None if half == 0 else -half * d
-
-    return scales
+def _k_scales(blocks: Tensor) -> Factors:
+    """Of Q4_K and Q5_K: eight numbers of 6 bits."""
+    first, third = blocks[:, 4:8], blocks[:, 12:16]
+    return Factors(_half(blocks, 0), torch.cat((first & 63, (third & 15) | (first >> 6) << 4), 1))
 
 
-def _with_minimum(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    return _half(blocks, 0), _half(blocks, 2)
+def _k_offsets(blocks: Tensor) -> Factors:
+    second, third = blocks[:, 8:12], blocks[:, 12:16]
+    return Factors(_half(blocks, 2), torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), 1))
 
 
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Of Q4_K and Q5_K: eight scales and minimums of 6 bits in 12 bytes."""
-    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat((first & 63, (third & 15) | (first >> 6) << 4), 1)
-    least = torch.cat((second & 63, (third >> 4) | (second >> 6) << 4), 1)
-    return _half(blocks, 0) * scales, -_half(blocks, 2) * least
-
-
-def _q2_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    packed = blocks[:, :16]
-    return _half(blocks, 80) * (packed & 15), -_half(blocks, 82) * (packed >> 4)
-
-
-def _q3_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+def _q3_k_scales(blocks: Tensor) -> Factors:
     low = _nibbles(blocks[:, 96:104]).reshape(-1, 16)
     high = _fields(blocks[:, 104:108], 2).reshape(-1, 16)
-    scales = _half(blocks, 108) * ((low | high << 4).float() - 32)
-    return scales, -4 * scales
+    return Factors(_half(blocks, 108), low | high << 4)
 
 
-def _q6_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
-    return scales, None
-
-
-def _fp4_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A power of two, halved as the numbers are doubled."""
-    return torch.exp2(blocks[:, :1].float() - 128), None
-
-
-def _nvfp4_scales(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """An FP8 number, halved as the numbers are doubled."""
-    return blocks[:, :1].contiguous().view(torch.float8_e4m3fn).float() / 2, None
+def _nibble_codes(at: int) -> Callable[[Tensor], Tensor]:
+    """16 bytes from this one on: the low halves, then the high ones."""
+    return lambda blocks: _nibbles(blocks[:, at : at + 16]).reshape(-1, 32)
 
 
 def _q5_codes(start: int) -> Callable[[Tensor], Tensor]:
@@ -190,43 +214,93 @@ def _q5_k_codes(blocks: Tensor) -> Tensor:
 def _q6_k_codes(blocks: Tensor) -> Tensor:
     low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, SUPER_BLOCK)
     high = _fields(blocks[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, SUPER_BLOCK)
-    return (low | high << 4).view(torch.int8) - 32
-
-
-@cache
-def _fp4_table(device: torch.device) -> Tensor:
-    return torch.tensor(FP4_DOUBLED, dtype=torch.int8, device=device)
-
-
-def _fp4(places: Tensor) -> Tensor:
-    return _fp4_table(places.device)[places.int()]
+    return low | high << 4
 
 
 def _nvfp4_codes(blocks: Tensor) -> Tensor:
     pairs = blocks[:, 1:9]
-    return _fp4(torch.stack((pairs & 15, pairs >> 4), -1)).reshape(-1, 16)
+    return torch.stack((pairs & 15, pairs >> 4), -1).reshape(-1, 16)
 
+
+_NATURAL = torch.arange(256).float()
+_SIGNED = torch.cat((_NATURAL[:128], _NATURAL[128:] - 256))
+# Halved, as the numbers of 4-bit floats are doubled.
+_POWERS_OF_TWO = torch.exp2(_NATURAL - 128)
+_FP8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float() / 2
 
 # By their names in ggml, but for NVFP4: a byte of it holds two neighbours.
 KINDS = {
-    "Q4_0": BlockKind(
-        32, 18, 32, lambda b: _nibbles(b[:, 2:18]).reshape(-1, 32), _small_scales(0, 8)
+    "Q4_0": BlockKind(32, 18, 32, 4, _nibble_codes(2), _halves(0), -8),
+    "Q4_1": BlockKind(32, 20, 32, 4, _nibble_codes(4), _halves(0), offsets=_halves(2)),
+    "Q5_0": BlockKind(32, 22, 32, 5, _q5_codes(2), _halves(0), -16),
+    "Q5_1": BlockKind(32, 24, 32, 5, _q5_codes(4), _halves(0), offsets=_halves(2)),
+    "Q8_0": BlockKind(32, 34, 32, 8, lambda b: b[:, 2:34] ^ 128, _halves(0), -128),
+    "Q2_K": BlockKind(
+        SUPER_BLOCK,
+        84,
+        16,
+        2,
+        _q2_k_codes,
+        lambda b: Factors(_half(b, 80), b[:, :16] & 15),
+        offsets=lambda b: Factors(_half(b, 82), b[:, :16] >> 4),
+        scale_table=_NATURAL,
+        offset_table=-_NATURAL,
     ),
-    "Q4_1": BlockKind(32, 20, 32, lambda b: _nibbles(b[:, 4:20]).reshape(-1, 32), _with_minimum),
-    "Q5_0": BlockKind(32, 22, 32, _q5_codes(2), _small_scales(0, 16)),
-    "Q5_1": BlockKind(32, 24, 32, _q5_codes(4), _with_minimum),
-    "Q8_0": BlockKind(
-        32, 34, 32, lambda b: b[:, 2:34].contiguous().view(torch.int8), _small_scales(0, 0)
+    "Q3_K": BlockKind(
+        SUPER_BLOCK, 110, 16, 3, _q3_k_codes, _q3_k_scales, -4, scale_table=_NATURAL - 32
     ),
-    "Q2_K": BlockKind(SUPER_BLOCK, 84, 16, _q2_k_codes, _q2_k_scales),
-    "Q3_K": BlockKind(SUPER_BLOCK, 110, 16, _q3_k_codes, _q3_k_scales),
-    "Q4_K": BlockKind(SUPER_BLOCK, 144, 32, lambda b: _k_nibbles(b, 16), _k_scales),
-    "Q5_K": BlockKind(SUPER_BLOCK, 176, 32, _q5_k_codes, _k_scales),
-    "Q6_K": BlockKind(SUPER_BLOCK, 210, 16, _q6_k_codes, _q6_k_scales),
+    "Q4_K": BlockKind(
+        SUPER_BLOCK,
+        144,
+        32,
+        4,
+        lambda b: _k_nibbles(b, 16),
+        _k_scales,
+        offsets=_k_offsets,
+        scale_table=_NATURAL,
+        offset_table=-_NATURAL,
+    ),
+    "Q5_K": BlockKind(
+        SUPER_BLOCK,
+        176,
+        32,
+        5,
+        _q5_k_codes,
+        _k_scales,
+        offsets=_k_offsets,
+        scale_table=_NATURAL,
+        offset_table=-_NATURAL,
+    ),
+    "Q6_K": BlockKind(
+        SUPER_BLOCK,
+        210,
+        16,
+        6,
+        _q6_k_codes,
+        lambda b: Factors(_half(b, 208), b[:, 192:208]),
+        -32,
+        scale_table=_SIGNED,
+    ),
     "MXFP4": BlockKind(
-        32, 17, 32, lambda b: _fp4(_nibbles(b[:, 1:17])).reshape(-1, 32), _fp4_scales
+        32,
+        17,
+        32,
+        4,
+        _nibble_codes(1),
+        lambda b: Factors(small=b[:, :1]),
+        is_fp4=True,
+        scale_table=_POWERS_OF_TWO,
     ),
-    "NVFP4": BlockKind(16, 9, 16, _nvfp4_codes, _nvfp4_scales),
+    "NVFP4": BlockKind(
+        16,
+        9,
+        16,
+        4,
+        _nvfp4_codes,
+        lambda b: Factors(small=b[:, :1]),
+        is_fp4=True,
+        scale_table=_FP8,
+    ),
 }
 # Those with codes of 0 to 15 and groups of 32, which the product for packed 4-bit weights takes.
 INT4_KINDS = ("Q4_0", "Q4_1", "Q4_K")

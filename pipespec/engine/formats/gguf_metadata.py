@@ -7,16 +7,27 @@ matrices of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.engine.formats.gguf_architectures import (
+    ARCHITECTURES,
+    Field,
+    GgufArchitecture,
+    Known,
+    Shapes,
+    architecture_named,
+)
+from pipespec.engine.formats.gguf_tensors import LATENT, NUMBERS, TRANSPOSED, Stored
 from pipespec.errors import ModelError
 from pipespec.system.validation import shown
 
 if TYPE_CHECKING:  # not needed if the header is cached
     from gguf import GGUFReader
+    from torch import Tensor
 
 FOREIGN = "take another file, or a safetensors checkpoint"
 # Characters of another library's message in an error message.
@@ -33,15 +44,7 @@ _COMMON = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.key_length": "head_dim",
 }
-_MIXTURE = {"expert_used_count": "num_experts_per_tok"}
-_QWEN_MIXTURE = {
-    **_MIXTURE,
-    "expert_count": "num_experts",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
 _TOKENS = ("bos", "eos", "padding")
-# The layers of Gemma 3 with global attention, and the theta of the others: llama.cpp's constants.
-_GEMMA_PERIOD, _GEMMA_LOCAL_THETA, _GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Llama 3's scaling of its rotary embedding but for the factor (`rope_type: llama3`).
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -49,82 +52,22 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+# The ends of names whose tensors llama.cpp names in another way: what follows the name of the
+# module in its table, and the end of its own.
+_UNLIKE = {"e_score_correction_bias": ("e_score_correction", "bias"), "sinks": ("sinks", "weight")}
 _PARTNERS = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
-
-# A value of the metadata of the architecture; None: there is none.
-Field = Callable[[str], Any]
-
-
-@dataclass(frozen=True)
-class GgufArchitecture:
-    """How files of an architecture of llama.cpp become a model of Transformers.
-
-    Attributes:
-        model_type: of Transformers.
-        fields: the config's names of further metadata.
-        settings: of the config, which llama.cpp takes for granted.
-        permuted: parts of names in the file of matrices in which llama.cpp interleaves the two
-            halves of each head; Hugging Face does not.
-        shifted: norms are stored plus 1.
-        experts: the names of the matrices gate, up and down of an expert.
-    """
-
-    model_type: str
-    fields: Mapping[str, str]
-    settings: Mapping[str, Any]
-    permuted: tuple[str, ...] = ()
-    shifted: bool = False
-    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-
-
-_HALVES = (".attn_q.", ".attn_k.")
-_MIXTRAL = GgufArchitecture(
-    "mixtral",
-    {**_MIXTURE, "expert_count": "num_local_experts"},
-    {},
-    permuted=_HALVES,
-    experts=("w1", "w3", "w2"),
-)
-# By `general.architecture`; each has a test in tests/integration/test_gguf.py. Mixtral's is llama.
-ARCHITECTURES = {
-    "llama": GgufArchitecture("llama", {}, {}, permuted=_HALVES),
-    "qwen2": GgufArchitecture("qwen2", {}, {}),
-    "qwen3": GgufArchitecture("qwen3", {}, {}),
-    "qwen2moe": GgufArchitecture(
-        "qwen2_moe",
-        {**_QWEN_MIXTURE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
-        {"norm_topk_prob": False},
-    ),
-    "qwen3moe": GgufArchitecture("qwen3_moe", _QWEN_MIXTURE, {"norm_topk_prob": True}),
-    "gemma3": GgufArchitecture(
-        "gemma3_text",
-        {
-            "attention.sliding_window": "sliding_window",
-            "final_logit_softcapping": "final_logit_softcapping",
-        },
-        {},
-        shifted=True,
-    ),
-    "phi3": GgufArchitecture("phi3", {"attention.sliding_window": "sliding_window"}, {}),
-}
 
 
 def architecture_of(path: Path, reader: GGUFReader) -> GgufArchitecture:
     """That of a file. Raises ModelError."""
     kind = metadata(reader, "general.architecture")
-    if kind not in ARCHITECTURES:
+    try:
+        return architecture_named(kind, partial(_field, reader), shapes_of(reader))
+    except KeyError:
         raise ModelError(
             f"{path} holds a model of the architecture {kind!r}, which is not read from GGUF; read "
             f"are {', '.join(ARCHITECTURES)}"
-        )
-    found = ARCHITECTURES[kind]
-    if metadata(reader, f"{kind}.expert_count"):
-        found = _MIXTRAL if kind == "llama" else found
-        if not found.fields:
-            raise ModelError(
-                f"{path} holds a mixture of experts of {kind}, which is not read; {FOREIGN}"
-            )
-    return found
+        ) from None
 
 
 def metadata(reader: GGUFReader, name: str) -> Any:
@@ -133,12 +76,17 @@ def metadata(reader: GGUFReader, name: str) -> Any:
     return None if field is None else field.contents()
 
 
+def _field(reader: GGUFReader, name: str) -> Any:
+    """A value of the metadata of the file's architecture; None: there is none."""
+    return metadata(reader, f"{metadata(reader, 'general.architecture')}.{name}")
+
+
 def config_of(path: Path, reader: GGUFReader, architecture: GgufArchitecture) -> Any:
     """The config of Transformers. Raises ModelError."""
     from transformers import AutoConfig
 
     kind = metadata(reader, "general.architecture")
-    field: Field = lambda name: metadata(reader, f"{kind}.{name}")  # noqa: E731
+    field = partial(_field, reader)
     shapes = shapes_of(reader)
     layers = field("block_count")
     if not isinstance(layers, int) or not 0 < layers <= len(shapes):
@@ -166,15 +114,17 @@ def config_of(path: Path, reader: GGUFReader, architecture: GgufArchitecture) ->
         if "head_dim" not in settings:
             settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]
         turned = field("rope.dimension_count")
-        if turned not in (None, settings["head_dim"]):
+        if turned not in (None, settings["head_dim"]) and not architecture.partial:
             raise ModelError(
                 f"{path} turns {turned} of the {settings['head_dim']} numbers of a head by their "
                 f"position, which is not read; {FOREIGN}"
             )
-        rope = _rope(path, reader, field, settings["head_dim"])
+        rope = _rope(path, reader, field, settings["head_dim"], architecture.yarn)
+        if architecture.partial and turned is not None:
+            rope["partial_rotary_factor"] = turned / settings["head_dim"]
         settings |= {"rope_parameters": rope, **architecture.settings}
-        if architecture.model_type == "gemma3_text":
-            settings |= _gemma3(settings)
+        if architecture.more is not None:
+            settings |= architecture.more(Known(field, settings, shapes))
         return AutoConfig.for_model(architecture.model_type, **settings)
     except ModelError:
         raise
@@ -188,8 +138,10 @@ def not_valid(path: Path, error: Exception) -> ModelError:
     return ModelError(f"the metadata of {path} are not valid: {why}; {FOREIGN}")
 
 
-def _rope(path: Path, reader: GGUFReader, field: Field, head_dim: int) -> dict[str, Any]:
-    """The parameters of the rotary embedding."""
+def _rope(
+    path: Path, reader: GGUFReader, field: Field, head_dim: int, yarn: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The parameters of the rotary embedding; `yarn`: see `GgufArchitecture`."""
     rope: dict[str, Any] = {"rope_theta": float(field("rope.freq_base") or 10000.0)}
     kind = field("rope.scaling.type")
     factor = next(
@@ -214,6 +166,8 @@ def _rope(path: Path, reader: GGUFReader, field: Field, head_dim: int) -> dict[s
         return rope | scaled
     if kind == "linear":
         return rope | {"rope_type": "linear", "factor": factor}
+    if kind == "yarn" and yarn is not None:
+        return rope | _yarn(field, factor) | dict(yarn)
     if kind != "none":
         raise ModelError(
             f"{path} scales its rotary embedding ({kind}), which is not read; {FOREIGN}"
@@ -238,22 +192,21 @@ def _llama3(factors: list[float], theta: float, head_dim: int) -> dict[str, Any]
     return {"rope_type": "llama3", "factor": most, **_LLAMA3}
 
 
-def _gemma3(settings: Mapping[str, Any]) -> dict[str, Any]:
-    layers = settings["num_hidden_layers"]
-    scaled_by = settings["head_dim"]
-    if layers == _GEMMA_27B_LAYERS:
-        scaled_by = settings["hidden_size"] // settings["num_attention_heads"]
-    return {
-        "query_pre_attn_scalar": scaled_by,
-        "layer_types": [
-            "sliding_attention" if (i + 1) % _GEMMA_PERIOD else "full_attention"
-            for i in range(layers)
-        ],
-        "rope_parameters": {
-            "full_attention": settings["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": _GEMMA_LOCAL_THETA},
-        },
+def _yarn(field: Field, factor: float) -> dict[str, Any]:
+    """The scaling by YaRN. Its multiplier is a tenth in files of DeepSeek."""
+    found: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": field("rope.scaling.original_context_length"),
+        "beta_fast": field("rope.scaling.yarn_beta_fast") or 32.0,
+        "beta_slow": field("rope.scaling.yarn_beta_slow") or 1.0,
     }
+    multiplier = field("rope.scaling.yarn_log_multiplier")
+    if multiplier:
+        if field("attention.kv_lora_rank"):
+            multiplier = round(10 * multiplier, 6)
+        found |= {"mscale": multiplier, "mscale_all_dim": multiplier}
+    return found
 
 
 def shapes_of(reader: GGUFReader) -> dict[str, tuple[int, ...]]:
@@ -263,35 +216,46 @@ def shapes_of(reader: GGUFReader) -> dict[str, tuple[int, ...]]:
 
 def names_of(
     path: Path, reader: GGUFReader, architecture: GgufArchitecture, config: Any
-) -> dict[str, list[Any]]:
-    """Of each tensor of a checkpoint that the file has: its name there, its shape, and which of the
-    experts stored together it is of, or None. Raises ModelError."""
+) -> dict[str, Stored]:
+    """Each tensor of a checkpoint that the file has. Raises ModelError."""
     import torch
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     from transformers import AutoModelForCausalLM
 
     kind = metadata(reader, "general.architecture")
     of_kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind)
-    known = get_tensor_name_map(of_kind, config.num_hidden_layers)
+    layers = int(metadata(reader, f"{kind}.block_count"))  # with those that are not loaded
+    known = get_tensor_name_map(of_kind, layers)
     shapes = shapes_of(reader)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # model code may raise anything for invalid values
         raise not_valid(path, error) from error
-    found: dict[str, list[Any]] = {}
+    found: dict[str, Stored] = {}
     for name, tensor in model.state_dict().items():
         stem, _, suffix = name.rpartition(".")
-        if stem.endswith(".experts") and tensor.ndim == 3:
-            found |= _experts(stem, suffix, architecture, shapes)
+        if stem.endswith(".experts"):
+            found |= _experts(name, tensor, architecture, shapes)
             continue
         theirs = f"{known.get_name(stem)}.{suffix}"
+        if suffix in _UNLIKE:
+            theirs = f"{known.get_name(f'{stem}.{_UNLIKE[suffix][0]}')}.{_UNLIKE[suffix][1]}"
         if theirs in shapes:
             shape = shapes[theirs]
             if shape == tuple(tensor.shape[1:]) and tensor.shape[0] == 1:
                 shape = tuple(tensor.shape)
-            found[name] = [theirs, shape, None]
-    homeless = shapes.keys() - {theirs for theirs, _, _ in found.values()} - {ROPE_FACTORS}
+            found[name] = Stored((theirs,), shape)
+        elif stem.endswith(".kv_b_proj"):
+            parts = tuple(theirs.replace("attn_kv_b", f"attn_{part}_b") for part in "kv")
+            found[name] = Stored(parts, tuple(tensor.shape), form=LATENT)
+    beyond = re.compile(rf"blk\.({'|'.join(map(str, range(config.num_hidden_layers, layers)))})\.")
+    homeless = {
+        theirs
+        for theirs in shapes.keys() - {part for each in found.values() for part in each.names}
+        if theirs != ROPE_FACTORS
+        and (layers == config.num_hidden_layers or not beyond.match(theirs))
+    }
     if homeless:
         raise ModelError(
             f"{path} holds {len(homeless)} tensors that {config.model_type} of Transformers has "
@@ -301,18 +265,26 @@ def names_of(
 
 
 def _experts(
-    stem: str, stack: str, architecture: GgufArchitecture, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[Any]]:
-    """The matrices of the experts of a layer that Transformers has in one stack."""
-    gate, up, down = architecture.experts
-    parts = {"gate": gate, "up": up} if stack == "gate_up_proj" else {"down": down}
+    name: str, tensor: Tensor, architecture: GgufArchitecture, shapes: Shapes
+) -> dict[str, Stored]:
+    """The matrices, or biases, of the experts of a layer that Transformers has in one stack."""
+    stem, _, stack = name.rpartition(".")
+    is_bias = stack.endswith("_bias")
+    parts = ("gate", "up") if stack.startswith("gate_up") else ("down",)
     layer = next(part for part in stem.split(".") if part.isdigit())
+    suffix = "bias" if is_bias else "weight"
+    stored = tuple(f"blk.{layer}.ffn_{part}_exps.{suffix}" for part in parts)
+    if not all(theirs in shapes for theirs in stored):
+        return {}
+    if architecture.transposed:
+        form = NUMBERS if is_bias else TRANSPOSED
+        return {name: Stored(stored, tuple(tensor.shape), form=form)}
     found = {}
-    for theirs, ours in parts.items():
-        stored = f"blk.{layer}.ffn_{theirs}_exps.weight"
-        count, *shape = shapes.get(stored, (0,))
+    for part, theirs in zip(parts, stored, strict=True):
+        count, *shape = shapes[theirs]
         for expert in range(count):
-            found[f"{stem}.{expert}.{ours}.weight"] = [stored, shape, expert]
+            ours = f"{stem}.{expert}.{architecture.experts[part]}.{suffix}"
+            found[ours] = Stored((theirs,), tuple(shape), expert)
     return found
 
 

@@ -19,13 +19,10 @@ class MatrixPacking:
 
     Attributes:
         dense_suffix: the end of the name of a plain matrix.
-        fast: products of weights that stay as they are take no longer than those of plain ones, or
-            nearly so; others stay only if `model.keep_quantized` is yes.
     """
 
     __slots__ = ()
     dense_suffix = WEIGHT
-    fast = True
     # The end of the name of the tensor with the codes of a matrix.
     suffix: str
 

@@ -68,7 +68,6 @@ class Mxfp4Packing(MatrixPacking):
 
     suffix = BLOCKS
     dense_suffix = ""
-    fast = False
 
     @property
     def format(self) -> str:

@@ -116,7 +116,8 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
     """
     target = inspect(request.target)
     draft = None if request.draft is None else inspect(request.draft)
-    for name, info, how in zip(
+    for role, name, info, how in zip(
+        ("stage", "draft"),
         ("model.quantization", "model.draft_quantization"),
         (target, draft),
         request.quantization,
@@ -124,7 +125,8 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
     ):
         if info is not None:
             info.check_quantization(name, how)
-            info.require_quantizer(name, how)
+            held = request.weight_format(info, role) if "cpu" in request.devices else None
+            info.require_quantizer(name, how, held)
     num_cpu = sum(device == "cpu" for device in request.devices)
     threads = request.num_threads()
     measured: dict[str, dict[str, float] | None] = {}

@@ -31,3 +31,23 @@ def test_different_vocabularies_are_counted_and_shown():
     assert "'c' (id 2 in the target, missing in the draft)" in message
     assert "'d' (missing in the target, id 1 in the draft)" in message
     assert "'e'" not in message, "three are enough"
+    assert message.endswith(
+        "choose a draft with the target's tokenizer, the smallest model of its family, or "
+        "proposer=suffix, which needs no draft"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "draft"),
+    [
+        (["<|eot_id|>", "<|start_header_id|>"], "meta-llama/Llama-3.2-1B-Instruct"),
+        (["<|im_start|>", "<|fim_prefix|>"], "Qwen/Qwen2.5-0.5B-Instruct"),
+        (["<|im_start|>", "<|fim_prefix|>", "<think>"], "Qwen/Qwen3-0.6B"),
+        (["<start_of_turn>", "<start_of_image>"], "google/gemma-3-1b-it"),
+        (["<start_of_turn>"], "google/gemma-2-2b-it"),
+    ],
+)
+def test_a_draft_that_fits_is_named(tokens, draft):
+    target = _Tokenizer(**{token: i for i, token in enumerate(tokens)})
+    with pytest.raises(ModelError, match=f"such as {draft}, or proposer=suffix"):
+        compare_vocabularies(target, _Tokenizer(a=0))

@@ -132,9 +132,7 @@ def test_weights_of_few_bits_are_counted_in_the_bytes_that_they_keep(hosts_file,
     kept = {
         "dequantized_from": "fp8",
         "kept_format": "fp8",
-        "default_format": "fp8",
         "kept_layers": (KeptLayer(weights, weights + 40),) * target.num_layers,
-        "default_layers": (KeptLayer(weights, weights + 40),) * target.num_layers,
     }
     found = asked(hosts_file, target, **kept).needs.layer_bytes
     stored = target.stored.layers  # as bfloat16

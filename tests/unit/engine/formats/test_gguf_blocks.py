@@ -8,8 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from pipespec.engine.formats.gguf import INT4_BLOCKS, KEPT_BLOCKS
-from pipespec.engine.formats.gguf_blocks import INT4_KINDS, KINDS, BlockWeights
+from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights
 
 # The places of the 16-bit floats in a block.
 HALVES = {
@@ -27,33 +26,31 @@ HALVES = {
 }
 
 
+def drawn(kind: str, out: int, blocks: int) -> np.ndarray:
+    """Rows of so many random blocks, `[out, bytes]`."""
+    found = KINDS[kind]
+    generator = np.random.default_rng(0)
+    rows = generator.integers(0, 256, (out * blocks, found.num_bytes), np.uint8)
+    for at in HALVES.get(kind, ()):
+        halves = generator.normal(0, 0.01, (len(rows), 1)).astype(np.float16)
+        rows[:, at : at + 2] = halves.view(np.uint8)
+    if kind == "MXFP4":
+        rows[:, 0] = generator.integers(110, 130, len(rows))
+    if kind == "NVFP4":
+        rows[:, 0] = generator.integers(0, 127, len(rows))
+    return rows.reshape(out, -1)
+
+
 @pytest.mark.parametrize("kind", HALVES)
 def test_weights_equal_those_of_gguf_bit_for_bit(kind):
     found = KINDS[kind]
     stored = GGMLQuantizationType[kind]
     assert GGML_QUANT_SIZES[stored] == (found.size, found.num_bytes)
-    generator = np.random.default_rng(0)
-    blocks = generator.integers(0, 256, (24, found.num_bytes), np.uint8)
-    for at in HALVES[kind]:
-        halves = generator.normal(0, 0.01, (24, 1)).astype(np.float16)
-        blocks[:, at : at + 2] = halves.view(np.uint8)
-    if kind == "MXFP4":
-        blocks[:, 0] = generator.integers(110, 130, 24)
-    rows = blocks.reshape(6, -1)
+    rows = drawn(kind, 6, 4)
     weights = BlockWeights(torch.from_numpy(rows.copy()), kind)
+    assert weights.shape == (6, 4 * found.size)
     np.testing.assert_array_equal(weights.dense().numpy(), dequantize(rows, stored))
-    codes, scales, _ = weights.grouped()
-    assert tuple(codes.shape) == weights.shape == (6, 4 * found.size)
-    assert scales.shape[1] * found.group == weights.shape[1]
 
 
-def test_memory_is_counted_as_it_is_held():
-    """Of each kind: its own bytes, or packed integers with two bfloat16 for a group."""
-    assert tuple(INT4_BLOCKS) == INT4_KINDS
-    assert KEPT_BLOCKS.keys() == KINDS.keys() - {"NVFP4"}
-    for kind, held in KEPT_BLOCKS.items():
-        found = KINDS[kind]
-        assert held == (found.num_bytes, found.size)
-        if kind in INT4_KINDS:
-            packed = found.size // 2 + found.size // found.group * 4
-            assert INT4_BLOCKS[kind] == (packed, found.size)
+def test_every_kind_is_compared():
+    assert HALVES.keys() == KINDS.keys() - {"NVFP4"}

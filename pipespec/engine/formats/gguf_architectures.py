@@ -1,0 +1,193 @@
+"""The architectures of llama.cpp that are read from GGUF files, and what each means here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+# A value of the metadata of the architecture; None: there is none.
+Field = Callable[[str], Any]
+# Of each tensor in the file, by its name.
+Shapes = Mapping[str, tuple[int, ...]]
+
+_MIXTURE = {"expert_used_count": "num_experts_per_tok"}
+_QWEN_MIXTURE = {
+    **_MIXTURE,
+    "expert_count": "num_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+# The layers of Gemma 3 with global attention, and the theta of the others: llama.cpp's constants.
+_GEMMA_PERIOD, _GEMMA_LOCAL_THETA, _GEMMA_27B_LAYERS = 6, 10000.0, 62
+# The end of the names of what DeepSeek V3 adds to the scores of experts, and V2 does not.
+_CORRECTION = ".exp_probs_b.bias"
+_EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+
+
+class Known(NamedTuple):
+    """What is known of a file: its metadata, the settings that they make, and its tensors."""
+
+    field: Field
+    settings: Mapping[str, Any]
+    shapes: Shapes
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """How files of an architecture of llama.cpp become a model of Transformers.
+
+    Attributes:
+        model_type: of Transformers.
+        fields: the config's names of further metadata.
+        settings: of the config, which llama.cpp takes for granted.
+        more: makes further settings of what is known of a file.
+        yarn: what llama.cpp takes for granted of a rotary embedding scaled by YaRN; None: such a
+            scaling is not read.
+        partial: some numbers of a head may not be turned by their position.
+        permuted: parts of names in the file of matrices in which llama.cpp interleaves the two
+            halves of each head; Hugging Face does not.
+        shifted: norms are stored plus 1.
+        experts: the names of the matrices of an expert.
+        transposed: its stacks are transposed, and hold gate and up in turns.
+    """
+
+    model_type: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    more: Callable[[Known], Mapping[str, Any]] | None = None
+    yarn: Mapping[str, Any] | None = None
+    partial: bool = False
+    permuted: tuple[str, ...] = ()
+    shifted: bool = False
+    experts: Mapping[str, str] = field(default_factory=lambda: dict(_EXPERTS))
+    transposed: bool = False
+
+
+def _gemma3(known: Known) -> dict[str, Any]:
+    settings = known.settings
+    layers = settings["num_hidden_layers"]
+    scaled_by = settings["head_dim"]
+    if layers == _GEMMA_27B_LAYERS:
+        scaled_by = settings["hidden_size"] // settings["num_attention_heads"]
+    return {
+        "query_pre_attn_scalar": scaled_by,
+        "layer_types": [
+            "sliding_attention" if (i + 1) % _GEMMA_PERIOD else "full_attention"
+            for i in range(layers)
+        ],
+        "rope_parameters": {
+            "full_attention": settings["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": _GEMMA_LOCAL_THETA},
+        },
+    }
+
+
+def _glm4_moe(known: Known) -> dict[str, Any]:
+    """Layers for multi-token prediction are counted in the file, and not loaded."""
+    unused = known.field("nextn_predict_layers") or 0
+    return {
+        "num_hidden_layers": known.settings["num_hidden_layers"] - unused,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in known.shapes,
+        "attention_bias": "blk.0.attn_q.bias" in known.shapes,
+    }
+
+
+def _deepseek(known: Known) -> dict[str, Any]:
+    """The file says of K and V how they are held compressed, as of one head."""
+    turned = known.field("rope.dimension_count")
+    limited = (known.settings.get("n_group") or 1) > 1
+    return {
+        "num_key_value_heads": known.settings["num_attention_heads"],
+        "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": known.field("attention.key_length_mla") - turned,
+        "q_lora_rank": known.field("attention.q_lora_rank"),
+        "norm_topk_prob": bool(known.field("expert_weights_norm")),
+        "topk_method": "group_limited_greedy" if limited else "greedy",
+    }
+
+
+def _ministral3(known: Known) -> dict[str, Any]:
+    rope = known.settings["rope_parameters"]
+    beta = known.field("attention.temperature_scale")
+    return {"rope_parameters": rope if beta is None else {**rope, "llama_4_scaling_beta": beta}}
+
+
+_HALVES = (".attn_q.", ".attn_k.")
+_MIXTRAL = GgufArchitecture(
+    "mixtral",
+    {**_MIXTURE, "expert_count": "num_local_experts"},
+    permuted=_HALVES,
+    experts={"gate": "w1", "up": "w3", "down": "w2"},
+)
+_ROUTED = {
+    **_MIXTURE,
+    "expert_count": "n_routed_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_LATENT = {
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.value_length_mla": "v_head_dim",
+    "rope.dimension_count": "head_dim",
+}
+# By `general.architecture`; each has a test in tests/integration/test_gguf.py. Some names mean a
+# mixture too, or two models.
+ARCHITECTURES = {
+    "llama": GgufArchitecture("llama", permuted=_HALVES),
+    "qwen2": GgufArchitecture("qwen2"),
+    "qwen3": GgufArchitecture("qwen3"),
+    "qwen2moe": GgufArchitecture(
+        "qwen2_moe",
+        {**_QWEN_MIXTURE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+        {"norm_topk_prob": False},
+    ),
+    "qwen3moe": GgufArchitecture("qwen3_moe", _QWEN_MIXTURE, {"norm_topk_prob": True}),
+    "gemma3": GgufArchitecture(
+        "gemma3_text",
+        {
+            "attention.sliding_window": "sliding_window",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        more=_gemma3,
+        shifted=True,
+    ),
+    "phi3": GgufArchitecture("phi3", {"attention.sliding_window": "sliding_window"}),
+    "mistral3": GgufArchitecture("mistral", settings={"sliding_window": None}, permuted=_HALVES),
+    "glm4moe": GgufArchitecture(
+        "glm4_moe",
+        {**_ROUTED, "expert_weights_norm": "norm_topk_prob"},
+        more=_glm4_moe,
+        partial=True,
+    ),
+    "gpt-oss": GgufArchitecture(
+        "gpt_oss",
+        {
+            **_MIXTURE,
+            "expert_count": "num_local_experts",
+            "expert_feed_forward_length": "intermediate_size",
+            "attention.sliding_window": "sliding_window",
+        },
+        yarn={"truncate": False},
+        transposed=True,
+    ),
+    "deepseek2": GgufArchitecture("deepseek_v2", {**_ROUTED, **_LATENT}, more=_deepseek, yarn={}),
+}
+_MINISTRAL_3 = GgufArchitecture(
+    "ministral3", settings={"sliding_window": None}, more=_ministral3, yarn={}, permuted=_HALVES
+)
+
+
+def architecture_named(kind: str, field: Field, shapes: Shapes) -> GgufArchitecture:
+    """That of a file with this `general.architecture`. Raises KeyError."""
+    found = ARCHITECTURES[kind]
+    if kind == "llama" and field("expert_count"):
+        return _MIXTRAL
+    if kind == "deepseek2" and any(name.endswith(_CORRECTION) for name in shapes):
+        return replace(found, model_type="deepseek_v3")
+    if kind == "mistral3" and field("rope.scaling.type") == "yarn":
+        return _MINISTRAL_3
+    return found

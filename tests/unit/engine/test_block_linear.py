@@ -1,0 +1,72 @@
+"""Layers whose weights stay in blocks, beside the dequantised weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipespec.engine.block_linear import BlockLinear
+from pipespec.engine.formats.gguf import INT4_BLOCKS, KEPT_BLOCKS
+from pipespec.engine.formats.gguf_blocks import INT4_KINDS, KINDS, BlockWeights
+from tests.unit.engine.formats.test_gguf_blocks import drawn
+
+CPU = torch.device("cpu")
+OUT = 7
+
+
+def layer_of(kind: str, factor: float = 1.0) -> tuple[BlockLinear, torch.Tensor]:
+    """A layer with random weights, and these in float32."""
+    rows = torch.from_numpy(drawn(kind, OUT, 512 // KINDS[kind].size))
+    weights = BlockWeights(rows, kind, factor)
+    layer = BlockLinear("it", OUT, 512, kind=kind)
+    layer.fill(weights, CPU)
+    return layer, weights.dense()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_code_dequantises_exactly(kind, dtype):
+    layer, expected = layer_of(kind)
+    found = torch.empty(4, 512, dtype=dtype)
+    layer.dequantise(2, found)
+    assert torch.equal(found, expected[2:6].to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_of_pytorch_dequantise_exactly(kind):
+    """They are used where there is no compiled code, which has no 16-bit floats."""
+    layer, expected = layer_of(kind)
+    found = torch.empty(4, 512, dtype=torch.float16)
+    layer.dequantise(2, found)
+    assert torch.equal(found, expected[2:6].half())
+
+
+def test_all_weights_are_multiplied_by_the_factor_of_the_matrix():
+    layer, expected = layer_of("NVFP4", factor=0.25)
+    found = torch.empty(OUT, 512)
+    layer.dequantise(0, found)
+    assert torch.equal(found, expected)
+    assert torch.equal(expected, layer_of("NVFP4")[1] / 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_its_batch(kind):
+    layer, expected = layer_of(kind)
+    rows = torch.randn(40, 512, generator=torch.Generator().manual_seed(1))
+    whole = layer(rows)
+    torch.testing.assert_close(whole, rows @ expected.T, rtol=1e-4, atol=1e-4 * whole.abs().max())
+    for size in (1, 2, 17):
+        assert torch.equal(layer(rows[:size]), whole[:size])
+
+
+def test_memory_is_counted_as_it_is_held():
+    """Of each kind: planes and factors, or packed integers with two bfloat16 for a group."""
+    assert tuple(INT4_BLOCKS) == INT4_KINDS
+    assert KEPT_BLOCKS.keys() == KINDS.keys() - {"NVFP4"}
+    for kind, (num_bytes, size) in KEPT_BLOCKS.items():
+        layer, _ = layer_of(kind)
+        held = sum(each.nbytes for each in layer.buffers())
+        assert held * size == OUT * 512 * num_bytes
+        if kind in INT4_KINDS:
+            packed = KINDS[kind].size // 2 + KINDS[kind].size // KINDS[kind].group * 4
+            assert INT4_BLOCKS[kind] == (packed, KINDS[kind].size)
