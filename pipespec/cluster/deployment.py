@@ -309,9 +309,11 @@ def require_quantizers(deployment: Deployment) -> None:
     """Raise ModelError unless this machine can load what its workers are to hold."""
     model = deployment.config.model
     local = {worker for host in deployment.hosts if host.local for worker in host.workers}
-    has_cpu = any(deployment.device_of(worker) == "cpu" for worker in local)
+    head, *stages = deployment.workers
     for kind, info in deployment.models if local else ():
         name = quantization_of(kind)
+        holders = local.intersection(stages if info is deployment.target else (head,))
+        has_cpu = any(deployment.device_of(worker) == "cpu" for worker in holders)
         on_cpu = deployment.weight_format(info) if has_cpu else None
         info.require_quantizer(f"model.{name}", getattr(model, name), on_cpu)
 

@@ -8,6 +8,7 @@ otherwise.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# Not all of Numba's pools of threads may be used by two threads at once.
+_alone = threading.Lock()
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -250,11 +253,12 @@ def halves() -> np.ndarray:
 
 def dequantise_blocks(blocks: Blocks, start: int, weights: Tensor) -> None:
     """Set `weights` `[rows, in]`, float32 or bfloat16, to the rows of a matrix from this one on."""
-    _use_threads()
-    if weights.dtype == torch.float32:
-        _dequantise_to_float32(blocks, start, weights.numpy())
-    else:
-        _dequantise_to_bfloat16(blocks, start, _bits(weights))
+    with _alone:
+        _use_threads()
+        if weights.dtype == torch.float32:
+            _dequantise_to_float32(blocks, start, weights.numpy())
+        else:
+            _dequantise_to_bfloat16(blocks, start, _bits(weights))
 
 
 def dequantise_fp8(
@@ -262,11 +266,12 @@ def dequantise_fp8(
 ) -> None:
     """The same of a matrix of FP8 codes, uint8 `[out, in]`, with float32 scales of blocks of
     `height` rows and `width` columns."""
-    _use_threads()
-    if weights.dtype == torch.float32:
-        _fp8_to_float32(codes, scales, height, width, start, weights.numpy())
-    else:
-        _fp8_to_bfloat16(codes, scales, height, width, start, _bits(weights))
+    with _alone:
+        _use_threads()
+        if weights.dtype == torch.float32:
+            _fp8_to_float32(codes, scales, height, width, start, weights.numpy())
+        else:
+            _fp8_to_bfloat16(codes, scales, height, width, start, _bits(weights))
 
 
 def _bits(weights: Tensor) -> np.ndarray:

@@ -223,7 +223,8 @@ class CheckpointInfo:
         """Raise ModelError unless this machine has the packages that this takes. `on_cpu`: the
         format of the weights in the memory of a CPU, if they are there."""
         if on_cpu in DEQUANTISED_FORMATS:
-            require_package(COMPILER, f"{self.path} ({KEPT_FORMATS[on_cpu]}) on a CPU")
+            why = f"{self.path} ({KEPT_FORMATS[on_cpu]}) on a CPU"
+            require_package(COMPILER, why, ", or set model.keep_quantized=no")
         if self.package is not None:
             require_package(self.package, f"{self.path} ({self.dequantized_from})")
         elif self.quantization is not None:

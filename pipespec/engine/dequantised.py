@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from pipespec.engine.row_blocks import ROWS, blocks_of
 
-# Weights that are dequantised at a time: on a CPU as many as its caches hold.
+# Weights that are dequantised at a time. On a CPU the caches should hold them, but each time costs
+# two changes between pools of threads.
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 24}
 
 

@@ -84,7 +84,8 @@ def fill(
             raise ModelError(
                 f"{module.source} cannot stay in {KEPT_FORMATS[form]}: {error}; {PLAIN}"
             ) from error
-        shape = (type(module), module.out_features, module.in_features, module.width)
+        kind = module.kind if isinstance(module, BlockLinear) else None
+        shape = (type(module), kind, module.out_features, module.in_features, module.width)
         if shape not in tested:
             wrong = self_test_error(module, read, device, model.dtype)
             if wrong is not None:

@@ -80,12 +80,13 @@ COMPRESSED_PACKAGE = "compressed_tensors"
 READERS = {**{name: name for name in METHODS}, COMPRESSED: COMPRESSED_PACKAGE, GGUF: GGUF_PACKAGE}
 
 
-def require_package(package: str, why: str) -> None:
-    """Raise ModelError unless the package is installed; `why`: what needs it, for the message."""
+def require_package(package: str, why: str, otherwise: str = "") -> None:
+    """Raise ModelError unless the package is installed; `why`: what needs it, for the message;
+    `otherwise`: what else helps, as the end of its sentence."""
     if find_spec(package) is None:
         raise ModelError(
             f"{why} needs {package.replace('_', '-')}, which is not installed; pip install "
-            "'pipespec[quantize]'"
+            f"'pipespec[quantize]'{otherwise}"
         )
 
 

@@ -9,14 +9,15 @@ from pipespec.errors import ModelError
 
 # How many differing tokens an error message shows.
 NUM_SHOWN = 3
-# Small published models, by tokens that together only their family has; the first that fits counts.
+# Small published models, by tokens that only their family has, and one that others of the family
+# have; the first that fits counts.
 SMALL_MODELS = (
-    (("<|start_header_id|>", "<|eot_id|>"), "meta-llama/Llama-3.2-1B-Instruct"),
-    (("<|fim_prefix|>", "<|im_start|>", "<think>"), "Qwen/Qwen3-0.6B"),
-    (("<|fim_prefix|>", "<|im_start|>"), "Qwen/Qwen2.5-0.5B-Instruct"),
-    (("<start_of_turn>", "<start_of_image>"), "google/gemma-3-1b-it"),
-    (("<start_of_turn>",), "google/gemma-2-2b-it"),
-    (("<|channel|>", "<|constrain|>"), "openai/gpt-oss-20b"),
+    (("<|begin_of_text|>", "<|eom_id|>"), "<think>", "meta-llama/Llama-3.2-1B-Instruct"),
+    (("<|object_ref_start|>", "<think>", "<tool_response>"), None, "Qwen/Qwen3-0.6B"),
+    (("<|object_ref_start|>", "<|fim_pad|>"), "<think>", "Qwen/Qwen2.5-0.5B-Instruct"),
+    (("<start_of_turn>", "<start_of_image>"), None, "google/gemma-3-1b-it"),
+    (("<start_of_turn>",), None, "google/gemma-2-2b-it"),
+    (("<|channel|>", "<|constrain|>"), None, "openai/gpt-oss-20b"),
 )
 
 
@@ -49,8 +50,8 @@ def compare_vocabularies(target: Vocabulary, draft: Vocabulary) -> None:
 
 def _suggestion(vocabulary: Mapping[str, int]) -> str:
     """Which drafts have this vocabulary, as an apposition."""
-    for tokens, model in SMALL_MODELS:
-        if all(token in vocabulary for token in tokens):
+    for tokens, other, model in SMALL_MODELS:
+        if other not in vocabulary and all(token in vocabulary for token in tokens):
             return f"such as {model}"
     return "the smallest model of its family"
 

@@ -206,6 +206,31 @@ def test_a_file_of_plain_numbers_decodes_as_its_source(files, kind):
     )
 
 
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path):
+    source = build("glm4_moe", tmp_path / "source", **{**WIDE, **GRANTED["glm4_moe"]})
+    type_of = lambda name: Type.F32  # noqa: E731
+    one = {"glm4moe__nextn_predict_layers": 1}
+    path = write(source, tmp_path / "it.gguf", "glm4_moe", type_of, **one)
+    assert inspect(path).num_layers == NUM_LAYERS - 1
+    found, expected = weights(path, range(3)), weights(source, range(3))
+    assert all(torch.equal(found[name], each) for name, each in expected.items() if "norm" in name)
+    all_of_them = {"glm4moe__nextn_predict_layers": NUM_LAYERS}
+    path = write(source, tmp_path / "none.gguf", "glm4_moe", type_of, **all_of_them)
+    with pytest.raises(ModelError, match=r"4 of 4 layers are for multi-token prediction"):
+        inspect(path)
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{"deepseek2__expert_gating_func": 1}, {"deepseek2__attention__temperature_scale": 2}],
+)
+def test_what_only_calls_itself_deepseek_is_refused(tmp_path, metadata):
+    source = build("deepseek_v3", tmp_path / "source", **{**WIDE, **GRANTED["deepseek_v3"]})
+    path = write(source, tmp_path / "it.gguf", "deepseek_v3", lambda _: Type.F32, **metadata)
+    with pytest.raises(ModelError, match=r"metadata of .* are not valid: .* as in no DeepSeek"):
+        inspect(path)
+
+
 def text(path: Path, *overrides: str) -> list[list[int]]:
     """Two requests at once."""
     deployment = cluster.make_deployment(path, path, *overrides)

@@ -82,7 +82,7 @@ class GgufHeader:
 
     Attributes:
         config: the config of Transformers, JSON as in config.json.
-        tensors: JSON: of each name of a checkpoint the fields of `gguf_metadata.Stored`.
+        tensors: JSON: of each name of a checkpoint the fields of `gguf_tensors.Stored`.
         types: JSON: the type of each tensor, by its name in the file.
         eos: token ids that end a text.
         permuted: parts of names in the file of matrices whose rows are in llama.cpp's order.
@@ -261,8 +261,7 @@ def load_tokenizer(path: Path) -> Any:
     from pipespec.engine.formats import gguf_tokenizer
 
     reader = _reader(path)
-    named = (metadata(reader, f"tokenizer.ggml.{name}") for name in ("model", "pre"))
-    return gguf_tokenizer.load_tokenizer(path, *named)
+    return gguf_tokenizer.load_tokenizer(path, lambda name: metadata(reader, f"tokenizer.{name}"))
 
 
 def _halves(weights: np.ndarray, heads: int) -> np.ndarray:

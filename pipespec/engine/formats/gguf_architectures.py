@@ -21,6 +21,8 @@ _QWEN_MIXTURE = {
 _GEMMA_PERIOD, _GEMMA_LOCAL_THETA, _GEMMA_27B_LAYERS = 6, 10000.0, 62
 # The end of the names of what DeepSeek V3 adds to the scores of experts, and V2 does not.
 _CORRECTION = ".exp_probs_b.bias"
+# How the scores of experts become probabilities, as `expert_gating_func` has it.
+_SOFTMAX, _SIGMOID = 1, 2
 _EXPERTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -84,32 +86,45 @@ def _gemma3(known: Known) -> dict[str, Any]:
 
 def _glm4_moe(known: Known) -> dict[str, Any]:
     """Layers for multi-token prediction are counted in the file, and not loaded."""
-    unused = known.field("nextn_predict_layers") or 0
+    layers, unused = known.settings["num_hidden_layers"], known.field("nextn_predict_layers") or 0
+    if not 0 <= unused < layers:
+        raise ValueError(f"{unused} of {layers} layers are for multi-token prediction")
     return {
-        "num_hidden_layers": known.settings["num_hidden_layers"] - unused,
+        "num_hidden_layers": layers - unused,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in known.shapes,
         "attention_bias": "blk.0.attn_q.bias" in known.shapes,
     }
 
 
 def _deepseek(known: Known) -> dict[str, Any]:
-    """The file says of K and V how they are held compressed, as of one head."""
-    turned = known.field("rope.dimension_count")
-    limited = (known.settings.get("n_group") or 1) > 1
+    """New files say of K and V how they are held compressed, as of one head; Transformers' V2 does
+    not normalise what its router chooses, nor scale by temperature."""
+    field = known.field
+    is_v3, norm = is_deepseek_3(known.shapes), bool(field("expert_weights_norm"))
+    gating = field("expert_gating_func") or (_SIGMOID if is_v3 else _SOFTMAX)
+    scaled = field("attention.temperature_scale")
+    if gating != (_SIGMOID if is_v3 else _SOFTMAX) or (norm and not is_v3) or scaled:
+        raise ValueError("its experts are chosen, or its attention is scaled, as in no DeepSeek")
+    turned = field("rope.dimension_count")
+    of_key = field("attention.key_length_mla") or field("attention.key_length")
+    groups = field("expert_group_count") or 1
     return {
         "num_key_value_heads": known.settings["num_attention_heads"],
         "qk_rope_head_dim": turned,
-        "qk_nope_head_dim": known.field("attention.key_length_mla") - turned,
-        "q_lora_rank": known.field("attention.q_lora_rank"),
-        "norm_topk_prob": bool(known.field("expert_weights_norm")),
-        "topk_method": "group_limited_greedy" if limited else "greedy",
+        "qk_nope_head_dim": of_key - turned,
+        "v_head_dim": field("attention.value_length_mla") or field("attention.value_length"),
+        "q_lora_rank": field("attention.q_lora_rank"),
+        "norm_topk_prob": norm,
+        "n_group": groups,
+        "topk_group": field("expert_group_used_count") or 1,
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
     }
 
 
 def _ministral3(known: Known) -> dict[str, Any]:
     rope = known.settings["rope_parameters"]
     beta = known.field("attention.temperature_scale")
-    return {"rope_parameters": rope if beta is None else {**rope, "llama_4_scaling_beta": beta}}
+    return {"rope_parameters": {**rope, "llama_4_scaling_beta": beta or 0.0}}
 
 
 _HALVES = (".attn_q.", ".attn_k.")
@@ -125,13 +140,10 @@ _ROUTED = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_count": "n_shared_experts",
     "expert_weights_scale": "routed_scaling_factor",
-    "expert_group_count": "n_group",
-    "expert_group_used_count": "topk_group",
     "leading_dense_block_count": "first_k_dense_replace",
 }
 _LATENT = {
     "attention.kv_lora_rank": "kv_lora_rank",
-    "attention.value_length_mla": "v_head_dim",
     "rope.dimension_count": "head_dim",
 }
 # By `general.architecture`; each has a test in tests/integration/test_gguf.py. Some names mean a
@@ -159,7 +171,12 @@ ARCHITECTURES = {
     "mistral3": GgufArchitecture("mistral", settings={"sliding_window": None}, permuted=_HALVES),
     "glm4moe": GgufArchitecture(
         "glm4_moe",
-        {**_ROUTED, "expert_weights_norm": "norm_topk_prob"},
+        {
+            **_ROUTED,
+            "expert_weights_norm": "norm_topk_prob",
+            "expert_group_count": "n_group",
+            "expert_group_used_count": "topk_group",
+        },
         more=_glm4_moe,
         partial=True,
     ),
@@ -181,12 +198,17 @@ _MINISTRAL_3 = GgufArchitecture(
 )
 
 
+def is_deepseek_3(shapes: Shapes) -> bool:
+    """Whether a file of `deepseek2` holds V3, of the names of its tensors."""
+    return any(name.endswith(_CORRECTION) for name in shapes)
+
+
 def architecture_named(kind: str, field: Field, shapes: Shapes) -> GgufArchitecture:
     """That of a file with this `general.architecture`. Raises KeyError."""
     found = ARCHITECTURES[kind]
     if kind == "llama" and field("expert_count"):
         return _MIXTRAL
-    if kind == "deepseek2" and any(name.endswith(_CORRECTION) for name in shapes):
+    if kind == "deepseek2" and is_deepseek_3(shapes):
         return replace(found, model_type="deepseek_v3")
     if kind == "mistral3" and field("rope.scaling.type") == "yarn":
         return _MINISTRAL_3

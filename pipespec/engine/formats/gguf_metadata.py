@@ -27,7 +27,6 @@ from pipespec.system.validation import shown
 
 if TYPE_CHECKING:  # not needed if the header is cached
     from gguf import GGUFReader
-    from torch import Tensor
 
 FOREIGN = "take another file, or a safetensors checkpoint"
 # Characters of another library's message in an error message.
@@ -223,7 +222,9 @@ def names_of(
     from transformers import AutoModelForCausalLM
 
     kind = metadata(reader, "general.architecture")
-    of_kind = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind)
+    of_kind = next((arch for arch, name in MODEL_ARCH_NAMES.items() if name == kind), None)
+    if of_kind is None:
+        raise ModelError(f"{path} holds {kind}, which this version of gguf does not know; renew it")
     layers = int(metadata(reader, f"{kind}.block_count"))  # with those that are not loaded
     known = get_tensor_name_map(of_kind, layers)
     shapes = shapes_of(reader)
@@ -236,7 +237,7 @@ def names_of(
     for name, tensor in model.state_dict().items():
         stem, _, suffix = name.rpartition(".")
         if stem.endswith(".experts"):
-            found |= _experts(name, tensor, architecture, shapes)
+            found |= _experts(name, architecture, shapes)
             continue
         theirs = f"{known.get_name(stem)}.{suffix}"
         if suffix in _UNLIKE:
@@ -248,7 +249,10 @@ def names_of(
             found[name] = Stored((theirs,), shape)
         elif stem.endswith(".kv_b_proj"):
             parts = tuple(theirs.replace("attn_kv_b", f"attn_{part}_b") for part in "kv")
-            found[name] = Stored(parts, tuple(tensor.shape), form=LATENT)
+            if all(len(shapes.get(part, ())) == 3 for part in parts):
+                (heads, latent, of_keys), (_, of_values, _) = (shapes[part] for part in parts)
+                shape = heads * (of_keys + of_values), latent
+                found[name] = Stored(parts, shape, form=LATENT)
     beyond = re.compile(rf"blk\.({'|'.join(map(str, range(config.num_hidden_layers, layers)))})\.")
     homeless = {
         theirs
@@ -264,9 +268,7 @@ def names_of(
     return found
 
 
-def _experts(
-    name: str, tensor: Tensor, architecture: GgufArchitecture, shapes: Shapes
-) -> dict[str, Stored]:
+def _experts(name: str, architecture: GgufArchitecture, shapes: Shapes) -> dict[str, Stored]:
     """The matrices, or biases, of the experts of a layer that Transformers has in one stack."""
     stem, _, stack = name.rpartition(".")
     is_bias = stack.endswith("_bias")
@@ -277,14 +279,15 @@ def _experts(
     if not all(theirs in shapes for theirs in stored):
         return {}
     if architecture.transposed:
-        form = NUMBERS if is_bias else TRANSPOSED
-        return {name: Stored(stored, tuple(tensor.shape), form=form)}
+        count, out, *inputs = shapes[stored[0]]
+        shape = (count, *inputs, len(stored) * out)
+        return {name: Stored(stored, shape, form=NUMBERS if is_bias else TRANSPOSED)}
     found = {}
     for part, theirs in zip(parts, stored, strict=True):
-        count, *shape = shapes[theirs]
+        count, *of_one = shapes[theirs]
         for expert in range(count):
             ours = f"{stem}.{expert}.{architecture.experts[part]}.{suffix}"
-            found[ours] = Stored((theirs,), tuple(shape), expert)
+            found[ours] = Stored((theirs,), tuple(of_one), expert)
     return found
 
 

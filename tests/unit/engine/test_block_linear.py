@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pipespec.engine import dequantised
 from pipespec.engine.block_linear import BlockLinear
 from pipespec.engine.formats.gguf import INT4_BLOCKS, KEPT_BLOCKS
 from pipespec.engine.formats.gguf_blocks import INT4_KINDS, KINDS, BlockWeights
@@ -14,11 +15,11 @@ CPU = torch.device("cpu")
 OUT = 7
 
 
-def layer_of(kind: str, factor: float = 1.0) -> tuple[BlockLinear, torch.Tensor]:
+def layer_of(kind: str, factor: float = 1.0, out: int = OUT) -> tuple[BlockLinear, torch.Tensor]:
     """A layer with random weights, and these in float32."""
-    rows = torch.from_numpy(drawn(kind, OUT, 512 // KINDS[kind].size))
+    rows = torch.from_numpy(drawn(kind, out, 512 // KINDS[kind].size))
     weights = BlockWeights(rows, kind, factor)
-    layer = BlockLinear("it", OUT, 512, kind=kind)
+    layer = BlockLinear("it", out, 512, kind=kind)
     layer.fill(weights, CPU)
     return layer, weights.dense()
 
@@ -34,7 +35,7 @@ def test_compiled_code_dequantises_exactly(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_of_pytorch_dequantise_exactly(kind):
-    """They are used where there is no compiled code, which has no 16-bit floats."""
+    """They are used on other devices, and for float16."""
     layer, expected = layer_of(kind)
     found = torch.empty(4, 512, dtype=torch.float16)
     layer.dequantise(2, found)
@@ -49,9 +50,12 @@ def test_all_weights_are_multiplied_by_the_factor_of_the_matrix():
     assert torch.equal(expected, layer_of("NVFP4")[1] / 4)
 
 
+@pytest.mark.parametrize("some", [1, 1 << 21])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_its_batch(kind):
-    layer, expected = layer_of(kind)
+def test_a_row_does_not_depend_on_its_batch(kind, some, monkeypatch):
+    """Whether the weights are dequantised at once or some rows at a time."""
+    monkeypatch.setitem(dequantised.CHUNK, "cpu", some)
+    layer, expected = layer_of(kind, out=40)
     rows = torch.randn(40, 512, generator=torch.Generator().manual_seed(1))
     whole = layer(rows)
     torch.testing.assert_close(whole, rows @ expected.T, rtol=1e-4, atol=1e-4 * whole.abs().max())

@@ -40,9 +40,9 @@ def test_different_vocabularies_are_counted_and_shown():
 @pytest.mark.parametrize(
     ("tokens", "draft"),
     [
-        (["<|eot_id|>", "<|start_header_id|>"], "meta-llama/Llama-3.2-1B-Instruct"),
-        (["<|im_start|>", "<|fim_prefix|>"], "Qwen/Qwen2.5-0.5B-Instruct"),
-        (["<|im_start|>", "<|fim_prefix|>", "<think>"], "Qwen/Qwen3-0.6B"),
+        (["<|eom_id|>", "<|begin_of_text|>"], "meta-llama/Llama-3.2-1B-Instruct"),
+        (["<|object_ref_start|>", "<|fim_pad|>"], "Qwen/Qwen2.5-0.5B-Instruct"),
+        (["<|object_ref_start|>", "<think>", "<tool_response>"], "Qwen/Qwen3-0.6B"),
         (["<start_of_turn>", "<start_of_image>"], "google/gemma-3-1b-it"),
         (["<start_of_turn>"], "google/gemma-2-2b-it"),
     ],
@@ -50,4 +50,18 @@ def test_different_vocabularies_are_counted_and_shown():
 def test_a_draft_that_fits_is_named(tokens, draft):
     target = _Tokenizer(**{token: i for i, token in enumerate(tokens)})
     with pytest.raises(ModelError, match=f"such as {draft}, or proposer=suffix"):
+        compare_vocabularies(target, _Tokenizer(a=0))
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ["<|begin_of_text|>", "<|eot_id|>"],  # Llama 3, before 3.1
+        ["<|begin_of_text|>", "<|eom_id|>", "<think>"],  # distilled into Llama
+        ["<|im_start|>", "<|fim_prefix|>", "<think>"],  # Phi 4
+    ],
+)
+def test_no_draft_of_a_family_that_is_only_alike_is_named(tokens):
+    target = _Tokenizer(**{token: i for i, token in enumerate(tokens)})
+    with pytest.raises(ModelError, match="the smallest model of its family"):
         compare_vocabularies(target, _Tokenizer(a=0))
