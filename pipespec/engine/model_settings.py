@@ -71,7 +71,7 @@ class ModelConfig:
         "auto",
         "Whether weights of AWQ, GPTQ, compressed-tensors, FP8, MXFP4 and GGUF checkpoints stay in "
         "their few bits in memory, which for packed integers takes bfloat16; auto does so unless a "
-        "device gets their products wrong. Plain weights take two to four times the memory, and "
+        "device gets their products wrong; plain weights take two to four times the memory, and "
         "but for packed integers less time for few rows.",
         choices=KEEP,
     )
