@@ -32,14 +32,17 @@ TODAY = {
     "sampled": "python -m benchmarks.pipeline.sampled --scale 6 --tokens 16",
     "quantized_draft": "python -m benchmarks.drafts.quantized_draft",
     "two_groups": "python -m benchmarks.pipeline.two_groups",
-    "tbt_synthetic_1b": "python -m benchmarks.pipeline.tbt --proposer synthetic --scale 2",
+    "tbt_synthetic_1b": (
+        "python -m benchmarks.pipeline.tbt --proposer synthetic --scale 2 --num-prompts 16 "
+        "--tokens 64"
+    ),
     "tbt_14": (
         "python -m benchmarks.pipeline.tbt --machine rtx3090_14 --stages 14 --proposer synthetic "
-        "--scale 6 --num-prompts 6"
+        "--scale 4 --num-prompts 8 --tokens 48"
     ),
     "tbt_21": (
         "python -m benchmarks.pipeline.tbt --machine mixed_21 --stages 21 --proposer synthetic "
-        "--scale 6 --num-prompts 4"
+        "--scale 6 --num-prompts 8"
     ),
 }
 NO_VERDICT = "arithmetic, not a run"

@@ -1,6 +1,6 @@
-"""Write the figures of README.md from the stored results of the benchmarks.
+"""Write the figures of README.md and docs/benchmarks.md from the stored results of the benchmarks.
 
-A block of README between `<!-- figures: NAME -->` and `<!-- end of figures -->` is written by the
+A block of a page between `<!-- figures: NAME -->` and `<!-- end of figures -->` is written by the
 function of that name here, from the files of `benchmarks/results/`.
 
     python -m tools.docs.figures          # writes the blocks
@@ -14,15 +14,18 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 RESULTS = ROOT / "benchmarks" / "results"
 # What makes a result today; the stored command has the names of its own commit.
 COMMANDS = {
-    "tbt_synthetic_1b": "pipeline.tbt --proposer synthetic --scale 2",
+    "tbt_synthetic_1b": (
+        "pipeline.tbt --proposer synthetic --scale 2 --num-prompts 16 --tokens 64"
+    ),
     "tbt": "pipeline.tbt --scale 4",
     "methods": "pipeline.methods --rounds 3 --tokens 24",
     "chaos": "faults.chaos --faults 200",
@@ -183,11 +186,45 @@ def measured() -> str:
     return table("| measured | figure | beside | from `benchmarks/results/` |", rows)
 
 
+def time_between_tokens(name: str) -> str:
+    """The tables of `pipeline.tbt`: time between tokens by data set and method."""
+    stored = result(name)
+    methods = list(dict.fromkeys(each["method"] for each in stored["rows"]))
+    sets = list(dict.fromkeys(each["data_set"] for each in stored["rows"]))
+    rows = []
+    for data_set in sets:
+        found = [row(stored, data_set=data_set, method=method) for method in methods]
+        cells = [f"{each['tbt_ms']:.1f} ({each['speed_up']:.2f}×)" for each in found]
+        cells[0] = f"{found[0]['tbt_ms']:.1f}"
+        rows.append(f"| {'**mean**' if data_set == 'all' else data_set} | {' | '.join(cells)} |")
+    means = {method: row(stored, data_set="all", method=method) for method in methods}
+
+    def listed(figure: str, digits: int) -> str:
+        return ", ".join(f"`{name}` {each[figure]:.{digits}f}" for name, each in means.items())
+
+    header = "| TBT, ms | " + " | ".join(f"`{method}`" for method in methods) + " |"
+    return (
+        table(header, rows)
+        + f"\nTokens per step: {listed('tokens_per_step', 3)}; hit rates "
+        + f"{listed('hit_rate', 2)}; over-runs per step {listed('overruns_per_step', 3)}.\n"
+        + f"\n{origin(stored)}: `{stored['command']}`\n"
+    )
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "engines": engines,
     "links": links,
     "emulated": emulated,
     "measured": measured,
+    **{
+        name: partial(time_between_tokens, name)
+        for name in (
+            "tbt_synthetic_1b",
+            "tbt_14",
+            "tbt_21",
+            "tbt_vllm_stages",
+        )
+    },
 }
 
 
@@ -199,10 +236,12 @@ def updated(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare only")
-    text = README.read_text()
-    if parser.parse_args().check:
-        return int(text != updated(text))
-    README.write_text(updated(text))
+    check = parser.parse_args().check
+    texts = {page: page.read_text() for page in PAGES}
+    if check:
+        return int(any(text != updated(text) for text in texts.values()))
+    for page, text in texts.items():
+        page.write_text(updated(text))
     return 0
 
 
