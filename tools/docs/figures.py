@@ -220,6 +220,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
         name: partial(time_between_tokens, name)
         for name in (
             "tbt_synthetic_1b",
+            "tbt_synthetic_8b",
             "tbt_14",
             "tbt_21",
             "tbt_vllm_stages",
