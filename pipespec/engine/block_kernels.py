@@ -253,12 +253,7 @@ def halves() -> np.ndarray:
 
 def dequantise_blocks(blocks: Blocks, start: int, weights: Tensor) -> None:
     """Set `weights` `[rows, in]`, float32 or bfloat16, to the rows of a matrix from this one on."""
-    with _alone:
-        _use_threads()
-        if weights.dtype == torch.float32:
-            _dequantise_to_float32(blocks, start, weights.numpy())
-        else:
-            _dequantise_to_bfloat16(blocks, start, _bits(weights))
+    _fill(weights, _dequantise_to_float32, _dequantise_to_bfloat16, blocks, start)
 
 
 def dequantise_fp8(
@@ -266,17 +261,19 @@ def dequantise_fp8(
 ) -> None:
     """The same of a matrix of FP8 codes, uint8 `[out, in]`, with float32 scales of blocks of
     `height` rows and `width` columns."""
+    _fill(weights, _fp8_to_float32, _fp8_to_bfloat16, codes, scales, height, width, start)
+
+
+def _fill(
+    weights: Tensor,
+    to_float32: Callable[..., None],
+    to_bfloat16: Callable[..., None],
+    *source: Any,
+) -> None:
+    """Let the function for the type of `weights` set them, with as many threads as torch has."""
     with _alone:
-        _use_threads()
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
         if weights.dtype == torch.float32:
-            _fp8_to_float32(codes, scales, height, width, start, weights.numpy())
+            to_float32(*source, weights.numpy())
         else:
-            _fp8_to_bfloat16(codes, scales, height, width, start, _bits(weights))
-
-
-def _bits(weights: Tensor) -> np.ndarray:
-    return weights.view(torch.int16).numpy().view(np.uint16)
-
-
-def _use_threads() -> None:
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+            to_bfloat16(*source, weights.view(torch.int16).numpy().view(np.uint16))

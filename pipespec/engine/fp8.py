@@ -51,4 +51,7 @@ class Fp8Linear(DequantisedLinear):
         weights = self.codes[start:stop].to(dtype)
         scales = self.scales.to(dtype)
         scales = scales[torch.arange(start, stop, device=scales.device) // self.height]
-        return weights.mul_(scales.repeat_interleave(self.width, 1)[:, : self.in_features])
+        if self.in_features % self.width:  # the last block has fewer columns
+            return weights.mul_(scales.repeat_interleave(self.width, 1)[:, : self.in_features])
+        weights.view(len(weights), -1, self.width).mul_(scales.unsqueeze(-1))
+        return weights

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -132,8 +133,14 @@ class BlockWeights:
 def numbers_of(codes: Tensor, kind: BlockKind, dtype: torch.dtype) -> Tensor:
     """What codes stand for."""
     if kind.is_fp4:
-        return torch.tensor(FP4_DOUBLED, dtype=dtype, device=codes.device)[codes.int()]
+        return _fp4_numbers(dtype, codes.device)[codes.int()]
     return codes.to(dtype).add_(kind.first)
+
+
+@cache
+def _fp4_numbers(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """FP4_DOUBLED on a device; a copy to it in every product would wait for it."""
+    return torch.tensor(FP4_DOUBLED, dtype=dtype, device=device)
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:

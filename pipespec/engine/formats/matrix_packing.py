@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ WEIGHT = ".weight"
 Load = Callable[..., Any]
 
 
-class MatrixPacking:
+class MatrixPacking(ABC):
     """The matrices of a checkpoint folder that are not plain.
 
     Attributes:
@@ -30,13 +31,13 @@ class MatrixPacking:
         """The names of the matrices."""
         return [name.removesuffix(self.suffix) for name in tensors if name.endswith(self.suffix)]
 
+    @abstractmethod
     def keeps(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether a matrix can stay as it is."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, name: str, load: Load) -> Any:
         """Read a matrix; its `dense()` are the weights."""
-        raise NotImplementedError
 
     def readers(
         self, name: str, shape: tuple[int, ...], load: Load
