@@ -142,6 +142,16 @@ class Deployment:
         return ParallelDraft(draft.mask_token, tokens, min(self.context, draft.context))
 
     @property
+    def max_retained(self) -> int:
+        """Of how many requests that have ended the text may stay in KV; 0: of none.
+
+        Running states are large, so fewer stay; tensor-parallel devices keep none for others."""
+        scheduler = self.config.scheduler
+        if self.target.recurrent is None:
+            return scheduler.max_retained
+        return min(scheduler.max_retained, scheduler.max_num_seqs) if max(self.sizes) == 1 else 0
+
+    @property
     def max_rows(self) -> int:
         """The largest number of rows in a batch."""
         return self.config.max_rows

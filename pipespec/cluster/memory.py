@@ -43,6 +43,7 @@ REMEDIES = {
     "policy.width": "lower policy.width",
     "policy.capacity": "lower policy.capacity, or policy.width and policy.children",
     "proposer.mid_rows": "lower proposer.mid_rows",
+    "scheduler.max_num_seqs": "use more hosts or devices, or a smaller model",
     "decode.prefill_chunk": "lower decode.prefill_chunk",
 }
 
@@ -87,6 +88,7 @@ def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> C
         found["policy.width"] += config.fed_rows * row
         if layers.stop == info.num_layers:
             found["policy.width"] += logits
+    found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank, sequences=1)
     device, members = device_of(deployment, rank, mid=mid), members_of(deployment, rank, mid=mid)
     found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
     return found
@@ -106,7 +108,20 @@ def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """Bytes of a token in the KV pool of a rank, or of each of its members."""
     members = members_of(deployment, rank, mid=info is deployment.mid)
     of_layer = info.kv_bytes(deployment.dtype_of(info), deployment.config.model.kv_dtype, members)
-    return len(layers_of(deployment, info, rank)) * of_layer + SLOT_BYTES
+    return info.kv_layers(layers_of(deployment, info, rank)) * of_layer + SLOT_BYTES
+
+
+def recurrent_bytes(
+    deployment: Deployment, info: CheckpointInfo, rank: int, sequences: int | None = None
+) -> int:
+    """Bytes of the running states of a rank's layers: of so many sequences (None: as many as there
+    may be, retained ones too), and of their tree nodes."""
+    if sequences is None:
+        most = deployment.config.scheduler.max_num_seqs
+        sequences = 2 * most + deployment.max_retained if rank else most
+    nodes = draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
+    layers = layers_of(deployment, info, rank)
+    return info.recurrent_bytes(layers, deployment.dtype_of(info), sequences, nodes)
 
 
 def least_slots(deployment: Deployment, rank: int) -> Counter[str]:
@@ -135,7 +150,8 @@ def kv_slots(deployment: Deployment, rank: int, free: int, *, mid: bool = False)
         share = share or KV_SHARE[device.partition(":")[0]]
         layers, members = layers_of(deployment, info, rank), members_of(deployment, rank, mid=mid)
         weights = weight_bytes(deployment, info, device, layers, members)
-        amount = int(share * max(free - weights, 0))
+        states = recurrent_bytes(deployment, info, rank)
+        amount = int(share * max(free - weights - states, 0))
     most = least + (deployment.config.scheduler.max_num_seqs - 1) * deployment.context
     return min(most, max(least, amount // slot))
 

@@ -202,7 +202,8 @@ def scheduler_config(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_rows=config.max_rows,
         num_slots=kv_tokens + for_drafts,
-        max_retained=config.scheduler.max_retained,
+        max_retained=deployment.max_retained,
+        prefixes_at_states=deployment.target.recurrent is not None,
         overlap=overlap == "yes" or (overlap == "auto" and auto),
         request_policies=config.request_policies,
     )
@@ -248,7 +249,7 @@ def draft_proposer(
         config.decode.prefill_chunk,
         min(deployment.target.vocab_size, info.vocab_size),
         foresight=config.proposer.foresight,
-        max_retained=config.scheduler.max_retained,
+        max_retained=0 if info.recurrent is not None else deployment.max_retained,
         parallel=parallel,
     )
 

@@ -197,7 +197,7 @@ def join_and_run(
             secret=where.secret,
             max_rows=deployment.max_rows,
             max_finished=scheduling.max_num_seqs,
-            max_retained=scheduling.max_num_seqs + scheduling.max_retained,
+            max_retained=scheduling.max_num_seqs + deployment.max_retained,
             hidden_size=deployment.target.hidden_size,
             dtype=getattr(torch, deployment.dtype),
         )

@@ -79,7 +79,7 @@ def step_ms(model: ModelSlice) -> float:
     rows = min(ROWS, model.num_slots)
     context = min(CONTEXT, model.num_slots - rows)
     slots = np.arange(context + rows)
-    plan = causal_plan(slots[:context], slots[context:])
+    plan = causal_plan(slots[:context], slots[context:], imagined=True)
     positions = torch.from_numpy(plan.positions)
     inputs = torch.zeros(rows, model.hidden_size, dtype=model.dtype)
     if model.is_first:

@@ -35,6 +35,7 @@ from pipespec.engine.quantization import (
     QUANTIZATIONS,
     require_package,
 )
+from pipespec.engine.recurrence.sizes import RecurrentSizes
 from pipespec.engine.slice_tensors import EMBEDDING_NAME, LAYER
 from pipespec.engine.tp_divisibility import local_kv_heads, require_tp_divisible
 from pipespec.errors import ModelError
@@ -57,6 +58,9 @@ class CheckpointInfo:
         stored: sizes in the files; if `dequantized_from` is set, sizes as plain weights.
         tied: the embedding is the output head too.
         kv_size: numbers that K and V of one token have in one layer.
+        has_kv, has_state: which layers hold K and V, and which keep a running state; empty: all
+            hold K and V, none keeps a state.
+        recurrent: what a layer with a running state keeps; None: there is none.
         matrix_bytes: bytes of matrices in each layer.
         quantization: the method by which the loaded weights are quantised; None: plain weights.
         dtype: the type in which such a model computes; None: plain weights.
@@ -100,6 +104,9 @@ class CheckpointInfo:
     kv_heads: int = 1
     has_tp_plan: bool = False
     tp_plan_splits_kv: bool = False
+    has_kv: tuple[bool, ...] = ()
+    has_state: tuple[bool, ...] = ()
+    recurrent: RecurrentSizes | None = None
 
     @property
     def kind(self) -> str:
@@ -173,6 +180,20 @@ class CheckpointInfo:
             return numbers * ITEM_BYTES[dtype]
         heads = numbers * self.kv_heads // self.kv_size
         return numbers + 2 * heads * KV_SCALE_BYTES
+
+    def kv_layers(self, layers: range) -> int:
+        """How many of these layers hold K and V."""
+        return sum(self.has_kv[layers.start : layers.stop]) if self.has_kv else len(layers)
+
+    def recurrent_bytes(self, layers: range, dtype: str, sequences: int, nodes: int) -> int:
+        """Bytes that these layers keep for the running states of so many sequences and tree
+        nodes."""
+        if self.recurrent is None:
+            return 0
+        item = ITEM_BYTES[dtype]
+        of_layer = sequences * self.recurrent.state_bytes(item)
+        of_layer += nodes * self.recurrent.node_bytes(item)
+        return sum(self.has_state[layers.start : layers.stop]) * of_layer
 
     def check_tensor_parallel(self, members: int, quantization: str | None) -> None:
         """Raise ModelError unless the layers can be divided among `members` devices."""
@@ -340,6 +361,9 @@ def inspect(model: str | Path) -> CheckpointInfo:
         kv_heads=config.kv_heads,
         has_tp_plan=config.has_tp_plan,
         tp_plan_splits_kv=config.tp_plan_splits_kv,
+        has_kv=config.has_kv,
+        has_state=config.has_state,
+        recurrent=config.recurrent,
     )
 
 

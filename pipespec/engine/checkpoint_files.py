@@ -20,6 +20,7 @@ from pipespec.engine.quantization import (
     stored_packing,
 )
 from pipespec.engine.safetensors_headers import Tensor, read_json, read_tensors
+from pipespec.engine.slice_tensors import UNUSED, part_of
 from pipespec.engine.text_part import text_config, text_type
 from pipespec.errors import ModelError
 
@@ -75,6 +76,7 @@ def _read_folder(path: Path) -> CheckpointFiles:
         raise ModelError(f"{path / 'config.json'} is nested too deeply; {FOREIGN}") from error
     tensors = read_tensors(path)
     tensors |= absent_tensors(path, raw, tensors)
+    tensors = {name: each for name, each in tensors.items() if part_of(name) != UNUSED}
     packing = stored_packing(path, stored) if method in PACKED_METHODS else None
     if raw is not whole and method is not None and packing is None:
         raise ModelError(

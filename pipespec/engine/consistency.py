@@ -21,11 +21,19 @@ from pipespec.system.validation import shown
 
 REMEDY = "fetch the checkpoint again"
 # Fields with the kind of each layer, of attention and of what follows it.
-_LAYER_KINDS = ("layer_types", "mlp_layer_types", "indexer_types", "num_attention_heads_per_layer")
+_LAYER_KINDS = (
+    "layer_types",
+    "layers_block_type",
+    "mlp_layer_types",
+    "indexer_types",
+    "num_attention_heads_per_layer",
+)
 # Tensors that only some layers of a mixture have, where others are dense.
 _VARYING = ("mlp.", "block_sparse_moe.", "feed_forward.", "moe.")
 # Types whose class derives the size of a head from hidden_size and ignores `head_dim`.
 _HEAD_DIM_IGNORED = ("stablelm",)
+# Types whose queries come with as many numbers of a gate.
+_GATED_QUERIES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 # Types whose layers differ in the number or size of their heads.
 _HEADS_VARY = ("dots3_note_text", "gemma4_text", "gemma4_unified_text", "laguna", "mimo_v2_flash")
 # Types with a layer for multi-token prediction (MTP) after the last one, which is not decoded.
@@ -41,10 +49,11 @@ USUAL_EOS = {
     **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), (255001,)),
     "cwm": (128001, 128008, 128009),
     "dots3_note_text": (151668,),
-    **dict.fromkeys(("flex_olmo", "granite_swa"), (100257,)),
+    **dict.fromkeys(("flex_olmo", "granite_swa", "olmo_hybrid"), (100257,)),
     **dict.fromkeys(("glm", "glm4"), (151329, 151336, 151338)),
     **dict.fromkeys(("olmo", "olmo2", "olmo3", "olmoe"), (50279,)),
     "jais2": (150024,),
+    "kimi_linear": (163586,),
     "minimax_m2": (200020,),
     "phi3": (32000,),
     "starcoder2": (50256,),
@@ -268,7 +277,9 @@ def expected_sizes(raw: Mapping[str, Any], name: str) -> dict[int, tuple[int, st
         expect(0, size("vocab_size"), f"vocab_size {size('vocab_size')}")
         expect(1, hidden, f"hidden_size {hidden}")
     elif name == "self_attn.q_proj.weight":
-        expect(0, *product(heads, "num_attention_heads"))
+        gated = raw.get("model_type") in _GATED_QUERIES
+        queries = heads if heads is None or not gated else 2 * heads
+        expect(0, *product(queries, "gated " * gated + "num_attention_heads"))
         expect(1, hidden, f"hidden_size {hidden}")
     elif name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
         expect(0, *product(kv_heads, "num_key_value_heads"))

@@ -91,7 +91,7 @@ class CapturedGraph:
             rows = min(rows, self.rows, num_slots - length)
             if not rows:
                 break
-            plan = causal_plan(slots[:length], slots[length : length + rows])
+            plan = causal_plan(slots[:length], slots[length : length + rows], imagined=True)
             replayed = self.run(inputs[:rows], torch.arange(length, length + rows), plan)
             if replayed is None or not replayed.equal(self._forward()[:rows]):
                 raise ValueError("replaying the graph gives other values than computing")

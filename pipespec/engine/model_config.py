@@ -11,6 +11,12 @@ from typing import Any
 
 from pipespec.engine.architectures import WRAPPERS, count_field
 from pipespec.engine.formats import gguf
+from pipespec.engine.recurrence.sizes import (
+    RecurrentSizes,
+    layers_with_kv,
+    layers_with_state,
+    recurrent_sizes,
+)
 from pipespec.engine.safetensors_headers import Tensor, read_json
 from pipespec.engine.tp_divisibility import has_plan
 from pipespec.errors import ModelError
@@ -66,6 +72,9 @@ class StoredConfig:
     hidden_size: int
     context: int
     kv_size: int
+    has_kv: tuple[bool, ...]
+    has_state: tuple[bool, ...]
+    recurrent: RecurrentSizes | None
     tied: bool
     eos: int | list[int] | None
 
@@ -89,6 +98,9 @@ def _by_transformers(path: Path) -> StoredConfig:
         config.hidden_size,
         _context(config),
         _kv_size(config),
+        layers_with_kv(config),
+        layers_with_state(config),
+        recurrent_sizes(config),
         bool(config.tie_word_embeddings),
         getattr(config, "eos_token_id", None),
     )

@@ -31,6 +31,7 @@ from pipespec.engine.expert_stack import make_experts_batch_invariant
 from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.engine.recurrence.recurrent_layer import RecurrentLayers
 from pipespec.engine.row_blocks import make_batch_invariant
 from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, select_kv_heads
@@ -79,7 +80,7 @@ class ModelSlice:
         drop_placeholders(model, layers)
         self.num_weight_bytes = _num_bytes(model.state_dict().values())
         # From now on the model's own forward pass computes the output head only.
-        setattr(model, model.base_model_prefix, ComputedBase())
+        setattr(model, model.base_model_prefix, ComputedBase(self._base))
         given = None if isinstance(attention, str) else attention
         # SDPA needs no self-test, so it is used until the first row has allocated the pools.
         self._slice = hook.SliceBackend(
@@ -98,6 +99,7 @@ class ModelSlice:
                 kv_dtype=kv_dtype,
             )
         ]
+        self.recurrent = RecurrentLayers(self._base.layers, num_slots)
         self.batch_invariant = batch_invariant and self.device.type == "cpu"
         if self.batch_invariant:
             make_batch_invariant(nn.ModuleList((self._base, model)))
@@ -294,6 +296,7 @@ class ModelSlice:
                 if replayed is not None:
                     return replayed
         self._slice.attention.prepare(plan)
+        self.recurrent.prepare(plan, self.device)
         inputs, positions = inputs.to(self.device), positions.to(self.device)
         if self._compiled is not None:
             return self._compiled(inputs, positions)

@@ -7,8 +7,7 @@ either supported or has a reason here.
 from __future__ import annotations
 
 _STATE = (
-    "its layers keep a recurrent or convolutional state, which the draft tokens of a tree would "
-    "change"
+    "its layers keep a running state by a rule that is not computed for the draft tokens of a tree"
 )
 _ENCODER = "it attends to the output of an encoder or of another model"
 _BOTH_WAYS = "it reads texts in both directions, so that a new token changes those before it"
@@ -28,11 +27,9 @@ _NAMES = "its layers have other names and places than those of other decoders"
 REASONS: dict[str, str] = {
     **dict.fromkeys(
         (
-            *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid"),
-            *("inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3"),
-            *("mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe"),
-            *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text"),
-            *("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
+            *("bailing_hybrid", "falcon_mamba", "inkling2_text", "inkling_text", "jamba", "lfm3"),
+            *("mamba", "mamba2", "minimax", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma"),
+            *("rwkv", "xlstm", "zamba", "zamba2", "zaya"),
         ),
         _STATE,
     ),
@@ -80,15 +77,14 @@ REASONS: dict[str, str] = {
 
 # The supported type that is nearest to a refused one.
 NEAREST = {
-    **dict.fromkeys(("bamba", "granitemoehybrid"), "granitemoe"),
     **dict.fromkeys(("biogpt", "gpt-sw3", "gpt2", "gpt_neo", "gptj", "codegen"), "gpt_neox"),
     **dict.fromkeys(("diffllama", "emu3", "falcon", "mllama", "nanochat", "opt"), "llama"),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "gemma3_text"),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "gemma4_text"),
     **dict.fromkeys(("minimax", "minimax_m3_vl_text"), "minimax_m2"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), "qwen3"),
-    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), "qwen3_moe"),
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "qwen3_moe"),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "qwen3_5_moe_text"),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), "falcon_h1"),
+    **dict.fromkeys(("jamba", "zamba", "zamba2"), "bamba"),
     "cohere_compass_text": "cohere2",
     "dbrx": "mixtral",
     "deepseek_v4": "deepseek_v32",
@@ -97,9 +93,7 @@ NEAREST = {
     "gpt_bigcode": "starcoder2",
     "gpt_neox_japanese": "gpt_neox",
     "hy_v4": "hy_v3",
-    "kimi_linear": "deepseek_v3",
-    "nemotron_h": "nemotron",
-    "olmo_hybrid": "olmo3",
+    "lfm3": "lfm2",
     "phi4_multimodal": "phi3",
     "recurrent_gemma": "gemma",
 }

@@ -14,6 +14,7 @@ from pipespec.core import (
     COMMITTED,
     DRAFT,
     KIND,
+    LAST_COMMITTED,
     NO_PARENT_SEQUENCE,
     NODE,
     PARENT,
@@ -67,7 +68,9 @@ class SliceRunner:
         self.lineages[sequence] = Lineage(sequence, self.nodes, shared)
         self._page_of[sequence] = page = self.pages.allocate_row()
         if shared:
-            self.slots.share(self.pages.share_prefix(page, self._page_of[parent], shared))
+            slots = self.pages.share_prefix(page, self._page_of[parent], shared)
+            self.slots.share(slots)
+            self.model.recurrent.start_from(page, slots)
 
     def compute(self, batch: Batch) -> Batch:
         """Run the batch's valid rows through the slice and return them with `hidden`
@@ -116,7 +119,7 @@ class SliceRunner:
         """
         nodes, positions = self.nodes, rows[:, POSITION].copy()
         spans = list(_spans(rows))
-        prefixes, keys, keys_at, masks = [], [], [], []
+        prefixes, keys, keys_at, masks, committed = [], [], [], [], []
         for sequence, span in spans:
             lineage, mine = self.lineages[sequence], local[span]
             live = lineage.live
@@ -131,6 +134,7 @@ class SliceRunner:
             keys.append(nodes.slot[live])
             keys_at.append(nodes.position[live])
             masks.append(mask)
+            committed.append(num_chunk)
         sizes = [mask.shape[1] for mask in masks]
         return AttentionPlan(
             write=slots,
@@ -143,6 +147,10 @@ class SliceRunner:
             tree_positions=np.concatenate(keys_at),
             tree_start=np.concatenate(([0], np.cumsum(sizes))),
             mask=np.concatenate([mask.ravel() for mask in masks]),
+            num_committed=np.array(committed),
+            keeps_state=np.array(
+                [(rows[span, KIND] == LAST_COMMITTED).any() for _, span in spans], bool
+            ),
         )
 
     def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None:

@@ -10,15 +10,19 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 EMBEDDING, HEAD = "embedding", "head"
+# Of multi-token prediction (Qwen3-Next, Qwen3.5), which no slice computes.
+UNUSED = "unused"
 # The layer of a tensor, and its name in the layer; base models are saved without a prefix.
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
-EMBEDDING_NAME = re.compile(r"(?:^|\.)(embed_tokens|embed_in)\.weight$")
+EMBEDDING_NAME = re.compile(r"(?:^|\.)(embed_tokens|embed_in|embeddings)\.weight$")
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 def part_of(name: str) -> str:
-    """The part of a tensor: the number of its layer, EMBEDDING or HEAD (final norm and output
-    head)."""
+    """The part of a tensor: the number of its layer, EMBEDDING, HEAD (final norm and output head)
+    or UNUSED."""
+    if name.startswith("mtp."):
+        return UNUSED
     layer = LAYER.search(name)
     if layer is not None:
         return layer[1]

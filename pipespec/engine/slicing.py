@@ -19,7 +19,7 @@ with silence_warnings():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 # Names of the norm after the last layer in the supported architectures.
-_FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+_FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "embedding_norm", "norm_f")
 # The usual name of the base model.
 _BASE = "model"
 # Quantisers skip a model's last parameter, which could be a matrix in a slice without output head.
@@ -48,7 +48,7 @@ def sliced_class(
         leave_out_indexers(base)
         for i in range(len(base.layers)):
             if i not in layers:
-                base.layers[i] = nn.Identity()
+                base.layers[i] = _placeholder(base.layers[i])
         if not is_last:
             norm = next(name for name in _FINAL_NORMS if hasattr(base, name))
             setattr(base, norm, nn.Identity())
@@ -74,6 +74,16 @@ def sliced_class(
     )
 
 
+def _placeholder(layer: nn.Module) -> nn.Module:
+    """What stands for a layer of another slice: it has no weights."""
+    empty = nn.Identity()
+    scales = getattr(getattr(layer, "mamba", None), "mup_vector", None)
+    if isinstance(scales, Tensor):  # Falcon H1 fills it in all layers
+        empty.mamba = nn.Identity()
+        empty.mamba.register_buffer("mup_vector", scales, persistent=False)
+    return empty
+
+
 def drop_placeholders(model: PreTrainedModel, layers: range) -> None:
     """Remove the placeholders from a loaded model of that class.
 
@@ -93,7 +103,8 @@ def drop_placeholders(model: PreTrainedModel, layers: range) -> None:
         delattr(model, _SPARED)
     base.layers = base.layers[layers.start : layers.stop]
     setattr(config, _count_field(config), len(layers))
-    if getattr(config, "layer_types", None) is not None:
+    derived = isinstance(getattr(type(config), "layers_block_type", None), property)
+    if getattr(config, "layer_types", None) is not None and not derived:
         config.layer_types = config.layer_types[layers.start : layers.stop]
 
 
@@ -114,6 +125,11 @@ def _leave_out(parent: nn.Module, module: nn.Module) -> None:
 
 class ComputedBase(nn.Module):
     """Replaces the base model of a slice: its layers have run already."""
+
+    def __init__(self, base: nn.Module):
+        super().__init__()
+        # Falcon H1 keeps a factor of its output head here.
+        self.lm_head_multiplier = getattr(base, "lm_head_multiplier", None)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> MoeModelOutputWithPast:
         return _BaseOutput(last_hidden_state=inputs_embeds)

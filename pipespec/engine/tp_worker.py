@@ -119,8 +119,9 @@ class _Pages:
 def _columns(rows: int, segments: int, keys: int, news: int) -> list[int]:
     """The lengths of the columns of a message, in order: write, positions, row_start, page_row,
     prefix_length, the first new position of each segment, new page entries, tree, tree_positions,
-    tree_start."""
-    return [rows, rows, segments + 1, segments, segments, segments, news, keys, keys, segments + 1]
+    tree_start, num_committed, keeps_state."""
+    of_segments = (segments + 1, segments, segments, segments)
+    return [rows, rows, *of_segments, news, keys, keys, segments + 1, segments, segments]
 
 
 def _pack(inputs: Tensor, plan: AttentionPlan, pages: _Pages) -> Tensor:
@@ -137,6 +138,8 @@ def _pack(inputs: Tensor, plan: AttentionPlan, pages: _Pages) -> Tensor:
         plan.tree,
         plan.tree_positions,
         plan.tree_start,
+        plan.num_committed,
+        plan.keeps_state.astype(np.int64),
     )
     assert [len(each) for each in columns] == _columns(*sizes)
     ints = np.concatenate((np.array(sizes, np.int64), *columns))
@@ -151,9 +154,10 @@ def _unpack(
     ints = message[: len(message) // 8 * 8].view(torch.int64).numpy()
     lengths = _columns(*ints[:_INTS].tolist())
     bounds = list(accumulate(lengths, initial=_INTS))
-    write, positions, row_start, page_row, length, starts, news, tree, tree_at, tree_start = (
+    write, positions, row_start, page_row, length, starts, news, tree, tree_at, *rest = (
         ints[start : start + size] for start, size in zip(bounds, lengths, strict=False)
     )
+    tree_start, num_committed, keeps_state = rest
     read = 0
     rows_of_pages = (page_row.tolist(), starts.tolist(), length.tolist())
     for page, start, end in zip(*rows_of_pages, strict=True):
@@ -177,6 +181,8 @@ def _unpack(
         tree_positions=tree_at,
         tree_start=tree_start,
         mask=data[num_bytes:].view(torch.bool).numpy(),
+        num_committed=num_committed,
+        keeps_state=keeps_state.astype(bool),
     )
     return inputs, torch.from_numpy(positions), plan
 

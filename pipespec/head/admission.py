@@ -51,6 +51,7 @@ class Admission:
         root_rows: slots that a root needs.
         max_retained: sequences that have left whose prefixes may stay in the KV cache; 0: requests
             share nothing.
+        at_states: they share prefixes only where running states are kept (`PrefixCache`).
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class Admission:
         batch_rows: int,
         root_rows: int,
         max_retained: int = 0,
+        at_states: bool = False,
     ):
         self.sequences: dict[int, Sequence] = {}  # that are running, by number, oldest first
         self.waiting: list[Sequence] = []  # by `Request.queue_key`
         self.preemptions = 0
-        self.cache = PrefixCache(max_retained)
+        self.cache = PrefixCache(max_retained, at_states=at_states)
         self.policy_name = ""  # of the running requests, or of the last ones
         self.num_slots = num_slots
         self._max_num_seqs = max_num_seqs
@@ -195,9 +197,12 @@ class Admission:
         if not self.cache.max_retained or not sequence.reads_cache:
             return parent, shared, None
         most = len(sequence.context.tokens) - 1
-        for number, common, _ in self.cache.retained_texts.match_prefix(sequence.key):
-            parent, shared = number, min(common, most)
-            break
+        for number, common, text in self.cache.retained_texts.match_prefix(sequence.key):
+            common = min(common, most)
+            if common <= shared:
+                break
+            if (ready := self.cache.shareable(number, common, num_tokens(text))) > shared:
+                parent, shared = number, ready
         awaited = None
         for number, common, text in self.cache.running_texts.match_prefix(sequence.key):
             other = self.sequences[number]
@@ -208,11 +213,11 @@ class Admission:
             common = min(common, most)
             if common <= shared:
                 break
-            ready = min(common, other.fed_text) if other.start_sent else 0
-            if ready > shared:
+            read = other.fed_text if other.start_sent else 0
+            if (ready := self.cache.shareable(number, common, read)) > shared:
                 parent, shared = number, ready
             if other.prompt_left and awaited is None:
-                awaited = number, common - MIN_SHARED_TOKENS + 1  # less is not worth the wait
+                awaited = number, self.cache.wanted(number, common)
         if awaited is not None and awaited[1] <= shared:
             awaited = None
         if shared < MIN_SHARED_TOKENS:

@@ -130,14 +130,17 @@ class PrefixCache:
 
     Args:
         max_retained: sequences whose text may be retained; 0: nothing is shared.
+        at_states: a prefix is shared only where its layers' running state is kept: before the last
+            token that was known when its sequence started (`start`).
 
     `pinned` and `held` count the slots of runs that are no longer filled: those that running
     sequences hold, and those that any sequence holds. `queries` and `hits` count the tokens that
     were looked up for requests, and those of them that were found.
     """
 
-    def __init__(self, max_retained: int):
+    def __init__(self, max_retained: int, *, at_states: bool = False):
         self.max_retained = max_retained
+        self.at_states = at_states
         self.pinned = 0
         self.held = 0
         self.queries = 0
@@ -149,6 +152,7 @@ class PrefixCache:
         ] = {}  # of retained texts by number, least recently used first
         self._runs: dict[int, list[SlotRun]] = {}  # of each sequence, in the order of the positions
         self._unsent: dict[int, int] = {}  # retained tokens that the stages do not know of
+        self._state_at: dict[int, int] = {}  # of each sequence, the tokens that its state has seen
 
     @property
     def retained_tokens(self) -> dict[int, int]:
@@ -160,10 +164,26 @@ class PrefixCache:
         if not self.max_retained:
             return
         self.running_texts.add(key, number)
+        self._state_at[number] = num_tokens(key) - 1
         runs = self._hold(number, self._runs[parent] if shared else [], shared, retained=False)
         self._runs[number] = [*runs, SlotRun(shared)]
         if parent in self._keys:
             self._mark_used(parent)
+
+    def shareable(self, number: int, common: int, read: int) -> int:
+        """How many of the first `common` tokens of a sequence another one can share, if the
+        sequence has read its first `read` tokens."""
+        if not self.at_states:
+            return min(common, read)
+        kept = self._state_at[number]
+        return kept if kept <= common and kept < read else 0
+
+    def wanted(self, number: int, common: int) -> int:
+        """How many tokens a running sequence must have read before it is worth sharing `common` of
+        them; 0: it never will be."""
+        if not self.at_states:
+            return common - MIN_SHARED_TOKENS + 1  # less is not worth the wait
+        return self.shareable(number, common, common + 1) and self._state_at[number] + 1
 
     def finish(self, number: int, known: TextKey, key: TextKey) -> None:
         """A running sequence leaves. `known` was its text when it started; its text `key` is in the
@@ -218,6 +238,8 @@ class PrefixCache:
             self._keys[number] = key
             self.retained_texts.add(key, number)
             self._unsent[number] = tokens
+        else:
+            self._state_at.pop(number, None)
 
     def _shorten(self, number: int, tokens: int) -> None:
         """Shorten a retained text to so many tokens."""

@@ -52,6 +52,7 @@ class Scheduler:
             batch_rows=config.rows,
             root_rows=max(each.max_rows if each.whole else 1 for each in config.policies),
             max_retained=config.max_retained,
+            at_states=config.prefixes_at_states,
         )
         self.config = config
         self._planner = RowPlanner(config, self.admission)

@@ -32,6 +32,7 @@ class SchedulerConfig:
         num_slots: KV slots of every stage, for the tokens and draft tokens of all requests.
         max_retained: sequences that have left whose prefixes may stay in the KV cache for others;
             0: requests share nothing.
+        prefixes_at_states: they share prefixes only where the running states of layers are kept.
         overlap: whether the draft works while the stages compute; else, where the policy can do
             without, only while they do not.
         request_policies: policies that requests may name instead (`Request.policy`).
@@ -46,6 +47,7 @@ class SchedulerConfig:
     max_rows: int = 0
     num_slots: int = 2**62
     max_retained: int = 0
+    prefixes_at_states: bool = False
     overlap: bool = True
     request_policies: Mapping[str, SpeculationPolicy] = field(default_factory=dict)
 

@@ -62,9 +62,10 @@ class Needs:
     """What the models need.
 
     `layer_bytes` are the weights of each layer of the target. `head_bytes` are the final norm
-    and the LM head; with `tied` the last stage holds the embedding too. `kv_layer_bytes` is the
-    KV pool of a layer. `runtime_bytes` is what any rank takes beyond weights and KV.
-    `draft_bytes` are weights and KV of the draft. A batch has `rows` rows of `row_bytes` bytes.
+    and the LM head; with `tied` the last stage holds the embedding too. `kv_layer_bytes` are
+    the KV pool and the running states of each layer. `runtime_bytes` is what any rank takes beyond
+    weights and KV. `draft_bytes` are weights and KV of the draft. A batch has `rows` rows of
+    `row_bytes` bytes.
     `rounds` is how often the draft expands the tree in a step.
     """
 
@@ -72,7 +73,7 @@ class Needs:
     embedding_bytes: int = 0
     head_bytes: int = 0
     tied: bool = False
-    kv_layer_bytes: int = 0
+    kv_layer_bytes: tuple[int, ...] = ()
     runtime_bytes: int = 0
     draft_bytes: int = 0
     rows: int = 1
@@ -86,9 +87,13 @@ class Needs:
     @cached_property
     def before(self) -> tuple[int, ...]:
         """Bytes of weights and KV of the first i layers, for i from 0 to all."""
-        return tuple(
-            accumulate((weights + self.kv_layer_bytes for weights in self.layer_bytes), initial=0)
-        )
+        return tuple(accumulate(self.whole_layers, initial=0))
+
+    @property
+    def whole_layers(self) -> tuple[int, ...]:
+        """Bytes of weights and KV of each layer."""
+        kept = self.kv_layer_bytes or (0,) * len(self.layer_bytes)
+        return tuple(map(sum, zip(self.layer_bytes, kept, strict=True)))
 
     def fixed_bytes(self, *, first: bool, last: bool) -> int:
         """What a stage holds whatever its layers are."""

@@ -23,6 +23,8 @@ from pipespec.system.validation import Unreadable, from_fields, read_json
 
 # What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
 RUNTIME_BYTES = 512 * 2**20
+# Running states of a request: its own, and that which is kept of its prompt.
+STATES = 2
 
 
 Number = int | float
@@ -264,7 +266,7 @@ def unmeasured(
     for info, wanted in at_head:
         if info is not None:
             own = dtype_of(info, hosts_file, config)
-            draft_bytes += _whole_bytes(info, wanted, config, own, pool)
+            draft_bytes += _whole_bytes(info, wanted, config, own, pool, context)
     return Problem(
         workers=tuple(
             Worker(
@@ -279,7 +281,7 @@ def unmeasured(
             embedding_bytes=weights.embedding,
             head_bytes=weights.head,
             tied=target.tied,
-            kv_layer_bytes=slots * target.kv_bytes(dtype, config.model.kv_dtype),
+            kv_layer_bytes=kept_layer_bytes(target, dtype, config, slots, context),
             runtime_bytes=RUNTIME_BYTES,
             draft_bytes=draft_bytes,
         ),
@@ -291,12 +293,30 @@ def unmeasured(
 
 
 def _whole_bytes(
-    info: CheckpointInfo, quantization: str | None, config: Config, dtype: str, pool: int
+    info: CheckpointInfo,
+    quantization: str | None,
+    config: Config,
+    dtype: str,
+    pool: int,
+    context: int,
 ) -> int:
-    """Bytes of a whole model with so many KV slots."""
-    of_layer = info.kv_bytes(info.compute_dtype(dtype), config.model.kv_dtype)
+    """Bytes of a whole model with so many KV slots, of which `context` are for text."""
+    own = info.compute_dtype(dtype)
     held = info.weight_format(quantization, config.model.keep_quantized, dtype)
-    return info.loaded(dtype, held).total + pool * info.num_layers * of_layer
+    return info.loaded(dtype, held).total + sum(kept_layer_bytes(info, own, config, pool, context))
+
+
+def kept_layer_bytes(
+    info: CheckpointInfo, dtype: str, config: Config, slots: int, context: int
+) -> tuple[int, ...]:
+    """Bytes of K and V in so many slots, of which `context` are for text, and of the running states
+    of one request, in each layer of a model."""
+    of_slot = info.kv_bytes(dtype, config.model.kv_dtype)
+    return tuple(
+        slots * of_slot * info.kv_layers(layer)
+        + info.recurrent_bytes(layer, dtype, STATES, slots - context)
+        for layer in (range(number, number + 1) for number in range(info.num_layers))
+    )
 
 
 def _granted(hosts_file: HostsFile, worker: str, free: float) -> float:
@@ -366,14 +386,17 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
         assert config.model.mid is not None  # as Config checks
         mid = inspect(config.model.mid)
         dtype = dtype_of(mid, hosts_file, config)
-        draft_bytes += _whole_bytes(mid, config.model.mid_quantization, config, dtype, pool)
+        draft_bytes += _whole_bytes(
+            mid, config.model.mid_quantization, config, dtype, pool, context
+        )
     rounds = config.proposer.rounds
     return Needs(
         layer_bytes=tuple(target["layer_bytes"]),
         embedding_bytes=target["embedding_bytes"],
         head_bytes=target["head_bytes"],
         tied=target["tied"],
-        kv_layer_bytes=int(slots * max(stage["kv_slot_bytes"] for stage in stages)),
+        kv_layer_bytes=(int(slots * max(stage["kv_slot_bytes"] for stage in stages)),)
+        * len(target["layer_bytes"]),
         runtime_bytes=RUNTIME_BYTES,
         draft_bytes=draft_bytes,
         rows=figures.rows,

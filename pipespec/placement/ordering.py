@@ -66,9 +66,7 @@ class Search:
         self.last = self.hosts.index(problem.last_host) if problem.last_host in of_host else None
         self.num_stages = len(stages)
         self._times: dict[tuple[str, bool, bool, float], list[float]] = {}
-        self._largest = max(
-            weights + self.needs.kv_layer_bytes for weights in self.needs.layer_bytes
-        )
+        self._largest = max(self.needs.whole_layers)
 
     def improve(self, best: Found | None) -> Found | None:
         """The better of `best` and the best layout with this head; None if there is none."""

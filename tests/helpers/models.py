@@ -63,6 +63,24 @@ _LATENT = {
 _SPARSE = {"index_topk": 256, "index_head_dim": 12, "index_n_heads": 2}
 _SLIDING = {"sliding_window": _WINDOW, "layer_types": _ALTERNATE}
 _MIXED = ["dense", *["sparse"] * (NUM_LAYERS - 1)]
+# Running states: linear attention with shared key heads, Mamba 2 with two groups.
+_HYBRID = ["linear_attention", "full_attention"] * (NUM_LAYERS // 2)
+_DELTA = {
+    "layer_types": _HYBRID,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "head_dim": 16,
+}
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
 
 # model_type -> what its config sets beyond `_COMMON`
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -78,6 +96,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "axk1": {**_LATENT, **_ROUTED, "mlp_layer_types": _MIXED},
     "axk2": {**_LATENT, **_ROUTED, **_SPARSE, "mlp_layer_types": _MIXED},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "beam": {
         **_EXPERTS,
         **_SLIDING,
@@ -113,6 +132,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"sliding_window": _WINDOW, "layer_types": _ALTERNATE},
     "exaone_moe": {**_EXPERTS, **_SLIDING, "moe_intermediate_size": 32, "mlp_layer_types": _MIXED},
+    "falcon_h1": {
+        **_MAMBA,
+        "mamba_d_ssm": 96,
+        "embedding_multiplier": 3.0,
+        "ssm_in_multiplier": 0.7,
+        "attention_in_multiplier": 0.8,
+        "key_multiplier": 0.9,
+    },
     "flex_olmo": {**_EXPERTS, "tie_word_embeddings": True},
     "flint": {
         **_EXPERTS,
@@ -185,6 +212,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "shared_intermediate_size": 32,
     },
+    "granitemoehybrid": {
+        **_EXPERTS,
+        **_MAMBA,
+        "layer_types": _HYBRID,
+        "shared_intermediate_size": 32,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.5,
+    },
     "granitemoeshared": {
         **_EXPERTS,
         "shared_intermediate_size": 32,
@@ -206,6 +241,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         "head_dim": 12,
     },
+    "kimi_linear": {
+        **_LATENT,
+        **_EXPERTS,
+        "layer_types": _HYBRID,
+        "mlp_layer_types": _MIXED,
+        "moe_intermediate_size": 32,
+        "num_shared_experts": 1,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "linear_head_dim": 12,
+        "linear_num_heads": 4,
+    },
     "laguna": {
         **_EXPERTS,
         **_SLIDING,
@@ -213,6 +260,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         "head_dim": 12,
         "mlp_layer_types": _MIXED,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2)},
+    "lfm2_moe": {
+        **_EXPERTS,
+        "layer_types": ["conv", "full_attention"] * (NUM_LAYERS // 2),
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
     },
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
     "llama4_text": {
@@ -253,9 +307,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": _WINDOW},
     "mixtral": {**_EXPERTS, "sliding_window": _WINDOW},
     "nemotron": {},
+    "nemotron_h": {
+        **_ROUTED,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "head_dim": 12,
+        "ssm_state_size": 10,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 24,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "moe_shared_expert_intermediate_size": 32,
+    },
     "olmo": {},
     "olmo2": {},
     "olmo3": {"sliding_window": _WINDOW, "layer_types": _ALTERNATE},
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4},
     "olmoe": dict(_EXPERTS),
     "persimmon": {},
     "phi": {},
@@ -269,6 +335,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "qwen3": {"head_dim": 16},
+    "qwen3_5_moe_text": {
+        **_DELTA,
+        **_EXPERTS,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_5_text": dict(_DELTA),
+    "qwen3_next": {
+        **_DELTA,
+        **_EXPERTS,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
     "qwen3_moe": {**_EXPERTS, "head_dim": 16, "moe_intermediate_size": 32},
     "seed_oss": {"head_dim": 16},
     "smollm3": {
@@ -325,6 +404,8 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("llama4_text", {}),
     "llava": ("llama", {}),
     "mistral3": ("mistral", {}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
 }
 
 

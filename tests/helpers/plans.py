@@ -27,6 +27,8 @@ def joined(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
         tree_positions=np.concatenate([s.tree_positions for s in segments]),
         tree_start=np.cumsum([0, *(len(s.tree) for s in segments)]),
         mask=np.concatenate([s.mask.ravel() for s in segments]),
+        num_committed=np.zeros(len(segments), np.int64),
+        keeps_state=np.zeros(len(segments), bool),
     )
 
 

@@ -7,7 +7,7 @@ any slot has another's content. It counts; nothing is rounded.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from pipespec.controller.verdict_exchange import unpack_verdicts
 from pipespec.core import Batch, PromptLogprobs, Request, Verdict
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.expert_counts import ExpertCounts
+from pipespec.engine.recurrence.recurrent_layer import RecurrentLayers
 from pipespec.engine.runner import SliceRunner
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft
@@ -44,6 +45,7 @@ class ToyModel:
         self.stored = np.zeros(num_slots, np.int64)
         self.rows = 0
         self.experts = ExpertCounts(torch.nn.Module())
+        self.recurrent = RecurrentLayers([], num_slots)
 
     def forward(
         self, inputs: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
@@ -51,6 +53,12 @@ class ToyModel:
         self.rows += len(plan.write)
         self.stored[plan.write] = inputs.numpy().astype(np.int64).reshape(-1)
         found = np.zeros((len(plan.write), 1), np.float32)
+        for row, slots in self.paths(plan):
+            found[row] = layer(self.stored[slots], np.arange(len(slots)))
+        return torch.from_numpy(found)
+
+    def paths(self, plan: AttentionPlan) -> Iterator[tuple[int, np.ndarray]]:
+        """The slots of the text up to each row."""
         for segment in plan.segments():
             for row, position in enumerate(segment.positions.tolist()):
                 seen = segment.mask[row]
@@ -59,8 +67,7 @@ class ToyModel:
                 )
                 assert sorted(where.tolist()) == list(range(position + 1)), "a row sees its text"
                 slots = np.concatenate((segment.prefix, segment.tree[seen]))
-                found[segment.rows.start + row] = layer(self.stored[slots], where)
-        return torch.from_numpy(found)
+                yield segment.rows.start + row, slots[np.argsort(where)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return 4 * torch.eye(VOCABULARY)[hidden[:, 0].long() % VOCABULARY]
@@ -145,17 +152,18 @@ class ToyPipeline:
         draft_slots: int,
         answers: dict[int, list[int]],
         parallel: ParallelDraft | None = None,
+        make_model: Callable[[int], ToyModel] = ToyModel,
     ):
         """`answers`: what was decided of each request, which grows; `parallel`: if a pass of the
-        draft guesses several tokens."""
+        draft guesses several tokens; `make_model`: a model of so many slots."""
         num_stages = config.num_steps
         layout = Layout(num_stages, sync="free" if free else "lockstep")
         self.scheduler = Scheduler(config)
         self.draft = DraftModelProposer(
-            SliceRunner(ToyModel(draft_slots), draft_slots),
+            SliceRunner(make_model(draft_slots), draft_slots),
             config.prefill_chunk,
             VOCABULARY,
-            max_retained=config.max_retained,
+            max_retained=0 if config.prefixes_at_states else config.max_retained,
             parallel=parallel,
         )
         self.drawn: list[bytes] = []
@@ -164,7 +172,7 @@ class ToyPipeline:
         self.inbox: list[deque[Batch]] = [deque() for _ in self.boards]
         self.stages = [
             StageLoop(
-                SliceRunner(ToyModel(config.num_slots), config.num_slots),
+                SliceRunner(make_model(config.num_slots), config.num_slots),
                 Link(1 + i, arriving, next_rank),
                 board,
                 StageSettings(layout),

@@ -65,6 +65,10 @@ class AttentionPlan:
             the segment reads, `[segments]`.
         tree, tree_positions: slot and position of each tree key, `[keys]`.
         mask: for each segment, bool `[rows, tree keys]`; flattened and concatenated.
+        num_committed: how many of the segment's first rows are committed already, `[segments]`.
+        keeps_state: whether layers with a running state keep that before the segment's last
+            committed row, for sequences that share the text; bool `[segments]`.
+        imagined: the texts before the rows were never computed, as when something is measured.
     """
 
     write: np.ndarray
@@ -77,6 +81,9 @@ class AttentionPlan:
     tree_positions: np.ndarray
     tree_start: np.ndarray
     mask: np.ndarray
+    num_committed: np.ndarray
+    keeps_state: np.ndarray
+    imagined: bool = False
 
     def segments(self) -> Iterator[Segment]:
         """The segments, in the order of their rows; nothing is copied."""
@@ -194,10 +201,11 @@ class AttentionBackend(Protocol):
         ...
 
 
-def causal_plan(prefix: np.ndarray, write: np.ndarray) -> AttentionPlan:
+def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False) -> AttentionPlan:
     """The plan of a chunk of a prompt: each row sees `prefix` and the rows up to itself.
 
     `prefix` int64 `[p]` and `write` int64 `[rows]` are slots; the rows' positions are p, p+1, ...
+    `imagined`: the prefix was never computed.
     """
     length, rows = len(prefix), len(write)
     positions = np.arange(length, length + rows)
@@ -212,4 +220,7 @@ def causal_plan(prefix: np.ndarray, write: np.ndarray) -> AttentionPlan:
         tree_positions=positions,
         tree_start=np.array([0, rows]),
         mask=np.tri(rows, dtype=bool).ravel(),
+        num_committed=np.array([rows]),
+        keeps_state=np.array([False]),
+        imagined=imagined,
     )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 # Endings of the names of attention classes.
 _ATTENTION = ("Attention", "MLA")
+_LINEAR = "DeltaAttention"
 _CHUNKED = "chunked_attention"
 # The argument by which a decoder layer hands the rows' positions to its attention.
 POSITIONS = "query_positions"
@@ -41,7 +42,11 @@ class QueryTemperature:
 
 def attention_modules(layer: nn.Module) -> list[nn.Module]:
     """The attention modules of a decoder layer, in the order in which it calls them."""
-    return [each for each in layer.modules() if type(each).__name__.endswith(_ATTENTION)]
+    return [
+        each
+        for each in layer.modules()
+        if (name := type(each).__name__).endswith(_ATTENTION) and not name.endswith(_LINEAR)
+    ]
 
 
 def chunk_of(config: Any, index: int) -> int | None:

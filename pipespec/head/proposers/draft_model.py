@@ -108,6 +108,8 @@ class DraftModelProposer:
     def start_sequence(self, context: Context) -> None:
         self._contexts[context.sequence] = context
         shared = min(context.shared_len, self.runner.length(context.parent))
+        if self.runner.model.recurrent:  # which keeps states for the head's lengths alone
+            shared = 0
         self.runner.start_sequence(context.sequence, context.parent, shared)
         self._retained.pop(context.parent, None)
         if context.parent in self.runner.cached:

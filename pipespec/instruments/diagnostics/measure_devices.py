@@ -235,7 +235,8 @@ class _DeviceBenchmark:
         start = here.start + (len(here) - timed) // 2
         middle = self.load(info, range(start, start + timed), of_target)
         layer_ms = self.forward_ms(middle) / timed
-        slot_bytes = middle.num_kv_bytes / timed / middle.num_slots
+        holding = max(1, info.kv_layers(range(start, start + timed)))
+        slot_bytes = middle.num_kv_bytes / holding / middle.num_slots
         del middle
         embedding_ms = 0.0
         if self.holds(info, range(1)):
@@ -309,7 +310,7 @@ class _DeviceBenchmark:
             inputs = torch.randint(model.vocab_size, shape, generator=self._random)
         else:
             inputs = self.hidden(model.hidden_size, model.dtype)
-        plan = causal_plan(slots[:length], slots[length:])
+        plan = causal_plan(slots[:length], slots[length:], imagined=True)
         return inputs, torch.from_numpy(plan.positions), plan
 
     def hidden(self, size: int, dtype: torch.dtype) -> Tensor:

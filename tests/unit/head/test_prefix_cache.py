@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec.core import Batch, Request, SamplingParams
@@ -18,7 +18,8 @@ from pipespec.head.prefix_cache import PrefixIndex, num_common, text_key
 from pipespec.head.proposers.parallel import ParallelDraft
 from pipespec.head.scheduler_types import SchedulerConfig
 from tests.helpers.policies import small_policies
-from tests.helpers.toy_pipeline import VOCABULARY, ToyPipeline, text_of
+from tests.helpers.recurrent_toy import MODULES, recurrent_toy
+from tests.helpers.toy_pipeline import VOCABULARY, ToyModel, ToyPipeline, text_of
 
 NUM_STAGES = 3
 POLICIES = small_policies(width=8)
@@ -258,10 +259,37 @@ def test_preempted_request_rereads_little_if_its_slots_were_not_needed():
     assert toy.rows_read < 40 + 20, "it was not read whole again"
 
 
+# --- running states ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", MODULES)
+def test_a_prefix_is_shared_where_running_states_are_kept(model_type):
+    """At the end of the prompt of a request that is over, or of one that runs."""
+    toy = ToyPipeline(
+        config(prefixes_at_states=True),
+        free=False,
+        draft_slots=200,
+        answers={},
+        make_model=recurrent_toy(model_type),
+    )
+    first = Request(0, PREFIX, 6)
+    run(toy, [first])
+    answer = tuple(toy.answers[0])
+    before = toy.rows_read
+    run(toy, [Request(1, PREFIX + answer + prompt(3, 5), 6)])
+    assert toy.rows_read - before == 1 + len(answer) + 5, "from the last token of the prompt on"
+    before = toy.rows_read
+    run(toy, [Request(2, PREFIX[:30] + prompt(4, 9), 6)])
+    assert toy.rows_read - before == 39, "no state is kept in the middle of a prompt"
+    before = toy.rows_read
+    run(toy, [Request(i, prompt(5, 32), 6) for i in range(3, 6)])
+    assert toy.rows_read - before == 32 + 2, "one reads the prompt for the others"
+
+
 # --- whatever happens -------------------------------------------------------------------------
 
 
-@given(
+loads = st.tuples(
     st.sampled_from(POLICIES),
     st.booleans(),
     st.sampled_from([400, 120, 96]),
@@ -270,7 +298,22 @@ def test_preempted_request_rereads_little_if_its_slots_were_not_needed():
     st.sampled_from([None, ParallelDraft(mask_token=2, tokens=3, end_position=90)]),
     st.integers(0, 2**32 - 1),
 )
-def test_texts_are_unchanged_and_no_slot_leaks_under_random_load(
+
+
+@given(loads)
+def test_texts_are_unchanged_and_no_slot_leaks_under_random_load(load):
+    check_random_load(*load)
+
+
+@pytest.mark.parametrize("model_type", MODULES)
+@settings(max_examples=3)
+@given(load=loads)
+def test_layers_with_a_running_state_compute_each_row_as_alone_under_random_load(model_type, load):
+    """Every row of every stage and of the draft is compared with its own text, computed alone."""
+    check_random_load(*load, model_type=model_type)
+
+
+def check_random_load(
     policy: SpeculationPolicy,
     free: bool,
     num_slots: int,
@@ -278,11 +321,16 @@ def test_texts_are_unchanged_and_no_slot_leaks_under_random_load(
     max_retained: int,
     parallel: ParallelDraft | None,
     seed: int,
+    *,
+    model_type: str | None = None,
 ):
     """Arrivals with common beginnings, cancellations, short slots, lost epochs; in lockstep, and
     running free in any order of stages and verdicts; with plain and with parallel drafts."""
     rng = random.Random(seed)
-    told = config(policy, num_slots=num_slots, max_retained=max_retained)
+    at_states = model_type is not None
+    told = config(
+        policy, num_slots=num_slots, max_retained=max_retained, prefixes_at_states=at_states
+    )
     families = [prompt(seed % 97 + i, 50) for i in range(2)]
     requests = []
     for i in range(rng.randint(2, 9)):
@@ -298,6 +346,7 @@ def test_texts_are_unchanged_and_no_slot_leaks_under_random_load(
     waiting, open_, answers = list(requests), [], {}
     gone: set[int] = set()
     how = {"free": free, "draft_slots": draft_slots, "parallel": parallel}
+    how["make_model"] = ToyModel if model_type is None else recurrent_toy(model_type)
     toy = ToyPipeline(told, **how, answers=answers)
     while waiting or not toy.scheduler.idle:
         while waiting and toy.scheduler.room and rng.random() < 0.4:

@@ -87,7 +87,7 @@ def test_weights_and_kv_are_counted_in_the_type_of_the_run(hosts_file, target):
     narrow = asked(hosts_file, target, "model.dtype=bfloat16").needs
     assert narrow.layer_bytes == target.stored.layers
     assert wide.layer_bytes[0] == 2 * narrow.layer_bytes[0]
-    assert wide.kv_layer_bytes == 2 * narrow.kv_layer_bytes
+    assert wide.kv_layer_bytes == tuple(2 * size for size in narrow.kv_layer_bytes)
     assert wide.draft_bytes == 2 * narrow.draft_bytes
     assert wide.runtime_bytes == RUNTIME_BYTES
 

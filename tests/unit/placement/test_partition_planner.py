@@ -78,7 +78,7 @@ def problems(draw):
         embedding_bytes=draw(st.integers(0, 4)),
         head_bytes=draw(st.integers(0, 4)),
         tied=draw(st.booleans()),
-        kv_layer_bytes=draw(st.integers(0, 2)),
+        kv_layer_bytes=(draw(st.integers(0, 2)),) * num_layers,
         runtime_bytes=draw(st.integers(0, 2)),
         draft_bytes=draw(st.integers(0, 15)),
         rows=4,

@@ -1,0 +1,397 @@
+"""Makes the layers of a Transformers model that keep a running state compute batches of tree rows.
+
+Their modules call functions of their own Python module by name: one for the short convolution, one
+for the recurrence over a prompt. `attach` gives a module a copy of its `forward` in which those
+names are ours; everything else stays the model's. No cache is passed, so the module always takes
+its path for prompts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.recurrence import tree_rules
+from pipespec.engine.recurrence.recurrent_plan import (
+    NONE,
+    Fold,
+    RecurrentBook,
+    RecurrentPlan,
+    Trees,
+)
+from pipespec.system.silence_warnings import silence_warnings
+
+with silence_warnings():
+    from transformers.activations import ACT2FN
+
+# The functions of Transformers' modeling files that are replaced.
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+SCAN = "mamba2_chunk_scan"
+
+
+class RecurrentLayers:
+    """The layers of a slice that keep a state, with the book and the plan that they share."""
+
+    def __init__(self, layers: Sequence[nn.Module], num_slots: int):
+        found = [
+            state
+            for layer in layers
+            for module in layer.modules()
+            if (state := attach(module)) is not None
+        ]
+        self.states = found
+        lengths = {state.history for state in found}
+        assert len(lengths) < 2, "the convolutions of a model are of one length"
+        self._book = RecurrentBook(num_slots, lengths.pop()) if found else None
+        for state in found:
+            state.owner = self
+        self.plan: _DevicePlan | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.states)
+
+    def prepare(self, plan: AttentionPlan, device: torch.device) -> None:
+        """Use this plan in the next forward pass, which has to follow."""
+        if self._book is not None:
+            self.plan = _DevicePlan(self._book.plan(plan), device)
+
+    @torch.inference_mode()
+    def start_from(self, page: int, slots: np.ndarray) -> None:
+        """The sequence of a page begins with the tokens in these KV slots, `[tokens]`, of another
+        one: copy the state that is kept after them. Raises ModelError if there is none."""
+        if self._book is None:
+            return
+        to, source = self._book.start_from(page, slots)
+        for state in self.states:
+            state.copy(to, source, self._book.num_states)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states and entries that are allocated."""
+        return sum(state.num_bytes for state in self.states)
+
+
+class _DevicePlan:
+    """A plan with its arrays on the device of the layers."""
+
+    def __init__(self, plan: RecurrentPlan, device: torch.device):
+        self.capacity, self.num_states = plan.capacity, plan.num_states
+        self.runs = plan.runs
+
+        def move(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        self.fresh, self.entries = move(plan.fresh), move(plan.entries)
+        self.stored_rows, self.stored_entries = move(plan.stored_rows), move(plan.stored_entries)
+        self.states, self.before = move(plan.states), move(plan.before)
+        self.tails = move(plan.tails)
+        self.folds = [
+            Fold(move(each.states), move(each.sources), move(each.valid)) for each in plan.folds
+        ]
+        self.trees = [
+            Trees(
+                states=move(each.states),
+                rows=move(each.rows),
+                columns=move(each.columns),
+                ancestors=move(each.ancestors),
+                own=move(each.own),
+                kept=move(each.kept),
+                committed=move(each.committed),
+                commits=each.commits,
+            )
+            for each in plan.trees
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class RecurrentState:
+    """What a module keeps between batches.
+
+    `history` inputs before a row are read by its convolution. Pools have an entry for each tree
+    node, in float32 but for the inputs of the convolution:
+
+    inputs `[entries, channels]`, tails `[states, history, channels]`: of the convolution.
+    keys `[entries, G, K]`, updates `[entries, H, V]`, decays `[entries, H, D]`, states `[states, H,
+    K, V]`: of the recurrence (`pipespec.engine.recurrence.tree_rules`).
+    """
+
+    history: int
+    owner: RecurrentLayers | None = None
+    pools: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pools.values())
+
+    def copy(self, to: int, source: int, num_states: int) -> None:
+        """Copy a state; there are `num_states`."""
+        for name in ("tails", "states"):
+            if name in self.pools:
+                pool = self._pool(name, num_states, self.pools[name])
+                pool[to] = pool[source]
+
+    @property
+    def plan(self) -> _DevicePlan:
+        assert self.owner is not None
+        assert self.owner.plan is not None, "a forward pass has no plan"
+        return self.owner.plan
+
+    # --- the functions that replace those of Transformers -----------------------------------------
+
+    def convolve(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """`causal_conv1d_fn`: `[1, channels, rows]`, weight `[channels, kernel]`; the inputs before
+        each row are those of its own path."""
+        plan, dtype = self.plan, hidden_states.dtype
+        rows = hidden_states[0].T
+        entries = self._pool("inputs", plan.capacity, rows)
+        tails = self._pool("tails", plan.num_states, rows[:, None].expand(-1, self.history, -1))
+        tails.index_fill_(0, plan.fresh, 0)
+        kept = tails.index_select(0, plan.states).flatten(0, 1)
+        sources = torch.cat((entries.index_select(0, plan.entries), rows, kept))
+        total = rows.float() * weight[:, -1].float()
+        for distance in range(1, self.history + 1):
+            before = sources.index_select(0, plan.before[:, distance - 1])
+            total += before.float() * weight[:, -1 - distance].float()
+        if bias is not None:
+            total += bias.float()
+        out = total.to(weight.dtype)
+        if activation is not None:
+            out = ACT2FN[activation](out)
+        newest = sources.index_select(0, plan.tails.flatten())
+        tails.index_copy_(0, plan.states, newest.unflatten(0, (-1, self.history)))
+        entries.index_copy_(0, plan.stored_entries, rows.index_select(0, plan.stored_rows))
+        return out.to(dtype).T.unsqueeze(0)
+
+    def apply_delta_rule(self, kernel: Callable[..., Any]) -> Callable[..., tuple[Tensor, None]]:
+        """The gated delta rule; `kernel` is the model's own, for prompts."""
+
+        def rule(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            g: Tensor,
+            beta: Tensor,
+            use_qk_l2norm_in_kernel: bool = False,
+            **_: Any,
+        ) -> tuple[Tensor, None]:
+            assert use_qk_l2norm_in_kernel
+            given = (query, key, value, g, beta)
+
+            def prompt(rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+                out, new = kernel(
+                    *(each[:, rows] for each in given[:3]),
+                    g=g[:, rows],
+                    beta=beta[:, rows],
+                    initial_state=state[None],
+                    output_final_state=True,
+                    use_qk_l2norm_in_kernel=True,
+                )
+                return out[0], new[0]
+
+            queries, keys, values, decays, strengths = (each[0].float() for each in given)
+            queries = _normalised(queries) * queries.shape[-1] ** -0.5
+            rows = _Rows(queries, _normalised(keys), values, decays, strengths)
+            return self._recur(rows, prompt).to(query.dtype)[None], None
+
+        return rule
+
+    def scan(self, kernel: Callable[..., Any]) -> Callable[..., Tensor]:
+        """The scan of Mamba 2; `kernel` is the model's own, for prompts."""
+
+        def scan(
+            hidden_states: Tensor,
+            dt: Tensor,
+            A: Tensor,  # noqa: N803 - the names of Transformers
+            B: Tensor,  # noqa: N803
+            C: Tensor,  # noqa: N803
+            chunk_size: int,
+            D: Tensor | None = None,  # noqa: N803
+            dt_bias: Tensor | None = None,
+            dt_softplus: bool = False,
+            dt_limit: tuple[float, float] = (0.0, float("inf")),
+            **_: Any,
+        ) -> Tensor:
+            def prompt(rows: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+                out, new = kernel(
+                    hidden_states[:, rows],
+                    dt[:, rows],
+                    A,
+                    B[:, rows],
+                    C[:, rows],
+                    chunk_size=chunk_size,
+                    D=D,
+                    dt_bias=dt_bias,
+                    dt_softplus=dt_softplus,
+                    dt_limit=dt_limit,
+                    return_final_states=True,
+                    initial_states=state.transpose(1, 2)[None],
+                )
+                return out[0], new[0].transpose(1, 2)
+
+            steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+            steps = functional.softplus(steps) if dt_softplus else steps
+            steps = torch.clamp(steps, *dt_limit)[0].float()
+            inputs = hidden_states[0].float()
+            rows = _Rows(C[0].float(), B[0].float(), inputs * steps[..., None], steps * A.float())
+            skip = None if D is None else D.float()[:, None] * inputs
+            out = self._recur(rows, prompt, skip)
+            return out[None]
+
+        return scan
+
+    # --- the recurrence ---------------------------------------------------------------------------
+
+    def _recur(
+        self,
+        rows: _Rows,
+        prompt: Callable[[slice, Tensor], tuple[Tensor, Tensor]],
+        skip: Tensor | None = None,
+    ) -> Tensor:
+        """o of all rows `[rows, H, V]`, with `skip` added; the pools are those of the plan
+        afterwards."""
+        plan = self.plan
+        decays = rows.decays if rows.decays.ndim == 3 else rows.decays[..., None]
+        heads, value_size = rows.values.shape[1:]
+        shape = (0, heads, rows.keys.shape[-1], value_size)
+        states = self._pool("states", plan.num_states, rows.keys.new_empty(shape))
+        keys = self._pool("keys", plan.capacity, rows.keys)
+        updates = self._pool("updates", plan.capacity, rows.values)
+        log_decays = self._pool("decays", plan.capacity, decays)
+        states.index_fill_(0, plan.fresh, 0)
+
+        def sources(pool: Tensor, own: Tensor) -> Tensor:
+            return torch.cat((pool.index_select(0, plan.entries), own, torch.zeros_like(pool[:1])))
+
+        all_keys, all_decays = sources(keys, rows.keys), sources(log_decays, decays)
+        own = torch.zeros_like(rows.values) if rows.strengths is not None else rows.values
+        all_updates = sources(updates, own)
+        first = len(plan.entries)
+        for fold in plan.folds:
+            folded = tree_rules.fold(
+                states.index_select(0, fold.states),
+                all_keys[fold.sources],
+                all_updates[fold.sources],
+                all_decays[fold.sources],
+                fold.valid,
+            )
+            states.index_copy_(0, fold.states, folded)
+        out = torch.empty_like(rows.values)
+        for run in plan.runs:
+            if run.rows.start < run.rows.stop:
+                found, states[run.state] = prompt(run.rows, states[run.state])
+                out[run.rows] = found.float()
+            if run.kept != NONE:
+                states[run.kept] = states[run.state]
+        for trees in plan.trees:
+            state = states.index_select(0, trees.states)
+            column_keys, column_decays = all_keys[trees.columns], all_decays[trees.columns]
+            paths = tree_rules.Paths(column_decays, trees.ancestors)
+            mine, kept = trees.rows, trees.kept
+            if rows.strengths is not None:
+                solved = tree_rules.delta_updates(
+                    state,
+                    rows.keys[mine],
+                    rows.values[mine],
+                    rows.strengths[mine],
+                    paths,
+                    column_keys,
+                    all_updates[trees.columns],
+                    trees.own,
+                )
+                all_updates[first + mine[kept]] = solved[kept]
+            column_updates = all_updates[trees.columns]
+            found = tree_rules.outputs(
+                state, rows.queries[mine], paths, column_keys, column_updates
+            )[kept]
+            at = mine[kept]
+            out[at] = found if skip is None else found + skip[at]
+            if trees.commits:
+                folded = tree_rules.fold(
+                    state,
+                    column_keys,
+                    column_updates,
+                    column_decays,
+                    trees.committed,
+                )
+                states.index_copy_(0, trees.states, folded)
+        own_rows = slice(first, first + len(out))
+        for pool, found in ((keys, all_keys), (updates, all_updates), (log_decays, all_decays)):
+            stored = found[own_rows].index_select(0, plan.stored_rows)
+            pool.index_copy_(0, plan.stored_entries, stored)
+        return out
+
+    def _pool(self, name: str, count: int, like: Tensor) -> Tensor:
+        """The pool of this name, with room for `count` rows like those of `like`."""
+        pool = self.pools.get(name)
+        if pool is None or len(pool) < count:
+            grown = like.new_zeros((count, *like.shape[1:]))
+            if pool is not None:
+                grown[: len(pool)] = pool
+            self.pools[name] = pool = grown
+        return pool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """What a batch's rows bring: queries and keys `[rows, G, K]`, values `[rows, H, V]` (u if there
+    are no strengths), log decays `[rows, H]` or `[rows, H, K]`, strengths `[rows, H]`."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    decays: Tensor
+    strengths: Tensor | None = None
+
+
+def _normalised(rows: Tensor) -> Tensor:
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)
+
+
+def attach(module: nn.Module) -> RecurrentState | None:
+    """Let a module that convolves compute batches of tree rows; None: it is another one."""
+    forward = inspect.unwrap(type(module).forward)
+    names = set(getattr(forward, "__code__", _NO_CODE).co_names)
+    if CONVOLUTION not in names:
+        return None
+    kernels = [each for each in module.children() if isinstance(each, nn.Conv1d)]
+    assert len(kernels) == 1, f"{type(module).__name__} has {len(kernels)} convolutions"
+    state = RecurrentState(kernels[0].kernel_size[0] - 1)
+    ours: dict[str, Callable[..., Any]] = {CONVOLUTION: state.convolve}
+    space = forward.__globals__
+    for name in names.intersection(DELTA_RULES):
+        ours[name] = state.apply_delta_rule(space[name])
+    if SCAN in names:
+        ours[SCAN] = state.scan(space[SCAN])
+    copy = FunctionType(
+        forward.__code__,
+        {**space, **ours},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(copy, module)
+    return state
+
+
+def _no_code() -> None: ...
+
+
+_NO_CODE = _no_code.__code__
