@@ -47,6 +47,9 @@ COMPILED = ("deepseek_v3", "gemma2", "gpt_oss", "llama", "qwen3")
 ON_THE_HOST = ("longcat_flash",)
 # Layers of these differ in their K and V; the most that a layer has is foretold.
 UNEQUAL_KV = ("dots3_note_text", "gemma4_text", "gemma4_unified_text", "mimo_v2_flash")
+# What Transformers itself is from double precision here, where that is more than 1e-4; the rows of a
+# tree are within 2e-5 of it.
+ROUNDING = {"qwen3_next": 3e-4}
 # Transformers has no tensor-parallel plan for these, or one with rules that we do not have.
 WITHOUT_PLAN = (
     *("aria_text", "bamba", "beam", "bitnet", "dots3_note_text", "falcon_h1", "gemma4_text"),
@@ -261,7 +264,9 @@ def test_tree_rows_have_the_logits_of_their_own_path(model):
     with torch.inference_mode():
         for node in range(24):
             expected = model.reference(tree.path(node)[None], use_cache=False).logits[0, -1]
-            torch.testing.assert_close(logits[node], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                logits[node], expected, rtol=1e-4, atol=ROUNDING.get(model.path.name, 1e-4)
+            )
 
 
 def test_plain_torch_attention_serves_every_architecture(model):
@@ -524,6 +529,8 @@ class _RandomTree:
         size = len(self.prompt)
         prefix, node_slots = self.slots[:size], self.slots[size:]
         _run(slices, self.prompt, torch.arange(size), causal_plan(prefix[:0], prefix))
+        for part in slices:
+            part.recurrent.start_from(1, prefix)  # the page of `joined`
         depths = torch.tensor([len(self.ancestry(i)) for i in range(len(self.tokens))])
         positions = size + depths - 1
         assert len(positions[batches[-1]].unique()) > 2

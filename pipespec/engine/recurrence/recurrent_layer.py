@@ -104,6 +104,7 @@ class _DevicePlan:
                 rows=move(each.rows),
                 columns=move(each.columns),
                 ancestors=move(each.ancestors),
+                path=move(each.path),
                 own=move(each.own),
                 kept=move(each.kept),
                 committed=move(each.committed),
@@ -302,7 +303,7 @@ class RecurrentState:
         for trees in plan.trees:
             state = states.index_select(0, trees.states)
             column_keys, column_decays = all_keys[trees.columns], all_decays[trees.columns]
-            paths = tree_rules.Paths(column_decays, trees.ancestors)
+            paths = tree_rules.Paths(column_decays, trees.ancestors, trees.path)
             mine, kept = trees.rows, trees.kept
             if rows.strengths is not None:
                 solved = tree_rules.delta_updates(

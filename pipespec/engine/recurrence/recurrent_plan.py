@@ -60,6 +60,8 @@ class Trees(Generic[T]):
     Attributes:
         states: `[B]`. rows: of the batch, `[B, R]`; padding repeats a row. columns: sources, by
             rising position, `[B, C]`. ancestors: bool `[B, R, C]`, the row itself included.
+        path: the columns of the ancestors of each row, by rising position, `[B, R, L]`, filled up
+            with C.
         own: the column of each row, `[B, R]`. kept: which rows are rows, bool `[B, R]`.
         committed: bool `[B, C]`, columns to be folded into the state afterwards; `commits`: there
             are some.
@@ -69,6 +71,7 @@ class Trees(Generic[T]):
     rows: T
     columns: T
     ancestors: T
+    path: T
     own: T
     kept: T
     committed: T
@@ -463,4 +466,7 @@ def _group(trees: Sequence[_Tree], zero: int) -> Trees[np.ndarray]:
         committed[index, tree.own[: tree.num_committed]] = True
     states = np.array([tree.state for tree in trees])
     commits = bool(committed.any())
-    return Trees(states, rows, columns, ancestors, own, kept, committed, commits)
+    longest = int(ancestors.sum(2).max())
+    path = np.argsort(~ancestors, axis=2, kind="stable")[:, :, :longest]
+    path[np.arange(longest) >= ancestors.sum(2)[:, :, None]] = most_columns
+    return Trees(states, rows, columns, ancestors, path, own, kept, committed, commits)

@@ -18,17 +18,15 @@ sums of the log decays along the path itself, never differences of sums, so that
 nor strong decays lose digits. docs/how-it-works/linear-attention.md derives all of it.
 
 Shapes: B sequences, R rows and C columns (nodes that rows may descend from, the rows included, by
-rising position), G key heads, H value heads (a multiple of G), key size K, value size V. A decay
-has one number for each head (D = 1) or for each channel (D = K). Everything is float32.
+rising position), L nodes of the longest path, G key heads, H value heads (a multiple of G), key
+size K, value size V. A decay has one number for each head (D = 1) or for each channel (D = K).
+Everything is float32.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-# Numbers in the largest temporary of decays by channel.
-_MOST = 1 << 23
 
 
 def fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor, valid: Tensor) -> Tensor:
@@ -39,59 +37,56 @@ def fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor, valid: Te
     """
     decays = decays * valid[..., None, None]
     total = decays.sum(1)  # [B, H, D]
-    weighted = _to_heads(keys, updates.shape[2], 2) * _after(decays).exp()
+    weighted = _to_heads(keys, updates.shape[2], 2) * _behind(decays, 1).exp()
     updates = updates * valid[..., None, None]
     return state * total.exp()[..., None] + torch.einsum("bchk,bchv->bhkv", weighted, updates)
 
 
-def _after(decays: Tensor) -> Tensor:
-    """The sums of the log decays behind each of them, `[B, C, H, D]`."""
-    behind = decays.flip(1).cumsum(1).flip(1)
-    return torch.cat((behind[:, 1:], torch.zeros_like(behind[:, :1])), 1)
+def _behind(decays: Tensor, dim: int) -> Tensor:
+    """The sums of what is behind each one in dimension `dim`."""
+    sums = decays.flip(dim).cumsum(dim).flip(dim)
+    none = torch.zeros_like(sums.narrow(dim, 0, 1))
+    return torch.cat((sums.narrow(dim, 1, sums.shape[dim] - 1), none), dim)
 
 
 class Paths:
     """The decays between the rows of some trees and their ancestors.
 
-    Attributes: `weights` `[B, H, R, C]`, A(j, i) where column j is an ancestor of row i or the row,
-    0 elsewhere (D = 1; None otherwise); `from_tip` `[B, R, H, D]`, A(tip, i).
+    `from_tip` is A(tip, i), `[B, R, H, D]`. Where decays have one number for a head, those between
+    all rows and columns are computed at once; where they have one for a channel, those along the
+    paths alone, which are much shorter than the tree is wide.
     """
 
-    def __init__(self, decays: Tensor, ancestors: Tensor):
+    def __init__(self, decays: Tensor, ancestors: Tensor, path: Tensor):
         """Log `decays` `[B, C, H, D]` of the columns; bool `ancestors` `[B, R, C]`, the row
-        included."""
-        self._decays, self._ancestors = decays, ancestors
+        included; the same as columns by rising position, int64 `path` `[B, R, L]`, filled up with
+        C."""
         mask = ancestors.to(decays.dtype)
         self.from_tip = torch.einsum("brc,bchd->brhd", mask, decays).exp()
-        self.weights: Tensor | None = None
-        if decays.shape[-1] == 1:
-            self.weights = self._between(slice(None)).squeeze(-1).permute(0, 3, 1, 2)
+        self._path, self._width = path, decays.shape[1]
+        self._by_channel = decays.shape[-1] > 1
+        if self._by_channel:
+            self._weights = _behind(self._along(decays), 2).exp_()
+        else:
+            mask = mask[..., None]
+            self._weights = _behind(decays[:, None, ..., 0] * mask, 2).exp_().mul_(mask)
 
-    def _between(self, rows: slice) -> Tensor:
-        """A(j, i) of some rows, `[B, rows, C, H, D]`."""
-        mask = self._ancestors[:, rows, :, None, None]
-        along = self._decays[:, None] * mask
-        behind = along.flip(2).cumsum(2).flip(2) - along
-        return behind.exp() * mask
+    def _along(self, columns: Tensor) -> Tensor:
+        """What columns `[B, C, ...]` have, along the paths, `[B, R, L, ...]`; 0 beside them."""
+        batch = torch.arange(len(columns), device=columns.device)[:, None, None]
+        filled = torch.cat((columns, torch.zeros_like(columns[:, :1])), 1)
+        return filled[batch, self._path]
 
     def scores(self, rows: Tensor, keys: Tensor, heads: int) -> Tensor:
         """A(j, i) (k_j . x_i) of rows x `[B, R, G, K]` and columns k `[B, C, G, K]`:
         `[B, heads, R, C]`."""
-        if self.weights is not None:
+        if not self._by_channel:
             products = torch.einsum("brgk,bcgk->bgrc", rows, keys)
-            return _to_heads(products, heads, 1) * self.weights
-        size = self._decays.shape[0] * self._decays[0].numel()
-        step = max(1, _MOST // max(size, 1))
-        parts = [
-            torch.einsum(
-                "brhk,brchk,bchk->bhrc",
-                rows[:, start : start + step],
-                self._between(slice(start, start + step)),
-                keys,
-            )
-            for start in range(0, rows.shape[1], step)
-        ]
-        return torch.cat(parts, 2)
+            return _to_heads(products, heads, 1) * self._weights.permute(0, 3, 1, 2)
+        products = torch.einsum("brhk,brlhk->bhrl", rows, self._weights * self._along(keys))
+        dense = products.new_zeros(*products.shape[:3], self._width + 1)
+        path = self._path[:, None].expand(-1, heads, -1, -1)
+        return dense.scatter_(3, path, products)[..., :-1]
 
 
 def read_state(state: Tensor, rows: Tensor, from_tip: Tensor) -> Tensor:

@@ -1,0 +1,212 @@
+"""Targets and drafts with layers that keep a running state: the texts of Hugging Face, whatever
+decodes them and whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipespec.client.local_cluster import Running
+from pipespec.controller.cluster_status import read_status
+from pipespec.controller.log_records import Accepted, Finished
+from pipespec.controller.membership import Membership
+from pipespec.core import SamplingParams
+from pipespec.sampling.distribution import TokenCounts
+from pipespec.system.folders import resource_dir
+from tests.helpers import models
+from tests.helpers.clusters import Clusters
+from tests.helpers.proposers import POLICIES
+from tests.helpers.sampling import sample
+from tests.helpers.waiting import until
+from tools.rig import cluster
+
+pytestmark = pytest.mark.slow
+# One of each kind: gated delta rule, decays by channel, Mamba 2 alone and beside attention in a
+# layer and between layers without either, short convolutions.
+FAMILIES = ("qwen3_next", "kimi_linear", "bamba", "falcon_h1", "nemotron_h", "lfm2")
+STAGES = (1, 2, 4)
+PROMPT_LENGTHS = (1, 17, 300)
+TOKENS = 14
+SAMPLED = SamplingParams(temperature=0.9, top_k=40, seed=5)
+GREEDY = SamplingParams()
+
+
+def prompts(lengths: Sequence[int], vocabulary: int = models.VOCAB_SIZE) -> list[list[int]]:
+    rng = np.random.default_rng(7)
+    return [rng.integers(2, vocabulary, length).tolist() for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Callable[[str], Path]:
+    """`target(model_type)`: a random checkpoint, made once."""
+    root = tmp_path_factory.mktemp("targets")
+
+    def get(model_type: str) -> Path:
+        folder = root / model_type
+        if not folder.exists():
+            models.build(model_type, folder, max_position_embeddings=512)
+        return folder
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def greedy(target) -> Callable[[str], list[list[int]]]:
+    found: dict[str, list[list[int]]] = {}
+
+    def get(model_type: str) -> list[list[int]]:
+        if model_type not in found:
+            found[model_type] = cluster.reference(
+                target(model_type), prompts(PROMPT_LENGTHS), TOKENS
+            )
+        return found[model_type]
+
+    return get
+
+
+def _cases() -> Iterator[object]:
+    """Every family with every policy and number of stages; some of them always."""
+    for place, family in enumerate(FAMILIES):
+        for index, policy in enumerate(POLICIES):
+            for stages in STAGES:
+                short = stages == STAGES[place % 3] and index == place % len(POLICIES)
+                marks = [] if short else [pytest.mark.long]
+                yield pytest.param(family, policy, stages, marks=marks)
+
+
+@pytest.mark.parametrize(("model_type", "policy", "stages"), _cases())
+def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
+    target, greedy, redis, model_type, policy, stages
+):
+    """The draft is the target itself, so that many draft tokens are accepted."""
+    path = target(model_type)
+    settings = f"cluster.stages={stages}", *POLICIES[policy], "decode.prefill_chunk=32"
+    deployment = cluster.make_deployment(path, path, *settings)
+    requests = [
+        {"prompt": tuple(prompt), "max_new_tokens": TOKENS} for prompt in prompts(PROMPT_LENGTHS)
+    ]
+    answers = cluster.decode(deployment, redis, requests)
+    assert [tokens for tokens, *_ in answers] == greedy(model_type)
+    if policy != "root" and stages > 1:
+        assert max(statistics["tokens_per_step"] for *_, statistics in answers) * stages > 1.2
+
+
+@torch.no_grad()
+def _plain_loop(path: Path, prompt: list[int]) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    answer: list[int] = []
+    while len(answer) < TOKENS:
+        text = prompt + answer
+        logits = model(torch.tensor([text])).logits[0, -1]
+        counts = TokenCounts(prompt, answer, len(logits), logits.device)
+        answer.append(sample(logits, SAMPLED, len(text), counts))
+    return answer
+
+
+@pytest.mark.parametrize(
+    "model_type", [FAMILIES[0], *(pytest.param(f, marks=pytest.mark.long) for f in FAMILIES[1:])]
+)
+def test_a_sampled_text_is_that_of_a_plain_loop(target, redis, model_type):
+    path = target(model_type)
+    (prompt,) = prompts([21])
+    deployment = cluster.make_deployment(path, path, "cluster.stages=2", *POLICIES["best_first"])
+    request = {"prompt": tuple(prompt), "max_new_tokens": TOKENS, "sampling": SAMPLED}
+    ((tokens, *_),) = cluster.decode(deployment, redis, [request])
+    assert tokens == _plain_loop(path, prompt)
+
+
+# --- many requests, in real processes ---------------------------------------------------------
+
+
+@pytest.fixture(
+    scope="module",
+    params=[FAMILIES[0], *(pytest.param(f, marks=pytest.mark.long) for f in FAMILIES[1:])],
+)
+def crowd(request, tmp_path_factory) -> Iterator[tuple[Clusters, Path]]:
+    """Clusters of a target with the demo pair's tokenizer, which is its own draft."""
+    folder = tmp_path_factory.mktemp("crowd") / request.param
+    demo = resource_dir("demo") / "target"
+    vocabulary = AutoModelForCausalLM.from_pretrained(demo).config.vocab_size
+    models.build(request.param, folder, vocab_size=vocabulary, max_position_embeddings=512)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, folder)
+    common = (
+        *(f"model.target={folder}", f"model.draft={folder}", "cluster.devices=[cpu]"),
+        *("cluster.stages=2", "scheduler.max_num_seqs=8", "policy.width=8", "policy.children=4"),
+        *("model.context=400", "decode.prefill_chunk=32"),
+    )
+    with Clusters(*common) as made:
+        yield made, folder
+
+
+def ask(
+    running: Running, asked: Sequence[Sequence[int]], fault: Callable[[], None] = lambda: None
+) -> list[list[int]]:
+    """The answers to all prompts at once; `fault` is called when the first has begun."""
+    client = running.client
+    numbers = [client.submit(prompt, GREEDY, max_new_tokens=TOKENS, eos=()) for prompt in asked]
+    found, begun = [], False
+    for number in numbers:
+        tokens: list[int] = []
+        for event in client.events(number):
+            if isinstance(event, Accepted):
+                tokens += event.tokens
+            if not begun:
+                begun = True
+                fault()
+        assert isinstance(event, Finished)
+        found.append(tokens)
+    return found
+
+
+def statistics(running: Running) -> dict[str, int]:
+    seen = read_status(running.cluster.url, running.cluster.namespace)
+    assert seen is not None
+    return seen.statistics
+
+
+def test_eight_requests_at_once_and_a_killed_stage_change_no_text(crowd):
+    clusters, path = crowd
+    asked = prompts([3, 40, 17, 80, 5, 33, 60, 9])
+    right = cluster.reference(path, asked, TOKENS)
+    running = clusters.running()
+    assert ask(running, asked) == right
+    worker = running.cluster.deployment.workers[1]
+    with Membership(running.cluster.url, running.cluster.namespace) as shared:
+        pid = shared.alive([worker])[worker]
+    assert ask(running, asked, fault=lambda: os.kill(pid, signal.SIGKILL)) == right
+
+
+def test_a_conversation_shares_the_prompt_of_its_last_turn(crowd):
+    clusters, path = crowd
+    running = clusters.running()
+    (first,) = prompts([50])
+    (answer,) = cluster.reference(path, [first], TOKENS)
+    assert ask(running, [first]) == [answer]
+    until(lambda: statistics(running)["running"] == 0)
+    before = statistics(running)["cache_hits"]
+    second = [*first, *answer, 5, 6, 7]
+    assert ask(running, [second]) == cluster.reference(path, [second], TOKENS)
+    until(lambda: statistics(running)["running"] == 0)
+    assert statistics(running)["cache_hits"] - before == len(first) - 1
+
+
+def test_preemption_changes_no_text(crowd):
+    clusters, path = crowd
+    asked = prompts([60] * 8)
+    right = cluster.reference(path, asked, TOKENS)
+    running = clusters.running("scheduler.prefix_cache=false", "model.kv_memory=350KiB")
+    for _ in range(5):
+        assert ask(running, asked) == right
+        until(lambda: statistics(running)["running"] == 0)
+        if statistics(running)["preemptions"] > 0:
+            return
+    pytest.fail("no request was preempted")
