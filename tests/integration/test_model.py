@@ -47,8 +47,8 @@ COMPILED = ("deepseek_v3", "gemma2", "gpt_oss", "llama", "qwen3")
 ON_THE_HOST = ("longcat_flash",)
 # Layers of these differ in their K and V; the most that a layer has is foretold.
 UNEQUAL_KV = ("dots3_note_text", "gemma4_text", "gemma4_unified_text", "mimo_v2_flash")
-# What Transformers itself is from double precision here, where that is more than 1e-4; the rows of a
-# tree are within 2e-5 of it.
+# Transformers' own distance from double precision, where that is more than 1e-4; the rows of a tree
+# are within 2e-5.
 ROUNDING = {"qwen3_next": 3e-4}
 # Transformers has no tensor-parallel plan for these, or one with rules that we do not have.
 WITHOUT_PLAN = (
@@ -436,6 +436,19 @@ def test_the_pool_is_as_large_as_the_checkpoint_foretells(model):
         assert 0.5 * slot_bytes < whole.num_kv_bytes / whole.num_slots < slot_bytes
     else:
         assert whole.num_kv_bytes == whole.num_slots * slot_bytes
+
+
+def test_running_states_are_as_large_as_the_checkpoint_foretells(model):
+    """After a prompt and a tree."""
+    info = inspect(model.path)
+    (whole,) = _load(model.path, 1)
+    tree = _RandomTree(prompt=_random_tokens(11, seed=2), num_nodes=24, seed=3)
+    tree.run([whole], batches=[slice(0, 24)])
+    book = whole.recurrent
+    foretold = info.recurrent_bytes(range(NUM_LAYERS), "float32", book.num_states, book.capacity)
+    assert book.num_bytes == foretold
+    assert bool(book) == (info.recurrent is not None)
+    assert book.capacity < 64, "entries are for nodes alone"
 
 
 def test_a_checkpoint_that_lacks_tensors_is_refused(tmp_path):

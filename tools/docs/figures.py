@@ -1,4 +1,4 @@
-"""Write the figures of README.md and docs/benchmarks.md from the stored results of the benchmarks.
+"""Write the figures of README.md and of pages of docs/ from the stored results of the benchmarks.
 
 A block of a page between `<!-- figures: NAME -->` and `<!-- end of figures -->` is written by the
 function of that name here, from the files of `benchmarks/results/`.
@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+DOCS = ROOT / "docs"
+PAGES = (
+    ROOT / "README.md",
+    DOCS / "benchmarks.md",
+    DOCS / "how-it-works" / "linear-attention.md",
+)
 RESULTS = ROOT / "benchmarks" / "results"
 # What makes a result today; the stored command has the names of its own commit.
 COMMANDS = {
@@ -211,11 +216,33 @@ def time_between_tokens(name: str) -> str:
     )
 
 
+def running_states() -> str:
+    """What a tree costs in layers with a running state, by kind of layer."""
+    stored = result("running_states")
+    rows = [
+        f"| `{each['model_type']}` | {each['node_bytes'] / 1024:.0f} KiB | "
+        f"{each['state_bytes'] / 1024:.0f} KiB | {100 * each['node_of_state']:.1f} % | "
+        f"{each['step_ms']:.1f} | {each['chunk_ms']:.1f} ({each['of_chunk']:.2f}) | "
+        f"{each['one_by_one_ms']:.0f} ({each['of_one_by_one']:.2f}) |"
+        for each in stored["rows"]
+    ]
+    header = (
+        "| layer | a node | a state | of it | a tree of 64 nodes, ms | 64 tokens by the model's "
+        "kernel for prompts, ms (times) | one by one, ms (times) |"
+    )
+    return (
+        table(header, rows)
+        + "\nOne layer's recurrence at the sizes of the published model, MEASURED on a CPU in "
+        + f"float32. {origin(stored)}: `{stored['command']}`\n"
+    )
+
+
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "engines": engines,
     "links": links,
     "emulated": emulated,
     "measured": measured,
+    "running_states": running_states,
     **{
         name: partial(time_between_tokens, name)
         for name in (

@@ -76,6 +76,16 @@ class RecurrentLayers:
             state.copy(to, source, self._book.num_states)
 
     @property
+    def num_states(self) -> int:
+        """The states that there is room for, of sequences and of the beginnings of theirs."""
+        return 0 if self._book is None else self._book.num_states
+
+    @property
+    def capacity(self) -> int:
+        """The tree nodes that there is room for."""
+        return 0 if self._book is None else self._book.capacity
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all states and entries that are allocated."""
         return sum(state.num_bytes for state in self.states)

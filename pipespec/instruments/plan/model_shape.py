@@ -14,6 +14,12 @@ from pipespec.engine.model_path import resolve_config
 from pipespec.engine.text_part import text_config, text_type
 from pipespec.errors import ModelError
 from pipespec.instruments.emulation.machine import experts_read
+from pipespec.instruments.plan.hybrid_shape import (
+    GATED_QUERIES,
+    HYBRIDS,
+    adjusted_inner,
+    mean_mixer,
+)
 from pipespec.system.validation import Unreadable, read_json
 
 # What a number of the layers takes with scales and zeros of groups of 128 (AWQ, GPTQ), in bytes.
@@ -84,6 +90,8 @@ class ModelShape:
         unusual = "latent attention" if raw.get("kv_lora_rank") is not None else None
         if model_type in _UNEQUAL or len(set(raw.get("num_attention_heads_per_layer") or ())) > 1:
             unusual = "layers that differ in their attention"
+        if model_type == "nemotron_h":
+            unusual = "layers of several kinds, some without attention"
         if unusual is not None:
             raise ModelError(
                 f"{name} has {unusual}, which is not planned from its config; measure a stage "
@@ -107,6 +115,8 @@ class ModelShape:
         kv_heads = heads if model_type in _ALL_KV_HEADS else number("num_key_value_heads", heads)
         head_dim = number("head_dim", hidden // heads)
         inner = number("intermediate_size", 4 * hidden)
+        if model_type == "lfm2":
+            inner = adjusted_inner(raw, inner)
         experts = first(_EXPERTS)
         expert_inner = number("moe_intermediate_size", inner)
         num_shared = first(_SHARED_EXPERTS) or model_type in _ONE_SHARED
@@ -115,7 +125,17 @@ class ModelShape:
             raise ModelError(f"config.json of {name} does not say how many experts a row chooses")
         matrices = 2 if model_type in _TWO_MATRICES else 3
         gate = heads if model_type in _GATED else 0
+        if model_type in GATED_QUERIES:
+            gate = heads
         attention = hidden * (2 * (heads + kv_heads) + gate) * head_dim
+        kv = 2 * kv_heads * head_dim
+        if model_type in HYBRIDS:
+            try:
+                attention, kv = mean_mixer(raw, hidden, attention, kv)
+            except (KeyError, TypeError) as error:
+                raise ModelError(
+                    f"config.json of {name} does not say what its layers keep ({error})"
+                ) from error
         return cls(
             name=name,
             num_layers=number("num_hidden_layers"),
@@ -126,7 +146,7 @@ class ModelShape:
             experts=experts,
             chosen=first(_CHOSEN) if experts else 0,
             expert=matrices * hidden * expert_inner if experts else 0,
-            kv=2 * kv_heads * head_dim,
+            kv=kv,
         )
 
     @property
