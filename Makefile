@@ -2,6 +2,9 @@
 # say what belongs in it change; otherwise nothing is installed.
 
 PYTHON ?= python3
+# Where it is set, every process that the tests start would compile all modules anew, and pytest
+# rewrite every test.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
