@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -14,6 +15,10 @@ from pathlib import Path
 
 # `nohup make test &` hands on an ignored SIGINT; what the tests start must hear Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What is imported and collected here stays until the end: more than half a million objects, which
+# every full collection of garbage would visit.
+gc.disable()
 
 # Before torch, tokenizers and huggingface_hub are imported.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -87,6 +92,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "long" in item.keywords and not config.getoption("--long"):
             item.add_marker(pytest.mark.skip(reason="long: pass --long"))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries look at their end for what was never freed
 
 
 def pytest_terminal_summary(
