@@ -13,6 +13,7 @@ a supervisor and the host may be started again, {"lost": sentence}.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -76,9 +77,14 @@ def main() -> None:
     # What is forked closes its standard input, but must know whether the agent lives.
     agent = os.dup(sys.stdin.fileno())
     modules = [ELASTIC, *pickle.load(sys.stdin.buffer)]
+    # What is imported stays: no collection of garbage need visit it, here or in the workers, whose
+    # memory it would copy.
+    gc.disable()
     for module in modules:
         with suppress(Exception):  # the worker imports it again, and reports what is wrong
             import_module(module)
+    gc.freeze()
+    gc.enable()
     directory, job = pickle.load(sys.stdin.buffer)
     outcome = run_supervisors(Path(directory), job, agent)
     write_atomically(Path(directory) / OUTCOME, json.dumps(outcome).encode())
