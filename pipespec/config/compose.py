@@ -7,6 +7,7 @@ the types and makes the objects. Any mistake becomes one sentence in a ConfigErr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ from pipespec.system.folders import resource_dir
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+# What Hydra made of chosen files: the choices and their classes, and the tree. Hydra takes .1 s.
+_composed: dict[tuple[str, ...], tuple[tuple[Any, ...], DictConfig]] = {}
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
@@ -72,8 +76,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     values = [parse(quoted(text, classes)) for text in texts if text not in chosen]
     for override in values:
         check_key(override.key_or_group, classes, chosen)
-    _register(choices)
-    node = _hydra(chosen)
+    node = _chosen(chosen, choices, classes)
     for override in values:
         value = value_of(override, classes)
         OmegaConf.update(node, override.key_or_group, value, merge=True)
@@ -85,6 +88,19 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
                 found = OmegaConf.to_container(found, resolve=True)
             OmegaConf.update(node, key, resolved(key, found, classes), merge=True)
     return node
+
+
+def _chosen(
+    overrides: list[str], choices: Mapping[str, Choice], classes: Mapping[str, type]
+) -> DictConfig:
+    """The tree of the chosen files as they are now, with nothing overridden."""
+    key, made_of = (str(resource_dir("conf")), *overrides), (choices, classes)
+    before, node = _composed.get(key, (None, None))
+    if node is None or before != made_of:
+        _register(choices)
+        node = _hydra(overrides)
+        _composed[key] = made_of, node
+    return deepcopy(node)
 
 
 def _register(choices: Mapping[str, Choice]) -> None:
