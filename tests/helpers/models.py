@@ -122,7 +122,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, **_ROUTED},
     "deepseek_v32": {**_LATENT, **_ROUTED, **_SPARSE},
     "dots1": {**_ROUTED, "sliding_window": _WINDOW, "layer_types": _ALTERNATE},
-    "dots3_note_text": {**_LATENT, **_ROUTED, **_SPARSE, **_SLIDING},
+    "dots3_note_text": {
+        **_LATENT,
+        **_ROUTED,
+        **_SPARSE,
+        **_SLIDING,
+        "head_dim": 20,
+        "shared_experts_intermediate_size": 32,
+        # Those of layers with a window, which would be of the size of a real model.
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 24,
+        "swa_kv_lora_rank": 24,
+        "swa_head_dim": 20,
+        "swa_qk_nope_head_dim": 12,
+        "swa_v_head_dim": 14,
+    },
     "ernie4_5": {},
     "ernie4_5_moe": {
         "moe_num_experts": 4,
