@@ -1,4 +1,4 @@
-"""What every test shares: one thread of torch each, no network, one sequence of random examples."""
+"""What every test shares: one thread each, no network, one sequence of random examples."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ gc.disable()
 
 # Before torch, tokenizers and huggingface_hub are imported.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["NUMBA_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 # What is kept of models is kept for one run of the suite, and its workers share it.
