@@ -29,6 +29,7 @@ from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.system.folders import resource_dir
+from tests.helpers.matrix import some_of
 from tests.helpers.models import NUM_LAYERS, build, logits
 from tools.rig import cluster
 from tools.rig.gguf_files import write
@@ -167,11 +168,13 @@ def whole(path: Path) -> AutoModelForCausalLM:
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("stored", [*MADE, Type.Q4_K, Type.Q6_K], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    some_of(("llama", "qwen2", "qwen3"), [each.name for each in (*MADE, Type.Q4_K, Type.Q6_K)]),
+)
 def test_a_slice_holds_the_dequantised_weights_bit_for_bit(files, kind, stored):
     """Those that Transformers' own reader gives the whole model."""
-    path = files(kind, stored)
+    path = files(kind, Type[stored])
     expected = whole(path).state_dict()
     for start, stop in ((0, 4), (1, 3)):
         found = weights(path, range(start, stop))
@@ -298,7 +301,9 @@ def test_experts_stay_in_their_blocks(files, kind, most):
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_policy(tmp_path, kind):
+def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_policy(
+    tmp_path, kind, long
+):
     """Of one layer gate and up stay in blocks, and down is plain."""
     source = build(kind, tmp_path / "source", **{**WIDE, **GRANTED[kind]})
 
@@ -314,7 +319,8 @@ def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_polic
     model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
     assert model.num_weight_bytes == info.loaded("bfloat16", GGUF).layers[1]
     expected = text(path, "cluster.stages=1", "policy=root")
-    for stages, policy in ((2, "best_first"), (4, "level"), (1, "static_tree")):
+    ways = [(2, "best_first"), (4, "level"), (1, "static_tree")]
+    for stages, policy in ways if long or kind == "qwen2_moe" else ways[:1]:
         assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
@@ -411,11 +417,11 @@ def test_k_quant_blocks_equal_those_of_ggml(files, stored, reference):
 
 @pytest.mark.parametrize("keep", ["no", "yes"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_token_ids_in_float32_are_those_of_the_dequantised_weights(files, kind, keep):
+def test_token_ids_in_float32_are_those_of_the_dequantised_weights(files, kind, keep, long):
     """Through the whole product; the draft is a GGUF file too."""
     path = files(kind, Type.Q8_0)
     (expected,) = cluster.reference(path.parent, [PROMPT], NEW_TOKENS, gguf_file=path.name)
-    for stages in (1, 2, 4):
+    for stages in (1, 2, 4) if long else (2,):
         deployment = cluster.make_deployment(
             path,
             files(kind, Type.Q4_0),
@@ -454,14 +460,13 @@ def test_the_tokenizer_is_in_the_file(demo):
 
 def test_generate_from_gguf_equals_the_plain_model(demo):
     """From the command line, the tokenizer included."""
-
-    def said(target: Path) -> str:
-        command = [sys.executable, "-m", "pipespec", "generate", "--prompt", "Once upon a time"]
-        settings = [f"model.target={target}", "cluster.stages=2", "decode.max_new_tokens=12"]
-        done = subprocess.run([*command, *settings], capture_output=True, text=True, check=True)
-        return done.stdout
-
-    assert said(demo) == said(DEMO / "target")
+    prompt = "Once upon a time"
+    command = [sys.executable, "-m", "pipespec", "generate", "--prompt", prompt]
+    settings = [f"model.target={demo}", "cluster.stages=2", f"decode.max_new_tokens={NEW_TOKENS}"]
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, check=True)
+    plain = AutoTokenizer.from_pretrained(DEMO / "target")
+    (expected,) = cluster.reference(DEMO / "target", [plain.encode(prompt)], NEW_TOKENS)
+    assert done.stdout == plain.decode(expected) + "\n"
 
 
 def test_a_file_is_known_by_its_whole_path(files, monkeypatch):
