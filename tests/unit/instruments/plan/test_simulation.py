@@ -153,7 +153,7 @@ def test_more_requests_than_rows_on_their_way_are_all_begun(policy):
 def test_the_order_of_the_methods():
     """The table of SpecPipe's Figure 10, continued by best_first."""
     rates = [
-        simulate(policy, machine(8), PUBLISHED, rounds=3, num_tokens=600).tokens_per_step
+        simulate(policy, machine(8), PUBLISHED, rounds=3, num_tokens=300).tokens_per_step
         for policy in (Root(), StaticTree(), Level(64, 8), BestFirst(64, 8, 4096))
     ]
     assert rates == sorted(rates)
@@ -163,7 +163,7 @@ def test_the_order_of_the_methods():
 def test_a_crowded_tree_costs_best_first_its_second_chances():
     """Why `pipespec plan` gives the tree NODES_PER_ROW: a small one forgets what it passed over."""
     small, large = (
-        simulate(BestFirst(64, 8, capacity), machine(8), PUBLISHED, rounds=4, num_tokens=600)
+        simulate(BestFirst(64, 8, capacity), machine(8), PUBLISHED, rounds=4, num_tokens=300)
         for capacity in (512, 0)
     )
     assert small.tokens_per_step < large.tokens_per_step
@@ -215,7 +215,7 @@ def test_a_mixture_reads_the_experts_of_its_rows():
 def test_on_a_mixture_the_default_is_fast_where_whole_levels_are_slower_than_no_speculation():
     machine = Profile(stages=8, stage_ms=[10.0], experts=[256, 8, 0.22], draft_ms=3.0).machine()
     root, level, default = (
-        simulate(policy, machine, ONE_B, rounds="auto", num_tokens=600)
+        simulate(policy, machine, ONE_B, rounds="auto", num_tokens=300)
         for policy in (Root(), Level(64, 8), BestFirst())
     )
     ms = [each.ms / each.tokens for each in (root, level, default)]
@@ -225,7 +225,7 @@ def test_on_a_mixture_the_default_is_fast_where_whole_levels_are_slower_than_no_
 @pytest.mark.parametrize("rounds", [(1, 3), (3, 8)])
 def test_more_draft_rounds_never_make_it_slower(rounds):
     fewer, more = (
-        simulate(BestFirst(64, 16), machine(8), ONE_B, rounds=count, num_tokens=600).tokens_per_step
+        simulate(BestFirst(64, 16), machine(8), ONE_B, rounds=count, num_tokens=300).tokens_per_step
         for count in rounds
     )
     assert more > fewer
