@@ -430,7 +430,7 @@ def test_a_lost_rank_interrupts_no_request_and_is_counted(
 ) -> None:
     running = registry.find(NAME)
     # Long enough that most of it is to come when its first pieces have been read.
-    asked = ["decode.max_new_tokens=400", "decode.ignore_eos=true"]
+    asked = ["decode.max_new_tokens=160", "decode.ignore_eos=true"]
     undisturbed = ask_on(running, asked)
     pieces: list[str] = []
 

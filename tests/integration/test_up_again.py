@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 NAME = "lab"
 SETTINGS = ("--name", NAME, "cluster.stages=2", "cluster.devices=[cpu]")
 PROMPT = "Once upon a time there was a king who"
-NUM_TOKENS = 120
+NUM_TOKENS = 60
 
 
 async def ask(followed: AsyncAnswer, prompt: list[int]) -> None:
