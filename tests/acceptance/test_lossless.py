@@ -70,7 +70,7 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
 ):
     folder, prompts, expected = demo
     every = policy in ON_ALL_PROMPTS if long else (policy, stages) == ("best_first", SHORT)
-    some = slice(None) if every else part(4 if long else 16, policy, stages)
+    some = slice(None) if every else part(4 if long else 24, policy, stages)
     deployment = cluster.make_deployment(
         folder / "target", folder / "draft", f"cluster.stages={stages}", *POLICIES[policy]
     )
@@ -89,7 +89,7 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
 def test_stage_groups_give_the_same_text_in_fewer_steps(demo, redis, policy, shape, long):
     stages, groups, steps = shape
     folder, prompts, expected = demo
-    some = part(8 if long else 16, policy, stages)
+    some = part(8 if long else 24, policy, stages)
     deployment = cluster.make_deployment(
         folder / "target",
         folder / "draft",
@@ -115,7 +115,7 @@ def test_free_running_stages_give_the_same_text(demo, redis, policy, shape, long
     """Stages of unequal and changing speed, verdicts that come late: the same text."""
     stages, groups = shape
     folder, prompts, expected = demo
-    some = part(8 if long else 16, policy, stages)
+    some = part(8 if long else 24, policy, stages)
     deployment = cluster.make_deployment(
         folder / "target",
         folder / "draft",

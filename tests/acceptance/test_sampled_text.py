@@ -25,7 +25,7 @@ from tests.helpers.proposers import proposer_overrides, write_truth
 from tests.helpers.sampling import sample
 from tools.rig import cluster
 
-NUM_TOKENS = 14
+NUM_TOKENS = 10
 CASES = [
     ([3, 1, 4, 1, 5, 9, 2, 6], SamplingParams(1.0, seed=1)),
     ([7] * 5, SamplingParams(0.6, top_k=20, top_p=0.9, seed=2**63 - 1)),
