@@ -167,7 +167,7 @@ ASKED = ["plan", "model.target=meta-llama/Llama-3.1-70B", "model.draft=meta-llam
 
 
 def test_the_command_predicts_a_range_and_names_the_layers(capsys: pytest.CaptureFixture[str]):
-    options = ["--gpus", "rtx3090:8,l40", "--link", "10gbe", "--tokens", "150"]
+    options = ["--gpus", "rtx3090:8,l40", "--link", "10gbe", "--tokens", "60"]
     assert main([*ASKED, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sum(stage["layers"] for stage in found["stages"]) == 80

@@ -282,8 +282,8 @@ def test_the_way_that_is_advised_has_been_looked_at_closely():
     """All methods share an easy beginning here, which makes each look faster at first."""
     asked = methods("level", widths=[12, 16, 20, 24, 28, 32])
     accuracy = Accuracy({1: 0.81, 8: 0.99}, spread=0.5)
-    found = grid.predictions(asked, machine(8), accuracy, num_tokens=500)
-    closely = [predict(w, machine(8), accuracy, num_tokens=500) for w in asked]
+    found = grid.predictions(asked, machine(8), accuracy, num_tokens=300)
+    closely = [predict(w, machine(8), accuracy, num_tokens=300) for w in asked]
     assert recommend(found) in closely
 
 
