@@ -6,7 +6,10 @@ logits are nearly flat and greedy decoding repeats itself, which would hide most
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from transformers import (
 from pipespec.engine.attention.attention_plan import causal_plan
 from pipespec.engine.model_slice import ModelSlice
 
+# Of one run of the suite.
+SHARED = Path(os.environ["XDG_CACHE_HOME"]) / "tiny-models"
 NUM_LAYERS = 4
 VOCAB_SIZE = 199
 
@@ -396,6 +401,19 @@ def build(model_type: str, folder: Path, *, seed: int = 0, **overrides: Any) -> 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings))
     _spread(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def shared(model_type: str) -> Path:
+    """The folder of `build(model_type, ...)`, made once for all processes of a run of the suite:
+    nobody may change it."""
+    folder = SHARED / model_type
+    if not folder.exists():
+        SHARED.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=SHARED) as place:
+            made = build(model_type, Path(place) / "model")
+            with suppress(OSError):  # another process was faster
+                made.rename(folder)
     return folder
 
 

@@ -35,6 +35,7 @@ from tests.helpers.models import (
     VOCAB_SIZE,
     build,
     build_multimodal,
+    shared,
 )
 from tests.helpers.plans import joined
 from tests.helpers.recording import stand_in
@@ -75,15 +76,9 @@ ATTENDING = (
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
+def checkpoint():
     """`checkpoint(model_type)`: the folder of a tiny checkpoint, built once."""
-    root = tmp_path_factory.mktemp("models")
-
-    def get(model_type: str) -> Path:
-        folder = root / model_type
-        return folder if folder.exists() else build(model_type, folder)
-
-    return get
+    return shared
 
 
 class Conforming:

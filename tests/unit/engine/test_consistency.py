@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from pipespec.engine.consistency import ACTIVATIONS, USUAL_EOS
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.safetensors_headers import BITS
 from pipespec.errors import ModelError
-from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build
+from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build, shared
 
 WEIGHTS = "model.safetensors"
 
@@ -48,7 +49,7 @@ def refused(path: Path, why: str) -> None:
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_half_a_model_is_refused_of_every_architecture(tmp_path, model_type):
-    path = build(model_type, tmp_path / "model")
+    path = copytree(shared(model_type), tmp_path / "model")
     raw = json.loads((path / "config.json").read_text())
     shorter = {
         name: value[: NUM_LAYERS // 2]
@@ -63,7 +64,7 @@ def test_half_a_model_is_refused_of_every_architecture(tmp_path, model_type):
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_a_missing_tensor_is_refused_of_every_architecture(tmp_path, model_type):
     """Of each kind that a layer in the middle has, and of each that lies outside of layers."""
-    path = build(model_type, tmp_path / "model")
+    path = copytree(shared(model_type), tmp_path / "model")
     tensors = load_file(path / WEIGHTS)
     inside = [name for name in tensors if ".layers.2." in name and ".experts." not in name]
     outside = [name for name in tensors if ".layers." not in name]
