@@ -95,6 +95,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="long: pass --long"))
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if session.config.pluginmanager.hasplugin("dsession"):
+        gc.enable()  # the first of xdist's processes collects no tests
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
