@@ -73,6 +73,13 @@ EXPECTED: dict[str, type] = {
 }
 
 
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing has been composed yet in this process."""
+    monkeypatch.setattr("pipespec.config.compose._composed", {})
+
+
+@pytest.mark.usefixtures("anew")
 def test_ctrl_c_while_hydra_composes_is_no_fault_of_the_settings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -400,6 +407,7 @@ def test_what_may_hold_a_password_is_not_shown() -> None:
     assert masked("model.target=/models/a@b") == "model.target=/models/a@b"
 
 
+@pytest.mark.usefixtures("anew")
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     compose(["policy=level"])
@@ -487,3 +495,11 @@ def sentence(overrides: list[str]) -> str:
     assert message.endswith((".", "?"))
     assert "\n" not in message
     return message
+
+
+def test_what_is_composed_again_is_the_same_and_belongs_to_its_caller() -> None:
+    first, wide = compose(), compose(["policy.width=9", "cluster.devices=[cpu]"])
+    assert wide != first
+    assert compose() == first
+    first.cluster.devices.append("cuda:7")
+    assert "cuda:7" not in compose().cluster.devices
