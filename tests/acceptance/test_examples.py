@@ -53,6 +53,7 @@ def test_every_example_is_short() -> None:
     assert max(lengths.values()) <= MOST_LINES
 
 
+@pytest.mark.long
 def test_generate_prints_each_prompt_with_its_text(place: Sandbox) -> None:
     lines = run(place, "generate.py").splitlines()
     assert lines[0].startswith("Once upon a time|")

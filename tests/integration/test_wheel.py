@@ -150,7 +150,7 @@ def test_it_decodes_with_the_demo_pair(installed: Installed) -> None:
     assert list(installed.elsewhere.iterdir()) == [], "a run leaves no file behind"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_decodes_from_python(installed: Installed) -> None:
     (installed.elsewhere / "decode.py").write_text(SCRIPT)
     done = installed.run("python", "decode.py")
