@@ -17,7 +17,7 @@ from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.formats.gguf import is_int4
 from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, Factors, numbers_of
 from pipespec.engine.int4 import Int4Linear
-from pipespec.errors import ModelError
+from pipespec.engine.row_parts import require_shape, row_parts
 
 if TYPE_CHECKING:  # compiled when it is imported
     from pipespec.engine.block_kernels import Blocks
@@ -53,28 +53,33 @@ class BlockLinear(DequantisedLinear):
 
     def fill(self, weights: BlockWeights, device: torch.device) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
-        expected = (self.out_features, self.in_features)
-        if weights.shape != expected:
-            raise ModelError(f"it is {list(weights.shape)}, but must be {list(expected)}")
-        low_bits = LOW_BITS[self.kind.bits]
-        codes = weights.codes().to(device)
-        self.low = plane(codes & ((1 << low_bits) - 1), low_bits)
-        self.high = plane(codes >> low_bits, self.kind.bits - low_bits)
-        self.scale_large, self.scale_small = self._stored(weights.scales(), device)
+        for rows in row_parts(require_shape(self, weights.shape)):
+            for name, found in self._stored(weights.part(rows), device).items():
+                if rows.start == 0:
+                    setattr(self, name, found.new_empty(self.out_features, found.shape[1]))
+                getattr(self, name)[rows] = found
         self.scale_table = self.kind.scale_table.to(device) * weights.factor
-        self.offset_large, self.offset_small = self._stored(weights.offsets(), device)
         self.offset_table = self.kind.offset_table.to(device)
         self.blocks = None
 
-    def _stored(self, found: Factors | None, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The bits of large factors, int16, and small ones; without columns where there are
-        none."""
-        found = found or Factors()
-        large = torch.empty(self.out_features, 0, dtype=torch.float16)
-        small = torch.empty(self.out_features, 0, dtype=torch.uint8)
-        large = large if found.large is None else found.large
-        small = small if found.small is None else found.small
-        return large.contiguous().view(torch.int16).to(device), small.contiguous().to(device)
+    def _stored(self, weights: BlockWeights, device: torch.device) -> dict[str, Tensor]:
+        """What is held of some rows, by name: planes, the bits of large factors, int16, and small
+        ones; without columns where there are none."""
+        low_bits = LOW_BITS[self.kind.bits]
+        codes = weights.codes().to(device)
+        stored = {
+            "low": plane(codes & ((1 << low_bits) - 1), low_bits),
+            "high": plane(codes >> low_bits, self.kind.bits - low_bits),
+        }
+        for name, factors in (("scale", weights.scales()), ("offset", weights.offsets())):
+            found = factors or Factors()
+            large = torch.empty(len(codes), 0, dtype=torch.float16)
+            small = torch.empty(len(codes), 0, dtype=torch.uint8)
+            large = large if found.large is None else found.large
+            small = small if found.small is None else found.small
+            stored[f"{name}_large"] = large.contiguous().view(torch.int16).to(device)
+            stored[f"{name}_small"] = small.to(device)
+        return stored
 
     def dequantise(self, start: int, weights: Tensor) -> None:
         """See `DequantisedLinear`."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.formats.fp8 import Fp8Weights
+from pipespec.engine.row_parts import require_shape, row_parts
 from pipespec.errors import ModelError
 
 
@@ -26,11 +27,9 @@ class Fp8Linear(DequantisedLinear):
 
     def fill(self, weights: Fp8Weights, device: torch.device) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
-        shape = (self.out_features, self.in_features)
-        if tuple(weights.codes.shape) != shape:
-            raise ModelError(f"it is {list(weights.codes.shape)}, but must be {list(shape)}")
-        if ((weights.codes.view(torch.uint8) & 0x7F) == 0x7F).any():
-            raise ModelError("some of its weights are no numbers")
+        for rows in row_parts(require_shape(self, weights.shape)):
+            if ((weights.codes[rows].view(torch.uint8) & 0x7F) == 0x7F).any():
+                raise ModelError("some of its weights are no numbers")
         self.height, self.width = weights.height, weights.width
         self.codes, self.scales = weights.codes.to(device), weights.scales.to(device)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipespec.errors import ModelError
+from pipespec.engine.row_parts import require_shape, row_parts
 
 # Possible numbers of tiles of 16 inputs per thread of the GPU kernel.
 INNER_TILES = (8, 4, 2)
@@ -19,6 +19,15 @@ INNER_TILES = (8, 4, 2)
 
 class Int4Weights(Protocol):
     """A matrix `[out, in]` of 4-bit codes."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        ...
+
+    def part(self, rows: slice) -> Int4Weights:
+        """These rows of the matrix."""
+        ...
 
     def int4(self) -> tuple[Tensor, Tensor, Tensor]:
         """uint8 codes `[out, in]`, and float32 scales and middles `[out, groups]`: the weights are
@@ -33,8 +42,8 @@ class Int4Linear(nn.Module):
     It has no weights until `fill`; `bias` is loaded like that of any layer.
     """
 
-    packed: Tensor | None
-    scale_and_zero: Tensor | None
+    packed: Tensor
+    scale_and_zero: Tensor
 
     def __init__(self, source: str, out_features: int, in_features: int, bias: Any = None):
         super().__init__()
@@ -47,20 +56,28 @@ class Int4Linear(nn.Module):
 
     def fill(self, weights: Int4Weights, device: torch.device) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
-        codes, scales, middle = weights.int4()
-        shape = (self.out_features, self.in_features)
-        if tuple(codes.shape) != shape:
-            raise ModelError(f"it is {list(codes.shape)}, but must be {list(shape)}")
-        self.width = self.in_features // scales.shape[1]
-        both = torch.stack((scales, middle), -1).to(torch.bfloat16)
-        self.scale_and_zero = both.transpose(0, 1).contiguous().to(device)  # [groups, out, 2]
-        codes = codes.to(device)
-        if device.type == "cpu":
-            self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        for rows in row_parts(require_shape(self, weights.shape)):
+            codes, scales, middle = weights.part(rows).int4()
+            both = torch.stack((scales, middle), -1).to(device, torch.bfloat16)
+            packed = self._packed(codes.to(device))
+            per_tile = len(codes) // len(packed)
+            if rows.start == 0:
+                self.width = self.in_features // scales.shape[1]
+                self.scale_and_zero = both.new_empty(scales.shape[1], self.out_features, 2)
+                self.packed = packed.new_empty(self.out_features // per_tile, *packed.shape[1:])
+            self.scale_and_zero[:, rows] = both.transpose(0, 1)
+            self.packed[rows.start // per_tile :][: len(packed)] = packed
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        """Codes as the kernel of their device takes them; along the first dimension are rows, or
+        tiles of rows."""
+        if codes.device.type == "cpu":
+            packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         else:
             pairs = codes[:, ::2] << 4 | codes[:, 1::2]
             tiles = next(n for n in INNER_TILES if self.in_features % (16 * n) == 0)
-            self.packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
+            packed = torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), tiles)
+        return packed
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` bfloat16 -> `[..., out]`."""

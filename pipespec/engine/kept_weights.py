@@ -23,6 +23,7 @@ from pipespec.engine.formats.packing import PACKED_INT4
 from pipespec.engine.fp8 import Fp8Linear
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.quantization import KEPT_FORMATS
+from pipespec.engine.row_parts import row_parts
 from pipespec.errors import ModelError, PackedMatmulError
 from pipespec.system import heap
 
@@ -74,6 +75,7 @@ def fill(
     """
     tested = set()
     unpacked = 0
+    heap.release()
     for module in model.modules():
         if not isinstance(module, Int4Linear | DequantisedLinear):
             continue
@@ -94,6 +96,7 @@ def fill(
                     f"{device}: in {module.source}, {wrong}"
                 )
             tested.add(shape)
+            unpacked = RELEASED
         unpacked += module.out_features * module.in_features
         if unpacked > RELEASED:
             unpacked = 0
@@ -120,7 +123,11 @@ def self_test_error(
             for size in TEST_BATCH_SIZES:
                 if not torch.equal(layer(rows[:size]), whole[:size]):
                     return f"a row differs in a batch of {size}"
-            expected = rows.float() @ weights.dense().float().T.to(device)
+            parts = [
+                rows.float() @ weights.part(some).dense().float().T.to(device)
+                for some in row_parts(weights.shape)
+            ]
+            expected = torch.cat(parts, 1)
     finally:
         layer.bias = bias
     off = float((whole.float() - expected).abs().max() / expected.abs().max())

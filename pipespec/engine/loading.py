@@ -79,9 +79,10 @@ def load(
             require_divisible(config, path, group.size, quantized=quantized)
             prepare = partial(shard_model, group=group)
         if gguf.is_gguf(path):
-            plain, blocks = gguf.lazy_state(path)
+            computed = dtype or config.dtype or torch.float16
+            plain, blocks = gguf.lazy_state(path, computed)
             kinds = gguf.header(path).kept if quantization == gguf.GGUF else {}
-            make = partial(block_linear.make_linear, kinds, dtype or config.dtype or torch.float16)
+            make = partial(block_linear.make_linear, kinds, computed)
             keep = partial(kept_weights.replace, names=tuple(kinds), make=make)
             model, loaded = _plain(
                 config, sliced_class(config, layers, keep), plain, dtype, options

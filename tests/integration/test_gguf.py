@@ -594,37 +594,6 @@ def test_a_missing_compiler_is_named_where_weights_stay_on_a_cpu(files, monkeypa
         info.require_quantizer("model.quantization", None, held)
 
 
-PEAK = """
-import resource, sys, torch
-from pipespec.engine.model_slice import ModelSlice
-def load(path):
-    return ModelSlice.load(path, range(1, 2), dtype=torch.float32, num_slots=4)
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-load(sys.argv[1])
-before = peak()
-model = load(sys.argv[2])
-print(peak() - before, model.num_weight_bytes)
-"""
-
-
-@pytest.mark.long
-def test_no_more_than_the_slice_and_a_tensor_is_in_memory(files, tmp_path):
-    """Of four layers of 12 million weights one is loaded."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 3072}
-    source = build("llama", tmp_path / "source", **sizes)
-    large = write(source, tmp_path / "large.gguf", "llama", lambda _: Type.Q8_0)
-    small = files("llama", Type.Q8_0)
-    inspect(large), inspect(small)  # the headers are read once, by whoever starts the ranks
-    asked = [sys.executable, "-c", PEAK, str(small), str(large)]
-    done = subprocess.run(asked, capture_output=True, text=True, check=True)
-    grown, size = map(int, done.stdout.split())
-    weights = 4 * 12.5e6
-    file, tensor, room = weights / 4 * 1.1, 3.2e6 * 12, 12e6
-    assert size + file + tensor + room < 4 * weights, "whole it would be no more"
-    assert grown < size + file + tensor + room, f"{grown / 1e6:.0f} MB for {size / 1e6:.0f}"
-
-
 def test_the_config_is_kept(files):
     """It is plain JSON, as `inspect` recalls it in another process."""
     info = inspect(files("qwen3", Type.F16))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -381,35 +379,3 @@ def test_what_one_rank_cannot_multiply_in_four_bits_all_make_plain(tmp_path):
     assert re.search(r"failed its self-test on cpu: in .*q_proj.*dequantised", fault.reason)
     with pytest.raises(RankFailed, match=r"set model\.keep_quantized=no"):
         answer(f"model.target={path}", "model.keep_quantized=yes", in_four_bits=True)
-
-
-PEAK = """
-import resource, sys, torch
-from pipespec.engine.model_slice import ModelSlice
-small, large, kept = sys.argv[1:]
-def load(path):
-    dtype = torch.bfloat16 if kept else torch.float32
-    return ModelSlice.load(path, range(1, 2), dtype=dtype, quantization=kept or None, num_slots=4)
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-load(small)
-before = peak()
-model = load(large)
-print(peak() - before, model.num_weight_bytes)
-"""
-
-
-def test_no_more_than_the_slice_and_a_tensor_is_in_memory(packed, tmp_path):
-    """Of four layers one is loaded. Tensors are of up to 3 million weights: codes, the rounded
-    numbers and what they become take up to eight bytes for each."""
-    large = build("llama", tmp_path / "source", hidden_size=1024, intermediate_size=3072)
-    pack(large, tmp_path / "packed", tmp_path / "plain", KINDS["awq"])
-    weights = 4 * 12.5e6
-    for kept in ("", PACKED_INT4):
-        asked = [sys.executable, "-c", PEAK, str(packed("awq")[0]), str(tmp_path / "packed"), kept]
-        done = subprocess.run(asked, capture_output=True, text=True, check=True)
-        grown, size = map(int, done.stdout.split())
-        file, tensor, room = weights / 4 / 2, 3.2e6 * 8, 12e6
-        most = size + file + tensor + room
-        assert most < weights * (2 if kept else 4), "whole it would be no more"
-        assert grown < most, f"{grown / 1e6:.0f} MB for {size / 1e6:.0f}"

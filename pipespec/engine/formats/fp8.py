@@ -45,6 +45,19 @@ class Fp8Weights:
     height: int
     width: int
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        out, inputs = self.codes.shape
+        return out, inputs
+
+    def part(self, rows: slice) -> Fp8Weights:
+        """These rows of the matrix."""
+        import torch
+
+        block_of = torch.arange(len(self.codes))[rows] // self.height
+        return Fp8Weights(self.codes[rows], self.scales[block_of], 1, self.width)
+
     def dense(self) -> torch.Tensor:
         """The weights `[out, in]` in float32."""
         inputs = self.codes.shape[1]

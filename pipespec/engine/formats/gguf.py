@@ -35,10 +35,12 @@ from pipespec.engine.formats.gguf_tensors import (
     joined,
     stored_matrix,
 )
-from pipespec.engine.formats.lazy import LazyTensor
+from pipespec.engine.formats.lazy import STORED, LazyTensor
 from pipespec.engine.formats.matrix_packing import WEIGHT
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
 from pipespec.engine.formats.packing import INT4_OUT_MULTIPLE
+from pipespec.engine.precision import name_of
+from pipespec.engine.row_parts import row_parts
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
 from pipespec.errors import ModelError
@@ -46,7 +48,8 @@ from pipespec.system.cache import cached_call
 
 if TYPE_CHECKING:  # not needed if the header is cached
     import numpy as np
-    from gguf import GGUFReader
+    import torch
+    from gguf import GGMLQuantizationType, GGUFReader
 
     from pipespec.engine.formats.gguf_blocks import BlockWeights
 
@@ -195,12 +198,15 @@ def identity(path: Path) -> dict[str, Any]:
 
 
 def lazy_state(
-    path: Path,
+    path: Path, dtype: torch.dtype
 ) -> tuple[dict[str, LazyTensor], dict[str, Callable[[], BlockWeights]]]:
-    """The tensors as a state dict; each is dequantised when it is read.
+    """The tensors as a state dict; each is dequantised when it is read, to float32. Matrices of no
+    layer, which are the largest, become `dtype`; models may have some of a layer in float32.
 
     The second mapping reads the matrices that can stay as they are, as blocks.
     """
+    import torch
+
     found, reader = header(path), _reader(path)
     raw = {tensor.name: tensor for tensor in reader.tensors}
     heads = found.settings["num_attention_heads"]
@@ -216,37 +222,54 @@ def lazy_state(
                 data = _halves(data, of[part])
         return data
 
-    def dense(stored: Stored) -> Any:
-        import torch
+    def dense(stored: Stored, dtype: torch.dtype) -> torch.Tensor:
         from gguf import dequantize
 
+        if stored.form == ROWS and len(stored.names) == 1 and len(stored.shape) == 2:
+            name = stored.names[0]
+            weights = torch.empty(stored.shape, dtype=dtype)
+            _dequantise(rows(stored, name), raw[name].tensor_type, weights)
+            return weights
         parts = [
             dequantize(rows(stored, theirs), raw[theirs].tensor_type) for theirs in stored.names
         ]
-        weights = joined(stored.form, parts)
+        numbers = joined(stored.form, parts)
         if found.shifted and stored.names[0].endswith("norm.weight"):
-            weights = weights - 1
-        if not weights.flags.writeable:
-            weights = weights.copy()
-        return torch.from_numpy(weights).reshape(stored.shape)
+            numbers = numbers - 1
+        if not numbers.flags.writeable:
+            numbers = numbers.copy()
+        return torch.from_numpy(numbers).reshape(stored.shape)
 
     def blocks(stored: Stored, kind: str) -> BlockWeights:
-        import torch
-
         from pipespec.engine.formats.gguf_blocks import BlockWeights
 
         found = in_turns([rows(stored, theirs) for theirs in stored.names])
-        return BlockWeights(torch.from_numpy(found.copy()), kind)
+        if not found.flags.writeable:  # it is the file's
+            found = found.copy()
+        return BlockWeights(torch.from_numpy(found), kind)
 
-    state = {
-        name: LazyTensor(each.shape, "F32", partial(dense, each))
-        for name, each in found.stored.items()
-    }
+    state = {}
+    for name, each in found.stored.items():
+        as_read = torch.float32 if LAYER.search(name) else dtype
+        state[name] = LazyTensor(
+            each.shape, STORED[name_of(as_read)], partial(dense, each, as_read)
+        )
     kept: dict[str, Callable[[], BlockWeights]] = {
         name: partial(blocks, stored_matrix(found.stored, name), kind)
         for name, kind in found.kept.items()
     }
     return state, kept
+
+
+def _dequantise(data: np.ndarray, kind: GGMLQuantizationType, weights: torch.Tensor) -> None:
+    """Set the weights `[out, in]` to those of rows of blocks, some rows at a time."""
+    import torch
+    from gguf import dequantize
+
+    out, inputs = weights.shape
+    rows = data.reshape(out, -1)  # a matrix of one row may be stored as a vector
+    for part in row_parts((out, inputs)):
+        weights[part] = torch.tensor(dequantize(rows[part], kind))
 
 
 def load_config(path: Path) -> Any:

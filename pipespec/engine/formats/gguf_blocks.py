@@ -8,7 +8,7 @@ a scale and an offset. Layouts are those of ggml (`ggml-common.h`, and `dequanti
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -87,6 +87,10 @@ class BlockWeights:
         """Rows and columns."""
         kind = KINDS[self.kind]
         return len(self.rows), self.rows.shape[1] // kind.num_bytes * kind.size
+
+    def part(self, rows: slice) -> BlockWeights:
+        """These rows of the matrix."""
+        return replace(self, rows=self.rows[rows])
 
     def codes(self) -> Tensor:
         """The codes, uint8 `[out, in]`."""

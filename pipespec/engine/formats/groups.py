@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,6 +42,18 @@ class GroupedWeights:
         weights -= self.zeros[:, self.group_of]
         weights *= self.scales[:, self.group_of]
         return weights
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        out, inputs = self.codes.shape
+        return out, inputs
+
+    def part(self, rows: slice) -> GroupedWeights:
+        """These rows of the matrix."""
+        return replace(
+            self, codes=self.codes[rows], scales=self.scales[rows], zeros=self.zeros[rows]
+        )
 
     def int4(self) -> tuple[Tensor, Tensor, Tensor]:
         """See `Int4Weights`."""

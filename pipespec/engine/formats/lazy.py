@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # headers are read without it
 
 # By their names in safetensors.
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+STORED = {name: stored for stored, name in DTYPES.items()}
 
 # Transformers reads with several threads; this limits the memory for inputs of `read` to one
 # tensor.

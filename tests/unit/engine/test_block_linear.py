@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from pipespec.engine import dequantised
+from pipespec.engine import dequantised, row_parts
 from pipespec.engine.block_linear import BlockLinear
 from pipespec.engine.formats.gguf import INT4_BLOCKS, KEPT_BLOCKS
 from pipespec.engine.formats.gguf_blocks import INT4_KINDS, KINDS, BlockWeights
+from pipespec.engine.int4 import Int4Linear
 from tests.unit.engine.formats.test_gguf_blocks import drawn
 
 CPU = torch.device("cpu")
@@ -51,16 +54,37 @@ def test_all_weights_are_multiplied_by_the_factor_of_the_matrix():
 
 
 @pytest.mark.parametrize("some", [1, 1 << 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_its_batch(kind, some, monkeypatch):
+def test_a_row_does_not_depend_on_its_batch(kind, dtype, some, monkeypatch):
     """Whether the weights are dequantised at once or some rows at a time."""
     monkeypatch.setitem(dequantised.CHUNK, "cpu", some)
     layer, expected = layer_of(kind, out=40)
-    rows = torch.randn(40, 512, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(100, 512, generator=torch.Generator().manual_seed(1)).to(dtype)
     whole = layer(rows)
-    torch.testing.assert_close(whole, rows @ expected.T, rtol=1e-4, atol=1e-4 * whole.abs().max())
-    for size in (1, 2, 17):
-        assert torch.equal(layer(rows[:size]), whole[:size])
+    off = (whole - rows.float() @ expected.T).abs().max() / whole.abs().max()
+    assert off < {torch.float32: 1e-4, torch.bfloat16: 0.02}[dtype]
+    for start, stop in ((0, 1), (1, 3), (0, 16), (8, 25), (3, 35), (0, 33), (50, 98)):
+        assert torch.equal(layer(rows[start:stop]), whole[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [(kind, partial(BlockLinear, kind=kind)) for kind in KINDS]
+    + [(kind, Int4Linear) for kind in INT4_KINDS],
+)
+def test_weights_are_unpacked_some_rows_at_a_time_with_the_same_result(kind, make, monkeypatch):
+    """The last part has fewer rows."""
+    weights = BlockWeights(torch.from_numpy(drawn(kind, 208, 512 // KINDS[kind].size)), kind)
+    held = []
+    for unpacked in (1, 128 * 512, 1 << 20):
+        monkeypatch.setattr(row_parts, "UNPACKED", unpacked)
+        layer = make("it", 208, 512)
+        layer.fill(weights, CPU)
+        held.append(dict(layer.named_buffers()))
+    for found in held[:-1]:
+        assert found.keys() == held[-1].keys()
+        assert all(torch.equal(each, held[-1][name]) for name, each in found.items())
 
 
 def test_memory_is_counted_as_it_is_held():

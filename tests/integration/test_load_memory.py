@@ -1,0 +1,105 @@
+"""No more than the slice and a tensor is in memory while a checkpoint of few bits is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from pipespec.engine.checkpoint import inspect
+from pipespec.engine.formats.fp8 import FP8
+from pipespec.engine.formats.gguf import GGUF
+from pipespec.engine.formats.packing import PACKED_INT4
+from tests.helpers.models import build
+from tools.rig import fp8_files, gguf_files, packing
+
+SIZES = {
+    "small": {"hidden_size": 256, "intermediate_size": 512},
+    "large": {"hidden_size": 1024, "intermediate_size": 3072},
+}
+# Weights of one of the four layers of the large model, and of its largest matrix.
+LAYER, MATRIX = 12.5e6, 1024 * 3072
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint, how it is loaded, and the most memory beyond the slice and what is mapped of
+    its file, bytes: `per_weight` for each weight of the largest matrix, and `room`."""
+
+    stored: str
+    dtype: str
+    form: str | None
+    bits: float
+    per_weight: float
+    room: float = 10 * MB
+
+    def __str__(self) -> str:
+        return f"{self.stored}-{self.form or 'plain'}-{self.dtype}"
+
+
+# A matrix that is made plain is in memory as stored, in float32 and as what it becomes.
+CASES = (
+    Case("Q4_K", "bfloat16", GGUF, 4.5, 4),
+    Case("Q6_K", "bfloat16", GGUF, 6.6, 4, 14 * MB),
+    Case("Q8_0", "bfloat16", GGUF, 8.5, 4, 14 * MB),
+    Case("Q8_0", "float32", None, 8.5, 12),
+    Case("fp8", "bfloat16", FP8, 0, 4),  # what is held is mapped
+    Case("fp8", "bfloat16", None, 8, 8),
+    Case("awq", "bfloat16", PACKED_INT4, 4.5, 4, 14 * MB),
+    Case("awq", "float32", None, 4.5, 8),
+)
+
+
+def checkpoint(source: Path, stored: str, path: Path) -> Path:
+    """The model of a folder in this form."""
+    if stored == "fp8":
+        fp8_files.write(source, path, path.with_suffix(".plain"), fp8_files.KINDS["deepseek"])
+    elif stored == "awq":
+        packing.pack(source, path, path.with_suffix(".plain"), packing.KINDS["awq"])
+    else:
+        path = path.with_suffix(".gguf")
+        gguf_files.write(
+            source, path, "llama", lambda name: Type.F16 if "embed" in name else Type[stored]
+        )
+        inspect(path)  # the header is read once, by whoever starts the ranks
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> dict[Case, tuple[int, int]]:
+    """Of each case, by how much the process grew at most, and what it has then, bytes."""
+    root = tmp_path_factory.mktemp("memory")
+    paths = {}
+    for size, sizes in SIZES.items():
+        source = build("llama", root / size, **sizes)
+        for stored in dict.fromkeys(case.stored for case in CASES):
+            paths[size, stored] = str(checkpoint(source, stored, root / f"{size}-{stored}"))
+    asked = [
+        [paths["small", case.stored], paths["large", case.stored], case.dtype, case.form]
+        for case in CASES
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.load_memory", json.dumps(asked)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == len(CASES), done.stderr
+    return {case: (grown, held) for case, (grown, held) in zip(CASES, found, strict=True)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_more_than_the_slice_and_a_tensor_is_in_memory(measured, case):
+    """Of four layers one is loaded."""
+    grown, held = measured[case]
+    most = held + LAYER * case.bits / 8 + MATRIX * case.per_weight + case.room
+    assert grown < most, f"{grown / MB:.1f} MB for {held / MB:.1f}, of at most {most / MB:.1f}"
