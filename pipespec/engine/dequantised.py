@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipespec.engine.row_blocks import ROWS, blocks_of
+from pipespec.engine.row_blocks import ROWS, blocks_of, widest_block
 
 # Weights that are dequantised at a time. On a CPU the caches should hold them, but each time costs
 # two changes between pools of threads.
@@ -44,16 +44,18 @@ class DequantisedLinear(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
         rows = x.reshape(-1, self.in_features)
-        blocks = blocks_of(rows)
-        y = x.new_empty(len(blocks) * ROWS, self.out_features)
         step = min(self._step(x.device.type), self.out_features)
+        sizes = {step, self.out_features % step or step}
+        size = widest_block(len(rows), [(each, self.in_features) for each in sizes], x)
+        blocks = blocks_of(rows, size)
+        y = x.new_empty(len(blocks) * size, self.out_features)
         some = x.new_empty(step, self.in_features)
         for start in range(0, self.out_features, step):
             weights = some[: self.out_features - start]
             self.dequantise(start, weights)
             for i, block in enumerate(blocks):
                 product = functional.linear(block, weights)
-                y[i * ROWS : (i + 1) * ROWS, start : start + step] = product
+                y[i * size : (i + 1) * size, start : start + step] = product
         y = y[: len(rows)].view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 

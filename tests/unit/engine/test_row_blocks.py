@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipespec.engine import row_blocks
 from pipespec.engine.formats.fp8 import Fp8Weights
 from pipespec.engine.fp8 import Fp8Linear
-from pipespec.engine.row_blocks import make_batch_invariant
+from pipespec.engine.row_blocks import make_batch_invariant, widest_block
 
 SIZE = 1024
-COUNTS = (1, 2, 3, 8, 15, 16, 17, 33, 64)
+COUNTS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100)
 
 
 class Router(nn.Module):
@@ -36,7 +37,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def rows() -> Tensor:
-    return torch.randn(64, SIZE, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return torch.randn(100, SIZE, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
 @torch.inference_mode()
@@ -53,6 +54,33 @@ def test_a_row_of_layers_and_routers_is_the_same_in_every_batch(rows):
         assert torch.equal(model.head(part)[0], whole[0][:count])
         for found, expected in zip(model.gate(part), whole[1:], strict=True):
             assert torch.equal(found, expected[:count])
+
+
+def by_parts(rows: Tensor, weights: Tensor) -> Tensor:
+    """A library whose sums are in another order for more than ROWS rows."""
+    if len(rows) <= row_blocks.ROWS:
+        return rows @ weights.T
+    half = weights.shape[1] // 2
+    return rows[:, half:] @ weights[:, half:].T + rows[:, :half] @ weights[:, :half].T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(512, 1024), (16, 48)])
+def test_blocks_are_wide_only_if_rows_keep_their_bits(dtype, shape, monkeypatch):
+    """The test is of sums whose exact result is zero, so even a small matrix shows the order."""
+    like = torch.empty(0, dtype=dtype)
+    monkeypatch.setattr(row_blocks.functional, "linear", by_parts)
+    row_blocks._wide_agrees.cache_clear()
+    assert widest_block(64, [shape], like) == row_blocks.ROWS
+    row_blocks._wide_agrees.cache_clear()
+    monkeypatch.setattr(
+        row_blocks.functional,
+        "linear",
+        lambda rows, weights: torch.stack([by_parts(row[None], weights)[0] for row in rows]),
+    )
+    assert widest_block(64, [shape], like) == row_blocks.WIDE
+    assert widest_block(row_blocks.ROWS, [shape], like) == row_blocks.ROWS
+    row_blocks._wide_agrees.cache_clear()
 
 
 @pytest.mark.parametrize("block", [(1, SIZE), (1000, SIZE), (128, 128), (48, 100)])
