@@ -115,6 +115,7 @@ class _DevicePlan:
                 columns=move(each.columns),
                 ancestors=move(each.ancestors),
                 path=move(each.path),
+                first=each.first,
                 own=move(each.own),
                 kept=move(each.kept),
                 committed=move(each.committed),
@@ -313,24 +314,25 @@ class RecurrentState:
         for trees in plan.trees:
             state = states.index_select(0, trees.states)
             column_keys, column_decays = all_keys[trees.columns], all_decays[trees.columns]
-            paths = tree_rules.Paths(column_decays, trees.ancestors, trees.path)
+            paths = tree_rules.Paths(column_decays, trees.ancestors, trees.path, trees.first)
             mine, kept = trees.rows, trees.kept
-            if rows.strengths is not None:
+            own_queries, own_keys = rows.queries[mine], rows.keys[mine]
+            if rows.strengths is None:
+                (scores,) = paths.scores(column_keys, own_queries)
+            else:
+                scores, key_scores = paths.scores(column_keys, own_queries, own_keys)
                 solved = tree_rules.delta_updates(
-                    state,
-                    rows.keys[mine],
+                    tree_rules.read_state(state, own_keys, paths.from_tip),
                     rows.values[mine],
                     rows.strengths[mine],
-                    paths,
-                    column_keys,
+                    key_scores,
                     all_updates[trees.columns],
                     trees.own,
                 )
                 all_updates[first + mine[kept]] = solved[kept]
             column_updates = all_updates[trees.columns]
-            found = tree_rules.outputs(
-                state, rows.queries[mine], paths, column_keys, column_updates
-            )[kept]
+            read = tree_rules.read_state(state, own_queries, paths.from_tip)
+            found = tree_rules.outputs(read, scores, column_updates)[kept]
             at = mine[kept]
             out[at] = found if skip is None else found + skip[at]
             if trees.commits:

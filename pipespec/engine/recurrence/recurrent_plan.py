@@ -60,8 +60,8 @@ class Trees(Generic[T]):
     Attributes:
         states: `[B]`. rows: of the batch, `[B, R]`; padding repeats a row. columns: sources, by
             rising position, `[B, C]`. ancestors: bool `[B, R, C]`, the row itself included.
-        path: the columns of the ancestors of each row, by rising position, `[B, R, L]`, filled up
-            with C.
+        path: the columns of the ancestors of each row, the row first, `[B, R, L]`, filled up with
+            C; `first`: the first row that has so many, in any of the trees.
         own: the column of each row, `[B, R]`. kept: which rows are rows, bool `[B, R]`.
         committed: bool `[B, C]`, columns to be folded into the state afterwards; `commits`: there
             are some.
@@ -72,6 +72,7 @@ class Trees(Generic[T]):
     columns: T
     ancestors: T
     path: T
+    first: tuple[int, ...]
     own: T
     kept: T
     committed: T
@@ -466,7 +467,10 @@ def _group(trees: Sequence[_Tree], zero: int) -> Trees[np.ndarray]:
         committed[index, tree.own[: tree.num_committed]] = True
     states = np.array([tree.state for tree in trees])
     commits = bool(committed.any())
-    longest = int(ancestors.sum(2).max())
-    path = np.argsort(~ancestors, axis=2, kind="stable")[:, :, :longest]
-    path[np.arange(longest) >= ancestors.sum(2)[:, :, None]] = most_columns
-    return Trees(states, rows, columns, ancestors, path, own, kept, committed, commits)
+    depth = ancestors.sum(2)[:, :, None]
+    path = most_columns - 1 - np.argsort(~ancestors[:, :, ::-1], axis=2, kind="stable")
+    path = path[:, :, : depth.max()]
+    ends = np.arange(path.shape[2]) >= depth
+    path[ends] = most_columns
+    first = tuple((~ends).any(0).argmax(0).tolist())
+    return Trees(states, rows, columns, ancestors, path, first, own, kept, committed, commits)

@@ -50,43 +50,49 @@ def _behind(decays: Tensor, dim: int) -> Tensor:
 
 
 class Paths:
-    """The decays between the rows of some trees and their ancestors.
+    """The decays between the rows of some trees and their ancestors; `from_tip` is A(tip, i),
+    `[B, R, H, D]`."""
 
-    `from_tip` is A(tip, i), `[B, R, H, D]`. Where decays have one number for a head, those between
-    all rows and columns are computed at once; where they have one for a channel, those along the
-    paths alone, which are much shorter than the tree is wide.
-    """
-
-    def __init__(self, decays: Tensor, ancestors: Tensor, path: Tensor):
+    def __init__(self, decays: Tensor, ancestors: Tensor, path: Tensor, first: tuple[int, ...]):
         """Log `decays` `[B, C, H, D]` of the columns; bool `ancestors` `[B, R, C]`, the row
-        included; the same as columns by rising position, int64 `path` `[B, R, L]`, filled up with
-        C."""
-        mask = ancestors.to(decays.dtype)
-        self.from_tip = torch.einsum("brc,bchd->brhd", mask, decays).exp()
-        self._path, self._width = path, decays.shape[1]
-        self._by_channel = decays.shape[-1] > 1
-        if self._by_channel:
-            self._weights = _behind(self._along(decays), 2).exp_()
-        else:
-            mask = mask[..., None]
-            self._weights = _behind(decays[:, None, ..., 0] * mask, 2).exp_().mul_(mask)
+        included; the same as columns, the nearest first, int64 `path` `[B, R, L]`, filled up with
+        C; `first` `[L]` is the first row that has so many."""
+        self._decays, self._ancestors, self._path = decays, ancestors.to(decays.dtype), path
+        self._first = first
+        self.from_tip = torch.einsum("brc,bchd->brhd", self._ancestors, decays).exp()
 
-    def _along(self, columns: Tensor) -> Tensor:
-        """What columns `[B, C, ...]` have, along the paths, `[B, R, L, ...]`; 0 beside them."""
-        batch = torch.arange(len(columns), device=columns.device)[:, None, None]
-        filled = torch.cat((columns, torch.zeros_like(columns[:, :1])), 1)
-        return filled[batch, self._path]
+    def scores(self, keys: Tensor, *rows: Tensor) -> list[Tensor]:
+        """A(j, i) (k_j . x_i) of columns k `[B, C, G, K]` and each of several x of the rows,
+        `[B, R, G, K]`: `[B, H, R, C]`."""
+        if self._decays.shape[-1] > 1:
+            return self._scores_by_channel(keys, rows)
+        mask = self._ancestors[..., None]
+        weights = _behind(self._decays[:, None, ..., 0] * mask, 2).exp_().mul_(mask)
+        weights = weights.permute(0, 3, 1, 2)
+        products = (torch.einsum("brgk,bcgk->bgrc", each, keys) for each in rows)
+        return [_to_heads(each, weights.shape[1], 1) * weights for each in products]
 
-    def scores(self, rows: Tensor, keys: Tensor, heads: int) -> Tensor:
-        """A(j, i) (k_j . x_i) of rows x `[B, R, G, K]` and columns k `[B, C, G, K]`:
-        `[B, heads, R, C]`."""
-        if not self._by_channel:
-            products = torch.einsum("brgk,bcgk->bgrc", rows, keys)
-            return _to_heads(products, heads, 1) * self._weights.permute(0, 3, 1, 2)
-        products = torch.einsum("brhk,brlhk->bhrl", rows, self._weights * self._along(keys))
-        dense = products.new_zeros(*products.shape[:3], self._width + 1)
-        path = self._path[:, None].expand(-1, heads, -1, -1)
-        return dense.scatter_(3, path, products)[..., :-1]
+    def _scores_by_channel(self, keys: Tensor, rows: tuple[Tensor, ...]) -> list[Tensor]:
+        """Along the paths, which are much shorter than the tree is wide; one ancestor of every row
+        after another, so that what is computed stays in the caches."""
+        size, width, heads = keys.shape[:3]
+        none = torch.zeros_like(keys[:, :1])
+        all_keys, all_decays = (
+            torch.cat((each, none), 1).flatten(0, 1) for each in (keys, self._decays)
+        )
+        starts = torch.arange(size, device=keys.device)[:, None] * (width + 1)
+        found = [each.new_zeros(size, heads, each.shape[1], width + 1) for each in rows]
+        all_behind = torch.zeros_like(rows[0])
+        for first, ancestor in zip(self._first, self._path.unbind(2), strict=True):
+            ancestor, behind = ancestor[:, first:], all_behind[:, first:]
+            at = (ancestor + starts).flatten()
+            weighted = all_keys.index_select(0, at).view_as(behind).mul_(behind.exp())
+            place = ancestor[:, None, :, None].expand(-1, heads, -1, 1)
+            for scores, each in zip(found, rows, strict=True):
+                products = torch.linalg.vecdot(weighted, each[:, first:]).transpose(1, 2)
+                scores[:, :, first:].scatter_(3, place, products[..., None])
+            behind += all_decays.index_select(0, at).view_as(behind)
+        return [scores[..., :-1] for scores in found]
 
 
 def read_state(state: Tensor, rows: Tensor, from_tip: Tensor) -> Tensor:
@@ -97,42 +103,34 @@ def read_state(state: Tensor, rows: Tensor, from_tip: Tensor) -> Tensor:
 
 
 def delta_updates(
-    state: Tensor,
-    keys: Tensor,
+    read: Tensor,
     values: Tensor,
     strengths: Tensor,
-    paths: Paths,
-    column_keys: Tensor,
+    scores: Tensor,
     column_updates: Tensor,
     own: Tensor,
 ) -> Tensor:
     """The u of the delta rule, `[B, R, H, V]`.
 
-    `keys` `[B, R, G, K]`, `values` `[B, R, H, V]` and `strengths` (b) `[B, R, H]` are the rows';
-    `column_keys` `[B, C, G, K]` and `column_updates` `[B, C, H, V]` those of the columns, 0 where a
-    column is a row of this batch; `own` int64 `[B, R]` is the column of each row. Parents come
-    before their children.
+    `read` `[B, H, R, V]` is what the rows' keys read of the state; `values` `[B, R, H, V]` and
+    `strengths` (b) `[B, R, H]` are the rows'; `scores` `[B, H, R, C]` those of their keys;
+    `column_updates` `[B, C, H, V]` are 0 where a column is a row of this batch; `own` int64 `[B,
+    R]` is the column of each row. Parents come before their children.
     """
     heads = values.shape[2]
-    scores = paths.scores(keys, column_keys, heads)
-    seen = read_state(state, keys, paths.from_tip) + torch.matmul(
-        scores, column_updates.transpose(1, 2)
-    )
+    seen = read + torch.matmul(scores, column_updates.transpose(1, 2))
     strength = strengths.transpose(1, 2)[..., None]  # [B, H, R, 1]
     right = strength * (values.transpose(1, 2) - seen)
-    rows = own[:, None, None, :].expand(-1, heads, scores.shape[2], -1)
-    system = strength * scores.gather(3, rows)  # the diagonal is not read
+    columns = own[:, None, None, :].expand(-1, heads, scores.shape[2], -1)
+    system = strength * scores.gather(3, columns)  # the diagonal is not read
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     return solved.transpose(1, 2)
 
 
-def outputs(
-    state: Tensor, queries: Tensor, paths: Paths, column_keys: Tensor, column_updates: Tensor
-) -> Tensor:
-    """o of rows with `queries` `[B, R, G, K]`, `[B, R, H, V]`; the columns' u include the rows'."""
-    scores = paths.scores(queries, column_keys, state.shape[1])
-    seen = read_state(state, queries, paths.from_tip)
-    return (seen + torch.matmul(scores, column_updates.transpose(1, 2))).transpose(1, 2)
+def outputs(read: Tensor, scores: Tensor, column_updates: Tensor) -> Tensor:
+    """o of rows, `[B, R, H, V]`: what their queries read of the state, `[B, H, R, V]`, and by their
+    `scores` `[B, H, R, C]` of the columns' u `[B, C, H, V]`, the rows' own included."""
+    return (read + torch.matmul(scores, column_updates.transpose(1, 2))).transpose(1, 2)
 
 
 def _to_heads(values: Tensor, heads: int, dim: int) -> Tensor:
