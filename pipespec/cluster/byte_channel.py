@@ -4,7 +4,9 @@
 
 A CALL holds JSON: the function and its arguments. It is answered by one RESULT (JSON), or by DATA
 frames and END, or by FAILED (a sentence). Calls of the two sides have numbers of their own; each
-call is answered by a thread of its own, so that answers do not wait for one another.
+call is answered by a thread of its own, so that answers do not wait for one another. For the same
+reason a stream never has more than WAITING frames on their way: the caller acknowledges each by
+TAKEN, or ends the stream by STOP.
 """
 
 from __future__ import annotations
@@ -16,25 +18,50 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from pipespec.errors import HostFailed, ModelError, PipespecError
 
-CALL, RESULT, DATA, END, FAILED = range(5)
+CALL, RESULT, DATA, END, FAILED, TAKEN, STOP = range(7)
 _HEAD = struct.Struct("!IBI")
 # Of a payload: a call may hold the headers of all files of a checkpoint.
 MOST_BYTES = 2**31
 CHUNK_BYTES = 2**18
 # Chunks of a stream that wait for their reader; the other side then waits too.
-WAITING = 4
-# Answers that are made at once.
-NUM_THREADS = 16
+WAITING = 8
+# Answers that are made at once; some may wait for others.
+NUM_THREADS = 256
 # What a handler returns: a JSON value, or the bytes of a stream.
 Handler = Callable[..., Any]
 
 
 class ChannelClosed(HostFailed):
     """The other side has ended."""
+
+
+class _Stopped(Exception):
+    """The other side needs no more of a stream."""
+
+
+class _Credit:
+    """How many more frames of a stream may be sent."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._free = threading.Semaphore(WAITING)
+
+    def take(self) -> None:
+        """Wait until one may be sent. Raises _Stopped."""
+        self._free.acquire()
+        if self.stopped:
+            self._free.release()
+            raise _Stopped
+
+    def add(self, *, last: bool = False) -> None:
+        """One more may be sent; `last`: none at all."""
+        self.stopped = self.stopped or last
+        self._free.release()
 
 
 class ByteChannel:
@@ -52,7 +79,8 @@ class ByteChannel:
         self._reader, self._writer = reader, writer
         self._handlers = handlers
         self._writing, self._numbers = threading.Lock(), itertools.count(1)
-        self._answers: dict[int, queue.Queue[tuple[int, bytes]]] = {}
+        self._answers: dict[int, queue.SimpleQueue[tuple[int, bytes]]] = {}
+        self._credits: dict[int, _Credit] = {}
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=f"channel {name}")
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -78,6 +106,7 @@ class ByteChannel:
                     raise ModelError(payload.decode(errors="replace"))
                 assert kind == DATA, "a call of a stream"
                 yield payload
+                self._write(TAKEN, answers.number, b"")
 
     def join(self) -> None:
         """Wait for the end of the other side."""
@@ -85,18 +114,27 @@ class ByteChannel:
 
     def _answered(self, function: str, arguments: Mapping[str, Any]) -> _Answers:
         number = next(self._numbers)
-        found: queue.Queue[tuple[int, bytes]] = queue.Queue(WAITING)
-        self._answers[number] = found
+        self._answers[number] = queue.SimpleQueue()
         self._write(CALL, number, json.dumps({"do": function, **arguments}).encode())
-        return _Answers(self._answers, number, found)
+        return _Answers(self, number, self._answers[number])
 
-    def _next(self, answers: queue.Queue[tuple[int, bytes]]) -> tuple[int, bytes]:
+    def _next(self, answers: _Answers) -> tuple[int, bytes]:
         while True:
             try:
-                return answers.get(timeout=0.5)
+                kind, payload = answers.frames.get(timeout=0.5)
             except queue.Empty:
-                if self.closed.is_set() and answers.empty():
+                if self.closed.is_set() and answers.frames.empty():
                     raise ChannelClosed(f"{self.name} has ended while it sent weights") from None
+            else:
+                answers.ended = kind != DATA
+                return kind, payload
+
+    def end_answers(self, answers: _Answers) -> None:
+        """Take no more of them."""
+        self._answers.pop(answers.number, None)
+        if not answers.ended:
+            with suppress(ChannelClosed):
+                self._write(STOP, answers.number, b"")
 
     def _write(self, kind: int, number: int, payload: bytes) -> None:
         try:
@@ -114,35 +152,45 @@ class ByteChannel:
                 if length > MOST_BYTES or len(payload) < length:
                     break
                 if kind == CALL:
+                    self._credits[number] = _Credit()
                     self._pool.submit(self._answer, number, payload)
+                elif kind in (TAKEN, STOP):
+                    if (credit := self._credits.get(number)) is not None:
+                        credit.add(last=kind == STOP)
                 elif (answers := self._answers.get(number)) is not None:
                     answers.put((kind, payload))
         except (OSError, ValueError):
             pass  # the other side is gone, or hung up on
         finally:
             self.closed.set()
+            for credit in list(self._credits.values()):
+                credit.add(last=True)
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, count: int) -> bytes:
         return self._reader.read(count) or b""
 
     def _answer(self, number: int, payload: bytes) -> None:
+        credit = self._credits[number]
         try:
             arguments = json.loads(payload)
             found = self._handlers[arguments.pop("do")](**arguments)
             if isinstance(found, Iterator):
                 for chunk in found:
                     for start in range(0, len(chunk), CHUNK_BYTES):
+                        credit.take()
                         self._write(DATA, number, chunk[start : start + CHUNK_BYTES])
                 self._write(END, number, b"")
             else:
                 self._write(RESULT, number, json.dumps(found).encode())
-        except ChannelClosed:
+        except (ChannelClosed, _Stopped):
             return  # nobody waits for the answer
         except PipespecError as error:
             self._fail(number, str(error))
         except Exception as error:  # noqa: BLE001 - the caller reports it
             self._fail(number, f"{type(error).__name__}: {error}")
+        finally:
+            self._credits.pop(number, None)
 
     def _fail(self, number: int, sentence: str) -> None:
         try:
@@ -151,21 +199,34 @@ class ByteChannel:
             return
 
 
+class LocalChannel:
+    """The same calls within this process."""
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self.closed = threading.Event()  # never set
+        self._handlers = handlers
+
+    def call(self, function: str, **arguments: Any) -> Any:
+        """What a handler returns. Raises what it raises."""
+        return self._handlers[function](**arguments)
+
+    def stream(self, function: str, **arguments: Any) -> Iterator[bytes]:
+        """The bytes that a handler returns, as they come. Raises what it raises."""
+        found: Iterator[bytes] = self._handlers[function](**arguments)
+        return found
+
+
 class _Answers:
-    """The answers to one call, until it needs no more."""
+    """The frames that answer one call, until it needs no more."""
 
     def __init__(
-        self,
-        waiting: dict[int, queue.Queue[tuple[int, bytes]]],
-        number: int,
-        found: queue.Queue[tuple[int, bytes]],
+        self, channel: ByteChannel, number: int, frames: queue.SimpleQueue[tuple[int, bytes]]
     ) -> None:
-        self._waiting, self._number, self._found = waiting, number, found
+        self._channel, self.number, self.frames = channel, number, frames
+        self.ended = False
 
-    def __enter__(self) -> queue.Queue[tuple[int, bytes]]:
-        return self._found
+    def __enter__(self) -> _Answers:
+        return self
 
     def __exit__(self, *_: object) -> None:
-        self._waiting.pop(self._number, None)
-        while not self._found.empty():  # the listener may wait for room
-            self._found.get_nowait()
+        self._channel.end_answers(self)

@@ -92,3 +92,28 @@ def test_a_reader_that_leaves_a_stream_does_not_stop_the_others():
     next(stream)
     stream.close()
     assert a.call("double", n=4) == 8
+
+
+def test_a_reader_of_a_stream_may_call_the_other_side():
+    a, _, _ = pair({}, {"numbers": numbers, "double": lambda n: 2 * n})
+    assert [a.call("double", n=len(chunk)) for chunk in a.stream("numbers", count=500)] == [
+        2000
+    ] * 500
+
+
+def test_a_stream_that_nobody_reads_is_ended():
+    ended = threading.Event()
+
+    def endless() -> Iterator[bytes]:
+        try:
+            while True:
+                yield b"z"
+        finally:
+            ended.set()
+
+    a, _, _ = pair({}, {"endless": endless})
+    stream = a.stream("endless")
+    next(stream)
+    assert not ended.is_set()
+    stream.close()
+    assert ended.wait(30)
