@@ -54,7 +54,7 @@ def own_path(
         return Path(given).expanduser()
     found = []
     if shared is None or not shared.on_hub:
-        found.append(path)
+        found.append(path if shared is None or shared.path is None else Path(shared.path))
     if shared is not None:
         if shared.on_hub:
             repo, _, commit = shared.name.rpartition("/")

@@ -1,24 +1,24 @@
 """Gives every host of a deployment the weights that its ranks compute, before they start.
 
-    launcher ─┬─ weight_host on beta  ── the hub, at URLs that the launcher has resolved
-              └─ weight_host on gamma ── the launcher: its own files, what it fetched for several
-                                         hosts, or what another host has
+    launcher ─┬─ weight_host on beta  ─┐
+              │                        ├─ each reads from the hub and from the others
+              └─ weight_host on gamma ─┘
 
-The launcher knows which tensors each host needs and has. A tensor comes to a host
+The launcher, one of the hosts itself, learns which tensors each host needs and has, decides who
+gets what from where (`weight_plan`), and names the sources' addresses. Bytes go from host to host
+(`weight_links`), or from the hub, at URLs that the launcher has resolved. What a host cannot read
+itself comes through the launcher's SSH connection to it.
 
-- from the launcher, if that has it, or several hosts need it: then the launcher fetches it once;
-- from another host that has it, through the launcher;
-- else from the hub.
-
-So the hub sends every byte once. All that hosts send each other passes through the launcher's SSH
-connections, encrypted. The hashes of what the launcher or a host has go along; a host that sends
-other bytes is named, left out, and its part of the work done by another source.
+At the end each host states the hashes of what it got. Where they differ from those of the host
+that has them from the hub, or had them before, their source is named and left out, and the tensors
+come from another one.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,17 +27,21 @@ from typing import Any
 
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_weights import parts_needed, shares_caches
-from pipespec.cluster.source_model import Key, SourceModel, shared_name_of
-from pipespec.cluster.weight_host import HUB, LAUNCHER, is_here, read_file
-from pipespec.cluster.weight_peer import WeightPeer, connected
+from pipespec.cluster.source_model import SourceModel, shared_name_of
+from pipespec.cluster.weight_host import LAUNCHER_NAME
+from pipespec.cluster.weight_peer import WeightPeer, connected, on_this_machine
+from pipespec.cluster.weight_plan import HUB, Key, NoSource, Transfer, by_file, plan_transfers
 from pipespec.config.hosts import Host
-from pipespec.engine.parts.fetching import HubSource, check_whole, fetch
+from pipespec.controller.certificate import Certificate
+from pipespec.engine.partial_checkpoint import missing
 from pipespec.engine.parts.repository import SharedName, read_repository
-from pipespec.errors import ModelError
+from pipespec.errors import ModelError, PipespecError
 
+# Seconds within which the end of a host's process is known once its connections have broken.
+ENDED_S = 1.0
 # Called with a host's name, the bytes that it has of those it needs, and how many it needs.
 OnProgress = Callable[[str, int, int], None]
-# Called with a sentence on a host that is left out.
+# Called with a sentence on a host that is left out, or cannot be reached by another one.
 OnWarning = Callable[[str], None]
 
 
@@ -68,48 +72,73 @@ def distribute_weights(
     models = {kind: SourceModel(kind, info.path) for kind, info in deployment.models}
     own: dict[str, set[str]] = {kind: set() for kind in models}
     far: list[tuple[Host, Mapping[str, set[str]]]] = []
-    here = LAUNCHER
+    here: Host | None = None
     for host in deployment.hosts:
-        needs = parts_needed(deployment, host)
-        # Where the hosts file names a path, the model is there.
-        needs = {kind: parts for kind, parts in needs.items() if getattr(host, kind) is None}
-        if not needs and any(worker in deployment.spares for worker in host.workers):
-            needs = {"target": set()} if host.target is None else {}
+        needs = _needs(deployment, host, models)
         if shares_caches(host):
-            here = host.name
+            here = host
             for kind, parts in needs.items():
                 own[kind] |= parts
         elif not host.by_hand:
             needs = {kind: parts for kind, parts in needs.items() if models[kind].shared}
             far += [(host, needs)] if needs else []
     with ExitStack() as stack:
-        peers = {host.name: stack.enter_context(connected(host)) for host, _ in far}
-        work = _Distribution(models, peers, here, on_progress, on_warning)
-        for peer in peers.values():
-            peer.open(work.handlers(peer.host.name))
-        with ThreadPoolExecutor(max(len(far), 1)) as pool:
-            asked = [(peers[host.name], needs) for host, needs in far]
-            if not all(pool.map(lambda each: each[0].holds(models, each[1]), asked)):
-                list(pool.map(lambda each: each[0].offer(models, each[1]), asked))
-        work.run(own)
+        work = _Distribution(models, on_progress, on_warning)
+        name = LAUNCHER_NAME if here is None else here.name
+        launcher = stack.enter_context(on_this_machine(name, here, work.handlers(name)))
+        work.peers[name] = launcher
+        for host, _ in far:
+            peer = stack.enter_context(connected(host, work.handlers(host.name)))
+            work.peers[host.name] = peer
+        asked = [(work.peers[host.name], needs) for host, needs in far]
+        with ThreadPoolExecutor(max(len(work.peers), 1)) as pool:
+            list(pool.map(lambda each: each[0].require_version(), asked))
+            held = list(pool.map(lambda each: each[0].holds(models, each[1]), asked))
+            offered = {
+                kind
+                for kind, model in models.items()
+                if read_repository(model.folder) is not None and missing(model.path, own[kind])
+            }
+            if offered or not all(held):
+                offered |= {kind for _, needs in far for kind in needs}
+                asked.append((launcher, {kind: own[kind] for kind in sorted(offered)}))
+                blueprints = {kind: models[kind].blueprint.as_json() for kind in offered}
+                run = secrets.token_hex(8)
+                list(pool.map(lambda each: each[0].offer(models, blueprints, each[1], run), asked))
+                work.connect(pool)
+                work.run()
     return replace(deployment, shared=shared_names(deployment), fetched=True)
 
 
+def _needs(
+    deployment: Deployment, host: Host, models: Mapping[str, SourceModel]
+) -> dict[str, set[str]]:
+    """The parts of each model that a host is asked about."""
+    needs = {kind: set(parts) for kind, parts in parts_needed(deployment, host).items()}
+    for kind, model in models.items():
+        given, origin = getattr(host, kind), model.elsewhere_at
+        if given is not None:  # the model is there
+            needs.pop(kind, None)
+        elif kind == "target":  # whose config every host reads
+            needs.setdefault(kind, set())
+        if origin is not None and given in (None, origin):  # it may have all of it to send
+            needs.setdefault(kind, set())
+    return needs
+
+
 class _Distribution:
-    """Decides where each tensor comes from, and passes bytes on."""
+    """Decides where each tensor comes from, and passes on what hosts cannot read themselves."""
 
     def __init__(
-        self,
-        models: Mapping[str, SourceModel],
-        peers: Mapping[str, WeightPeer],
-        here: str,
-        on_progress: OnProgress,
-        on_warning: OnWarning,
+        self, models: Mapping[str, SourceModel], on_progress: OnProgress, on_warning: OnWarning
     ) -> None:
-        self._models, self._peers, self._here = models, peers, here
+        self.peers: dict[str, WeightPeer] = {}  # the launcher is the first
+        self._models = models
         self._on_progress, self._on_warning = on_progress, on_warning
         self._left_out: set[str] = set()
-        self._own: set[Key] = set()  # what the launcher fetches
+        self._unreachable: set[tuple[str, str]] = set()
+        self._hashes: dict[Key, str] = {}  # the right ones
+        self._failed = False
 
     def handlers(self, host: str) -> dict[str, Any]:
         """What a host may ask."""
@@ -117,114 +146,166 @@ class _Distribution:
             "locate": self._locate,
             "read": self._read,
             "progress": partial(self._progress, host),
+            "unreachable": partial(self._cannot_reach, host),
         }
 
-    def run(self, own: Mapping[str, set[str]]) -> None:
-        """Fetch for the launcher's own parts, and for all hosts."""
-        for kind, model in self._models.items():
-            self._own |= set(model.absent(model.wanted(own[kind])))
-        counts = Counter(key for peer in self._peers.values() for key in peer.lacks)
-        for key, count in counts.items():
-            several = count > 1 and not any(key in peer.has for peer in self._peers.values())
-            if several and self._models[key[0]].client is not None:
-                self._own |= set(self._models[key[0]].absent({key[1]: [key[2]]}))
-        with ThreadPoolExecutor(1 + len(self._peers)) as pool:
-            tasks = [pool.submit(self._fetch_own)]
-            tasks += [
-                pool.submit(self._fetch_for, peer) for peer in self._peers.values() if peer.lacks
-            ]
+    def connect(self, pool: ThreadPoolExecutor) -> None:
+        """Let the hosts read from one another, if one lacks what another may have."""
+        for peer in self.peers.values():
+            for key in [key for key in peer.lacks if peer.owners[key[0]] != peer.name]:
+                peer.lacks.remove(key)
+                owner = self.peers[peer.owners[key[0]]]
+                owner.lacks += [] if key in owner.lacks else [key]
+        if len(self.peers) == 1 or not any(peer.lacks for peer in self.peers.values()):
+            return
+        certificate = Certificate.make()
+
+        def listen(peer: WeightPeer) -> None:
             try:
-                done, _ = wait(tasks, return_when=FIRST_EXCEPTION)
+                peer.listen(certificate)
+            except ModelError as error:
+                assert peer.host is not None
+                self._on_warning(
+                    f"{peer.name} cannot listen at {peer.host.address} ({error}), so what other "
+                    "hosts get from it passes through the launcher; correct its address or "
+                    "interface in the hosts file."
+                )
+
+        list(pool.map(listen, self.peers.values()))
+
+    def run(self) -> None:
+        """Fetch for all hosts until all that they got is right."""
+        try:
+            while any(peer.lacks for peer in self.peers.values()):
+                transfers = self._plan()
+                found = self._at_once(
+                    {
+                        peer: partial(self._fetch_for, peer, transfers)
+                        for peer in self.peers.values()
+                        if peer.lacks
+                    }
+                )
+                self._compare(transfers, found)
+            checks = {peer: partial(self._check, peer) for peer in self.peers.values()}
+            self._at_once(checks)
+        except BaseException:
+            self._stop()
+            raise
+
+    def _at_once(
+        self, tasks: Mapping[WeightPeer, Callable[[], dict[Key, str]]]
+    ) -> dict[str, dict[Key, str]]:
+        """The result of each host's task, by its name. Raises what the first one raised, and ends
+        all others."""
+        with ThreadPoolExecutor(max(len(tasks), 1)) as pool:
+            futures = {peer.name: pool.submit(task) for peer, task in tasks.items()}
+            try:
+                done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
                 for task in done:
                     task.result()
+            except PipespecError as error:
+                # The host that has ended comes before those that wait for it.
+                ended = [why for peer in self.peers.values() if (why := peer.failure) is not None]
+                self._stop()
+                raise (ended[0] if ended else error) from error
             except BaseException:
-                for model in self._models.values():
-                    if model.client is not None:
-                        model.client.stopped.set()
-                for peer in self._peers.values():
-                    peer.end()
+                self._stop()
                 raise
+        return {name: task.result() for name, task in futures.items()}
 
-    def _fetch_own(self) -> None:
-        """Fetch what this host needs, and what several need."""
-        for kind, model in self._models.items():
-            wanted = _by_file(key for key in self._own if key[0] == kind)
-            try:
-                repository = read_repository(model.folder)
-                if wanted and repository is not None and model.client is not None:
-                    source = HubSource(model.client, repository)
-                    fetch(model.folder, wanted, source, partial(self._on_progress, self._here))
-                    check_whole(model.folder, repository)
-            except ModelError as error:
-                model.failure = error
-                raise
-            finally:
-                model.fetched.set()
+    def _stop(self) -> None:
+        self._failed = True
+        for model in self._models.values():
+            if model.client is not None:
+                model.client.stopped.set()
+        for peer in self.peers.values():
+            peer.end()
 
-    def _fetch_for(self, peer: WeightPeer) -> None:
-        """Have a host fetch what it lacks, until all of it is right."""
-        lacks = list(peer.lacks)
-        while lacks:
-            again: list[Key] = []
-            for kind in dict.fromkeys(key[0] for key in lacks):
-                plan = self._plan(peer, [key for key in lacks if key[0] == kind])
-                sources = [
-                    {
-                        "from": source,
-                        "wanted": _by_file(keys),
-                        "expected": self._expected(source, keys),
-                    }
-                    for source, keys in plan.items()
-                ]
-                wrong = peer.call("fetch", kind=kind, sources=sources)
-                bad = {(kind, file, name) for file, names in wrong.items() for name in names}
-                for source, keys in plan.items():
-                    if bad & set(keys):
-                        self._leave_out(source, peer, kind)
-                again += sorted(bad)
-            lacks = again
-
-    def _plan(self, peer: WeightPeer, keys: Sequence[Key]) -> dict[str, list[Key]]:
-        """The source of each tensor. Raises ModelError if there is none."""
-        found: defaultdict[str, list[Key]] = defaultdict(list)
-        by_file: defaultdict[str, list[Key]] = defaultdict(list)
-        for key in keys:
-            by_file[key[1]].append(key)
-        for file, some in by_file.items():
-            model = self._models[some[0][0]]
-            absent = set(model.absent({file: [key[2] for key in some]}))
-            for key in some:
-                found[self._source(peer, key, here=key not in absent)].append(key)
-        return found
-
-    def _source(self, peer: WeightPeer, key: Key, *, here: bool) -> str:
-        if here or key in self._own:
-            return LAUNCHER
-        for name, other in self._peers.items():
-            if key in other.has and name not in self._left_out and other is not peer:
-                return name
-        if self._models[key[0]].client is None:
-            raise ModelError(
-                f"{peer.host.name} needs {key[2]} of the {key[0]}, which no host has whole; copy "
-                f"{key[1]} to one of them"
+    def _plan(self) -> list[Transfer]:
+        """The transfers of what the hosts lack. Raises ModelError if a tensor has no source."""
+        holders = {
+            name: [key for key, sha in peer.has.items() if self._agrees(key, sha)]
+            for name, peer in self.peers.items()
+            if name not in self._left_out
+        }
+        lacks = {name: peer.lacks for name, peer in self.peers.items() if peer.lacks}
+        on_hub = {kind for kind, model in self._models.items() if model.client is not None}
+        try:
+            return plan_transfers(
+                lacks,
+                holders,
+                lambda key: self._models[key[0]].num_bytes(*key[1:]),
+                on_hub,
             )
-        return HUB
+        except NoSource as error:
+            kind, file, name = error.key
+            raise ModelError(
+                f"{error.host} needs {name} of the {kind}, which no host has whole; copy {file} to "
+                "one of them"
+            ) from None
 
-    def _expected(self, source: str, keys: Sequence[Key]) -> dict[str, dict[str, str]]:
-        """The hashes that a host has stated for its tensors."""
-        found: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        if source in self._peers:
-            for key in keys:
-                found[key[1]][key[2]] = self._peers[source].has[key]
+    def _agrees(self, key: Key, sha: str | None) -> bool:
+        """Whether a host states the hash of a tensor that the first one has stated."""
+        return sha is None or self._hashes.setdefault(key, sha) == sha
+
+    def _fetch_for(self, peer: WeightPeer, transfers: list[Transfer]) -> dict[Key, str]:
+        """Have a host fetch what it lacks; the hashes."""
+        found: dict[Key, str] = {}
+        own = [each for each in transfers if each.to == peer.name]
+        # The same order everywhere, as hosts wait for what others fetch.
+        for kind in (kind for kind in self._models if any(each.kind == kind for each in own)):
+            sources = [
+                {
+                    "from": each.source,
+                    "at": self.peers[each.source].address if each.source in self.peers else None,
+                    "wanted": by_file(each.keys),
+                }
+                for each in own
+                if each.kind == kind
+            ]
+            for file, hashes in peer.call("fetch", kind=kind, sources=sources).items():
+                found |= {(kind, file, name): sha for name, sha in hashes.items()}
         return found
 
-    def _leave_out(self, source: str, peer: WeightPeer, kind: str) -> None:
-        if source in self._peers and source not in self._left_out:
+    def _check(self, peer: WeightPeer) -> dict[Key, str]:
+        for kind in peer.owners:
+            peer.call("check", kind=kind)
+        return {}
+
+    def _compare(self, transfers: list[Transfer], found: Mapping[str, Mapping[Key, str]]) -> None:
+        """Compare the hashes of what each host got with the right ones, and have it drop the
+        tensors that differ."""
+        wrong: defaultdict[tuple[str, str], list[Key]] = defaultdict(list)
+        for (
+            each
+        ) in transfers:  # by depth: those that pass a tensor on come before those that get it
+            peer = self.peers[each.to]
+            for key in each.keys:
+                got = found[each.to][key]
+                if each.source == HUB:
+                    self._hashes[key] = got
+                if got == self._hashes.setdefault(key, got):
+                    peer.has[key] = got
+                    continue
+                peer.has.pop(key, None)
+                wrong[each.to, each.kind].append(key)
+                if key in self.peers[each.source].has:
+                    self._leave_out(each.source, each.to, each.kind)
+        for peer in self.peers.values():
+            peer.lacks = []
+        for (name, kind), keys in wrong.items():
+            peer = self.peers[name]
+            lacks = peer.call("forget", kind=kind, wrong=by_file(keys))
+            peer.lacks += [(kind, file, tensor) for file, some in lacks.items() for tensor in some]
+            for key in peer.lacks:
+                peer.has.pop(key, None)
+
+    def _leave_out(self, source: str, to: str, kind: str) -> None:
+        if source not in self._left_out:
             self._left_out.add(source)
             self._on_warning(
-                f"{source} sends wrong bytes of the {kind} (to {peer.host.name}), so it is left "
-                "out; check its disk, and remove its folder of that model with `pipespec cache "
-                "prune` there."
+                f"{source} sends wrong bytes of the {kind} (to {to}), so it is left out; check its "
+                "disk, and remove its folder of that model with `pipespec cache prune` there."
             )
 
     # --- what hosts ask -----------------------------------------------------------------------
@@ -236,17 +317,9 @@ class _Distribution:
         return None if found.has_token else {"url": found.url, "headers": dict(found.headers)}
 
     def _read(self, kind: str, source: str, file: str, start: int, stop: int) -> Iterator[bytes]:
-        if source in self._peers:
-            peer = self._peers[source].channel
-            return peer.stream("read", kind=kind, file=file, start=start, stop=stop)
+        if source in self.peers:
+            return self.peers[source].read(kind=kind, file=file, start=start, stop=stop)
         model = self._models[kind]
-        path = model.file(file)
-        if source == LAUNCHER and not is_here(path, (start, stop)):
-            model.fetched.wait()
-            if model.failure is not None:
-                raise model.failure
-        if is_here(path, (start, stop)):
-            return read_file(path, (start, stop))
         assert model.client is not None
         repository = model.blueprint.repository
         size = repository.weights[file].size
@@ -255,9 +328,13 @@ class _Distribution:
     def _progress(self, host: str, done: int, total: int) -> None:
         self._on_progress(host, done, total)
 
-
-def _by_file(keys: Collection[Key] | Iterator[Key]) -> dict[str, list[str]]:
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for _, file, name in sorted(keys):
-        found[file].append(name)
-    return found
+    def _cannot_reach(self, host: str, source: str, why: str) -> None:
+        peer = self.peers[source]
+        if peer.channel.closed.wait(ENDED_S) or self._failed or (host, source) in self._unreachable:
+            return  # that host has ended, which is reported by itself
+        self._unreachable.add((host, source))
+        assert peer.address is not None
+        self._on_warning(
+            f"{host} cannot read weights from {source} at {peer.address[0]} ({why}), so they pass "
+            "through the launcher; let the firewall admit TCP between the hosts."
+        )

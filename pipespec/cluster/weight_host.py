@@ -1,12 +1,16 @@
 """`python -m pipespec.cluster.weight_host`: fetches the weights that a host computes, on that host.
 
 The launcher starts it over SSH and talks to it through its standard input and output
-(`byte_channel`). It calls:
+(`byte_channel`); the launcher's own host is a `WeightHost` of its process. It calls:
 
     hello()                                            the version of pipespec
+    describe(path)                                     the blueprint of a checkpoint, if it is here
     holds(path, shared, parts)                         whether the host has all that it needs
-    offer(kind, path, blueprint, parts)                what it has and lacks of a model
-    fetch(kind, sources)                               fetch what is lacking; wrong tensors, by file
+    offer(kind, path, blueprint, parts, run, host)     what it has and lacks of a model
+    listen(address, interface, cert, key)              lets other hosts read; the address and port
+    fetch(kind, sources)                               fetch what is lacking; the tensors' hashes
+    forget(kind, wrong)                                drop tensors; all that are then lacking
+    check(kind)                                        compare whole files with the hub's hashes
     read(kind, file, start, stop)                      a stream of bytes, for another host
 
 and answers, to this process:
@@ -14,89 +18,111 @@ and answers, to this process:
     locate(kind, file, fresh)                          where the hub has a file, as a signed URL
     read(kind, source, file, start, stop)              a stream of bytes, of `source`
     progress(done, total)
+    unreachable(source, why)                           it reads from that host no more
 
 The process ends with its standard input. The token of the hub stays with the launcher.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipespec.cluster.byte_channel import CHUNK_BYTES, ByteChannel
 from pipespec.cluster.host_weights import own_path
+from pipespec.cluster.weight_links import WeightLink, WeightServer, own_address
+from pipespec.cluster.weight_plan import HUB
+from pipespec.cluster.weight_sources import Channel, Direct, DirectHost, DirectHub, RelayedSource
+from pipespec.controller.certificate import Certificate
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.partial_checkpoint import missing, tensors_by_file
-from pipespec.engine.parts.blueprint import Blueprint, holdings
+from pipespec.engine.parts.blueprint import (
+    Blueprint,
+    folder_name,
+    folder_of_checkpoint,
+    holdings,
+    repository_of,
+)
 from pipespec.engine.parts.fetching import check_whole, fetch
-from pipespec.engine.parts.hub_client import HubClient, Location, Unavailable
-from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
+from pipespec.engine.parts.parts_file import RECORDS, PartsFile, is_partial, reported
 from pipespec.engine.parts.ranges import Range, RangeSet
 from pipespec.engine.parts.repository import SharedName, parts_cache, ranges_of
 from pipespec.errors import ModelError
+from pipespec.system.validation import home_expanded
 from pipespec.system.versions import own_version
 
-# Names of sources; any other one is a host.
-HUB, LAUNCHER = "hub", "launcher"
 LAUNCHER_NAME = "the launcher"
-# Seconds between two reports of progress.
-PROGRESS_S = 0.2
+# Seconds between two reports of progress, and between two signs of life to a host that waits.
+PROGRESS_S, WAIT_S = 0.2, 5.0
 
 
-def read_file(path: Path, part: Range) -> Iterator[bytes]:
-    """The bytes of a part of a file here. Raises ModelError."""
-    at, stop = part
-    with reported(path), path.open("rb") as stream:
-        stream.seek(at)
-        while at < stop:
-            chunk = stream.read(min(CHUNK_BYTES, stop - at))
-            if not chunk:
-                raise ModelError(f"{path} ends at byte {at}; fetch it again")
-            at += len(chunk)
-            yield chunk
-
-
-def is_here(path: Path, part: Range) -> bool:
-    """Whether a part of a file can be read here."""
-    return path.is_file() and (not is_partial(path) or part in PartsFile(path).here)
-
-
-@dataclass
+@dataclass(frozen=True)
 class _Model:
-    """A model of which this host fetches its parts."""
+    """A model of which this host has, or fetches, parts."""
 
     path: Path
     blueprint: Blueprint
-    parts: list[str]
+    parts: Sequence[str] = ()
 
     @property
     def folder(self) -> Path:
-        return self.path.parent if is_gguf(self.path) else self.path
+        return folder_of_checkpoint(self.path)
+
+    def file(self, name: str) -> Path:
+        """The weight file of that name. Raises ModelError for any other name."""
+        if name not in self.blueprint.headers:
+            raise ModelError(f"{name!r} is no weight file of {self.path}")
+        return self.folder / name
 
 
-@dataclass
 class WeightHost:
     """What the launcher may ask of a host."""
 
-    channel: ByteChannel | None = None
-    _models: dict[str, _Model] = field(default_factory=dict)
-    _before: int = 0  # bytes of the fetches that are done
-    _reported_at: float = 0.0
+    def __init__(self, channel: Channel | None = None) -> None:
+        self.channel = channel
+        self._models: dict[str, _Model] = {}
+        self._arrived: defaultdict[Path, RangeSet] = defaultdict(RangeSet)
+        self._arriving = threading.Condition()  # of `_arrived`
+        self._server: WeightServer | None = None
+        self._certificate: Certificate | None = None
+        self._sources: list[RelayedSource] = []
+        self._before = 0  # bytes of the fetches that are done
+        self._reported_at = 0.0
 
     def handlers(self) -> dict[str, Any]:
-        return {
-            "hello": own_version,
-            "holds": self.holds,
-            "offer": self.offer,
-            "fetch": self.fetch,
-            "read": self.read,
-        }
+        """The functions that the launcher calls."""
+        functions = (
+            self.hello,
+            self.describe,
+            self.holds,
+            self.offer,
+            self.listen,
+            self.fetch,
+            self.forget,
+            self.check,
+            self.read,
+        )
+        return {each.__name__: each for each in functions}
+
+    def hello(self) -> str:
+        """The version of pipespec."""
+        return own_version()
+
+    def describe(self, path: str) -> dict[str, Any] | None:
+        """The blueprint of a checkpoint that this host has whole at `path`. Raises ModelError."""
+        found = home_expanded(path)
+        if not (found.is_dir() or (is_gguf(found) and found.is_file())):
+            return None
+        return Blueprint.of(found).as_json()
 
     def holds(self, path: str, shared: Mapping[str, Any], parts: Sequence[str]) -> bool:
         """Whether parts of a model are here, which the launcher has at `path`."""
@@ -104,132 +130,186 @@ class WeightHost:
         return own is not None and not missing(own, parts)
 
     def offer(
-        self, kind: str, path: str, blueprint: Mapping[str, Any], parts: Sequence[str]
-    ) -> dict[str, Any] | None:
-        """What of a model is here in the parts cache: hashes by file and tensor, and the tensors
-        that are lacking. Makes its folder there; None: the host has another that lacks nothing."""
-        plan = Blueprint.from_json(blueprint)
-        name = SharedName(plan.name, plan.file, plan.repository.on_hub)
-        own = own_path(Path(path), None, name, parts)
-        if own is not None and not missing(own, parts) and not own.is_relative_to(parts_cache()):
-            return None
-        model = self._models[kind] = _Model(plan.build(), plan, list(parts))
-        lacking = {}
-        for file, names in tensors_by_file(model.path, parts).items():
-            if is_partial(file):
-                found, ranges = PartsFile(file), ranges_of(file)
-                found.verify(ranges)
-                wanted = dict.fromkeys(names.values())
-                lacking[file.name] = [stored for stored in wanted if stored not in found.hashes]
-        return {"has": holdings(model.path), "lacks": {k: v for k, v in lacking.items() if v}}
+        self,
+        kind: str,
+        path: str,
+        blueprint: Mapping[str, Any],
+        parts: Sequence[str],
+        run: str,
+        host: str,
+    ) -> dict[str, Any]:
+        """What of a model is here: hashes by file and tensor, and the tensors that are lacking.
+        Makes its folder in the parts cache, unless the host has another that lacks nothing.
 
-    def fetch(self, kind: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-        """Fetch tensors, each from its source; those whose bytes are not the expected ones, by
-        file. They were dropped.
+        `owner` is the host that fetches into that folder in this `run`: the first that was asked,
+        as several may share a file system.
+        """
+        plan = Blueprint.from_json(blueprint)
+        own = own_path(Path(path), None, plan.shared, parts)
+        if own is not None and not missing(own, parts) and not own.is_relative_to(parts_cache()):
+            self._models[kind] = model = _Model(own, plan)
+            same = plan.repository.on_hub or _name_of(own) == plan.name
+            has = holdings(model.folder, plan.headers) if same else {}
+            return {"owner": host, "has": has, "lacks": {}}
+        self._models[kind] = model = _Model(plan.build(), plan, tuple(parts))
+        for name in plan.headers:
+            if is_partial(model.file(name)):
+                found = PartsFile(model.file(name))
+                found.verify(ranges_of(found.path))
+                self._arrived[found.path] = found.here
+        owner = _owner_of(model.folder, run, host)
+        has = holdings(model.folder, plan.headers)
+        return {"owner": owner, "has": has, "lacks": self._lacks(model)}
+
+    def listen(self, address: str, interface: str | None, cert: str, key: str) -> Sequence[Any]:
+        """Let the other hosts of this run read what is here. Raises ModelError."""
+        self._certificate = Certificate(cert, key)
+        try:
+            ip = own_address(address, interface)
+            self._server = WeightServer(ip, self._certificate, self.read)
+        except OSError as error:
+            raise ModelError(error.strerror or str(error)) from error
+        return self._server.address
+
+    def fetch(self, kind: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+        """Fetch tensors, from all sources at once; their hashes, by file.
 
         Args:
-            sources: in order, of each "from", "wanted" (tensors by file) and "expected" (hashes by
-                file and tensor).
+            sources: of each "from", its address in "at" (or null), and "wanted" (tensors by file).
         """
         model = self._models[kind]
-        wrong: dict[str, list[str]] = {}
+        asked = []
         for each in sources:
-            source = _ChannelSource(self._channel, kind, each["from"], model.blueprint)
-            self._before += fetch(model.folder, each["wanted"], source, self._moved)
-            for file, hashes in each["expected"].items():
-                if bad := _drop_others(model.folder / file, hashes):
-                    wrong.setdefault(file, []).extend(bad)
-        if not wrong:
-            check_whole(model.folder, model.blueprint.repository)
-        return wrong
+            direct = self._direct(kind, model, each["from"], each["at"])
+            asked.append(
+                (RelayedSource(self._launcher, kind, each["from"], direct), each["wanted"])
+            )
+        self._sources += [source for source, _ in asked]
+        try:
+            self._before += fetch(
+                model.folder,
+                asked,
+                self._moved,
+                lambda file, part: self._came(model.folder / file, part),
+            )
+        finally:
+            for source, _ in asked:
+                source.stop()
+                self._sources.remove(source)
+        found: dict[str, dict[str, str]] = {}
+        for _, wanted in asked:
+            for file, names in wanted.items():
+                hashes = PartsFile(model.folder / file).hashes
+                found.setdefault(file, {}).update({name: hashes[name] for name in names})
+        return found
+
+    def forget(self, kind: str, wrong: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
+        """Drop the pieces in which tensors are, whose bytes are wrong; all tensors that are then
+        lacking, by file."""
+        model = self._models[kind]
+        for name, tensors in wrong.items():
+            path = model.folder / name
+            file, ranges = PartsFile(path), ranges_of(path)
+            with reported(path):
+                file.forget([ranges[tensor] for tensor in tensors], ranges)
+            with self._arriving:
+                self._arrived[path] = file.here
+        lacks = self._lacks(model)
+        for name, tensors in wrong.items():  # also what was fetched for hosts that share the folder
+            lacks[name] = list(dict.fromkeys([*lacks.get(name, ()), *tensors]))
+        return lacks
+
+    def check(self, kind: str) -> None:
+        """Raise ModelError if a whole file has another hash than the hub states."""
+        model = self._models[kind]
+        check_whole(model.folder, model.blueprint.repository)
 
     def read(self, kind: str, file: str, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes of a part of a file of this host."""
-        return read_file(self._models[kind].folder / os.path.basename(file), (start, stop))
+        """The bytes of a part of a file of this host, which waits for those that it fetches itself
+        and then yields empty chunks. Raises ModelError."""
+        path = self._models[kind].file(file)
+        partial = is_partial(path)
+        # Without a buffer, which might hold bytes from before they came.
+        with reported(path), path.open("rb", buffering=0) as stream:
+            stream.seek(start)
+            while start < stop:
+                part = start, min(start + CHUNK_BYTES, stop)
+                while partial and not self._wait_for(path, part):
+                    yield b""
+                chunk = stream.read(part[1] - start)
+                if not chunk:
+                    raise ModelError(f"{path} ends at byte {start}; fetch it again")
+                start += len(chunk)
+                yield chunk
+
+    def close(self) -> None:
+        """End all reading, and listen no more."""
+        for source in list(self._sources):
+            source.stop()
+        if self._server is not None:
+            self._server.close()
 
     @property
-    def _channel(self) -> ByteChannel:
+    def _launcher(self) -> Channel:
         assert self.channel is not None
         return self.channel
+
+    def _direct(
+        self, kind: str, model: _Model, source: str, at: tuple[str, int] | None
+    ) -> Direct | None:
+        if source == HUB:
+            # The launcher's own host has nothing to gain from a URL.
+            far = isinstance(self.channel, ByteChannel)
+            return DirectHub(self._launcher, kind, model.blueprint) if far else None
+        if at is None:
+            return None
+        assert self._certificate is not None, "a host listens before it fetches"
+        return DirectHost(WeightLink((at[0], at[1]), self._certificate), kind)
+
+    def _lacks(self, model: _Model) -> dict[str, list[str]]:
+        """The tensors of its parts that are not here, by file."""
+        found = {}
+        for file, names in tensors_by_file(model.path, model.parts).items():
+            if is_partial(file):
+                known = PartsFile(file).hashes
+                lacking = [each for each in dict.fromkeys(names.values()) if each not in known]
+                if lacking:
+                    found[file.name] = lacking
+        return found
+
+    def _came(self, path: Path, part: Range) -> None:
+        with self._arriving:
+            self._arrived[path].add(part)
+            self._arriving.notify_all()
+
+    def _wait_for(self, path: Path, part: Range) -> bool:
+        with self._arriving:
+            return self._arriving.wait_for(lambda: part in self._arrived[path], WAIT_S)
 
     def _moved(self, done: int, total: int) -> None:
         now = time.monotonic()
         if done == total or now - self._reported_at > PROGRESS_S:
             self._reported_at = now
-            self._channel.call("progress", done=self._before + done, total=self._before + total)
+            self._launcher.call("progress", done=self._before + done, total=self._before + total)
 
 
-def _drop_others(path: Path, hashes: Mapping[str, str]) -> list[str]:
-    """Forget the pieces of tensors whose hash is not the expected one; the names of all tensors
-    that are then lacking."""
-    if not is_partial(path):
-        return []
-    file = PartsFile(path)
-    wrong = [name for name, sha in hashes.items() if file.hashes.get(name, sha) != sha]
-    if wrong:
-        ranges = ranges_of(path)
-        with reported(path):
-            file.forget(RangeSet(ranges[name] for name in wrong), ranges)
-        wrong = [name for name in hashes if ranges[name] not in file.here]
-    return wrong
+def _name_of(path: Path) -> str | None:
+    with suppress(ModelError):
+        return folder_name(repository_of(path))
+    return None
 
 
-class _ChannelSource:
-    """Bytes of one source: the hub, at the URLs that the launcher names, or what the launcher
-    passes on. If the hub cannot be reached from here, the launcher passes that on too."""
-
-    def __init__(self, channel: ByteChannel, kind: str, source: str, blueprint: Blueprint):
-        self._channel, self._kind, self._source = channel, kind, source
-        self._repository = blueprint.repository
-        self._client = _LocatedClient(channel, kind, self._repository.repo)
-        self._direct = source == HUB
-
-    def read(self, file: str, part: Range) -> Iterator[bytes]:
-        at, stop = part
-        if self._direct:
-            try:
-                size = self._repository.weights[file].size
-                for chunk in self._client.read(self._repository.commit, file, part, size):
-                    at += len(chunk)
-                    yield chunk
-                return
-            except Unavailable:
-                if self._client.stopped.is_set():
-                    raise
-                self._direct = False
-        yield from self._channel.stream(
-            "read", kind=self._kind, source=self._source, file=file, start=at, stop=stop
-        )
-
-    def stop(self) -> None:
-        self._client.stopped.set()
-
-
-class _LocatedClient(HubClient):
-    """A client of the hub that has no token: the launcher says where files are."""
-
-    def __init__(self, channel: ByteChannel, kind: str, repo: str):
-        super().__init__(repo)
-        self._channel, self._kind = channel, kind
-        self._known: dict[str, Location] = {}
-        self._asking = threading.Lock()
-
-    def locate(self, commit: str, name: str) -> Location:
-        with self._asking:
-            if name not in self._known:
-                self._known[name] = self._ask(name, fresh=False)
-            return self._known[name]
-
-    def forget_location(self, commit: str, name: str) -> None:
-        with self._asking:
-            if name in self._known:
-                self._known[name] = self._ask(name, fresh=True)
-
-    def _ask(self, name: str, *, fresh: bool) -> Location:
-        found = self._channel.call("locate", kind=self._kind, file=name, fresh=fresh)
-        if found is None:
-            raise Unavailable("the hub sends this file to holders of the token alone")
-        return Location(found["url"], found["headers"])
+def _owner_of(folder: Path, run: str, host: str) -> str:
+    """The host that was asked first about a folder in this run."""
+    with reported(folder), (folder / RECORDS / "owner").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        known = file.read().split()
+        if known[:1] == [run]:
+            return known[1]
+        file.truncate(0)
+        file.write(f"{run} {host}")
+        return host
 
 
 def main() -> None:

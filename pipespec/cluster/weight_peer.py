@@ -1,19 +1,25 @@
-"""The process on another host that fetches its weights (`weight_host`), as the launcher sees it."""
+"""The hosts that fetch weights (`weight_host`), as the launcher sees them."""
 
 from __future__ import annotations
 
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import IO, Any, BinaryIO, cast
 
 from pipespec.cluster import ssh
-from pipespec.cluster.byte_channel import ByteChannel, ChannelClosed
-from pipespec.cluster.source_model import Key, SourceModel
+from pipespec.cluster.byte_channel import ByteChannel, ChannelClosed, LocalChannel
+from pipespec.cluster.source_model import SourceModel
+from pipespec.cluster.weight_host import WeightHost
+from pipespec.cluster.weight_links import Address
+from pipespec.cluster.weight_plan import Key
+from pipespec.cluster.weight_sources import Channel
 from pipespec.config.hosts import Host
+from pipespec.controller.certificate import Certificate
 from pipespec.errors import HostFailed, ModelError
+from pipespec.system.network_interfaces import resolve
 from pipespec.system.versions import own_version
 
 MODULE = "pipespec.cluster.weight_host"
@@ -22,40 +28,68 @@ ENDING_S = 5.0
 
 
 class WeightPeer:
-    """The process on another host that fetches its weights."""
+    """A host that fetches its weights.
 
-    def __init__(self, host: Host, process: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
-        self.host = host
-        self._process, self._errors = process, errors
-        self._channel: ByteChannel | None = None
-        self.has: dict[Key, str] = {}  # hashes
+    Args:
+        host: its entry in the hosts file; None: this machine, which is none of the hosts.
+        end: ends its process, or what it does in this one.
+        failure: the error for its process, which has ended.
+
+    Attributes:
+        has: the tensors that it has, with their hashes; None: it has them in a whole file.
+        lacks: the tensors that it is to fetch.
+        owners: the host that fetches into its folder of a model.
+        address: where other hosts can read from it; None: through the launcher.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        host: Host | None,
+        channel: Channel,
+        end: Callable[[], object],
+        failure: Callable[[], HostFailed] | None = None,
+    ) -> None:
+        self.name, self.host, self.channel, self.end = name, host, channel, end
+        self._failure = failure
+        self.has: dict[Key, str | None] = {}
         self.lacks: list[Key] = []
-
-    def open(self, handlers: Mapping[str, Any]) -> None:
-        """Begin to talk. Raises HostFailed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        reader, writer = cast(BinaryIO, self._process.stdout), cast(BinaryIO, self._process.stdin)
-        self._channel = ByteChannel(self.host.name, reader, writer, handlers)
-        version = self.call("hello")
-        if version != own_version():
-            raise HostFailed(
-                f"{self.host.name}: pipespec there is {version}, but that of the launcher is "
-                f"{own_version()}; install the same on all hosts"
-            )
-
-    @property
-    def channel(self) -> ByteChannel:
-        assert self._channel is not None
-        return self._channel
+        self.owners: dict[str, str] = {}
+        self.address: Address | None = None
 
     def call(self, function: str, **arguments: Any) -> Any:
-        """An answer of the host. Raises ModelError, with its name, and HostFailed."""
+        """An answer of the host. Raises ModelError, with the name of another host, and
+        HostFailed."""
         try:
             return self.channel.call(function, **arguments)
         except ModelError as error:
-            raise ModelError(f"{self.host.name}: {error}") from error
+            if self._failure is None:
+                raise
+            raise ModelError(f"{self.name}: {error}") from error
         except ChannelClosed as error:
-            raise self._failure() from error
+            raise (self.failure or error) from error
+
+    def read(self, **arguments: Any) -> Iterator[bytes]:
+        """Bytes of a file of the host, as they come. Raises as `call`."""
+        try:
+            yield from self.channel.stream("read", **arguments)
+        except ChannelClosed as error:
+            raise (self.failure or error) from error
+
+    @property
+    def failure(self) -> HostFailed | None:
+        """Why its process has ended; None: it has not."""
+        if self._failure is None or not self.channel.closed.is_set():
+            return None
+        return self._failure()
+
+    def require_version(self) -> None:
+        """Raise HostFailed unless its pipespec is this one."""
+        if (version := self.call("hello")) != own_version():
+            raise HostFailed(
+                f"{self.name}: pipespec there is {version}, but that of the launcher is "
+                f"{own_version()}; install the same on all hosts"
+            )
 
     def holds(self, models: Mapping[str, SourceModel], needs: Mapping[str, set[str]]) -> bool:
         """Whether the host has all that it needs of the models."""
@@ -67,46 +101,63 @@ class WeightPeer:
                 return False
         return True
 
-    def offer(self, models: Mapping[str, SourceModel], needs: Mapping[str, set[str]]) -> None:
-        """Learn what the host has and lacks of the models."""
+    def offer(
+        self,
+        models: Mapping[str, SourceModel],
+        blueprints: Mapping[str, Any],
+        needs: Mapping[str, set[str]],
+        run: str,
+    ) -> None:
+        """Learn what the host has and lacks of the models in this `run`. `blueprints`: as JSON."""
         for kind, parts in needs.items():
-            model = models[kind]
             found = self.call(
                 "offer",
                 kind=kind,
-                path=str(model.path),
-                blueprint=model.blueprint.as_json(),
+                path=str(models[kind].path),
+                blueprint=blueprints[kind],
                 parts=sorted(parts),
+                run=run,
+                host=self.name,
             )
-            if found is None:
-                continue
+            self.owners[kind] = found["owner"]
             for file, hashes in found["has"].items():
                 self.has |= {(kind, file, name): sha for name, sha in hashes.items()}
             self.lacks += [(kind, file, n) for file, names in found["lacks"].items() for n in names]
 
-    def end(self) -> None:
-        """End the process, whatever it does."""
-        self._process.kill()
-
-    def _failure(self) -> HostFailed:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(ENDING_S)
-        self._errors.seek(0)
-        code = self._process.poll()
-        return ssh.failure(self.host, MODULE, -9 if code is None else code, self._errors.read())
+    def listen(self, certificate: Certificate) -> None:
+        """Let other hosts read from it. Raises ModelError, whose message is a clause."""
+        if self.host is None:
+            return
+        try:
+            ip = resolve(self.host.address)
+        except OSError:
+            ip = self.host.address
+        ip, port = self.channel.call(
+            "listen",
+            address=ip,
+            interface=self.host.interface,
+            cert=certificate.cert,
+            key=certificate.key,
+        )
+        self.address = ip, port
 
 
 @contextmanager
-def connected(host: Host) -> Iterator[WeightPeer]:
-    """A host's process, which ends with the block."""
+def connected(host: Host, handlers: Mapping[str, Any]) -> Iterator[WeightPeer]:
+    """Another host's process, which ends with the block. `handlers` are what it may ask. Raises
+    HostFailed."""
     with tempfile.TemporaryFile() as errors:
         process = ssh.start_module(
             host, MODULE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
         )
+        assert process.stdin is not None and process.stdout is not None
+        reader, writer = cast(BinaryIO, process.stdout), cast(BinaryIO, process.stdin)
         try:
-            yield WeightPeer(host, process, errors)
+            channel = ByteChannel(host.name, reader, writer, handlers)
+            yield WeightPeer(
+                host.name, host, channel, process.kill, lambda: _failure(host, process, errors)
+            )
         finally:
-            assert process.stdin is not None and process.stdout is not None
             with suppress(OSError):
                 process.stdin.close()
             try:
@@ -114,3 +165,23 @@ def connected(host: Host) -> Iterator[WeightPeer]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextmanager
+def on_this_machine(
+    name: str, host: Host | None, handlers: Mapping[str, Any]
+) -> Iterator[WeightPeer]:
+    """The launcher's own machine, whose weights are fetched in this process."""
+    own = WeightHost(LocalChannel(handlers))
+    try:
+        yield WeightPeer(name, host, LocalChannel(own.handlers()), own.close)
+    finally:
+        own.close()
+
+
+def _failure(host: Host, process: subprocess.Popen[bytes], errors: IO[bytes]) -> HostFailed:
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(ENDING_S)
+    errors.seek(0)
+    code = process.poll()
+    return ssh.failure(host, MODULE, -9 if code is None else code, errors.read())

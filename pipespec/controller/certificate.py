@@ -1,4 +1,5 @@
-"""The TLS certificate of a private Redis: files of the user, or one made for this server."""
+"""TLS certificates: of a private Redis, files of the user or one made for this server, and of hosts
+that exchange weights."""
 
 from __future__ import annotations
 
@@ -100,9 +101,11 @@ class Certificate:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, COMMON_NAME)])
         known_by = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+        # Hosts that exchange weights use it at both ends.
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         extensions: Sequence[tuple[x509.ExtensionType, bool]] = (
             (x509.BasicConstraints(ca=False, path_length=None), True),
-            (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
+            (x509.ExtendedKeyUsage(usages), False),
             (x509.SubjectAlternativeName([x509.DNSName(COMMON_NAME)]), False),
             (known_by, False),
             (x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(known_by), False),

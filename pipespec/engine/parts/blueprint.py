@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
 from pipespec.engine.parts.repository import (
     SMALL_FILES,
     Repository,
+    SharedName,
     cached_commit,
     name_of,
     parts_cache,
@@ -49,6 +50,11 @@ class Blueprint:
     small: Mapping[str, bytes]
     headers: Mapping[str, bytes]
 
+    @property
+    def shared(self) -> SharedName:
+        """What any host calls the checkpoint."""
+        return shared_name(self.repository, self.file)
+
     @classmethod
     def of(cls, path: Path) -> Blueprint:
         """That of a checkpoint here, which has all headers. Raises ModelError."""
@@ -73,12 +79,7 @@ class Blueprint:
                 PartsFile.create(folder / name, self.repository.weights[name].size, header)
         known = read_repository(folder)
         weights = {**({} if known is None else known.weights), **self.repository.weights}
-        write_repository(
-            folder,
-            Repository(
-                self.repository.repo, self.repository.commit, weights, self.repository.on_hub
-            ),
-        )
+        write_repository(folder, replace(self.repository, weights=weights))
         if self.repository.on_hub:
             remember(self.repository.repo, self.repository.commit)
         return folder if self.file is None else folder / _plain(self.file)
@@ -110,6 +111,12 @@ def folder_of_checkpoint(path: Path) -> Path:
     return path.parent if is_gguf(path) else path
 
 
+def shared_name(repository: Repository, file: str | None) -> SharedName:
+    """What any host calls a checkpoint, or a GGUF file of it."""
+    name = folder_name(repository)
+    return SharedName(name, file, repository.on_hub, repository.path)
+
+
 def folder_name(repository: Repository) -> str:
     """The name of a checkpoint's folder in the parts cache of any host."""
     return f"{name_of(repository.repo)}/{repository.commit}"
@@ -123,7 +130,7 @@ def repository_of(path: Path) -> Repository:
     weights = {
         each.name: found.weights.get(each.name, HubFile(each.stat().st_size)) for each in files
     }
-    return Repository(found.repo, found.commit, weights, found.on_hub)
+    return replace(found, weights=weights)
 
 
 def _text(data: bytes) -> str:
@@ -176,15 +183,18 @@ def _of_folder(path: Path, files: list[Path]) -> Repository:
     stats = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
     text = repr((str(path.absolute()), stats)).encode()
     folder = folder_of_checkpoint(path)
-    return Repository(folder.absolute().name, hashlib.sha256(text).hexdigest()[:40], {}, False)
+    commit = hashlib.sha256(text).hexdigest()[:40]
+    return Repository(folder.absolute().name, commit, {}, False, str(path.absolute()))
 
 
-def holdings(path: Path) -> dict[str, dict[str, str]]:
-    """The tensors of a folder of the parts cache that are here, with their hashes, by file."""
-    folder = folder_of_checkpoint(path)
-    found = read_repository(folder)
-    if found is None:
-        return {}
-    return {
-        name: PartsFile(folder / name).hashes for name in found.weights if is_partial(folder / name)
-    }
+def holdings(folder: Path, files: Collection[str]) -> dict[str, dict[str, str | None]]:
+    """The tensors that are here, by weight file, with their hashes; None: that of a file that is
+    here as a whole, which has no record. Raises ModelError."""
+    found: dict[str, dict[str, str | None]] = {}
+    for name in files:
+        path = folder / name
+        if is_partial(path):
+            found[name] = {tensor: sha for tensor, sha in PartsFile(path).hashes.items() if tensor}
+        elif path.is_file():
+            found[name] = dict.fromkeys(ranges_of(path))
+    return found

@@ -11,7 +11,8 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ GIB = 2**30
 HASHED_BYTES = 256 * 2**20
 # Called with how many bytes are here, and of how many that are wanted.
 OnProgress = Callable[[int, int], None]
+# Called with a file and bytes of it that were written.
+OnBytes = Callable[[str, Range], None]
 
 
 class Source(Protocol):
@@ -62,46 +65,57 @@ class _Stopped(Exception):
     """Another thread has failed."""
 
 
+# Names of tensors, by file.
+Wanted = Mapping[str, Collection[str]]
+
+
 @dataclass(frozen=True)
-class _Wanted:
-    """What is wanted of a file: tensors, and where each tensor of the file is."""
+class _File:
+    """A file of which tensors are wanted, and where each tensor of the file is."""
 
     file: PartsFile
     names: Collection[str]
     ranges: Mapping[str, Range]
 
     @property
+    def header(self) -> Range:
+        """It is here unless it was found wrong."""
+        return 0, min((start for start, _ in self.ranges.values()), default=0)
+
+    @property
     def parts(self) -> list[Range]:
-        """The tensors, and the header, which is here unless it was found wrong."""
-        header = (0, min((start for start, _ in self.ranges.values()), default=0))
-        return [header, *(self.ranges[name] for name in self.names)]
+        return [self.header, *(self.ranges[name] for name in self.names)]
 
 
 def fetch(
     folder: Path,
-    wanted: Mapping[str, Collection[str]],
-    source: Source,
+    sources: Sequence[tuple[Source, Wanted]],
     on_progress: OnProgress = lambda done, total: None,
+    on_bytes: OnBytes = lambda file, part: None,
 ) -> int:
-    """Fetch tensors, unless they are here; the number of bytes fetched.
+    """Fetch tensors, unless they are here, from all their sources at once; the number of bytes
+    fetched.
 
     Args:
         folder: of the parts cache.
-        wanted: names of tensors, by file.
-        source: asked for what is not here.
-        on_progress: called from several threads.
+        sources: each with the tensors that it is asked for, in this order.
+        on_progress, on_bytes: called from several threads.
 
     Raises ModelError: the disk is too small, a source failed, or bytes are wrong.
     """
     with sole_fetcher(folder):
-        files = []
+        wanted: dict[str, list[str]] = {}
+        for _, each in sources:
+            for name, tensors in each.items():
+                wanted.setdefault(name, []).extend(tensors)
+        files = {}
         for name, tensors in wanted.items():
             if is_partial(folder / name):
                 file, ranges = PartsFile(folder / name), ranges_of(folder / name)
                 file.verify(ranges)
-                files.append(_Wanted(file, tensors, ranges))
-        _require_room(folder, files)
-        return _Fetch(files, source, on_progress).run()
+                files[name] = _File(file, tensors, ranges)
+        _require_room(folder, files.values())
+        return _Fetch(files, sources, on_progress, on_bytes).run()
 
 
 def check_whole(folder: Path, repository: Repository) -> None:
@@ -137,44 +151,77 @@ _WHOLE = ""
 class _Fetch:
     """The fetching of some files."""
 
-    def __init__(self, files: Collection[_Wanted], source: Source, on_progress: OnProgress):
+    def __init__(
+        self,
+        files: Mapping[str, _File],
+        sources: Sequence[tuple[Source, Wanted]],
+        on_progress: OnProgress,
+        on_bytes: OnBytes,
+    ):
         self._files = files
-        self._source = source
-        self._on_progress = on_progress
+        self._sources = sources
+        self._on_progress, self._on_bytes = on_progress, on_bytes
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._fetched = 0
-        self._total = sum(RangeSet(each.parts).num_bytes for each in files)
-        self._done = self._total - sum(_absent_bytes(each) for each in files)
+        self._total = sum(RangeSet(each.parts).num_bytes for each in files.values())
+        self._done = self._total - sum(map(_absent_bytes, files.values()))
 
     def run(self) -> int:
         self._on_progress(self._done, self._total)
-        with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
+        # Connections of its own for each source: none waits for another.
+        count = max(1, NUM_CONNECTIONS // max(1, len(self._sources)))
+        with ThreadPoolExecutor(count * max(1, len(self._sources))) as pool:
             try:
-                _await([pool.submit(self._piece, *task) for task in self._pieces()])
+                _await(
+                    [
+                        pool.submit(self._drain, source, left)
+                        for source, left in self._pieces()
+                        for _ in range(count)
+                    ]
+                )
                 _await([pool.submit(self._sum, *task) for task in self._unhashed()])
             except BaseException:
                 self._stop.set()
-                self._source.stop()
+                for source, _ in self._sources:
+                    source.stop()
                 pool.shutdown(cancel_futures=True)
                 raise
         return self._fetched
 
-    def _pieces(self) -> Iterator[tuple[_Wanted, Range]]:
-        for wanted in self._files:
-            for part in pieces(wanted.parts, wanted.file.here):
-                yield wanted, part
+    def _pieces(self) -> Iterator[tuple[Source, deque[tuple[_File, Range]]]]:
+        """What each source is asked for. The header of a file comes from the first one."""
+        begun = set[str]()
+        for source, wanted in self._sources:
+            left: deque[tuple[_File, Range]] = deque()
+            for name, tensors in wanted.items():
+                if (file := self._files.get(name)) is not None:
+                    parts = [file.ranges[tensor] for tensor in tensors]
+                    parts += [] if name in begun else [file.header]
+                    begun.add(name)
+                    left += [(file, part) for part in pieces(parts, file.file.here)]
+            yield source, left
 
-    def _piece(self, wanted: _Wanted, part: Range) -> None:
+    def _drain(self, source: Source, left: deque[tuple[_File, Range]]) -> None:
+        """Fetch pieces of a source until none is left."""
+        while not self._stop.is_set():
+            try:
+                file, part = left.popleft()
+            except IndexError:
+                return
+            self._piece(source, file, part)
+
+    def _piece(self, source: Source, wanted: _File, part: Range) -> None:
         """Fetch one piece and record it."""
         found = hashlib.sha256()
-        at = part[0]
+        at, name = part[0], wanted.file.path.name
         with reported(wanted.file.path), wanted.file.opened() as descriptor:
-            for chunk in self._source.read(wanted.file.path.name, part):
+            for chunk in source.read(name, part):
                 if self._stop.is_set():
                     raise _Stopped
                 found.update(chunk)
                 os.pwrite(descriptor, chunk, at)
+                self._on_bytes(name, (at, at + len(chunk)))
                 at += len(chunk)
                 self._moved(len(chunk))
             assert at == part[1], "a source sends all or raises"
@@ -187,9 +234,9 @@ class _Fetch:
             done = self._done
         self._on_progress(done, self._total)
 
-    def _unhashed(self) -> Iterator[tuple[_Wanted, list[str]]]:
+    def _unhashed(self) -> Iterator[tuple[_File, list[str]]]:
         """Tensors without a hash, some at a time."""
-        for wanted in self._files:
+        for wanted in self._files.values():
             some, size = list[str](), 0
             for name in wanted.names:
                 if name not in wanted.file.hashes:
@@ -201,7 +248,7 @@ class _Fetch:
             if some:
                 yield wanted, some
 
-    def _sum(self, wanted: _Wanted, names: Collection[str]) -> None:
+    def _sum(self, wanted: _File, names: Collection[str]) -> None:
         """Record the hashes of tensors."""
         found = {}
         with reported(wanted.file.path):
@@ -221,11 +268,11 @@ def _await(futures: Collection[Future[None]]) -> None:
             raise error
 
 
-def _absent_bytes(wanted: _Wanted) -> int:
+def _absent_bytes(wanted: _File) -> int:
     return sum(stop - start for start, stop in wanted.file.absent(RangeSet(wanted.parts)))
 
 
-def _require_room(folder: Path, files: Collection[_Wanted]) -> None:
+def _require_room(folder: Path, files: Collection[_File]) -> None:
     """Raise ModelError unless the disk has room for what is fetched."""
     needed = sum(map(_absent_bytes, files))
     free = shutil.disk_usage(folder).free

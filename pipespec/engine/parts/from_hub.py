@@ -33,6 +33,6 @@ def fetch_parts(
         for file, names in tensors_by_file(path, parts).items()
     }
     source = HubSource(HubClient(repository.repo), repository)
-    fetched = fetch(folder, wanted, source, on_progress)
+    fetched = fetch(folder, [(source, wanted)], on_progress)
     check_whole(folder, repository)
     return fetched

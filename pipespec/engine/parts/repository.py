@@ -51,13 +51,14 @@ _RECORD = "repository.json"
 class Repository:
     """The commit of a repository whose folder this is, and its weight files.
 
-    Not `on_hub`: a folder of another host, by its name and a hash.
+    Not `on_hub`: a folder of another host, by its name and a hash, which is at `path` there.
     """
 
     repo: str
     commit: str
     weights: Mapping[str, HubFile]
     on_hub: bool = True
+    path: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The same as JSON values."""
@@ -67,17 +68,24 @@ class Repository:
     def from_json(cls, value: Mapping[str, Any]) -> Repository:
         """The inverse of `as_json`. Raises KeyError, TypeError, AttributeError."""
         files = {name: HubFile(**each) for name, each in value["weights"].items()}
-        return cls(value["repo"], value["commit"], files, value["on_hub"])
+        return cls(value["repo"], value["commit"], files, value["on_hub"], value.get("path"))
 
 
 @dataclass(frozen=True)
 class SharedName:
-    """The folder of a checkpoint in the parts cache of any host, relative to it; `file` is its GGUF
-    file, and `on_hub` whether its name is that of a commit on the hub."""
+    """What any host calls a checkpoint.
+
+    Attributes:
+        name: of its folder in the parts cache, relative to that.
+        file: its GGUF file.
+        on_hub: whether `name` is that of a commit on the hub.
+        path: of the checkpoint on the host that has it, if it is a folder or file of a host.
+    """
 
     name: str
     file: str | None
     on_hub: bool
+    path: str | None = None
 
 
 def parts_cache() -> Path:
