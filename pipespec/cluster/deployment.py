@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pipespec.config.cluster import ClusterConfig
 from pipespec.config.hosts import Host, load_hosts, this_machine
@@ -25,7 +26,7 @@ from pipespec.placement.costs import Needs, Problem, Worker
 from pipespec.placement.measurements import unmeasured
 from pipespec.placement.slices import Placement, plan_slices, split_evenly
 from pipespec.sampling.params import check_vocabulary
-from pipespec.system.devices import num_cuda
+from pipespec.system.devices import num_cuda, resolve_devices
 from pipespec.transport.transport_settings import NCCL
 
 
@@ -172,24 +173,35 @@ class ControllerAddress:
     secret: str = field(default="", repr=False)
 
 
-def decide(config: Config, placement: Placement | None = None) -> Deployment:
+def decide(
+    config: Config, placement: Placement | None = None, *, ask_hosts: bool = True
+) -> Deployment:
     """Plan a cluster from the checkpoints and the machine.
 
-    `placement` is planned from measured figures; without it devices count as equal.
-    Raises ConfigError, in one sentence.
+    Args:
+        placement: planned from measured figures; without it devices count as equal.
+        ask_hosts: whether models that this machine lacks are looked for on the other hosts.
+
+    Raises ConfigError, in one sentence; HostFailed if another host must be asked and cannot.
     """
-    target = inspect(config.model.target)
+    hosts_file = None if config.cluster.hosts is None else load_hosts(config.cluster.hosts)
+    elsewhere: Mapping[str, Path] = {}
+    if hosts_file is not None and ask_hosts:
+        from pipespec.cluster.models_of_hosts import find_on_hosts
+
+        elsewhere = find_on_hosts(config, hosts_file)
+    target = inspect(elsewhere.get("target", config.model.target))
     target.check_quantization("model.quantization", config.model.quantization)
     draft = None
     if config.proposer.needs_draft:
         assert config.model.draft is not None  # as Config checks
-        draft = inspect(config.model.draft)
+        draft = inspect(elsewhere.get("draft", config.model.draft))
         draft.check_quantization("model.draft_quantization", config.model.draft_quantization)
         check_parallel(config.proposer, draft)
     mid = None
     if config.needs_mid:
         assert config.model.mid is not None  # as Config checks
-        mid = inspect(config.model.mid)
+        mid = inspect(elsewhere.get("mid", config.model.mid))
         mid.check_quantization("model.mid_quantization", config.model.mid_quantization)
     if config.model.dtype not in ("auto", target.compute_dtype(config.model.dtype)):
         raise ConfigError(
@@ -211,7 +223,7 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
             f"policy.children is {children}, but the target's vocabulary has "
             f"{target.vocab_size} tokens; lower policy.children."
         )
-    if config.cluster.hosts is None:
+    if hosts_file is None:
         _require_mid_device(config.cluster.mid_device)
         count = config.cluster.stages + config.cluster.spares
         groups = [config.cluster.draft_tensor_parallel, *[config.cluster.tensor_parallel] * count]
@@ -219,7 +231,6 @@ def decide(config: Config, placement: Placement | None = None) -> Deployment:
         hosts: tuple[Host, ...] = (this_machine(devices, groups),)
         placement = place_here(tuple(hosts[0].members), target.num_layers, config.cluster)
     else:
-        hosts_file = load_hosts(config.cluster.hosts)
         hosts_file.require_devices()
         hosts = hosts_file.hosts
         if config.cluster.stages != hosts_file.num_stages:
@@ -363,25 +374,6 @@ def place_here(workers: Sequence[str], num_layers: int, cluster: ClusterConfig) 
             spares=tuple(workers[stages + 1 :]),
         )
     )
-
-
-def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
-    """One device per rank. "auto" and "cuda" go round the CUDA devices; "auto" is CPU without."""
-    count = num_cuda() if set(names) != {"cpu"} else 0
-    names = names * num_ranks if len(names) == 1 else names
-    devices = []
-    for rank, name in enumerate(names):
-        if name == "auto":
-            name = "cuda" if count else "cpu"
-        kind, _, index = name.partition(":")
-        if kind == "cuda" and (not count or int(index or 0) >= count):
-            raise ConfigError(
-                f"cluster.devices asks for {name} at rank {rank}, but this machine has {count} "
-                "CUDA devices; see `pipespec check`."
-            )
-        # The head's draft shares a device only when there are fewer devices than ranks.
-        devices.append(name if index or kind == "cpu" else f"cuda:{(rank - 1) % count}")
-    return tuple(devices)
 
 
 def fit_context(deployment: Deployment, prompt_length: int, requests: int) -> Deployment:

@@ -86,7 +86,7 @@ def join_cluster(path: str, hosts_file: HostsFile, host: Host, invitation: Invit
     from pipespec.config.compose import compose
 
     settings = [text for text in invitation.overrides if not text.startswith("cluster=")]
-    deployment = decide(compose([f"cluster={path}", *settings]))
+    deployment = decide(compose([f"cluster={path}", *settings]), ask_hosts=False)
     where = ControllerAddress(invitation.url, invitation.namespace, secret=invitation.secret)
     run_worker(deployment, where, {name: b for b in hosts_file.hosts for name in b.workers})
 

@@ -7,6 +7,8 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 
+from pipespec.errors import ConfigError
+
 DRIVER = "libcuda.so.1"
 
 
@@ -51,3 +53,25 @@ def _torch_built_for() -> tuple[str | None, str]:
         if found:
             return kind, found[1]
     return None, ""
+
+
+def resolve_devices(names: list[str], num_ranks: int) -> tuple[str, ...]:
+    """One device per rank. "auto" and "cuda" go round the CUDA devices; "auto" is CPU without.
+
+    Raises ConfigError: this machine lacks one of them.
+    """
+    count = num_cuda() if set(names) != {"cpu"} else 0
+    names = names * num_ranks if len(names) == 1 else names
+    devices = []
+    for rank, name in enumerate(names):
+        if name == "auto":
+            name = "cuda" if count else "cpu"
+        kind, _, index = name.partition(":")
+        if kind == "cuda" and (not count or int(index or 0) >= count):
+            raise ConfigError(
+                f"cluster.devices asks for {name} at rank {rank}, but this machine has {count} "
+                "CUDA devices; see `pipespec check`."
+            )
+        # The head's draft shares a device only when there are fewer devices than ranks.
+        devices.append(name if index or kind == "cpu" else f"cuda:{(rank - 1) % count}")
+    return tuple(devices)

@@ -231,6 +231,69 @@ def test_a_folder_that_only_the_launcher_has_is_enough(
     assert text == json.loads(capsys.readouterr().out)["token_ids"]
 
 
+def in_view(folder: Path, path: Path, python: str, *, hide: bool) -> str:
+    """A Python that finds a folder empty, or finds it although its parent process does not."""
+    file = folder / f"python-{'hidden' if hide else 'seen'}"
+    change = f"mount -t tmpfs none {path}" if hide else f"umount {path}"
+    file.write_text(
+        f'#!/bin/sh\nexec unshare -m sh -c \'{change} && exec {python} "$@"\' sh "$@"\n'
+    )
+    file.chmod(0o755)
+    return str(file)
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["model.target", "the host's entry", "a GGUF file"])
+def test_a_folder_that_only_another_host_has_is_enough(
+    named: str, hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = tmp_path / "only"
+    model = Path(shutil.copytree(served, only / "model"))
+    if named.startswith("a GGUF"):
+        model = only / "m.gguf"
+        kinds = {"tokenizer": DEMO / "target"}
+        write(DEMO / "target", model, "llama", lambda _: GGMLQuantizationType.F16, **kinds)
+    beta: dict[str, Any] = {"python": in_view(tmp_path, only, sys.executable, hide=False)}
+    name = str(model)
+    if named.startswith("the host's"):
+        beta["target"], name = name, "/models/nowhere"
+    launcher = in_view(tmp_path, only, sys.executable, hide=True)
+    settings = [hosts_file(tmp_path, [5, 6, 5], beta=beta), f"model.target={name}"]
+
+    def pipespec(*arguments: str) -> dict[str, Any]:
+        line = [launcher, "-m", "pipespec", *arguments, "--json", *settings]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    found = pipespec("fetch")["hosts"]
+    assert found.keys() == {"alpha", "gamma"}
+    size = model.stat().st_size if model.suffix else size_of(model)
+    assert sum(each["fetched_bytes"] for each in found.values()) < 0.85 * size  # not beta's layers
+    assert not list((tmp_path / "beta").glob("pipespec/parts/*"))
+    assert pipespec("fetch")["hosts"] == {}
+    assert not hub.requests
+    if not named.startswith("model.target"):
+        return
+    text = pipespec("generate", *ASK[1:])["token_ids"]
+    assert main(["generate", *ASK, f"model.target={DEMO / 'target'}"]) == 0
+    assert text == json.loads(capsys.readouterr().out)["token_ids"]
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.usefixtures("hub")
+def test_a_folder_that_no_host_has_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [hosts_file(tmp_path, [8, 8]), "model.target=/models/nowhere"]
+    assert main(["fetch", *settings]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("pipespec: there is no model folder /models/nowhere; give an existing")
+
+
 def processes_of(cache: Path) -> list[psutil.Process]:
     """The processes of a host, which its cache identifies."""
     found = []

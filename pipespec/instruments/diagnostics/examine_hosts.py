@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import queue
 import secrets
 import subprocess
@@ -36,7 +37,7 @@ from pipespec.instruments.diagnostics.probe import (
     TensorParallelGain,
 )
 from pipespec.system.network_interfaces import Interface
-from pipespec.system.validation import Unreadable, parse_json
+from pipespec.system.validation import Unreadable, home_expanded, parse_json
 
 MODULE = "pipespec.instruments.diagnostics.probe"
 HELLO_TIMEOUT_S = 15.0
@@ -101,7 +102,11 @@ def examine_hosts(hosts_file: HostsFile, model: ModelConfig) -> Report:
             together(examination.measure, [(b, a) for a, b in pairs])
         links = [link for pair, link in sorted(examination.links.items())]
         named = {"target": model.target, "draft": model.draft, "mid": model.mid}
-        fetchable = [part for part, name in named.items() if name and can_be_fetched(name)]
+        fetchable = [
+            part
+            for part, name in named.items()
+            if name and (can_be_fetched(name) or examination.comes_from_another_host(part, name))
+        ]
         findings = diagnose(hosts_file, examination.seen, links, fetchable)
         return Report(examination.seen, links, findings, hosts_file.by_hand)
 
@@ -150,6 +155,13 @@ class _Examination:
             step(name, *others)
         except HostFailed as error:
             self.seen[name].failure = f"{str(error).rstrip('.')}."
+
+    def comes_from_another_host(self, part: str, name: str) -> bool:
+        """Whether this machine lacks a model that one of the hosts has whole."""
+        inventories = [seen.inventory for seen in self.seen.values() if seen.inventory is not None]
+        found = [each.models[part] for each in inventories if part in each.models]
+        whole = any(each.problem is None and not each.absent for each in found)
+        return whole and not os.path.lexists(home_expanded(name))
 
     def start_probe(self, name: str) -> None:
         """Start the probe, take the host's inventory, and have the probe listen."""
