@@ -151,11 +151,12 @@ class _Distribution:
 
     def connect(self, pool: ThreadPoolExecutor) -> None:
         """Let the hosts read from one another, if one lacks what another may have."""
+        lacks: dict[str, dict[Key, None]] = {name: {} for name in self.peers}
         for peer in self.peers.values():
-            for key in [key for key in peer.lacks if peer.owners[key[0]] != peer.name]:
-                peer.lacks.remove(key)
-                owner = self.peers[peer.owners[key[0]]]
-                owner.lacks += [] if key in owner.lacks else [key]
+            for key in peer.lacks:  # of hosts that share a folder one fetches
+                lacks[peer.owners[key[0]]][key] = None
+        for name, peer in self.peers.items():
+            peer.lacks = list(lacks[name])
         if len(self.peers) == 1 or not any(peer.lacks for peer in self.peers.values()):
             return
         certificate = Certificate.make()

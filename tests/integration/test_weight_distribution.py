@@ -127,6 +127,23 @@ def test_the_hub_sends_every_byte_once_however_many_hosts(
     assert hub.weight_bytes == sent
 
 
+def test_of_hosts_that_share_a_file_system_one_fetches_for_all(
+    hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """beta and gamma; a host that waited for what another one fetches would wait for good."""
+    shared = {"env": {"XDG_CACHE_HOME": str(tmp_path / "beta"), "HF_TOKEN": ""}}
+    settings = [
+        hosts_file(tmp_path, [4, 4, 8], beta=shared, gamma=shared),
+        "model.target=org/model",
+    ]
+    found = fetched(capsys, *settings)
+    assert len(found.keys() & {"beta", "gamma"}) == 1
+    assert hub.weight_bytes <= 1.02 * size_of(served)
+    layers = {f"model.layers.{number}.mlp.up_proj.weight" for number in range(4, 16)}
+    assert tensors(tmp_path / "beta") >= layers | {"model.embed_tokens.weight"}
+    assert fetched(capsys, *settings) == {}
+
+
 @pytest.mark.slow
 def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
     hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -169,6 +170,35 @@ def test_bytes_pass_through_the_launcher_where_a_link_is_cut(hosts: Hosts) -> No
     right = right_hashes(hosts.model)
     for each in "bcd":
         assert hosts.hashes(each).items() <= right.items()
+
+
+def memory(process: int, name: str) -> int:
+    """Bytes that the kernel states for a process: VmRSS now, VmHWM at most."""
+    (line,) = re.findall(rf"{name}:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
+    return int(line) * 1024
+
+
+@pytest.mark.parametrize("hosts", [{"hidden_size": 1024, "intermediate_size": 2816}], indirect=True)
+def test_sending_and_getting_weights_takes_little_memory(hosts: Hosts) -> None:
+    before, most, own = dict[int, int](), dict[int, int](), os.getpid()
+
+    def note(host: str, done: int, total: int) -> None:
+        (process,) = [
+            each.pid
+            for each in processes_of(hosts.hosts.cache(host))
+            if "pipespec.cluster.weight_host" in each.cmdline()
+        ]
+        before.setdefault(process, memory(process, "VmRSS"))
+        before.setdefault(own, memory(own, "VmRSS"))
+        most[own] = max(most.get(own, 0), memory(own, "VmRSS"))
+        if done == total:
+            most[process] = memory(process, "VmHWM")
+
+    fetched, _ = hosts.distribute(on_progress=note)
+    assert min(fetched.values()) > 80 * 2**20
+    assert len(most) == 4
+    for process, size in most.items():
+        assert size - before[process] <= 64 * 2**20
 
 
 def processes_of(cache: Path) -> list[psutil.Process]:
