@@ -14,6 +14,7 @@ from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.model_path import can_be_fetched
 from pipespec.engine.parts.blueprint import Blueprint
+from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded
 
 
@@ -22,7 +23,7 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
     has whole at the path that the settings or its entry name, by their names in `model.`.
 
     Models that are here or on the hub, or that no host has, are left out. Raises HostFailed if a
-    host cannot be asked; ModelError.
+    host cannot be asked; ModelError if no host has all files of one.
     """
     needed = {
         "target": config.model.target,
@@ -42,14 +43,26 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
 
         def describe(peer: WeightPeer) -> dict[str, Any]:
             peer.require_version()
-            return {
-                kind: peer.call("describe", path=getattr(peer.host, kind) or path)
-                for kind, path in absent.items()
-            }
+            return {kind: _description(peer, kind, path) for kind, path in absent.items()}
 
         found: dict[str, Path] = {}
+        incomplete: dict[str, ModelError] = {}
         for described in pool.map(describe, peers):
             for kind, blueprint in described.items():
-                if blueprint is not None and kind not in found:
+                if isinstance(blueprint, ModelError):
+                    incomplete.setdefault(kind, blueprint)
+                elif blueprint is not None and kind not in found:
                     found[kind] = Blueprint.from_json(blueprint).build()
+        for kind, error in incomplete.items():
+            if kind not in found:
+                raise error
         return found
+
+
+def _description(peer: WeightPeer, kind: str, path: str) -> Any:
+    """The blueprint of a model on a host, as JSON; None: it is not there; or why it is of no
+    use."""
+    try:
+        return peer.call("describe", path=getattr(peer.host, kind) or path)
+    except ModelError as error:
+        return error

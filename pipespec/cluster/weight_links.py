@@ -105,8 +105,7 @@ class WeightServer(socketserver.ThreadingTCPServer):
         self._thread.join()
         self.server_close()
         for each in list(self.open):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+            _shut_down(each)
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -173,8 +172,7 @@ class WeightLink:
         with self._lock:
             self._closed = True
             for each in self._open:
-                with suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
+                _shut_down(each)
             for each in self._idle:
                 each.close()
 
@@ -221,6 +219,13 @@ def _read(frames: BinaryIO, count: int) -> bytes:
     if len(found) < count:
         raise ConnectionError("it has closed the connection")
     return found
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection that another thread uses. The method of an `SSLSocket` would first take the
+    encryption away, under which that thread may be sending."""
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _keep_alive(connection: socket.socket) -> None:

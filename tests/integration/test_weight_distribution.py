@@ -302,6 +302,26 @@ def test_a_folder_that_only_another_host_has_is_enough(
 @needs_root
 @pytest.mark.slow
 @pytest.mark.usefixtures("hub")
+def test_a_folder_of_another_host_that_lacks_files_is_named(served: Path, tmp_path: Path) -> None:
+    only = tmp_path / "only"
+    model = Path(shutil.copytree(served, only / "model"))
+    gone = sorted(model.glob("*.safetensors"))[1]
+    gone.unlink()
+    beta = {"python": in_view(tmp_path, only, sys.executable, hide=False)}
+    launcher = in_view(tmp_path, only, sys.executable, hide=True)
+    settings = [hosts_file(tmp_path, [8, 8], beta=beta), f"model.target={model}"]
+    line = [launcher, "-m", "pipespec", "fetch", *settings]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"pipespec: beta: {model} lacks {gone.name}, so other hosts cannot get their layers from "
+        "here; copy it there, or give each host its files\n"
+    )
+
+
+@needs_root
+@pytest.mark.slow
+@pytest.mark.usefixtures("hub")
 def test_a_folder_that_no_host_has_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
