@@ -52,7 +52,9 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
                 if isinstance(blueprint, ModelError):
                     incomplete.setdefault(kind, blueprint)
                 elif blueprint is not None and kind not in found:
-                    found[kind] = Blueprint.from_json(blueprint).build()
+                    plan = Blueprint.from_json(blueprint)
+                    plan.check_names()
+                    found[kind] = plan.build()
         for kind, error in incomplete.items():
             if kind not in found:
                 raise error

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -103,8 +103,9 @@ def distribute_weights(
                 offered |= {kind for _, needs in far for kind in needs}
                 asked.append((launcher, {kind: own[kind] for kind in sorted(offered)}))
                 blueprints = {kind: models[kind].blueprint.as_json() for kind in offered}
-                run = secrets.token_hex(8)
-                list(pool.map(lambda each: each[0].offer(models, blueprints, each[1], run), asked))
+                list(pool.map(lambda each: each[0].prepare(models, blueprints, each[1]), asked))
+                _lock(asked)
+                list(pool.map(lambda each: each[0].offer(), asked))
                 work.connect(pool)
                 work.run()
     return replace(deployment, shared=shared_names(deployment), fetched=True)
@@ -124,6 +125,19 @@ def _needs(
         if origin is not None and given in (None, origin):  # it may have all of it to send
             needs.setdefault(kind, set())
     return needs
+
+
+def _lock(asked: Sequence[tuple[WeightPeer, Mapping[str, set[str]]]]) -> None:
+    """Keep other runs from fetching into the same folders: of two runs whose hosts wait for one
+    another, each would hold what the other one needs. So all take them in one order."""
+    run = secrets.token_hex(8)
+    places = [
+        ("" if peer.host is None else peer.host.address, kind, number)
+        for number, (peer, needs) in enumerate(asked)
+        for kind in needs
+    ]
+    for _, kind, number in sorted(places):
+        asked[number][0].lock(kind, run)
 
 
 class _Distribution:
@@ -281,6 +295,7 @@ class _Distribution:
             each
         ) in transfers:  # by depth: those that pass a tensor on come before those that get it
             peer = self.peers[each.to]
+            peer.fetched |= dict.fromkeys(each.keys)
             for key in each.keys:
                 got = found[each.to][key]
                 if each.source == HUB:
@@ -296,7 +311,8 @@ class _Distribution:
             peer.lacks = []
         for (name, kind), keys in wrong.items():
             peer = self.peers[name]
-            lacks = peer.call("forget", kind=kind, wrong=by_file(keys))
+            fetched = by_file([key for key in peer.fetched if key[0] == kind])
+            lacks = peer.call("forget", kind=kind, wrong=by_file(keys), fetched=fetched)
             peer.lacks += [(kind, file, tensor) for file, some in lacks.items() for tensor in some]
             for key in peer.lacks:
                 peer.has.pop(key, None)

@@ -6,10 +6,12 @@ The launcher starts it over SSH and talks to it through its standard input and o
     hello()                                            the version of pipespec
     describe(path)                                     the blueprint of a checkpoint, if it is here
     holds(path, shared, parts)                         whether the host has all that it needs
-    offer(kind, path, blueprint, parts, run, host)     what it has and lacks of a model
+    prepare(kind, path, blueprint, parts)              makes the folder of a model, if it needs one
+    lock(kind, run, host)                              the host that fetches into that folder
+    offer(kind)                                        what it has and lacks of the model
     listen(address, interface, cert, key)              lets other hosts read; the address and port
     fetch(kind, sources)                               fetch what is lacking; the tensors' hashes
-    forget(kind, wrong)                                drop tensors; all that are then lacking
+    forget(kind, wrong, fetched)                       drop tensors; all that are then lacking
     check(kind)                                        compare whole files with the hub's hashes
     read(kind, file, start, stop)                      a stream of bytes, for another host
 
@@ -25,7 +27,6 @@ The process ends with its standard input. The token of the hub stays with the la
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import threading
@@ -53,7 +54,8 @@ from pipespec.engine.parts.blueprint import (
     repository_of,
 )
 from pipespec.engine.parts.fetching import check_whole, fetch
-from pipespec.engine.parts.parts_file import RECORDS, PartsFile, is_partial, reported
+from pipespec.engine.parts.folder_lock import RunLock
+from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
 from pipespec.engine.parts.ranges import Range, RangeSet
 from pipespec.engine.parts.repository import SharedName, parts_cache, ranges_of
 from pipespec.errors import ModelError
@@ -71,7 +73,7 @@ class _Model:
 
     path: Path
     blueprint: Blueprint
-    parts: Sequence[str] = ()
+    parts: Sequence[str] | None = None  # None: of another folder than the parts cache's
 
     @property
     def folder(self) -> Path:
@@ -95,6 +97,7 @@ class WeightHost:
         self._server: WeightServer | None = None
         self._certificate: Certificate | None = None
         self._sources: list[RelayedSource] = []
+        self._locks: list[RunLock] = []
         self._before = 0  # bytes of the fetches that are done
         self._reported_at = 0.0
 
@@ -104,6 +107,8 @@ class WeightHost:
             self.hello,
             self.describe,
             self.holds,
+            self.prepare,
+            self.lock,
             self.offer,
             self.listen,
             self.fetch,
@@ -129,37 +134,41 @@ class WeightHost:
         own = own_path(Path(path), None, SharedName(**shared), parts)
         return own is not None and not missing(own, parts)
 
-    def offer(
-        self,
-        kind: str,
-        path: str,
-        blueprint: Mapping[str, Any],
-        parts: Sequence[str],
-        run: str,
-        host: str,
-    ) -> dict[str, Any]:
-        """What of a model is here: hashes by file and tensor, and the tensors that are lacking.
-        Makes its folder in the parts cache, unless the host has another that lacks nothing.
-
-        `owner` is the host that fetches into that folder in this `run`: the first that was asked,
-        as several may share a file system.
-        """
+    def prepare(
+        self, kind: str, path: str, blueprint: Mapping[str, Any], parts: Sequence[str]
+    ) -> None:
+        """Make the folder of a model in the parts cache, unless the host has another that lacks
+        none of these parts. Raises ModelError."""
         plan = Blueprint.from_json(blueprint)
         own = own_path(Path(path), None, plan.shared, parts)
         if own is not None and not missing(own, parts) and not own.is_relative_to(parts_cache()):
-            self._models[kind] = model = _Model(own, plan)
-            same = plan.repository.on_hub or _name_of(own) == plan.name
-            has = holdings(model.folder, plan.headers) if same else {}
-            return {"owner": host, "has": has, "lacks": {}}
-        self._models[kind] = model = _Model(plan.build(), plan, tuple(parts))
+            self._models[kind] = _Model(own, plan)
+        else:
+            self._models[kind] = _Model(plan.build(), plan, tuple(parts))
+
+    def lock(self, kind: str, run: str, host: str) -> str:
+        """The host that fetches into the folder of a model in this `run`: this one, `host`, or
+        another that shares the file system. Waits for other runs. Raises ModelError."""
+        model = self._models[kind]
+        if model.parts is None:
+            return host
+        self._locks.append(RunLock(model.folder, run, host))
+        return self._locks[-1].owner
+
+    def offer(self, kind: str) -> dict[str, Any]:
+        """What of a model is here: hashes by file and tensor, and the tensors that are lacking.
+        Raises ModelError."""
+        model = self._models[kind]
+        plan = model.blueprint
+        if model.parts is None:
+            same = plan.repository.on_hub or _name_of(model.path) == plan.name
+            return {"has": holdings(model.folder, plan.headers) if same else {}, "lacks": {}}
         for name in plan.headers:
             if is_partial(model.file(name)):
                 found = PartsFile(model.file(name))
                 found.verify(ranges_of(found.path))
                 self._arrived[found.path] = found.here
-        owner = _owner_of(model.folder, run, host)
-        has = holdings(model.folder, plan.headers)
-        return {"owner": owner, "has": has, "lacks": self._lacks(model)}
+        return {"has": holdings(model.folder, plan.headers), "lacks": self._lacks(model)}
 
     def listen(self, address: str, interface: str | None, cert: str, key: str) -> Sequence[Any]:
         """Let the other hosts of this run read what is here. Raises ModelError."""
@@ -191,6 +200,7 @@ class WeightHost:
                 asked,
                 self._moved,
                 lambda file, part: self._came(model.folder / file, part),
+                locked=True,
             )
         finally:
             for source, _ in asked:
@@ -203,9 +213,11 @@ class WeightHost:
                 found.setdefault(file, {}).update({name: hashes[name] for name in names})
         return found
 
-    def forget(self, kind: str, wrong: Mapping[str, Collection[str]]) -> dict[str, list[str]]:
-        """Drop the pieces in which tensors are, whose bytes are wrong; all tensors that are then
-        lacking, by file."""
+    def forget(
+        self, kind: str, wrong: Mapping[str, Collection[str]], fetched: Mapping[str, Sequence[str]]
+    ) -> dict[str, list[str]]:
+        """Drop the pieces in which tensors are, whose bytes are wrong; all tensors of this host's
+        parts, or that it has `fetched`, that are then lacking, by file."""
         model = self._models[kind]
         for name, tensors in wrong.items():
             path = model.folder / name
@@ -215,8 +227,10 @@ class WeightHost:
             with self._arriving:
                 self._arrived[path] = file.here
         lacks = self._lacks(model)
-        for name, tensors in wrong.items():  # also what was fetched for hosts that share the folder
-            lacks[name] = list(dict.fromkeys([*lacks.get(name, ()), *tensors]))
+        for name, tensors in fetched.items():  # some for hosts that share the folder
+            known = PartsFile(model.folder / name).hashes
+            gone = [tensor for tensor in tensors if tensor not in known]
+            lacks[name] = list(dict.fromkeys([*lacks.get(name, ()), *gone]))
         return lacks
 
     def check(self, kind: str) -> None:
@@ -248,6 +262,8 @@ class WeightHost:
             source.stop()
         if self._server is not None:
             self._server.close()
+        while self._locks:
+            self._locks.pop().release()
 
     @property
     def _launcher(self) -> Channel:
@@ -269,7 +285,7 @@ class WeightHost:
     def _lacks(self, model: _Model) -> dict[str, list[str]]:
         """The tensors of its parts that are not here, by file."""
         found = {}
-        for file, names in tensors_by_file(model.path, model.parts).items():
+        for file, names in tensors_by_file(model.path, model.parts or ()).items():
             if is_partial(file):
                 known = PartsFile(file).hashes
                 lacking = [each for each in dict.fromkeys(names.values()) if each not in known]
@@ -297,19 +313,6 @@ def _name_of(path: Path) -> str | None:
     with suppress(ModelError):
         return folder_name(repository_of(path))
     return None
-
-
-def _owner_of(folder: Path, run: str, host: str) -> str:
-    """The host that was asked first about a folder in this run."""
-    with reported(folder), (folder / RECORDS / "owner").open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        known = file.read().split()
-        if known[:1] == [run]:
-            return known[1]
-        file.truncate(0)
-        file.write(f"{run} {host}")
-        return host
 
 
 def main() -> None:

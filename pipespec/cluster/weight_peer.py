@@ -37,7 +37,7 @@ class WeightPeer:
 
     Attributes:
         has: the tensors that it has, with their hashes; None: it has them in a whole file.
-        lacks: the tensors that it is to fetch.
+        lacks, fetched: the tensors that it is to fetch, and those that it has fetched.
         owners: the host that fetches into its folder of a model.
         address: where other hosts can read from it; None: through the launcher.
     """
@@ -54,6 +54,7 @@ class WeightPeer:
         self._failure = failure
         self.has: dict[Key, str | None] = {}
         self.lacks: list[Key] = []
+        self.fetched: dict[Key, None] = {}
         self.owners: dict[str, str] = {}
         self.address: Address | None = None
 
@@ -101,25 +102,25 @@ class WeightPeer:
                 return False
         return True
 
-    def offer(
+    def prepare(
         self,
         models: Mapping[str, SourceModel],
         blueprints: Mapping[str, Any],
         needs: Mapping[str, set[str]],
-        run: str,
     ) -> None:
-        """Learn what the host has and lacks of the models in this `run`. `blueprints`: as JSON."""
+        """Have the host make the folders of the models that it lacks. `blueprints`: as JSON."""
         for kind, parts in needs.items():
-            found = self.call(
-                "offer",
-                kind=kind,
-                path=str(models[kind].path),
-                blueprint=blueprints[kind],
-                parts=sorted(parts),
-                run=run,
-                host=self.name,
-            )
-            self.owners[kind] = found["owner"]
+            arguments = {"path": str(models[kind].path), "parts": sorted(parts)}
+            self.call("prepare", kind=kind, blueprint=blueprints[kind], **arguments)
+
+    def lock(self, kind: str, run: str) -> None:
+        """Have the host, or one that shares its folder, be the only one to fetch into it."""
+        self.owners[kind] = self.call("lock", kind=kind, run=run, host=self.name)
+
+    def offer(self) -> None:
+        """Learn what the host has and lacks of the models."""
+        for kind in self.owners:
+            found = self.call("offer", kind=kind)
             for file, hashes in found["has"].items():
                 self.has |= {(kind, file, name): sha for name, sha in hashes.items()}
             self.lacks += [(kind, file, n) for file, names in found["lacks"].items() for n in names]

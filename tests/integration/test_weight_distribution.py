@@ -144,6 +144,17 @@ def test_of_hosts_that_share_a_file_system_one_fetches_for_all(
     assert fetched(capsys, *settings) == {}
 
 
+def test_two_starts_at_once_fetch_every_byte_once(hub: Hub, served: Path, tmp_path: Path) -> None:
+    """The second one waits for the first."""
+    settings = [hosts_file(tmp_path, [4, 8, 4]), "model.target=org/model"]
+    line = [sys.executable, "-m", "pipespec", "fetch", "--json", *settings]
+    starts = [subprocess.Popen(line, stdout=-1, stderr=-1, text=True) for _ in range(2)]
+    found = [start.communicate(timeout=120) for start in starts]
+    assert [start.returncode for start in starts] == [0, 0], found
+    assert sorted(len(json.loads(out)["hosts"]) for out, _ in found) == [0, 3]
+    assert hub.weight_bytes <= 1.02 * size_of(served)
+
+
 @pytest.mark.slow
 def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
     hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -13,7 +14,7 @@ from typing import Any
 
 from pipespec.engine.formats.gguf import is_gguf
 from pipespec.engine.parts.hub_client import MOST_FILE_BYTES, HubFile
-from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
+from pipespec.engine.parts.parts_file import RECORDS, PartsFile, is_partial, reported
 from pipespec.engine.parts.repository import (
     SMALL_FILES,
     Repository,
@@ -30,6 +31,8 @@ from pipespec.engine.safetensors_headers import WEIGHTS, read_index
 from pipespec.errors import ModelError
 from pipespec.system.atomic_write import write_atomically
 from pipespec.system.validation import Unreadable, read_bytes
+
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,17 @@ class Blueprint:
         small = {} if is_gguf(path) else _small_files(path)
         file = path.name if is_gguf(path) else None
         return cls(folder_name(repository), file, repository, small, headers)
+
+    def check_names(self) -> None:
+        """Raise ModelError if it would be built elsewhere than in a folder of its own, as one from
+        another host might be."""
+        files = [*self.small, *self.headers, *([] if self.file is None else [self.file])]
+        plain = all(each == os.path.basename(each) and each.strip(".") for each in files)
+        named = self.name == folder_name(self.repository) and _COMMIT.fullmatch(
+            self.repository.commit
+        )
+        if not (plain and named and RECORDS not in files):
+            raise ModelError(f"{self.name!r} is no folder of one checkpoint; look at that host")
 
     def build(self) -> Path:
         """Make the folder in the parts cache of this host, unless it is there; the checkpoint's

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipespec.engine.parts.fetching import sole_fetcher
+from pipespec.engine.parts.folder_lock import sole_fetcher
 from pipespec.engine.parts.parts_file import reported
 from pipespec.engine.parts.repository import (
     known_commit,

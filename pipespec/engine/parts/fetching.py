@@ -1,12 +1,11 @@
 """Fetches tensors into a folder of the parts cache, several pieces at once.
 
 A tensor counts as here once its bytes are on the disk and its SHA-256 is in the file's record. One
-process at a time fetches into a folder; others wait for it. Memory: one chunk per connection.
+process at a time fetches into a folder (`folder_lock`). Memory: one chunk per connection.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -14,13 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pipespec.engine.parts.folder_lock import sole_fetcher
 from pipespec.engine.parts.hub_client import HubClient, HubFile
-from pipespec.engine.parts.parts_file import RECORDS, PartsFile, is_partial, reported
+from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
 from pipespec.engine.parts.ranges import Range, RangeSet, pieces
 from pipespec.engine.parts.repository import NUM_CONNECTIONS, Repository, ranges_of
 from pipespec.errors import ModelError
@@ -92,6 +92,8 @@ def fetch(
     sources: Sequence[tuple[Source, Wanted]],
     on_progress: OnProgress = lambda done, total: None,
     on_bytes: OnBytes = lambda file, part: None,
+    *,
+    locked: bool = False,
 ) -> int:
     """Fetch tensors, unless they are here, from all their sources at once; the number of bytes
     fetched.
@@ -100,10 +102,11 @@ def fetch(
         folder: of the parts cache.
         sources: each with the tensors that it is asked for, in this order.
         on_progress, on_bytes: called from several threads.
+        locked: whether the caller holds the lock of the folder.
 
     Raises ModelError: the disk is too small, a source failed, or bytes are wrong.
     """
-    with sole_fetcher(folder):
+    with nullcontext() if locked else sole_fetcher(folder):
         wanted: dict[str, list[str]] = {}
         for _, each in sources:
             for name, tensors in each.items():
@@ -281,20 +284,3 @@ def _require_room(folder: Path, files: Collection[_File]) -> None:
             f"{folder} needs {needed / GIB:.2f} GiB for weights, but {free / GIB:.2f} GiB are free "
             "there; make room (`pipespec cache prune`), or set XDG_CACHE_HOME to another disk"
         )
-
-
-@contextmanager
-def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Be the only process that fetches into a folder; the lock ends with the process. Raises
-    ModelError if another one is and this must not `wait`."""
-    with reported(folder):
-        (folder / RECORDS).mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / RECORDS / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise ModelError(f"a process fetches into {folder}; wait until it has ended") from None
-        yield
-    finally:
-        os.close(descriptor)
