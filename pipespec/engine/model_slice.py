@@ -310,6 +310,9 @@ class ModelSlice:
         No KV slot may be in use meanwhile. If it cannot be compiled, or its results differ by more
         than rounding, the slice is computed as before; `refused` says why.
         """
+        if self.recurrent:
+            self.refused.append("The slice is not compiled, as some layers keep a running state.")
+            return
         if self.group is not None:
             self.refused.append(
                 "The slice is not compiled, as compilers cannot handle the communication between "
@@ -352,6 +355,11 @@ class ModelSlice:
         What cannot be captured, or gives other results, is computed as before; `refused` says why.
         """
         self._graphs = []
+        if self.recurrent:
+            self.refused.append(
+                "The slice is computed without graphs, as some layers keep a running state."
+            )
+            return
         if self.group is not None and not self.group.supports_graphs:
             self.refused.append(
                 "The slice is computed without graphs, as the host adds up the results of its "

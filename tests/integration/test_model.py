@@ -43,7 +43,8 @@ from tests.helpers.recording import stand_in
 NUM_SLOTS = 96
 NEW_TOKENS = 16
 # Compiled in every run: latent attention, windows and caps, sinks and experts, two dense ones.
-COMPILED = ("deepseek_v3", "gemma2", "gpt_oss", "llama", "qwen3")
+# One with running states, which is refused.
+COMPILED = ("deepseek_v3", "gemma2", "gpt_oss", "llama", "qwen3", "qwen3_next")
 # The host chooses the experts of these, so that they are not compiled.
 ON_THE_HOST = ("longcat_flash",)
 # Layers of these differ in their K and V; the most that a layer has is foretold.
@@ -299,6 +300,11 @@ def test_a_slice_is_one_graph_for_every_plan(model, some_of):
     if model.path.name in ON_THE_HOST:
         pytest.skip("the host chooses its experts")
     (part,) = model.static
+    if part.recurrent:
+        part.compile()
+        part.capture_graphs([8])
+        assert [" running state." in reason for reason in part.refused] == [True, True]
+        return
     graphs = []
 
     def keep(graph, _):
