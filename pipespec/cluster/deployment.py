@@ -29,6 +29,9 @@ from pipespec.sampling.params import check_vocabulary
 from pipespec.system.devices import num_cuda, resolve_devices
 from pipespec.transport.transport_settings import NCCL
 
+# Ended requests of which running states are kept, at most.
+RETAINED_STATES = 8
+
 
 @dataclass(frozen=True)
 class Deployment:
@@ -146,11 +149,11 @@ class Deployment:
     def max_retained(self) -> int:
         """Of how many requests that have ended the text may stay in KV; 0: of none.
 
-        Running states are large, so fewer stay; tensor-parallel devices keep none for others."""
+        Running states are large, so few stay; tensor-parallel devices keep none for others."""
         scheduler = self.config.scheduler
         if self.target.recurrent is None:
             return scheduler.max_retained
-        return min(scheduler.max_retained, scheduler.max_num_seqs) if max(self.sizes) == 1 else 0
+        return min(scheduler.max_retained, RETAINED_STATES) if max(self.sizes) == 1 else 0
 
     @property
     def max_rows(self) -> int:

@@ -1,7 +1,8 @@
 """The memory and the open files that a deployment needs, and what is free.
 
 Only memory that is certainly used is counted, so that no cluster is refused that could run:
-the KV of one sequence or what `model.kv_memory` names, one batch of the largest size on its way
+the KV of one sequence or what `model.kv_memory` names, the running states of all
+sequences (layers of linear attention and the like), one batch of the largest size on its way
 through a rank, the tree, and the weights. On a CPU weights of the checkpoint's own type are no
 more than its files, mapped into memory, of which the system keeps as much as it has room for;
 they count where loading converts them. Where there is room for them, they are packed
@@ -43,7 +44,7 @@ REMEDIES = {
     "policy.width": "lower policy.width",
     "policy.capacity": "lower policy.capacity, or policy.width and policy.children",
     "proposer.mid_rows": "lower proposer.mid_rows",
-    "scheduler.max_num_seqs": "use more hosts or devices, or a smaller model",
+    "scheduler.max_num_seqs": "lower scheduler.max_num_seqs",
     "decode.prefill_chunk": "lower decode.prefill_chunk",
 }
 
@@ -88,7 +89,7 @@ def required_bytes(deployment: Deployment, rank: int, *, mid: bool = False) -> C
         found["policy.width"] += config.fed_rows * row
         if layers.stop == info.num_layers:
             found["policy.width"] += logits
-    found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank, sequences=1)
+    found["scheduler.max_num_seqs"] += recurrent_bytes(deployment, info, rank)
     device, members = device_of(deployment, rank, mid=mid), members_of(deployment, rank, mid=mid)
     found[WEIGHTS] += weight_bytes(deployment, info, device, layers, members)
     return found
@@ -111,15 +112,14 @@ def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     return info.kv_layers(layers_of(deployment, info, rank)) * of_layer + SLOT_BYTES
 
 
-def recurrent_bytes(
-    deployment: Deployment, info: CheckpointInfo, rank: int, sequences: int | None = None
-) -> int:
-    """Bytes of the running states of a rank's layers: of so many sequences (None: as many as there
-    may be, retained ones too), and of their tree nodes."""
-    if sequences is None:
-        most = deployment.config.scheduler.max_num_seqs
-        sequences = 2 * most + deployment.max_retained if rank else most
+def recurrent_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
+    """Bytes of the running states of a rank's layers: of as many sequences as there may be, those
+    that are kept of prompts, and those of tree nodes."""
+    sequences = deployment.config.scheduler.max_num_seqs
+    if rank and deployment.max_retained:
+        sequences = 2 * sequences + deployment.max_retained
     nodes = draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
+    nodes = 1 << (nodes - 1).bit_length()  # pools of nodes grow twofold
     layers = layers_of(deployment, info, rank)
     return info.recurrent_bytes(layers, deployment.dtype_of(info), sequences, nodes)
 

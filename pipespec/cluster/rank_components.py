@@ -82,7 +82,8 @@ def load_model(
     else:
         # Weights that count as used are freed as they are packed.
         mapped = memory.weight_bytes(deployment, info, device, layers) == 0
-        model.use_fastest_products(memory.share_bytes(device, sharing) if mapped else math.inf)
+        room = memory.share_bytes(device, sharing) - memory.recurrent_bytes(deployment, info, rank)
+        model.use_fastest_products(room if mapped else math.inf)
     any_attention = settings.attention == AUTO and settings.kv_dtype == KV_PLAIN
     if model.device.type == "cuda" and any_attention:
         autotune(model, settings.graph_rows)

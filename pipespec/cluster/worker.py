@@ -291,7 +291,8 @@ def join_rank(
     last = rank == deployment.layout.last
     runner = tokens = None
     if model is not None:
-        runner = SliceRunner(model, num_slots or model.num_slots)
+        keeps_states = rank > 0 and deployment.max_retained > 0
+        runner = SliceRunner(model, num_slots or model.num_slots, keeps_states=keeps_states)
         tokens = memory.kv_tokens(deployment, rank, runner.slots.num_slots)
     with ExitStack() as resources:
         grammars = None

@@ -46,8 +46,11 @@ class SliceRunner:
         cached: retained sequences, and how many of their tokens are retained.
     """
 
-    def __init__(self, model: ModelSlice, num_slots: int):
+    def __init__(self, model: ModelSlice, num_slots: int, *, keeps_states: bool = False):
+        """`keeps_states`: layers with a running state keep that at the end of each prompt, for
+        sequences that share the prompt."""
         self.model = model
+        self.keeps_states = keeps_states
         self.slots = KVSlotAllocator(num_slots)
         self.nodes = LiveNodes()
         self.pages = PageTable()
@@ -149,7 +152,11 @@ class SliceRunner:
             mask=np.concatenate([mask.ravel() for mask in masks]),
             num_committed=np.array(committed),
             keeps_state=np.array(
-                [(rows[span, KIND] == LAST_COMMITTED).any() for _, span in spans], bool
+                [
+                    self.keeps_states and (rows[span, KIND] == LAST_COMMITTED).any()
+                    for _, span in spans
+                ],
+                bool,
             ),
         )
 
@@ -260,6 +267,7 @@ class SliceRunner:
         if lineage is not None:
             self.slots.release(self.nodes.slot[lineage.release()])
         page = self._page_of[sequence]
+        self.model.recurrent.end_sequence(page, retained=keep > 0)
         self.slots.release(self.pages.slots[page, keep:length])
         if keep:
             self.cached[sequence] = keep

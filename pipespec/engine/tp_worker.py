@@ -125,6 +125,7 @@ def _columns(rows: int, segments: int, keys: int, news: int) -> list[int]:
 
 
 def _pack(inputs: Tensor, plan: AttentionPlan, pages: _Pages) -> Tensor:
+    assert not plan.imagined, "measurements are made before the workers compute"
     starts, news = pages.updates(plan)
     sizes = (len(plan.write), len(plan.page_row), len(plan.tree), len(news))
     columns = (

@@ -217,7 +217,8 @@ class Admission:
             if (ready := self.cache.shareable(number, common, read)) > shared:
                 parent, shared = number, ready
             if other.prompt_left and awaited is None:
-                awaited = number, self.cache.wanted(number, common)
+                wanted = self.cache.wanted(number, common)
+                awaited = (number, wanted) if wanted > 0 else None
         if awaited is not None and awaited[1] <= shared:
             awaited = None
         if shared < MIN_SHARED_TOKENS:

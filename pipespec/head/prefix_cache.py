@@ -225,11 +225,15 @@ class PrefixCache:
         """Retain a text unless it is a prefix of another; it replaces one that is its prefix."""
         tokens = num_tokens(key)
         other, common, text = next(self.retained_texts.match_prefix(key), (number, 0, NO_TEXT))
-        if common == tokens:
+        if self.at_states and tokens <= self._state_at[number]:
+            tokens = 0  # none of it can be shared
+        # One with a state at another place is of use for other texts.
+        alike = not self.at_states or self._state_at.get(other) == self._state_at[number]
+        if common == tokens and alike:
             if common:
                 self._mark_used(other)
             tokens = 0
-        elif common == num_tokens(text) and common:
+        elif common == num_tokens(text) and common and alike and tokens:
             self._shorten(other, 0)
         if tokens < MIN_SHARED_TOKENS:
             tokens = 0

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
@@ -42,6 +42,10 @@ class ModelSizes(TypedDict):
     tied: bool
     hidden_size: int
     context: int
+    # Of each layer: whether it holds K and V, and bytes of a running state and of a node of it.
+    has_kv: NotRequired[Sequence[bool]]
+    state_bytes: NotRequired[Sequence[int]]
+    node_bytes: NotRequired[Sequence[int]]
 
 
 class StageFigures(TypedDict):
@@ -319,6 +323,19 @@ def kept_layer_bytes(
     )
 
 
+def _kept_of(target: ModelSizes, slots: int, context: int, slot_bytes: float) -> tuple[int, ...]:
+    """The same as `kept_layer_bytes` of what was measured; a slot takes `slot_bytes` in a layer
+    with K and V. Older figures have no layer without them."""
+    count = len(target["layer_bytes"])
+    has_kv = target.get("has_kv") or [True] * count
+    states = target.get("state_bytes") or [0] * count
+    nodes = target.get("node_bytes") or [0] * count
+    return tuple(
+        int(slots * slot_bytes * kv + STATES * state + (slots - context) * node)
+        for kv, state, node in zip(has_kv, states, nodes, strict=True)
+    )
+
+
 def _granted(hosts_file: HostsFile, worker: str, free: float) -> float:
     """What a worker, and those that compute with it, may use of what is free on a device."""
     limit = hosts_file.host_of(worker).memory_gib
@@ -395,8 +412,7 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
         embedding_bytes=target["embedding_bytes"],
         head_bytes=target["head_bytes"],
         tied=target["tied"],
-        kv_layer_bytes=(int(slots * max(stage["kv_slot_bytes"] for stage in stages)),)
-        * len(target["layer_bytes"]),
+        kv_layer_bytes=_kept_of(target, slots, context, max(s["kv_slot_bytes"] for s in stages)),
         runtime_bytes=RUNTIME_BYTES,
         draft_bytes=draft_bytes,
         rows=figures.rows,

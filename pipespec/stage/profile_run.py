@@ -17,6 +17,7 @@ import torch
 from pipespec.batch_times import RowTimes, profiled_sizes
 from pipespec.core import (
     COMMITTED,
+    DRAFT,
     KIND,
     NO_PARENT_NODE,
     NODE,
@@ -57,6 +58,10 @@ def _compute_ms(runner: SliceRunner, rows: int, last: bool) -> float:
     batch.rows[:, NODE] = batch.rows[:, POSITION] = places
     batch.rows[:, PARENT] = np.where(places, places - 1, NO_PARENT_NODE)
     batch.rows[:, KIND] = COMMITTED
+    if model.recurrent:  # a tree below one row, as prompts take another way through such layers
+        parents = (places - 1) // 2
+        batch.rows[1:, PARENT], batch.rows[1:, KIND] = parents[1:], DRAFT
+        batch.rows[:, POSITION] = np.log2(places + 1).astype(np.int64)
     random = torch.Generator().manual_seed(rows)
     if model.is_first:
         batch.rows[:, TOKEN] = torch.randint(model.vocab_size, (rows,), generator=random).numpy()

@@ -172,7 +172,11 @@ class ToyPipeline:
         self.inbox: list[deque[Batch]] = [deque() for _ in self.boards]
         self.stages = [
             StageLoop(
-                SliceRunner(make_model(config.num_slots), config.num_slots),
+                SliceRunner(
+                    make_model(config.num_slots),
+                    config.num_slots,
+                    keeps_states=config.max_retained > 0,
+                ),
                 Link(1 + i, arriving, next_rank),
                 board,
                 StageSettings(layout),

@@ -212,8 +212,65 @@ def time_between_tokens(name: str) -> str:
         table(header, rows)
         + f"\nTokens per step: {listed('tokens_per_step', 3)}; hit rates "
         + f"{listed('hit_rate', 2)}; over-runs per step {listed('overruns_per_step', 3)}.\n"
-        + f"\n{origin(stored)}: `{stored['command']}`\n"
+        + command_of(stored)
     )
+
+
+def command_of(stored: Mapping[str, Any]) -> str:
+    """The line under a table: where and how its result was made."""
+    return f"\n{origin(stored)}: `{stored['command']}`\n"
+
+
+def lockstep_or_free() -> str:
+    """The table of `pipeline.sync`: both ways over several links."""
+    stored = result("sync")
+    rows = []
+    for one in [each for each in stored["rows"] if each["sync"] == "lockstep"]:
+        cell = {name: one[name] for name in ("stages", "condition")}
+        other = row(stored, sync="free", **cell)
+        rows.append(
+            f"| {one['stages']} | {one['condition']} | {one['tbt_ms']:.1f} | {other['tbt_ms']:.1f} "
+            f"| {one['tbt_ms'] / other['tbt_ms']:.2f} | {one['step_ms']:.1f} | "
+            f"{other['step_ms']:.1f} | {one['tokens_per_step']:.2f} | "
+            f"{other['tokens_per_step']:.2f} | {one['overruns_per_step']:.3f} | "
+            f"{other['overruns_per_step']:.3f} |"
+        )
+    header = (
+        "| stages | condition | TBT lockstep, ms | free | gain | step lockstep, ms | free | tokens "
+        "per step lockstep | free | over-runs per step lockstep | free |"
+    )
+    return table(header, rows) + command_of(stored)
+
+
+def stages() -> str:
+    """The table of `pipeline.scaling`: one model cut into ever more stages."""
+    stored = result("scaling")
+    rows = []
+    for one in [each for each in stored["rows"] if each["method"] == "best_first"]:
+        plain = row(stored, stages=one["stages"], method="root")
+        rows.append(
+            f"| {one['stages']} | {one['stage_ms']:.1f} | {plain['tbt_ms']:.1f} | "
+            f"{one['tbt_ms']:.1f} | {one['speed_up']:.2f} | {one['tokens_per_step']:.2f} | "
+            f"{one['overruns_per_step']:.3f} |"
+        )
+    header = (
+        "| stages | stage, ms | TBT `root`, ms | `best_first` | speed-up | tokens per step | "
+        "over-runs per step |"
+    )
+    return table(header, rows) + command_of(stored)
+
+
+def cascade() -> str:
+    """The table of `drafts.cascade_tbt`."""
+    stored = result("cascade")
+    rows = [
+        f"| {'`root`' if each['method'] == 'root' else each['method']} | {each['tbt_ms']:.1f} | "
+        f"{each['speed_up']:.2f} | {each['tokens_per_step']:.3f} | {each['hit_rate']:.2f} | "
+        f"{each['overruns_per_step']:.3f} |"
+        for each in stored["rows"]
+    ]
+    header = "| method | TBT, ms | speed-up | tokens per step | hit rate | over-runs per step |"
+    return table(header, rows) + command_of(stored)
 
 
 def running_states() -> str:
@@ -233,7 +290,8 @@ def running_states() -> str:
     return (
         table(header, rows)
         + "\nOne layer's recurrence at the sizes of the published model, MEASURED on a CPU in "
-        + f"float32. {origin(stored)}: `{stored['command']}`\n"
+        + "float32.\n"
+        + command_of(stored)
     )
 
 
@@ -243,12 +301,17 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "emulated": emulated,
     "measured": measured,
     "running_states": running_states,
+    "sync": lockstep_or_free,
+    "scaling": stages,
+    "cascade": cascade,
     **{
         name: partial(time_between_tokens, name)
         for name in (
             "tbt_synthetic_1b",
             "tbt_synthetic_8b",
+            "tbt_synthetic_8b_33",
             "tbt_14",
+            "tbt_14_8b",
             "tbt_21",
             "tbt_vllm_stages",
         )

@@ -205,7 +205,7 @@ def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False
     """The plan of a chunk of a prompt: each row sees `prefix` and the rows up to itself.
 
     `prefix` int64 `[p]` and `write` int64 `[rows]` are slots; the rows' positions are p, p+1, ...
-    `imagined`: the prefix was never computed.
+    `imagined`: the prefix was never computed, and the rows are draft tokens.
     """
     length, rows = len(prefix), len(write)
     positions = np.arange(length, length + rows)
@@ -220,7 +220,7 @@ def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False
         tree_positions=positions,
         tree_start=np.array([0, rows]),
         mask=np.tri(rows, dtype=bool).ravel(),
-        num_committed=np.array([rows]),
+        num_committed=np.array([0 if imagined else rows]),
         keeps_state=np.array([False]),
         imagined=imagined,
     )

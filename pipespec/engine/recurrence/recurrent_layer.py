@@ -60,6 +60,12 @@ class RecurrentLayers:
     def __bool__(self) -> bool:
         return bool(self.states)
 
+    def end_sequence(self, page: int, *, retained: bool) -> None:
+        """The sequence of a page has ended; `retained`: others may share the beginning of its
+        text."""
+        if self._book is not None:
+            self._book.end(page, retained=retained)
+
     def prepare(self, plan: AttentionPlan, device: torch.device) -> None:
         """Use this plan in the next forward pass, which has to follow."""
         if self._book is not None:
@@ -77,12 +83,12 @@ class RecurrentLayers:
 
     @property
     def num_states(self) -> int:
-        """The states that there is room for, of sequences and of the beginnings of theirs."""
+        """The states of sequences and of their beginnings, which the next batch has room for."""
         return 0 if self._book is None else self._book.num_states
 
     @property
     def capacity(self) -> int:
-        """The tree nodes that there is room for."""
+        """The tree nodes that the next batch has room for."""
         return 0 if self._book is None else self._book.capacity
 
     @property
@@ -117,7 +123,8 @@ class _DevicePlan:
                 path=move(each.path),
                 first=each.first,
                 own=move(each.own),
-                kept=move(each.kept),
+                alone=move(each.alone),
+                places=move(each.places),
                 committed=move(each.committed),
                 commits=each.commits,
             )
@@ -298,9 +305,9 @@ class RecurrentState:
         for fold in plan.folds:
             folded = tree_rules.fold(
                 states.index_select(0, fold.states),
-                all_keys[fold.sources],
-                all_updates[fold.sources],
-                all_decays[fold.sources],
+                _at(all_keys, fold.sources),
+                _at(all_updates, fold.sources),
+                _at(all_decays, fold.sources),
                 fold.valid,
             )
             states.index_copy_(0, fold.states, folded)
@@ -313,28 +320,32 @@ class RecurrentState:
                 states[run.kept] = states[run.state]
         for trees in plan.trees:
             state = states.index_select(0, trees.states)
-            column_keys, column_decays = all_keys[trees.columns], all_decays[trees.columns]
+            column_keys = _at(all_keys, trees.columns)
+            column_decays = _at(all_decays, trees.columns)
             paths = tree_rules.Paths(column_decays, trees.ancestors, trees.path, trees.first)
-            mine, kept = trees.rows, trees.kept
-            own_queries, own_keys = rows.queries[mine], rows.keys[mine]
+            mine = trees.rows
+            own_queries, own_keys = _at(rows.queries, mine), _at(rows.keys, mine)
             if rows.strengths is None:
                 (scores,) = paths.scores(column_keys, own_queries)
             else:
                 scores, key_scores = paths.scores(column_keys, own_queries, own_keys)
                 solved = tree_rules.delta_updates(
                     tree_rules.read_state(state, own_keys, paths.from_tip),
-                    rows.values[mine],
-                    rows.strengths[mine],
+                    _at(rows.values, mine),
+                    _at(rows.strengths, mine),
                     key_scores,
-                    all_updates[trees.columns],
+                    _at(all_updates, trees.columns),
                     trees.own,
                 )
-                all_updates[first + mine[kept]] = solved[kept]
-            column_updates = all_updates[trees.columns]
+                alone = solved.flatten(0, 1).index_select(0, trees.places)
+                all_updates.index_copy_(0, first + trees.alone, alone)
+            column_updates = _at(all_updates, trees.columns)
             read = tree_rules.read_state(state, own_queries, paths.from_tip)
-            found = tree_rules.outputs(read, scores, column_updates)[kept]
-            at = mine[kept]
-            out[at] = found if skip is None else found + skip[at]
+            found = tree_rules.outputs(read, scores, column_updates).flatten(0, 1)
+            found = found.index_select(0, trees.places)
+            if skip is not None:
+                found = found + skip.index_select(0, trees.alone)
+            out.index_copy_(0, trees.alone, found)
             if trees.commits:
                 folded = tree_rules.fold(
                     state,
@@ -354,6 +365,8 @@ class RecurrentState:
         """The pool of this name, with room for `count` rows like those of `like`."""
         pool = self.pools.get(name)
         if pool is None or len(pool) < count:
+            if pool is not None:  # a quarter more, as each growth copies the pool
+                count = max(count, len(pool) + len(pool) // 4)
             grown = like.new_zeros((count, *like.shape[1:]))
             if pool is not None:
                 grown[: len(pool)] = pool
@@ -371,6 +384,11 @@ class _Rows:
     values: Tensor
     decays: Tensor
     strengths: Tensor | None = None
+
+
+def _at(values: Tensor, index: Tensor) -> Tensor:
+    """`values[index]`, which PyTorch copies more slowly."""
+    return values.index_select(0, index.flatten()).unflatten(0, index.shape)
 
 
 def _normalised(rows: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 """Which states, tree nodes and rows a batch reads and writes in layers that keep a running state.
 
-The plan is derived from the attention plan alone, so runner and loops know nothing of it. A
-sequence's state is that after some of its committed tokens; the nodes below have an *entry* each,
+The plan is derived from the attention plan alone. A sequence's state is that after some of its committed tokens; the nodes below have an *entry* each,
 in small pools of every layer, and what is committed meanwhile is folded into the state when the
 sequence comes to the layers next. The KV slot of a node finds its entry:
 
@@ -62,7 +61,8 @@ class Trees(Generic[T]):
             rising position, `[B, C]`. ancestors: bool `[B, R, C]`, the row itself included.
         path: the columns of the ancestors of each row, the row first, `[B, R, L]`, filled up with
             C; `first`: the first row that has so many, in any of the trees.
-        own: the column of each row, `[B, R]`. kept: which rows are rows, bool `[B, R]`.
+        own: the column of each row, `[B, R]`. alone: the rows without padding, and `places`: where
+            each of them is among the B * R, `[n]` both.
         committed: bool `[B, C]`, columns to be folded into the state afterwards; `commits`: there
             are some.
     """
@@ -74,7 +74,8 @@ class Trees(Generic[T]):
     path: T
     first: tuple[int, ...]
     own: T
-    kept: T
+    alone: T
+    places: T
     committed: T
     commits: bool
 
@@ -84,7 +85,7 @@ class RecurrentPlan:
     """What a layer does with a batch: fold, run, compute the trees, and store.
 
     A *source* is an index into the entries that are read (`entries`), followed by the batch's rows
-    and a row of zeros; in `before` and `tails` the histories of `states` come before the zeros.
+    and a row of zeros; in `before` and `tails` the histories of `states` follow the rows.
 
     Attributes:
         capacity, num_states: the entries and states that there must be room for.
@@ -121,6 +122,7 @@ class RecurrentBook:
         self._page_of_entry = np.full(8, NONE)
         # The state of each page's sequence, and that which is kept of its beginning.
         self._states: dict[tuple[int, bool], int] = {}
+        self._unused: list[int] = []
         self._length = np.zeros(0, np.int64)  # of each state
         self._last = np.zeros(0, np.int64)
 
@@ -155,10 +157,22 @@ class RecurrentBook:
     def state_of(self, page: int, *, kept: bool = False) -> int:
         """The state of a page's sequence, or that which is kept, made if there was none yet."""
         if (page, kept) not in self._states:
-            self._states[page, kept] = self.num_states
-            self._length = np.append(self._length, 0)
-            self._last = np.append(self._last, NONE)
+            if not self._unused:
+                self._unused.append(self.num_states)
+                self._length = np.append(self._length, 0)
+                self._last = np.append(self._last, NONE)
+            self._states[page, kept] = self._unused.pop()
         return self._states[page, kept]
+
+    def end(self, page: int, *, retained: bool) -> None:
+        """The sequence of a page has ended; `retained`: others may share its text, and the state
+        that is kept of it stays."""
+        self.keep_only(page, np.zeros(0, np.int64))
+        for kept in (False,) if retained else (False, True):
+            state = self._states.pop((page, kept), None)
+            if state is not None:
+                self.set_state(state, 0, NONE)
+                self._unused.append(state)
 
     def length(self, state: int, pages: np.ndarray) -> int:
         """How many tokens of the text in these slots a state has seen."""
@@ -453,13 +467,13 @@ def _group(trees: Sequence[_Tree], zero: int) -> Trees[np.ndarray]:
     most_columns = max(len(tree.columns) for tree in trees)
     rows = np.zeros((num, most_rows), np.int64)
     own = np.zeros((num, most_rows), np.int64)
-    kept = np.zeros((num, most_rows), bool)
+    places = [index * most_rows + np.arange(len(tree.rows)) for index, tree in enumerate(trees)]
     columns = np.full((num, most_columns), zero)
     committed = np.zeros((num, most_columns), bool)
     ancestors = np.zeros((num, most_rows, most_columns), bool)
     for index, tree in enumerate(trees):
         count, width = len(tree.rows), len(tree.columns)
-        rows[index, :count], kept[index, :count] = tree.rows, True
+        rows[index, :count] = tree.rows
         rows[index, count:] = tree.rows[0]
         own[index, :count] = tree.own
         columns[index, :width] = tree.columns
@@ -473,4 +487,16 @@ def _group(trees: Sequence[_Tree], zero: int) -> Trees[np.ndarray]:
     ends = np.arange(path.shape[2]) >= depth
     path[ends] = most_columns
     first = tuple((~ends).any(0).argmax(0).tolist())
-    return Trees(states, rows, columns, ancestors, path, first, own, kept, committed, commits)
+    return Trees(
+        states=states,
+        rows=rows,
+        columns=columns,
+        ancestors=ancestors,
+        path=path,
+        first=first,
+        own=own,
+        alone=np.concatenate([tree.rows for tree in trees]),
+        places=np.concatenate(places),
+        committed=committed,
+        commits=commits,
+    )

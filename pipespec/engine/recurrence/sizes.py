@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pipespec.errors import ModelError
+
 # Kinds of layers (`layer_types` of a config) that keep a running state, and that attend to nothing.
 _RECURRENT = ("linear_attention", "conv", "hybrid")
 _WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")
@@ -51,12 +53,18 @@ def recurrent_sizes(config: Any) -> RecurrentSizes | None:
         return None
 
     def first(*names: str) -> int:
-        values = (getattr(config, name, None) for name in names)
-        return int(next(value for value in values if value is not None))
+        values = [getattr(config, name, None) for name in names]
+        value = next((each for each in values if each is not None), None)
+        if type(value) is not int or value < 1:
+            raise ModelError(
+                f"{names[0]} in the config of a {config.model_type} model is {value}, but must be "
+                "a positive number"
+            )
+        return value
 
     if "conv" in _kinds(config):
         inputs = config.hidden_size
-        history = config.conv_L_cache - 1
+        history = first("conv_L_cache") - 1
         return RecurrentSizes(history * inputs, inputs, history * inputs, inputs)
     if hasattr(config, "linear_num_heads"):  # Kimi: a decay for each channel
         heads = key_heads = config.linear_num_heads

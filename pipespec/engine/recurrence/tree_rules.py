@@ -33,12 +33,12 @@ def fold(state: Tensor, keys: Tensor, updates: Tensor, decays: Tensor, valid: Te
     """The state `[B, H, K, V]` after C tokens of a path.
 
     `keys` `[B, C, G, K]`, `updates` (u) `[B, C, H, V]`, log `decays` `[B, C, H, D]`; `valid` bool
-    `[B, C]`: columns that are none are padding, at the end.
+    `[B, C]`: the other columns count as none, whatever they hold.
     """
-    decays = decays * valid[..., None, None]
+    beside = ~valid[..., None, None]
+    decays, keys, updates = (each.masked_fill(beside, 0) for each in (decays, keys, updates))
     total = decays.sum(1)  # [B, H, D]
     weighted = _to_heads(keys, updates.shape[2], 2) * _behind(decays, 1).exp()
-    updates = updates * valid[..., None, None]
     return state * total.exp()[..., None] + torch.einsum("bchk,bchv->bhkv", weighted, updates)
 
 

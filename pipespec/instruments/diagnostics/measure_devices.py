@@ -160,7 +160,8 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
 
 
 def _sizes(info: CheckpointInfo, dtype: str, quantization: str | None) -> dict[str, Any]:
-    sizes = info.loaded(dtype, quantization)
+    sizes, own = info.loaded(dtype, quantization), info.compute_dtype(dtype)
+    layers = [range(number, number + 1) for number in range(info.num_layers)]
     return {
         "dtype": info.compute_dtype(dtype),
         "layer_bytes": list(sizes.layers),
@@ -169,6 +170,9 @@ def _sizes(info: CheckpointInfo, dtype: str, quantization: str | None) -> dict[s
         "tied": info.tied,
         "hidden_size": info.hidden_size,
         "context": info.context,
+        "has_kv": [info.kv_layers(layer) > 0 for layer in layers],
+        "state_bytes": [info.recurrent_bytes(layer, own, 1, 0) for layer in layers],
+        "node_bytes": [info.recurrent_bytes(layer, own, 0, 1) for layer in layers],
     }
 
 

@@ -371,6 +371,10 @@ def check_random_load(
             assert answers[request.id] == text_of(request, NUM_STAGES)
     drain(toy, free, rng)
     draft = toy.draft.runner
+    states = told.max_num_seqs
+    assert draft.model.recurrent.num_states <= states
+    kept = states + told.max_retained if told.max_retained else 0
+    assert all(loop.runner.model.recurrent.num_states <= states + kept for loop in toy.stages)
     assert draft_slots - draft.slots.num_free <= sum(draft.cached.values())
     assert not draft.lineages
     cache = toy.scheduler.admission.cache
