@@ -1,8 +1,9 @@
 """Which states, tree nodes and rows a batch reads and writes in layers that keep a running state.
 
-The plan is derived from the attention plan alone. A sequence's state is that after some of its committed tokens; the nodes below have an *entry* each,
-in small pools of every layer, and what is committed meanwhile is folded into the state when the
-sequence comes to the layers next. The KV slot of a node finds its entry:
+The plan is derived from the attention plan alone. A sequence's state is that after some of its
+committed tokens. The nodes below have an *entry* each, in small pools of every layer, and what is
+committed meanwhile is folded into the state when the sequence comes to the layers next. The KV slot
+of a node finds its entry:
 
     state of a sequence    after `length` committed tokens, the last of them in KV slot `last`
     pending                committed since: entries, to be folded first
