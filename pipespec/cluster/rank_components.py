@@ -250,7 +250,8 @@ def draft_proposer(
         config.decode.prefill_chunk,
         min(deployment.target.vocab_size, info.vocab_size),
         foresight=config.proposer.foresight,
-        max_retained=0 if info.recurrent is not None else deployment.max_retained,
+        max_retained=config.scheduler.max_retained,
+        shares=info.recurrent is None,
         parallel=parallel,
     )
 

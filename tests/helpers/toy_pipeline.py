@@ -163,7 +163,8 @@ class ToyPipeline:
             SliceRunner(make_model(draft_slots), draft_slots),
             config.prefill_chunk,
             VOCABULARY,
-            max_retained=0 if config.prefixes_at_states else config.max_retained,
+            max_retained=config.max_retained,
+            shares=not config.prefixes_at_states,
             parallel=parallel,
         )
         self.drawn: list[bytes] = []

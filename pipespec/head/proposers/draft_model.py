@@ -82,6 +82,7 @@ class DraftModelProposer:
         *,
         foresight: bool = True,
         max_retained: int = 0,
+        shares: bool = True,
         parallel: ParallelDraft | None = None,
     ):
         """
@@ -89,13 +90,16 @@ class DraftModelProposer:
             chunk: prompt rows per pass.
             vocabulary: how many token ids the target knows.
             max_retained: ended sequences whose KV may be retained.
+            shares: sequences may start with the KV of others; not with running states, which a
+                draft keeps nowhere.
             parallel: set if a pass proposes several tokens.
         """
         self.runner = runner
         self.chunk = chunk
         self.vocabulary = vocabulary
         self.foresight = foresight
-        self.max_retained = max_retained
+        self.max_retained = max_retained if shares else 0
+        self._shares = shares
         self.parallel = parallel
         self.confidence = ForesightConfidence()
         # Of each level of mask rows: the farther ahead, the less sure.
@@ -108,8 +112,7 @@ class DraftModelProposer:
     def start_sequence(self, context: Context) -> None:
         self._contexts[context.sequence] = context
         shared = min(context.shared_len, self.runner.length(context.parent))
-        if self.runner.model.recurrent:  # which keeps states for the head's lengths alone
-            shared = 0
+        shared = shared if self._shares else 0
         self.runner.start_sequence(context.sequence, context.parent, shared)
         self._retained.pop(context.parent, None)
         if context.parent in self.runner.cached:
