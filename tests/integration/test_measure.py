@@ -19,6 +19,7 @@ from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
 from pipespec.placement.measurements import Figures, problem
 from pipespec.placement.slices import plan_slices
 from pipespec.system.folders import resource_dir
+from tests.helpers import models
 
 DEMO = resource_dir("demo")
 NUM_LAYERS = 16
@@ -94,6 +95,16 @@ def test_a_host_says_times_sizes_and_memory():
     assert answer["target"]["tied"] == config["tie_word_embeddings"]
     assert len(answer["target"]["layer_bytes"]) == NUM_LAYERS
     assert drafting["memory_bytes"] > 0
+
+
+def test_layers_that_keep_a_state_instead_of_k_and_v_are_told_apart(tmp_path):
+    path = models.build("qwen3_next", tmp_path / "model")
+    found, info = measure(wish(target=str(path), draft=str(path))), inspect(path)
+    sizes = found["target"]
+    assert sizes["has_kv"] == [False, True, False, True]
+    assert sizes["state_bytes"] == [info.recurrent.state_bytes(4), 0] * 2
+    assert sizes["node_bytes"] == [info.recurrent.node_bytes(4), 0] * 2
+    assert found["devices"][1]["stage"]["kv_slot_bytes"] == 4 * info.kv_size
 
 
 def test_what_was_measured_is_kept_and_belongs_to_its_rows(cache):

@@ -9,6 +9,7 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.formats.packed_checkpoint import KeptLayer
+from pipespec.engine.recurrence.sizes import RecurrentSizes
 from pipespec.errors import ConfigError
 from pipespec.placement.measurements import RUNTIME_BYTES, choose_dtype, unmeasured
 from pipespec.placement.slices import plan_slices, split_evenly
@@ -90,6 +91,18 @@ def test_weights_and_kv_are_counted_in_the_type_of_the_run(hosts_file, target):
     assert wide.kv_layer_bytes == tuple(2 * size for size in narrow.kv_layer_bytes)
     assert wide.draft_bytes == 2 * narrow.draft_bytes
     assert wide.runtime_bytes == RUNTIME_BYTES
+
+
+def test_layers_with_a_running_state_count_it_instead_of_k_and_v(hosts_file, target):
+    hosts_file = load_hosts(hosts_file(THREE))
+    plain = asked(hosts_file, target, "model.dtype=float32").needs.kv_layer_bytes
+    sizes = RecurrentSizes(state=1000, node=10, state_inputs=0, node_inputs=0)
+    has_kv = (False, True) * 8
+    hybrid = {"has_kv": has_kv, "has_state": tuple(not kv for kv in has_kv), "recurrent": sizes}
+    found = asked(hosts_file, target, "model.dtype=float32", **hybrid).needs.kv_layer_bytes
+    assert found[1::2] == plain[1::2]
+    assert len(set(found[::2])) == 1
+    assert 2 * 4000 < found[0] < plain[0]
 
 
 def test_a_mid_size_model_counts_where_it_is_on_the_device_of_the_head(hosts_file, target):
