@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
@@ -32,7 +32,16 @@ Number = int | float
 LARGEST_FIGURE = 2**62
 
 
-class ModelSizes(TypedDict):
+class KeptSizes(TypedDict, total=False):
+    """Of each layer: whether it holds K and V, and the bytes of a running state and of a node of
+    it. Older figures do not say it."""
+
+    has_kv: Sequence[bool]
+    state_bytes: Sequence[int]
+    node_bytes: Sequence[int]
+
+
+class ModelSizes(KeptSizes):
     """Of a model's weights in memory."""
 
     dtype: str
@@ -42,10 +51,6 @@ class ModelSizes(TypedDict):
     tied: bool
     hidden_size: int
     context: int
-    # Of each layer: whether it holds K and V, and bytes of a running state and of a node of it.
-    has_kv: NotRequired[Sequence[bool]]
-    state_bytes: NotRequired[Sequence[int]]
-    node_bytes: NotRequired[Sequence[int]]
 
 
 class StageFigures(TypedDict):

@@ -40,6 +40,7 @@ COMMANDS = {
     "controller": "budgets.controller_hop --steps 1000",
     "startup": "budgets.startup --repeats 3",
     "memory": "budgets.rank_memory",
+    "sync": "pipeline.sync --proposer synthetic --num-prompts 3 --tokens 24 --scale 4",
 }
 BLOCK = re.compile(r"(<!-- figures: (?P<name>\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
@@ -239,7 +240,7 @@ def lockstep_or_free() -> str:
         "| stages | condition | TBT lockstep, ms | free | gain | step lockstep, ms | free | tokens "
         "per step lockstep | free | over-runs per step lockstep | free |"
     )
-    return table(header, rows) + command_of(stored)
+    return table(header, rows) + f"\n{source('sync')}\n"
 
 
 def stages() -> str:
