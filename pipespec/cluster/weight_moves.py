@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_weights import shares_caches
@@ -25,16 +26,17 @@ class WeightMoves:
     """Plans assignments without lost workers; `plan` is for one thread.
 
     Args:
-        distribute: gives the hosts of a deployment their weights.
+        distribute: gives the hosts of a deployment their weights; None: `distribute_weights`, whose
+            sentences go to the log.
     """
 
     def __init__(
         self,
         deployment: Deployment,
-        distribute: Callable[[Deployment], object] = distribute_weights,
+        distribute: Callable[[Deployment], object] | None = None,
     ) -> None:
         self._deployment = deployment
-        self._distribute = distribute
+        self._distribute = _logged if distribute is None else distribute
         self._done: set[str] = set()  # assignments whose hosts have their weights
         self._thread: threading.Thread | None = None
 
@@ -70,3 +72,8 @@ class WeightMoves:
             log.warning("weights of the new layout: %s", error)
         finally:
             self._done.add(key)
+
+
+def _logged(deployment: Deployment) -> None:
+    warn = partial(log.warning, "weights of the new layout: %s")
+    distribute_weights(deployment, on_warning=warn)

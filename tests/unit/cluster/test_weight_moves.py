@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,18 @@ def test_one_machine_needs_no_moves() -> None:
     alone = decide(compose(["cluster.stages=2", "cluster.spares=1", "cluster.devices=[cpu]"]))
     moves = WeightMoves(alone, lambda _: pytest.fail("nothing to move"))
     assert moves.plan({"local/1"}).workers[0] == "local/0"
+
+
+def test_what_is_said_while_weights_move_is_in_the_log(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def distribute(_: Deployment, on_warning: Callable[[str], None]) -> None:
+        on_warning("gamma cannot read weights from alpha.")
+
+    monkeypatch.setattr("pipespec.cluster.weight_moves.distribute_weights", distribute)
+    moves = WeightMoves(deployment)
+    with pytest.raises(WeightsPending):
+        moves.plan({"beta/0"})
+    assert moves._thread is not None
+    moves._thread.join(60)
+    assert caplog.messages == ["weights of the new layout: gamma cannot read weights from alpha."]
