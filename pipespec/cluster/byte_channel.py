@@ -92,7 +92,8 @@ class ByteChannel:
             kind, payload = self._next(answers)
             if kind == FAILED:
                 raise ModelError(payload.decode(errors="replace"))
-            assert kind == RESULT, "a call of a value"
+            if kind != RESULT:
+                raise ModelError(f"{self.name} answers {function!r} with bytes, not a value")
             return json.loads(payload)
 
     def stream(self, function: str, **arguments: Any) -> Iterator[bytes]:
@@ -104,7 +105,8 @@ class ByteChannel:
                     return
                 if kind == FAILED:
                     raise ModelError(payload.decode(errors="replace"))
-                assert kind == DATA, "a call of a stream"
+                if kind != DATA:
+                    raise ModelError(f"{self.name} answers {function!r} with a value, not bytes")
                 yield payload
                 self._write(TAKEN, answers.number, b"")
 
@@ -148,8 +150,10 @@ class ByteChannel:
         try:
             while head := self._read(_HEAD.size):
                 length, kind, number = _HEAD.unpack(head)
+                if length > MOST_BYTES:
+                    break
                 payload = self._read(length)
-                if length > MOST_BYTES or len(payload) < length:
+                if len(payload) < length:
                     break
                 if kind == CALL:
                     self._credits[number] = _Credit()

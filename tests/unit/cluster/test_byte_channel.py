@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from pipespec.cluster.byte_channel import CHUNK_BYTES, ByteChannel, ChannelClosed
+from pipespec.cluster.byte_channel import (
+    _HEAD,
+    CALL,
+    CHUNK_BYTES,
+    MOST_BYTES,
+    ByteChannel,
+    ChannelClosed,
+)
 from pipespec.errors import ModelError
 
 
@@ -117,3 +124,20 @@ def test_a_stream_that_nobody_reads_is_ended():
     assert not ended.is_set()
     stream.close()
     assert ended.wait(30)
+
+
+def test_a_frame_that_is_too_long_is_not_waited_for():
+    (read_a, write_a), (_, write_b) = os.pipe(), os.pipe()
+    channel = ByteChannel("there", os.fdopen(read_a, "rb"), os.fdopen(write_b, "wb"), {})
+    with os.fdopen(write_a, "wb") as writer:
+        writer.write(_HEAD.pack(MOST_BYTES + 1, CALL, 1))
+        writer.flush()
+        assert channel.closed.wait(30)
+
+
+def test_an_answer_of_the_other_kind_is_one_sentence():
+    a, _, _ = pair({}, {"numbers": numbers, "double": lambda n: 2 * n})
+    with pytest.raises(ModelError, match="there answers 'numbers' with bytes, not a value"):
+        a.call("numbers", count=1)
+    with pytest.raises(ModelError, match="there answers 'double' with a value, not bytes"):
+        list(a.stream("double", n=1))
