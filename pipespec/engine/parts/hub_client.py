@@ -168,7 +168,9 @@ class HubClient:
         with self._lock:
             found = self._locations.get(key)
         if found is None:
-            found = self._resolve(f"{self.endpoint}/{self.repo}/resolve/{commit}/{quote(name)}")
+            # Files are of the top folder, so a "/" is part of the name and leads nowhere.
+            file = quote(name, safe="")
+            found = self._resolve(f"{self.endpoint}/{self.repo}/resolve/{commit}/{file}")
             with self._lock:
                 self._locations[key] = found
         return found

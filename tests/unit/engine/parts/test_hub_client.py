@@ -200,3 +200,10 @@ def test_reading_that_is_stopped_ends_at_once(hub, client):
     client.stopped.set()
     with pytest.raises(Unavailable, match="was stopped"):
         read(client)
+
+
+def test_a_name_does_not_lead_out_of_the_repository(hub, client):
+    hub.folders["org/other"] = hub.folders["org/model"]
+    name = f"../../../other/resolve/{COMMIT}/{NAME}"
+    with pytest.raises(ModelError, match="or not that file of it"):
+        client.location(COMMIT, name)
