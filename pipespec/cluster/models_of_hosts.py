@@ -6,7 +6,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from pipespec.cluster.host_weights import shares_caches
 from pipespec.cluster.weight_peer import WeightPeer, connected
@@ -41,7 +40,7 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
     with ExitStack() as stack, ThreadPoolExecutor(len(others)) as pool:
         peers = [stack.enter_context(connected(host, {})) for host in others]
 
-        def describe(peer: WeightPeer) -> dict[str, Any]:
+        def describe(peer: WeightPeer) -> dict[str, Blueprint | ModelError | None]:
             peer.require_version()
             return {kind: _description(peer, kind, path) for kind, path in absent.items()}
 
@@ -52,19 +51,20 @@ def find_on_hosts(config: Config, hosts_file: HostsFile) -> dict[str, Path]:
                 if isinstance(blueprint, ModelError):
                     incomplete.setdefault(kind, blueprint)
                 elif blueprint is not None and kind not in found:
-                    plan = Blueprint.from_json(blueprint)
-                    plan.check_names()
-                    found[kind] = plan.build()
+                    found[kind] = blueprint.build()
         for kind, error in incomplete.items():
             if kind not in found:
                 raise error
         return found
 
 
-def _description(peer: WeightPeer, kind: str, path: str) -> Any:
-    """The blueprint of a model on a host, as JSON; None: it is not there; or why it is of no
-    use."""
+def _description(peer: WeightPeer, kind: str, path: str) -> Blueprint | ModelError | None:
+    """The blueprint of a model on a host; None: it is not there; or why it is of no use."""
     try:
-        return peer.call("describe", path=getattr(peer.host, kind) or path)
+        described = peer.call("describe", path=getattr(peer.host, kind) or path)
     except ModelError as error:
         return error
+    try:
+        return None if described is None else Blueprint.of_other_host(described)
+    except ModelError as error:
+        return ModelError(f"{peer.name}: {error}")

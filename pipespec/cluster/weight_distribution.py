@@ -16,9 +16,8 @@ come from another one.
 
 from __future__ import annotations
 
-import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,12 +28,14 @@ from pipespec.cluster.deployment import Deployment
 from pipespec.cluster.host_weights import parts_needed, shares_caches
 from pipespec.cluster.source_model import SourceModel, shared_name_of
 from pipespec.cluster.weight_host import LAUNCHER_NAME
+from pipespec.cluster.weight_locks import lock_folders
 from pipespec.cluster.weight_peer import WeightPeer, connected, on_this_machine
 from pipespec.cluster.weight_plan import HUB, Key, NoSource, Transfer, by_file, plan_transfers
 from pipespec.config.hosts import Host
 from pipespec.controller.certificate import Certificate
 from pipespec.engine.partial_checkpoint import missing
-from pipespec.engine.parts.repository import SharedName, read_repository
+from pipespec.engine.parts.hub_client import HubClient
+from pipespec.engine.parts.repository import Repository, SharedName, read_repository
 from pipespec.errors import ModelError, PipespecError
 
 # Seconds within which the end of a host's process is known once its connections have broken.
@@ -104,8 +105,9 @@ def distribute_weights(
                 asked.append((launcher, {kind: own[kind] for kind in sorted(offered)}))
                 blueprints = {kind: models[kind].blueprint.as_json() for kind in offered}
                 list(pool.map(lambda each: each[0].prepare(models, blueprints, each[1]), asked))
-                _lock(asked)
-                list(pool.map(lambda each: each[0].offer(), asked))
+                lock_folders(asked, on_warning)
+                list(pool.map(lambda each: each[0].offer(owned=True), asked))
+                list(pool.map(lambda each: each[0].offer(owned=False), asked))
                 work.connect(pool)
                 work.run()
     return replace(deployment, shared=shared_names(deployment), fetched=True)
@@ -125,19 +127,6 @@ def _needs(
         if origin is not None and given in (None, origin):  # it may have all of it to send
             needs.setdefault(kind, set())
     return needs
-
-
-def _lock(asked: Sequence[tuple[WeightPeer, Mapping[str, set[str]]]]) -> None:
-    """Keep other runs from fetching into the same folders: of two runs whose hosts wait for one
-    another, each would hold what the other one needs. So all take them in one order."""
-    run = secrets.token_hex(8)
-    places = [
-        ("" if peer.host is None else peer.host.address, kind, number)
-        for number, (peer, needs) in enumerate(asked)
-        for kind in needs
-    ]
-    for _, kind, number in sorted(places):
-        asked[number][0].lock(kind, run)
 
 
 class _Distribution:
@@ -193,6 +182,8 @@ class _Distribution:
         try:
             while any(peer.lacks for peer in self.peers.values()):
                 transfers = self._plan()
+                # Hosts may be asked for tensors before they are told to fetch them.
+                self._at_once({peer: partial(self._expect, peer) for peer in self.peers.values()})
                 found = self._at_once(
                     {
                         peer: partial(self._fetch_for, peer, transfers)
@@ -263,6 +254,13 @@ class _Distribution:
         """Whether a host states the hash of a tensor that the first one has stated."""
         return sha is None or self._hashes.setdefault(key, sha) == sha
 
+    def _expect(self, peer: WeightPeer) -> dict[Key, str]:
+        """Tell a host what it will fetch."""
+        kinds = {key[0] for key in peer.lacks}
+        wanted = {kind: by_file([key for key in peer.lacks if key[0] == kind]) for kind in kinds}
+        peer.call("expect", wanted=wanted)
+        return {}
+
     def _fetch_for(self, peer: WeightPeer, transfers: list[Transfer]) -> dict[Key, str]:
         """Have a host fetch what it lacks; the hashes."""
         found: dict[Key, str] = {}
@@ -283,8 +281,9 @@ class _Distribution:
         return found
 
     def _check(self, peer: WeightPeer) -> dict[Key, str]:
-        for kind in peer.owners:
-            peer.call("check", kind=kind)
+        for kind, owner in peer.owners.items():
+            if owner == peer.name:
+                peer.call("check", kind=kind)
         return {}
 
     def _compare(self, transfers: list[Transfer], found: Mapping[str, Mapping[Key, str]]) -> None:
@@ -328,30 +327,45 @@ class _Distribution:
     # --- what hosts ask -----------------------------------------------------------------------
 
     def _locate(self, kind: str, file: str, fresh: bool) -> dict[str, Any] | None:
-        model = self._models[kind]
-        assert model.client is not None
-        found = model.client.location(model.blueprint.repository.commit, file, fresh=fresh)
+        repository, client = self._on_hub(kind, file)
+        found = client.location(repository.commit, file, fresh=fresh)
         return None if found.has_token else {"url": found.url, "headers": dict(found.headers)}
 
     def _read(self, kind: str, source: str, file: str, start: int, stop: int) -> Iterator[bytes]:
-        if source in self.peers:
-            return self.peers[source].read(kind=kind, file=file, start=start, stop=stop)
-        model = self._models[kind]
-        assert model.client is not None
-        repository = model.blueprint.repository
+        if source != HUB:
+            return self._peer(source).read(kind=kind, file=file, start=start, stop=stop)
+        repository, client = self._on_hub(kind, file)
         size = repository.weights[file].size
-        return model.client.read(repository.commit, file, (start, stop), size)
+        return client.read(repository.commit, file, (start, stop), size)
+
+    def _on_hub(self, kind: str, file: str) -> tuple[Repository, HubClient]:
+        """Where the hub has a weight file of a model. Raises ModelError for any other file: the
+        token may open more than the models of this start."""
+        model = self._models.get(kind)
+        if model is None or model.client is None or file not in model.blueprint.repository.weights:
+            raise ModelError(f"{file!r} of the {kind} is no weight file that the hub has")
+        return model.blueprint.repository, model.client
+
+    def _peer(self, name: str) -> WeightPeer:
+        if name not in self.peers:
+            raise ModelError(f"{name!r} is no host of this start")
+        return self.peers[name]
 
     def _progress(self, host: str, done: int, total: int) -> None:
         self._on_progress(host, done, total)
 
-    def _cannot_reach(self, host: str, source: str, why: str) -> None:
-        peer = self.peers[source]
+    def _cannot_reach(self, host: str, source: str, why: str, reached: bool) -> None:
+        peer = self._peer(source)
         if peer.channel.closed.wait(ENDED_S) or self._failed or (host, source) in self._unreachable:
             return  # that host has ended, which is reported by itself
         self._unreachable.add((host, source))
-        assert peer.address is not None
+        at = "" if peer.address is None else f" at {peer.address[0]}"
+        advice = (
+            "look at the network between them"
+            if reached
+            else "let the firewall admit TCP between the hosts"
+        )
         self._on_warning(
-            f"{host} cannot read weights from {source} at {peer.address[0]} ({why}), so they pass "
-            "through the launcher; let the firewall admit TCP between the hosts."
+            f"{host} cannot read weights from {source}{at} ({why}), so they pass through the "
+            f"launcher; {advice}."
         )

@@ -6,10 +6,12 @@ The launcher starts it over SSH and talks to it through its standard input and o
     hello()                                            the version of pipespec
     describe(path)                                     the blueprint of a checkpoint, if it is here
     holds(path, shared, parts)                         whether the host has all that it needs
-    prepare(kind, path, blueprint, parts)              makes the folder of a model, if it needs one
+    prepare(kind, path, blueprint, parts)              finds the folder of a model
     lock(kind, run, host)                              the host that fetches into that folder
+    unlock()                                           lets other runs fetch into its folders
     offer(kind)                                        what it has and lacks of the model
     listen(address, interface, cert, key)              lets other hosts read; the address and port
+    expect(wanted)                                     what `fetch` will be called for
     fetch(kind, sources)                               fetch what is lacking; the tensors' hashes
     forget(kind, wrong, fetched)                       drop tensors; all that are then lacking
     check(kind)                                        compare whole files with the hub's hashes
@@ -20,7 +22,7 @@ and answers, to this process:
     locate(kind, file, fresh)                          where the hub has a file, as a signed URL
     read(kind, source, file, start, stop)              a stream of bytes, of `source`
     progress(done, total)
-    unreachable(source, why)                           it reads from that host no more
+    unreachable(source, why, reached)                  it reads from that host no more
 
 The process ends with its standard input. The token of the hub stays with the launcher.
 """
@@ -31,7 +33,6 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from typing import Any
 
 from pipespec.cluster.byte_channel import CHUNK_BYTES, ByteChannel
 from pipespec.cluster.host_weights import own_path
+from pipespec.cluster.weight_arrivals import Arrivals
 from pipespec.cluster.weight_links import WeightLink, WeightServer, own_address
 from pipespec.cluster.weight_plan import HUB
 from pipespec.cluster.weight_sources import Channel, Direct, DirectHost, DirectHub, RelayedSource
@@ -56,7 +58,7 @@ from pipespec.engine.parts.blueprint import (
 from pipespec.engine.parts.fetching import check_whole, fetch
 from pipespec.engine.parts.folder_lock import RunLock
 from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
-from pipespec.engine.parts.ranges import Range, RangeSet
+from pipespec.engine.parts.ranges import RangeSet
 from pipespec.engine.parts.repository import SharedName, parts_cache, ranges_of
 from pipespec.errors import ModelError
 from pipespec.system.validation import home_expanded
@@ -92,12 +94,12 @@ class WeightHost:
     def __init__(self, channel: Channel | None = None) -> None:
         self.channel = channel
         self._models: dict[str, _Model] = {}
-        self._arrived: defaultdict[Path, RangeSet] = defaultdict(RangeSet)
-        self._arriving = threading.Condition()  # of `_arrived`
+        self._arrivals = Arrivals()
         self._server: WeightServer | None = None
         self._certificate: Certificate | None = None
         self._sources: list[RelayedSource] = []
         self._locks: list[RunLock] = []
+        self._guest_of: dict[str, str] = {}  # by model, the host that fetches into its folder
         self._before = 0  # bytes of the fetches that are done
         self._reported_at = 0.0
 
@@ -109,8 +111,10 @@ class WeightHost:
             self.holds,
             self.prepare,
             self.lock,
+            self.unlock,
             self.offer,
             self.listen,
+            self.expect,
             self.fetch,
             self.forget,
             self.check,
@@ -123,11 +127,12 @@ class WeightHost:
         return own_version()
 
     def describe(self, path: str) -> dict[str, Any] | None:
-        """The blueprint of a checkpoint that this host has whole at `path`. Raises ModelError."""
+        """The blueprint of a checkpoint that this host has whole at `path`, as a folder of this
+        host's, wherever it came from. Raises ModelError."""
         found = home_expanded(path)
         if not (found.is_dir() or (is_gguf(found) and found.is_file())):
             return None
-        return Blueprint.of(found).as_json()
+        return Blueprint.of(found, as_folder=True).as_json()
 
     def holds(self, path: str, shared: Mapping[str, Any], parts: Sequence[str]) -> bool:
         """Whether parts of a model are here, which the launcher has at `path`."""
@@ -137,42 +142,63 @@ class WeightHost:
     def prepare(
         self, kind: str, path: str, blueprint: Mapping[str, Any], parts: Sequence[str]
     ) -> None:
-        """Make the folder of a model in the parts cache, unless the host has another that lacks
+        """Find the folder of a model: in the parts cache, unless the host has another that lacks
         none of these parts. Raises ModelError."""
         plan = Blueprint.from_json(blueprint)
         own = own_path(Path(path), None, plan.shared, parts)
         if own is not None and not missing(own, parts) and not own.is_relative_to(parts_cache()):
             self._models[kind] = _Model(own, plan)
         else:
-            self._models[kind] = _Model(plan.build(), plan, tuple(parts))
+            self._models[kind] = _Model(plan.path, plan, tuple(parts))
 
-    def lock(self, kind: str, run: str, host: str) -> str:
-        """The host that fetches into the folder of a model in this `run`: this one, `host`, or
-        another that shares the file system. Waits for other runs. Raises ModelError."""
-        model = self._models[kind]
+    def lock(self, kind: str, run: str, host: str) -> dict[str, Any]:
+        """The "owner" that fetches into the folder of a model in this `run`: this `host`, or
+        another that shares the file system; None: a process of another run does, which "holder"
+        says. Raises ModelError."""
+        model = self._model(kind)
         if model.parts is None:
-            return host
-        self._locks.append(RunLock(model.folder, run, host))
-        return self._locks[-1].owner
+            return {"owner": host}
+        lock = RunLock(model.folder, run, host)
+        self._locks.append(lock)
+        if lock.owner is None:
+            return {"owner": None, "holder": f"{lock.holder} fetches into {model.folder}"}
+        if lock.owner != host:
+            self._guest_of[kind] = lock.owner
+        return {"owner": lock.owner}
+
+    def unlock(self) -> None:
+        """Let other runs fetch into the folders of this host."""
+        self._guest_of.clear()
+        while self._locks:
+            self._locks.pop().release()
 
     def offer(self, kind: str) -> dict[str, Any]:
         """What of a model is here: hashes by file and tensor, and the tensors that are lacking.
-        Raises ModelError."""
-        model = self._models[kind]
+        What is in the folder of another host is for that host to offer, and before this one is
+        asked. Raises ModelError."""
+        model = self._model(kind)
         plan = model.blueprint
         if model.parts is None:
             same = plan.repository.on_hub or _name_of(model.path) == plan.name
             return {"has": holdings(model.folder, plan.headers) if same else {}, "lacks": {}}
+        if kind in self._guest_of:
+            return {"has": {}, "lacks": self._lacks(model)}
+        plan.build()
+        if self._verify(model):
+            plan.build()  # again, as a header may have been wrong
         for name in plan.headers:
             if is_partial(model.file(name)):
-                found = PartsFile(model.file(name))
-                found.verify(ranges_of(found.path))
-                self._arrived[found.path] = found.here
+                self._arrivals.set(model.file(name), PartsFile(model.file(name)).here)
         return {"has": holdings(model.folder, plan.headers), "lacks": self._lacks(model)}
 
-    def listen(self, address: str, interface: str | None, cert: str, key: str) -> Sequence[Any]:
-        """Let the other hosts of this run read what is here. Raises ModelError."""
+    def listen(
+        self, address: str | None, interface: str | None, cert: str, key: str
+    ) -> Sequence[Any] | None:
+        """Let the other hosts of this run read what is here, at an address if it has one, and read
+        from them. Raises ModelError."""
         self._certificate = Certificate(cert, key)
+        if address is None:
+            return None
         try:
             ip = own_address(address, interface)
             self._server = WeightServer(ip, self._certificate, self.read)
@@ -180,13 +206,24 @@ class WeightHost:
             raise ModelError(error.strerror or str(error)) from error
         return self._server.address
 
+    def expect(self, wanted: Mapping[str, Mapping[str, Collection[str]]]) -> None:
+        """Have hosts that read these tensors (by model and file) wait until they are here. Raises
+        ModelError."""
+        expected: dict[Path, RangeSet] = {}
+        for kind, files in wanted.items():
+            for name, tensors in files.items():
+                path = self._model(kind).file(name)
+                ranges = ranges_of(path)
+                expected[path] = RangeSet(ranges[tensor] for tensor in tensors)
+        self._arrivals.expect(expected)
+
     def fetch(self, kind: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
         """Fetch tensors, from all sources at once; their hashes, by file.
 
         Args:
             sources: of each "from", its address in "at" (or null), and "wanted" (tensors by file).
         """
-        model = self._models[kind]
+        model = self._model(kind)
         asked = []
         for each in sources:
             direct = self._direct(kind, model, each["from"], each["at"])
@@ -199,7 +236,7 @@ class WeightHost:
                 model.folder,
                 asked,
                 self._moved,
-                lambda file, part: self._came(model.folder / file, part),
+                lambda file, part: self._arrivals.came(model.folder / file, part),
                 locked=True,
             )
         finally:
@@ -218,14 +255,13 @@ class WeightHost:
     ) -> dict[str, list[str]]:
         """Drop the pieces in which tensors are, whose bytes are wrong; all tensors of this host's
         parts, or that it has `fetched`, that are then lacking, by file."""
-        model = self._models[kind]
+        model = self._model(kind)
         for name, tensors in wrong.items():
             path = model.folder / name
             file, ranges = PartsFile(path), ranges_of(path)
             with reported(path):
                 file.forget([ranges[tensor] for tensor in tensors], ranges)
-            with self._arriving:
-                self._arrived[path] = file.here
+            self._arrivals.set(path, file.here)
         lacks = self._lacks(model)
         for name, tensors in fetched.items():  # some for hosts that share the folder
             known = PartsFile(model.folder / name).hashes
@@ -235,20 +271,20 @@ class WeightHost:
 
     def check(self, kind: str) -> None:
         """Raise ModelError if a whole file has another hash than the hub states."""
-        model = self._models[kind]
+        model = self._model(kind)
         check_whole(model.folder, model.blueprint.repository)
 
     def read(self, kind: str, file: str, start: int, stop: int) -> Iterator[bytes]:
         """The bytes of a part of a file of this host, which waits for those that it fetches itself
-        and then yields empty chunks. Raises ModelError."""
-        path = self._models[kind].file(file)
+        and then yields empty chunks. Raises ModelError, also for bytes that do not come."""
+        path = self._model(kind).file(file)
         partial = is_partial(path)
         # Without a buffer, which might hold bytes from before they came.
         with reported(path), path.open("rb", buffering=0) as stream:
             stream.seek(start)
             while start < stop:
                 part = start, min(start + CHUNK_BYTES, stop)
-                while partial and not self._wait_for(path, part):
+                while partial and not self._arrivals.wait_for(path, part, WAIT_S):
                     yield b""
                 chunk = stream.read(part[1] - start)
                 if not chunk:
@@ -256,19 +292,27 @@ class WeightHost:
                 start += len(chunk)
                 yield chunk
 
-    def close(self) -> None:
-        """End all reading, and listen no more."""
+    def stop(self) -> None:
+        """End all reading soon, and listen no more. The locks stay, as threads may still write."""
         for source in list(self._sources):
             source.stop()
         if self._server is not None:
             self._server.close()
-        while self._locks:
-            self._locks.pop().release()
 
     @property
     def _launcher(self) -> Channel:
         assert self.channel is not None
         return self.channel
+
+    def _model(self, kind: str) -> _Model:
+        if kind not in self._models:
+            raise ModelError(f"{kind!r} is no model of this start")
+        return self._models[kind]
+
+    def _verify(self, model: _Model) -> int:
+        """Forget bytes that differ from what was recorded; how many."""
+        files = [model.file(name) for name in model.blueprint.headers]
+        return sum(PartsFile(file).verify(ranges_of(file)) for file in files if is_partial(file))
 
     def _direct(
         self, kind: str, model: _Model, source: str, at: tuple[str, int] | None
@@ -279,7 +323,7 @@ class WeightHost:
             return DirectHub(self._launcher, kind, model.blueprint) if far else None
         if at is None:
             return None
-        assert self._certificate is not None, "a host listens before it fetches"
+        assert self._certificate is not None, "`listen` comes before `fetch`"
         return DirectHost(WeightLink((at[0], at[1]), self._certificate), kind)
 
     def _lacks(self, model: _Model) -> dict[str, list[str]]:
@@ -293,15 +337,6 @@ class WeightHost:
                     found[file.name] = lacking
         return found
 
-    def _came(self, path: Path, part: Range) -> None:
-        with self._arriving:
-            self._arrived[path].add(part)
-            self._arriving.notify_all()
-
-    def _wait_for(self, path: Path, part: Range) -> bool:
-        with self._arriving:
-            return self._arriving.wait_for(lambda: part in self._arrived[path], WAIT_S)
-
     def _moved(self, done: int, total: int) -> None:
         now = time.monotonic()
         if done == total or now - self._reported_at > PROGRESS_S:
@@ -310,8 +345,9 @@ class WeightHost:
 
 
 def _name_of(path: Path) -> str | None:
+    """The name of a folder of this host in the parts cache of others."""
     with suppress(ModelError):
-        return folder_name(repository_of(path))
+        return folder_name(repository_of(path, as_folder=True))
     return None
 
 

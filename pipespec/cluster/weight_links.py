@@ -33,8 +33,9 @@ _HEAD = struct.Struct("!BI")
 MOST_BYTES, MOST_REQUEST_BYTES = 2**20, 2**16
 # Seconds to connect, to prove the key, and until the next frame.
 CONNECT_S, HANDSHAKE_S, SILENCE_S = 5.0, 5.0, 30.0
-# Connections that a host answers at once; it closes others.
-MOST_CONNECTIONS = 256
+# Connections that a host has at once, of clients that have proven the key and of those that have
+# not; it closes others.
+MOST_PROVEN, MOST_UNPROVEN = 256, 64
 
 # Where a host listens: IP address and port.
 Address = tuple[str, int]
@@ -43,7 +44,12 @@ Read = Callable[..., Iterator[bytes]]
 
 
 class LinkFailed(Exception):
-    """A host cannot be reached, or the connection to it broke; the message is a clause."""
+    """A host cannot be reached, or a connection to it that was `reached` broke; the message is a
+    clause."""
+
+    def __init__(self, why: str, *, reached: bool) -> None:
+        super().__init__(why)
+        self.reached = reached
 
 
 def _context(certificate: Certificate, protocol: int) -> ssl.SSLContext:
@@ -83,18 +89,53 @@ class WeightServer(socketserver.ThreadingTCPServer):
     request_queue_size = 64
 
     def __init__(self, ip: str, certificate: Certificate, read: Read) -> None:
-        self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-        super().__init__((ip, 0), _Handler)
-        self.address: Address = (ip, int(self.server_address[1]))
         self.read = read
         self.context = _context(certificate, ssl.PROTOCOL_TLS_SERVER)
-        self.open = set[socket.socket]()
+        self.address_family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        self._counting = threading.Lock()
+        # By the socket that was accepted: the one to end, which TLS replaces.
+        self._unproven = dict[socket.socket, socket.socket]()
+        self._proven = dict[socket.socket, socket.socket]()
+        self._closed = False
+        super().__init__((ip, 0), _Handler)
+        self.address: Address = (ip, int(self.server_address[1]))
         self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True)
         self._thread.start()
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room for one more connection."""
-        return len(self.open) < MOST_CONNECTIONS
+        with self._counting:
+            if len(self._unproven) >= MOST_UNPROVEN:
+                return False
+            self._unproven[request] = request
+            return True
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection that was accepted."""
+        with self._counting:
+            self._unproven.pop(request, None)
+            self._proven.pop(request, None)
+        super().shutdown_request(request)
+
+    def secured(self, request: socket.socket) -> ssl.SSLSocket:
+        """The connection, once its client has proven the key. Raises OSError."""
+        request.settimeout(HANDSHAKE_S)
+        secured = self.context.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        try:
+            with self._counting:
+                self._unproven[request] = secured
+            if self._closed:
+                raise ConnectionAbortedError
+            secured.do_handshake()
+            with self._counting:
+                if len(self._proven) >= MOST_PROVEN:
+                    raise ConnectionAbortedError
+                self._proven[request] = self._unproven.pop(request)
+            secured.settimeout(None)
+        except BaseException:
+            secured.close()
+            raise
+        return secured
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client without the key, or one that has ended, is no error of this host."""
@@ -104,7 +145,10 @@ class WeightServer(socketserver.ThreadingTCPServer):
         self.shutdown()
         self._thread.join()
         self.server_close()
-        for each in list(self.open):
+        self._closed = True
+        with self._counting:
+            connections = [*self._unproven.values(), *self._proven.values()]
+        for each in connections:
             _shut_down(each)
 
 
@@ -114,22 +158,11 @@ class _Handler(socketserver.BaseRequestHandler):
     server: WeightServer
 
     def handle(self) -> None:
-        connections = self.server.open
-        connections.add(self.request)
-        self.request.settimeout(HANDSHAKE_S)
-        try:
-            with self.server.context.wrap_socket(self.request, server_side=True) as secured:
-                connections.add(secured)
-                try:
-                    secured.settimeout(None)
-                    _keep_alive(secured)
-                    with secured.makefile("rb") as requests:
-                        while line := requests.readline(MOST_REQUEST_BYTES):
-                            self._answer(secured, json.loads(line))
-                finally:
-                    connections.discard(secured)
-        finally:
-            connections.discard(self.request)
+        with self.server.secured(self.request) as secured:
+            _keep_alive(secured)
+            with secured.makefile("rb") as requests:
+                while line := requests.readline(MOST_REQUEST_BYTES):
+                    self._answer(secured, json.loads(line))
 
     def _answer(self, secured: ssl.SSLSocket, request: dict[str, Any]) -> None:
         try:
@@ -165,7 +198,7 @@ class WeightLink:
             with self._lock:
                 self._idle.append(secured)
         except OSError as error:
-            raise LinkFailed(_reason(error)) from error
+            raise LinkFailed(_reason(error), reached=True) from error
 
     def close(self) -> None:
         """End all connections."""
@@ -180,23 +213,35 @@ class WeightLink:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        plain = socket.create_connection(self._address, CONNECT_S)
         try:
-            secured = self._context.wrap_socket(plain)
+            plain = socket.create_connection(self._address, CONNECT_S)
+        except OSError as error:
+            raise LinkFailed(_reason(error), reached=False) from error
+        try:
+            secured = self._context.wrap_socket(plain, do_handshake_on_connect=False)
         except BaseException:
             plain.close()
             raise
-        secured.settimeout(SILENCE_S)
-        with self._lock:
-            self._open.add(secured)
-            if self._closed:
-                secured.close()
+        try:
+            with self._lock:
+                self._open.add(secured)
+                if self._closed:
+                    raise ConnectionAbortedError("it was closed")
+            secured.do_handshake()
+            secured.settimeout(SILENCE_S)
+        except BaseException:
+            self._drop(secured)
+            raise
         return secured
 
     def _drop(self, secured: ssl.SSLSocket) -> None:
+        """End a connection that broke, and those that nobody uses, which may have broken too."""
         with self._lock:
-            self._open.discard(secured)
-        secured.close()
+            gone = [secured, *self._idle]
+            self._idle.clear()
+            self._open.difference_update(gone)
+        for each in gone:
+            each.close()
 
 
 def _answer(secured: ssl.SSLSocket, num_bytes: int) -> Iterator[bytes]:
@@ -204,8 +249,8 @@ def _answer(secured: ssl.SSLSocket, num_bytes: int) -> Iterator[bytes]:
     with secured.makefile("rb") as frames:
         while num_bytes > 0:
             kind, length = _HEAD.unpack(_read(frames, _HEAD.size))
-            if length > (num_bytes if kind == DATA else MOST_BYTES):
-                raise ConnectionError("it sends more than was asked for")
+            if length > {DATA: num_bytes, WAIT: 0, FAILED: MOST_BYTES}.get(kind, -1):
+                raise ConnectionError("it sends something else than was asked for")
             payload = _read(frames, length)
             if kind == FAILED:
                 raise ModelError(payload.decode(errors="replace"))

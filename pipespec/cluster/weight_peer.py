@@ -108,39 +108,45 @@ class WeightPeer:
         blueprints: Mapping[str, Any],
         needs: Mapping[str, set[str]],
     ) -> None:
-        """Have the host make the folders of the models that it lacks. `blueprints`: as JSON."""
+        """Have the host find the folders of the models. `blueprints`: as JSON."""
         for kind, parts in needs.items():
             arguments = {"path": str(models[kind].path), "parts": sorted(parts)}
             self.call("prepare", kind=kind, blueprint=blueprints[kind], **arguments)
 
-    def lock(self, kind: str, run: str) -> None:
-        """Have the host, or one that shares its folder, be the only one to fetch into it."""
-        self.owners[kind] = self.call("lock", kind=kind, run=run, host=self.name)
+    def lock(self, kind: str, run: str) -> str | None:
+        """Have the host, or one that shares its folder, be the only one to fetch into it. A clause
+        if a process of another run does."""
+        found = self.call("lock", kind=kind, run=run, host=self.name)
+        if found["owner"] is None:
+            return str(found["holder"])
+        self.owners[kind] = found["owner"]
+        return None
 
-    def offer(self) -> None:
-        """Learn what the host has and lacks of the models."""
-        for kind in self.owners:
+    def offer(self, *, owned: bool) -> None:
+        """Learn what the host has and lacks of the models, of which it has the folder, or of which
+        another host does."""
+        for kind, owner in self.owners.items():
+            if (owner == self.name) != owned:
+                continue
             found = self.call("offer", kind=kind)
             for file, hashes in found["has"].items():
                 self.has |= {(kind, file, name): sha for name, sha in hashes.items()}
             self.lacks += [(kind, file, n) for file, names in found["lacks"].items() for n in names]
 
     def listen(self, certificate: Certificate) -> None:
-        """Let other hosts read from it. Raises ModelError, whose message is a clause."""
-        if self.host is None:
-            return
-        try:
-            ip = resolve(self.host.address)
-        except OSError:
-            ip = self.host.address
-        ip, port = self.channel.call(
+        """Let other hosts read from it, and it from them. Raises ModelError, whose message is a
+        clause."""
+        ip = None if self.host is None else self.host.address
+        with suppress(OSError):
+            ip = None if ip is None else resolve(ip)
+        found = self.channel.call(
             "listen",
             address=ip,
-            interface=self.host.interface,
+            interface=None if self.host is None else self.host.interface,
             cert=certificate.cert,
             key=certificate.key,
         )
-        self.address = ip, port
+        self.address = None if found is None else (found[0], found[1])
 
 
 @contextmanager
@@ -175,9 +181,10 @@ def on_this_machine(
     """The launcher's own machine, whose weights are fetched in this process."""
     own = WeightHost(LocalChannel(handlers))
     try:
-        yield WeightPeer(name, host, LocalChannel(own.handlers()), own.close)
+        yield WeightPeer(name, host, LocalChannel(own.handlers()), own.stop)
     finally:
-        own.close()
+        own.stop()
+        own.unlock()  # what fetched has ended
 
 
 def _failure(host: Host, process: subprocess.Popen[bytes], errors: IO[bytes]) -> HostFailed:

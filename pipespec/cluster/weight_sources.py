@@ -14,7 +14,7 @@ from pipespec.cluster.weight_links import LinkFailed, WeightLink
 from pipespec.cluster.weight_plan import HUB
 from pipespec.engine.parts.blueprint import Blueprint
 from pipespec.engine.parts.hub_client import HubClient, Location, Unavailable
-from pipespec.engine.parts.ranges import Range
+from pipespec.engine.parts.ranges import MAX_GAP_BYTES, Range
 
 Channel = ByteChannel | LocalChannel
 
@@ -23,7 +23,7 @@ class Direct(Protocol):
     """Reads bytes without the launcher."""
 
     def read(self, file: str, part: Range) -> Iterator[bytes]:
-        """The bytes of a part of a file, as they come. Raises Unavailable, LinkFailed: only the
+        """The bytes of a part of a file, as they come. Raises Unavailable, LinkFailed: perhaps the
         launcher can read them; ModelError."""
 
     def close(self) -> None:
@@ -32,6 +32,8 @@ class Direct(Protocol):
 
 class RelayedSource:
     """Bytes of one source for one model: directly, until that fails, then through the launcher.
+
+    A connection that breaks is replaced once before that.
 
     Args:
         source: HUB or a host.
@@ -43,20 +45,35 @@ class RelayedSource:
         self._direct = direct
         self._lock = threading.Lock()
         self._stopped = False
+        self._relayed = direct is None
+
+    @property
+    def name(self) -> str:
+        """See `pipespec.engine.parts.fetching.Source`."""
+        return "the hub" if self._source == HUB else self._source
+
+    @property
+    def max_gap(self) -> int:
+        """See `pipespec.engine.parts.fetching.Source`."""
+        return MAX_GAP_BYTES if self._source == HUB else 0
 
     def read(self, file: str, part: Range) -> Iterator[bytes]:
         """See `pipespec.engine.parts.fetching.Source`."""
         at, stop = part
-        if (direct := self._direct) is not None:
+        again = True
+        while self._direct is not None and not self._relayed:
             try:
-                for chunk in direct.read(file, part):
+                for chunk in self._direct.read(file, (at, stop)):
                     at += len(chunk)
                     yield chunk
                 return
             except (Unavailable, LinkFailed) as error:
                 if self._stopped:
                     raise Unavailable(f"reading from {self._source} was stopped") from error
-                self._give_up(error)
+                if again and isinstance(error, LinkFailed) and error.reached:
+                    again = False
+                else:
+                    self._relay(error)
         yield from self._channel.stream(
             "read", kind=self._kind, source=self._source, file=file, start=at, stop=stop
         )
@@ -67,11 +84,14 @@ class RelayedSource:
         if self._direct is not None:
             self._direct.close()
 
-    def _give_up(self, error: Exception) -> None:
+    def _relay(self, error: Exception) -> None:
+        """Have the launcher read from now on."""
         with self._lock:
-            first, self._direct = self._direct is not None, None
-        if first and self._source != HUB:
-            self._channel.call("unreachable", source=self._source, why=str(error))
+            first, self._relayed = not self._relayed, True
+        if first and isinstance(error, LinkFailed):
+            self._channel.call(
+                "unreachable", source=self._source, why=str(error), reached=error.reached
+            )
 
 
 class DirectHub:

@@ -58,25 +58,55 @@ class Blueprint:
         """What any host calls the checkpoint."""
         return shared_name(self.repository, self.file)
 
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint is in the parts cache of this host, once `build` has made it. Raises
+        ConfigError."""
+        folder = parts_cache() / self.name
+        return folder if self.file is None else folder / _plain(self.file)
+
     @classmethod
-    def of(cls, path: Path) -> Blueprint:
-        """That of a checkpoint here, which has all headers. Raises ModelError."""
-        repository = repository_of(path)
+    def of(cls, path: Path, *, as_folder: bool = False) -> Blueprint:
+        """That of a checkpoint here, which has all headers; see `repository_of`. Raises
+        ModelError."""
+        repository = repository_of(path, as_folder=as_folder)
         headers = {name: _header(folder_of_checkpoint(path) / name) for name in repository.weights}
         small = {} if is_gguf(path) else _small_files(path)
         file = path.name if is_gguf(path) else None
         return cls(folder_name(repository), file, repository, small, headers)
 
-    def check_names(self) -> None:
-        """Raise ModelError if it would be built elsewhere than in a folder of its own, as one from
-        another host might be."""
-        files = [*self.small, *self.headers, *([] if self.file is None else [self.file])]
-        plain = all(each == os.path.basename(each) and each.strip(".") for each in files)
-        named = self.name == folder_name(self.repository) and _COMMIT.fullmatch(
-            self.repository.commit
+    @classmethod
+    def of_other_host(cls, value: Any) -> Blueprint:
+        """That of a folder of another host, as JSON, which is built in a folder of its own and
+        never in one of the hub. Raises ModelError if it would not be."""
+        try:
+            found = cls.from_json(value)
+            safe = found._has_own_folder()
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ModelError(
+                f"what it says about its checkpoint is of no use ({type(error).__name__}); look at "
+                "pipespec on that host"
+            ) from error
+        if not safe:
+            raise ModelError(f"{found.name!r} is no folder of one checkpoint; look at that host")
+        return found
+
+    def _has_own_folder(self) -> bool:
+        """Whether `build` makes a folder that is no commit's of the hub, and nothing elsewhere.
+        Raises TypeError, AttributeError: values are of other kinds."""
+        found = self.repository
+        files = [*self.small, *found.weights, *([] if self.file is None else [self.file])]
+        return (
+            all(each == os.path.basename(each) and each.strip(".") for each in files)
+            and RECORDS not in files
+            and not found.on_hub
+            and "/" not in found.repo
+            and isinstance(found.path, str)
+            and self.name == folder_name(found)
+            and _COMMIT.fullmatch(found.commit) is not None
+            and self.headers.keys() == found.weights.keys()
+            and all(len(self.headers[name]) <= each.size for name, each in found.weights.items())
         )
-        if not (plain and named and RECORDS not in files):
-            raise ModelError(f"{self.name!r} is no folder of one checkpoint; look at that host")
 
     def build(self) -> Path:
         """Make the folder in the parts cache of this host, unless it is there; the checkpoint's
@@ -96,7 +126,7 @@ class Blueprint:
         write_repository(folder, replace(self.repository, weights=weights))
         if self.repository.on_hub:
             remember(self.repository.repo, self.repository.commit)
-        return folder if self.file is None else folder / _plain(self.file)
+        return self.path
 
     def as_json(self) -> dict[str, Any]:
         """The same as JSON values."""
@@ -133,14 +163,16 @@ def shared_name(repository: Repository, file: str | None) -> SharedName:
 
 def folder_name(repository: Repository) -> str:
     """The name of a checkpoint's folder in the parts cache of any host."""
-    return f"{name_of(repository.repo)}/{repository.commit}"
+    return f"{name_of(repository.repo, on_hub=repository.on_hub)}/{repository.commit}"
 
 
-def repository_of(path: Path) -> Repository:
-    """What a checkpoint here is of: a commit on the hub, or this host's folder. No header is read.
-    Raises ModelError if it lacks files, so that other hosts cannot get theirs from here."""
+def repository_of(path: Path, *, as_folder: bool = False) -> Repository:
+    """What a checkpoint here is of: a commit on the hub, unless it is to be described `as_folder`,
+    or this host's folder. No header is read. Raises ModelError if it lacks files, so that other
+    hosts cannot get theirs from here."""
     files = _weight_files(path)
-    found = cached_commit(folder_of_checkpoint(path)) or _of_folder(path, files)
+    known = None if as_folder else cached_commit(folder_of_checkpoint(path))
+    found = _of_folder(path, files) if known is None else known
     weights = {
         each.name: found.weights.get(each.name, HubFile(each.stat().st_size)) for each in files
     }

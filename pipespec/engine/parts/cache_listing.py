@@ -10,6 +10,7 @@ from pathlib import Path
 from pipespec.engine.parts.folder_lock import sole_fetcher
 from pipespec.engine.parts.parts_file import reported
 from pipespec.engine.parts.repository import (
+    FOLDERS,
     known_commit,
     parts_cache,
     read_repository,
@@ -40,7 +41,8 @@ class CacheEntry:
 
 def entries() -> Iterator[CacheEntry]:
     """All folders of the parts cache. Raises ConfigError."""
-    for folder in sorted(parts_cache().glob("models--*/*")):
+    cache = parts_cache()
+    for folder in sorted([*cache.glob("models--*/*"), *cache.glob(f"{FOLDERS}--*/*")]):
         if folder.name == "refs" or not folder.is_dir():
             continue
         found = read_repository(folder)

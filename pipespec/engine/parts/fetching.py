@@ -21,7 +21,7 @@ from typing import Protocol
 from pipespec.engine.parts.folder_lock import sole_fetcher
 from pipespec.engine.parts.hub_client import HubClient, HubFile
 from pipespec.engine.parts.parts_file import PartsFile, is_partial, reported
-from pipespec.engine.parts.ranges import Range, RangeSet, pieces
+from pipespec.engine.parts.ranges import MAX_GAP_BYTES, Range, RangeSet, pieces
 from pipespec.engine.parts.repository import NUM_CONNECTIONS, Repository, ranges_of
 from pipespec.errors import ModelError
 
@@ -37,7 +37,19 @@ OnBytes = Callable[[str, Range], None]
 
 
 class Source(Protocol):
-    """Where bytes of a checkpoint's files come from."""
+    """Where bytes of a checkpoint's files come from.
+
+    Attributes:
+        name: for messages.
+        max_gap: so many bytes between two wanted ranges may be fetched with them; 0 unless the
+            source has every byte.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_gap(self) -> int: ...
 
     def read(self, file: str, part: Range) -> Iterator[bytes]:
         """The bytes of a part of a file, as they come. Raises ModelError."""
@@ -52,6 +64,11 @@ class HubSource:
 
     client: HubClient
     repository: Repository
+    max_gap: int = MAX_GAP_BYTES
+
+    @property
+    def name(self) -> str:
+        return self.client.endpoint
 
     def read(self, file: str, part: Range) -> Iterator[bytes]:
         size = self.repository.weights[file].size
@@ -202,7 +219,8 @@ class _Fetch:
                     parts = [file.ranges[tensor] for tensor in tensors]
                     parts += [] if name in begun else [file.header]
                     begun.add(name)
-                    left += [(file, part) for part in pieces(parts, file.file.here)]
+                    here, gap = file.file.here, source.max_gap
+                    left += [(file, part) for part in pieces(parts, here, max_gap=gap)]
             yield source, left
 
     def _drain(self, source: Source, left: deque[tuple[_File, Range]]) -> None:
@@ -215,19 +233,23 @@ class _Fetch:
             self._piece(source, file, part)
 
     def _piece(self, source: Source, wanted: _File, part: Range) -> None:
-        """Fetch one piece and record it."""
+        """Fetch one piece and record it. Nothing is written outside it: the neighbours may be
+        recorded, and would not be looked at again."""
         found = hashlib.sha256()
         at, name = part[0], wanted.file.path.name
         with reported(wanted.file.path), wanted.file.opened() as descriptor:
             for chunk in source.read(name, part):
                 if self._stop.is_set():
                     raise _Stopped
+                if at + len(chunk) > part[1]:
+                    raise _wrong_length(source, name, part, "more")
                 found.update(chunk)
                 os.pwrite(descriptor, chunk, at)
                 self._on_bytes(name, (at, at + len(chunk)))
                 at += len(chunk)
                 self._moved(len(chunk))
-            assert at == part[1], "a source sends all or raises"
+            if at < part[1]:
+                raise _wrong_length(source, name, part, "fewer")
             wanted.file.commit(part, found.hexdigest())
 
     def _moved(self, count: int) -> None:
@@ -269,6 +291,13 @@ def _await(futures: Collection[Future[None]]) -> None:
     for error in errors:
         if not isinstance(error, _Stopped):
             raise error
+
+
+def _wrong_length(source: Source, name: str, part: Range, what: str) -> ModelError:
+    return ModelError(
+        f"{source.name} sends {what} than the {part[1] - part[0]} bytes of {name} that were asked "
+        "for; look at pipespec and the disk there, and start again"
+    )
 
 
 def _absent_bytes(wanted: _File) -> int:

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import fcntl
+import json
+import logging
 import os
-import time
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from pipespec.engine.parts.parts_file import RECORDS, reported
 from pipespec.errors import ModelError
 from pipespec.system.atomic_write import write_atomically
+from pipespec.system.validation import Unreadable, read_json
 
-# Seconds between two tries to get a lock that a process of another run holds.
-RETRY_S = 0.2
+log = logging.getLogger(__name__)
 
 
 @contextmanager
 def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """Be the only process that fetches into a folder; the lock ends with the process. Raises
     ModelError if another one is and this must not `wait`."""
-    descriptor = _opened(folder)
+    with reported(folder):
+        descriptor = _locked(folder, wait=False)
+        if descriptor is None and wait:
+            log.warning("%s fetches into %s; waiting until it has ended", _holder(folder), folder)
+            descriptor = _locked(folder, wait=True)
+    if descriptor is None:
+        raise ModelError(f"{_holder(folder)} fetches into {folder}; wait until it has ended")
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise ModelError(f"a process fetches into {folder}; wait until it has ended") from None
+        with reported(folder):
+            _note(folder, {})
         yield
     finally:
         os.close(descriptor)
@@ -34,38 +41,82 @@ def sole_fetcher(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 class RunLock:
     """The lock of a folder for all hosts of one run, as several may share a file system. It is held
-    until `release`, or the end of the process.
-
-    Waits until no process of another run fetches into the folder. Raises ModelError.
+    until `release`, or the end of the process. Nothing is waited for. Raises ModelError.
 
     Attributes:
-        owner: the host that holds it: this one, or the first of the run that asked.
+        owner: the host that holds it: this one, or the first of the run that asked; None: a process
+            of another run does.
+        holder: that process, as a clause.
     """
 
     def __init__(self, folder: Path, run: str, host: str) -> None:
-        self.owner = host
-        self._descriptor = _opened(folder)
-        record = folder / RECORDS / "owner"
+        self.owner: str | None = host
+        self.holder = ""
         with reported(folder):
-            while True:
-                try:
-                    fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    known = record.read_text().split() if record.exists() else []
-                    if known[:1] == [run]:
-                        self.owner = known[1]
-                        return
-                    time.sleep(RETRY_S)
-                else:
-                    write_atomically(record, f"{run} {host}".encode())
-                    return
+            self._descriptor = _locked(folder, wait=False)
+            if self._descriptor is None:
+                known = _noted(folder)
+                self.owner = known.get("host") if known.get("run") == run else None
+                self.holder = _holder(folder)
+                return
+            try:
+                _note(folder, {"run": run, "host": host})
+            except BaseException:
+                self.release()
+                raise
 
     def release(self) -> None:
         """Let others fetch into the folder."""
-        os.close(self._descriptor)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
-def _opened(folder: Path) -> int:
-    with reported(folder):
-        (folder / RECORDS).mkdir(parents=True, exist_ok=True)
-        return os.open(folder / RECORDS / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+def _locked(folder: Path, *, wait: bool) -> int | None:
+    """A descriptor that holds the lock; None: another process does. Raises OSError."""
+    path = folder / RECORDS / "lock"
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if _is_at(path, descriptor):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether a file is still there: the process that held its lock may have removed the folder."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(folder: Path) -> str:
+    return str(_noted(folder).get("process") or "another process")
+
+
+def _note(folder: Path, whose: dict[str, str]) -> None:
+    process = f"process {os.getpid()} of {socket.gethostname()}"
+    data = json.dumps({**whose, "process": process}).encode()
+    write_atomically(_record(folder), data)
+
+
+def _noted(folder: Path) -> dict[str, Any]:
+    """What the process that holds the lock has noted, or one before it."""
+    try:
+        found = read_json(_record(folder))
+    except Unreadable:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _record(folder: Path) -> Path:
+    return folder / RECORDS / "owner"

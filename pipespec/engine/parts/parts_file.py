@@ -13,12 +13,13 @@ unfinished last line, which is ignored, and bytes without a line, which are fetc
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,11 @@ class PartsFile:
         """Make a file of `size` bytes that begins with `header`, unless it is there. Raises
         ModelError."""
         record = record_of(path)
-        with reported(path):
+        with reported(path), ExitStack() as stack:
             record.parent.mkdir(exist_ok=True)
+            # Of two processes that find no file, the second would empty the record of the first.
+            lock = stack.enter_context((record.parent / "create").open("wb"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
             if not (path.is_file() and record.is_file() and path.stat().st_size == size):
                 # In this order: a file without record would count as whole.
                 record.write_bytes(b"")

@@ -2,6 +2,7 @@
 
     ~/.cache/pipespec/parts/models--ORG--NAME/refs/main          the commit that was used last
     ~/.cache/pipespec/parts/models--ORG--NAME/COMMIT/            a model folder
+    ~/.cache/pipespec/parts/folders--NAME/HASH/                  one that came from another host's
         config.json, tokenizer.json, ...                         small files, whole
         model-00001-of-00004.safetensors, ...                    weight files (`parts_file`)
         .parts/repository.json                                   `Repository`
@@ -41,6 +42,7 @@ from pipespec.system.validation import Unreadable, parse_json, read_json, read_t
 
 SMALL_FILES = ("*.json", "*.model", "*.jinja", "*.txt")
 MAIN = "main"
+FOLDERS = "folders"
 NUM_CONNECTIONS = 8
 # The first bytes of a GGUF file that are read; of a longer header, twice as many each time.
 GGUF_PREFIX = 2**18
@@ -103,9 +105,10 @@ def record_of_folder(folder: Path) -> Path:
     return folder / RECORDS / _RECORD
 
 
-def name_of(repo: str) -> str:
-    """The name of a repository's folder, as huggingface_hub has it."""
-    return "--".join(("models", *repo.split("/")))
+def name_of(repo: str, *, on_hub: bool = True) -> str:
+    """The name of a repository's folder, as huggingface_hub has it; that of another host's folder
+    is never the same."""
+    return "--".join(("models" if on_hub else FOLDERS, *repo.split("/")))
 
 
 def read_repository(folder: Path) -> Repository | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipespec.engine.parts.blueprint import Blueprint
+from pipespec.engine.parts.blueprint import Blueprint, folder_name
+from pipespec.engine.parts.cache_listing import entries
+from pipespec.engine.parts.repository import Repository
 from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
@@ -16,42 +17,72 @@ TARGET = resource_dir("demo") / "target"
 
 
 @pytest.fixture
-def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Blueprint:
+def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return Blueprint.from_json(Blueprint.of(TARGET).as_json())
+    return Blueprint.of(TARGET, as_folder=True).as_json()
 
 
 def test_a_described_checkpoint_is_built_in_the_parts_cache(
-    plan: Blueprint, tmp_path: Path
+    described: dict[str, Any], tmp_path: Path
 ) -> None:
-    plan.check_names()
+    plan = Blueprint.of_other_host(described)
     path = plan.build()
-    assert path.is_relative_to(tmp_path)
+    assert path == plan.path
+    assert path.is_relative_to(tmp_path / "pipespec" / "parts" / "folders--target")
     assert (path / "config.json").read_bytes() == (TARGET / "config.json").read_bytes()
     assert plan.shared.path == str(TARGET.absolute())
+    (entry,) = entries()
+    assert (entry.folder, entry.model, entry.current) == (path, "target", True)
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"name": "../elsewhere"},
+        {"name": f"models--target/{'0' * 40}"},
         {"file": "../m.gguf"},
-        {"small": {"../config.json": b"{}"}},
-        {"small": {"..": b"{}"}},
-        {"small": {".parts": b"{}"}},
-        {"headers": {"/tmp/m.safetensors": b""}},
+        {"small": {"../config.json": ""}},
+        {"small": {"..": ""}},
+        {"small": {".parts": ""}},
+        {"headers": {"/tmp/m.safetensors": ""}},
+        {"headers": {}},
     ],
     ids=str,
 )
 def test_a_description_that_leads_out_of_its_folder_is_refused(
-    change: dict[str, Any], plan: Blueprint
+    change: dict[str, Any], described: dict[str, Any]
 ) -> None:
     with pytest.raises(ModelError, match="is no folder of one checkpoint"):
-        replace(plan, **change).check_names()
+        Blueprint.of_other_host(described | change)
 
 
-def test_a_commit_that_leads_out_of_the_cache_is_refused(plan: Blueprint) -> None:
-    repository = replace(plan.repository, commit="../" * 13 + "x")
-    name = f"{plan.name.partition('/')[0]}/{repository.commit}"
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"commit": "../" * 13 + "x"},
+        {"on_hub": True},
+        {"repo": "org/target"},
+        {"path": None},
+        {"weights": {"../../x/m.safetensors": {"size": 1, "sha256": None}}},
+    ],
+    ids=str,
+)
+def test_a_repository_of_another_kind_is_refused(
+    change: dict[str, Any], described: dict[str, Any]
+) -> None:
+    """Its name is the one that it should have, so another reason must do."""
+    described["repository"] |= change
+    named = Repository.from_json(described["repository"])
+    described["name"] = folder_name(named)
     with pytest.raises(ModelError, match="is no folder of one checkpoint"):
-        replace(plan, repository=repository, name=name).check_names()
+        Blueprint.of_other_host(described)
+
+
+@pytest.mark.parametrize(
+    "described",
+    [None, [], {}, {"name": 1}, {"name": "x", "file": None, "repository": {"weights": 3}}],
+    ids=str,
+)
+def test_what_is_no_description_is_one_sentence(described: Any) -> None:
+    with pytest.raises(ModelError, match="what it says about its checkpoint is of no use"):
+        Blueprint.of_other_host(described)
