@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ from huggingface_hub import constants
 from pipespec.cli.main import main
 from pipespec.client.local_cluster import running
 from pipespec.cluster.deployment import decide
+from pipespec.cluster.source_model import SourceModel
+from pipespec.cluster.weight_distribution import _Distribution
+from pipespec.cluster.weight_plan import HUB
 from pipespec.config.compose import compose
 from pipespec.controller.log_records import Accepted
 from pipespec.core import SamplingParams
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.parts.parts_file import PartsFile
 from pipespec.engine.parts.repository import folder_of, ranges_of
+from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 from tests.helpers.hub import COMMIT, Hub, serving
 from tests.helpers.shards import shard
@@ -142,6 +147,48 @@ def test_of_hosts_that_share_a_file_system_one_fetches_for_all(
     layers = {f"model.layers.{number}.mlp.up_proj.weight" for number in range(4, 16)}
     assert tensors(tmp_path / "beta") >= layers | {"model.embed_tokens.weight"}
     assert fetched(capsys, *settings) == {}
+
+
+def test_a_launcher_that_is_no_host_fetches_for_a_host_with_its_cache(
+    hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An entry with variables is a host of its own. In the second layout the launcher reads for it
+    from beta, though nobody reads from the launcher at an address."""
+    for split in ([8, 8], [12, 4]):
+        setting = hosts_file(tmp_path, split)
+        file = Path(setting.partition("=")[2])
+        content = yaml.safe_load(file.read_text())
+        content["hosts"][0]["env"] = {"OMP_NUM_THREADS": "1"}
+        file.write_text(yaml.safe_dump(content))
+        fetched(capsys, setting, "model.target=org/model")
+        assert hub.weight_bytes <= 1.02 * size_of(served)
+        assert f"model.layers.{split[0] - 1}.mlp.up_proj.weight" in tensors(tmp_path / "alpha")
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["config.json", "../../../other/resolve/main/model.safetensors", "model.safetensors/..", ""],
+)
+def test_a_host_is_given_no_url_but_of_the_weights_of_this_start(hub: Hub, file: str) -> None:
+    """The token may open other repositories."""
+    hub.folders["org/other"] = hub.folders["org/model"]
+    model = SourceModel("target", inspect("org/model").path)
+    asked = _Distribution({"target": model}, lambda *_: None, pytest.fail).handlers("beta")
+    right = next(model.folder.glob("*.safetensors")).name
+    assert right in asked["locate"](kind="target", file=right, fresh=False)["url"]
+    before = hub.requests.copy()
+    for kind in ("target", "draft"):
+        with pytest.raises(ModelError, match="is no weight file that the hub has"):
+            asked["locate"](kind=kind, file=file, fresh=False)
+        with pytest.raises(ModelError, match="is no weight file that the hub has"):
+            asked["read"](kind=kind, source=HUB, file=file, start=0, stop=1)
+    for ask in (
+        partial(asked["read"], kind="target", source="gamma", file=file, start=0, stop=1),
+        partial(asked["unreachable"], source="gamma", why="it broke", reached=True),
+    ):
+        with pytest.raises(ModelError, match="'gamma' is no host of this start"):
+            ask()
+    assert hub.requests == before
 
 
 def test_two_starts_at_once_fetch_every_byte_once(hub: Hub, served: Path, tmp_path: Path) -> None:

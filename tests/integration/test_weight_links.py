@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipespec.cluster.weight_links import LinkFailed, WeightLink, WeightServer
+from pipespec.cluster import weight_links
+from pipespec.cluster.weight_links import (
+    _HEAD,
+    DATA,
+    HANDSHAKE_S,
+    WAIT,
+    LinkFailed,
+    WeightLink,
+    WeightServer,
+    _answer,
+)
 from pipespec.controller.certificate import Certificate
 from pipespec.errors import ModelError
 
@@ -90,8 +103,8 @@ def test_a_host_with_the_key_of_another_run_is_refused(server: WeightServer) -> 
 
 
 @pytest.mark.parametrize("how", ["no certificate", "another certificate"])
-def test_a_client_without_the_key_is_sent_nothing(
-    how: str, server: WeightServer, tmp_path: Path
+def test_a_client_without_the_key_is_refused(
+    how: str, server: WeightServer, certificate: Certificate, tmp_path: Path
 ) -> None:
     """One that trusts any server."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -99,11 +112,72 @@ def test_a_client_without_the_key_is_sent_nothing(
     if how == "another certificate":
         files = Certificate.make().write(tmp_path)
         context.load_cert_chain(files.cert, files.key)
-    received = b""
-    with suppress(OSError), context.wrap_socket(socket.create_connection(server.address)) as client:
+    with (
+        context.wrap_socket(socket.create_connection(server.address, 30)) as client,
+        pytest.raises(ssl.SSLError, match="ALERT"),
+    ):
+        client.recv(1)  # what it asks for might find the connection closed
+    # The same client with the key.
+    files = certificate.write(tmp_path)
+    context.load_cert_chain(files.cert, files.key)
+    with context.wrap_socket(socket.create_connection(server.address, 30)) as client:
         client.sendall(b'{"start": 0, "stop": 5}\n')
-        received = client.recv(5)
-    assert received == b""
+        assert client.recv(_HEAD.size) == _HEAD.pack(DATA, 5)
+
+
+@dataclass
+class Answered:
+    """A connection on which frames have come."""
+
+    frames: bytes
+
+    def makefile(self, _mode: str) -> io.BytesIO:
+        return io.BytesIO(self.frames)
+
+
+def frame(kind: int, payload: bytes) -> bytes:
+    return _HEAD.pack(kind, len(payload)) + payload
+
+
+@pytest.mark.parametrize(
+    "wrong", [frame(DATA, b"123456"), frame(WAIT, b"12"), frame(7, b"12"), frame(7, b"")], ids=str
+)
+def test_only_bytes_that_were_asked_for_are_taken(wrong: bytes) -> None:
+    answered: Any = Answered(frame(WAIT, b"") + frame(DATA, b"abc") + wrong)
+    chunks = _answer(answered, 8)
+    assert next(chunks) == b"abc"
+    with pytest.raises(ConnectionError, match="it sends something else than was asked for"):
+        next(chunks)
+    answered = Answered(frame(WAIT, b"") + frame(DATA, b"abc") + frame(DATA, b"12345"))
+    assert b"".join(_answer(answered, 8)) == b"abc12345"
+
+
+def test_clients_without_the_key_take_no_room_of_those_that_have_it(
+    server: WeightServer, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_links, "MOST_UNPROVEN", 2)
+    monkeypatch.setattr(weight_links, "MOST_PROVEN", 3)
+    link = WeightLink(server.address, certificate)
+    reading = [link.read(len(BLOB), start=0, stop=len(BLOB)) for _ in range(3)]
+    rest = [len(BLOB) - len(next(each)) for each in reading]  # each on a connection of its own
+    for _ in range(2):
+        with pytest.raises(LinkFailed) as failed:
+            list(link.read(5, start=0, stop=5))
+        assert failed.value.reached
+    with ExitStack() as stack:
+        others = [
+            stack.enter_context(socket.create_connection(server.address, 30)) for _ in range(3)
+        ]
+        assert others[2].recv(1) == b""
+        assert [sum(map(len, each)) for each in reading] == rest
+    link.close()
+
+
+def test_closing_ends_a_handshake(server: WeightServer) -> None:
+    with socket.create_connection(server.address, HANDSHAKE_S / 2) as client:
+        server.close()
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""
 
 
 @pytest.mark.parametrize("message", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)])
@@ -112,7 +186,8 @@ def test_other_protocols_are_closed_and_disturb_nothing(
 ) -> None:
     with socket.create_connection(server.address) as client:
         client.sendall(message)
-        client.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # it may be closed by now
+            client.shutdown(socket.SHUT_WR)
         with suppress(ConnectionResetError):
             while client.recv(4096):  # at most a TLS alert
                 pass
