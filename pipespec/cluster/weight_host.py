@@ -33,6 +33,7 @@ import os
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -209,12 +210,13 @@ class WeightHost:
     def expect(self, wanted: Mapping[str, Mapping[str, Collection[str]]]) -> None:
         """Have hosts that read these tensors (by model and file) wait until they are here. Raises
         ModelError."""
-        expected: dict[Path, RangeSet] = {}
+        expected: defaultdict[Path, RangeSet] = defaultdict(RangeSet)
         for kind, files in wanted.items():
             for name, tensors in files.items():
-                path = self._model(kind).file(name)
+                path = self._model(kind).file(name)  # of two models it may be the same
                 ranges = ranges_of(path)
-                expected[path] = RangeSet(ranges[tensor] for tensor in tensors)
+                for tensor in tensors:
+                    expected[path].add(ranges[tensor])
         self._arrivals.expect(expected)
 
     def fetch(self, kind: str, sources: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:

@@ -16,8 +16,8 @@ from pipespec.engine.parts.ranges import PIECE_BYTES
 
 # A tensor: model, file, name in the file.
 Key = tuple[str, str, str]
-# Names of sources; any other one is a host.
-HUB = "hub"
+# Among the names of sources, of which hosts' have no blanks.
+HUB = "the hub"
 
 
 @dataclass(frozen=True)

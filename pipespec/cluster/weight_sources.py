@@ -50,7 +50,7 @@ class RelayedSource:
     @property
     def name(self) -> str:
         """See `pipespec.engine.parts.fetching.Source`."""
-        return "the hub" if self._source == HUB else self._source
+        return self._source
 
     @property
     def max_gap(self) -> int:

@@ -13,6 +13,8 @@ from pipespec.cluster.weight_locks import lock_folders
 from pipespec.cluster.weight_peer import WeightPeer, on_this_machine
 from pipespec.engine.parts.blueprint import Blueprint
 from pipespec.engine.parts.folder_lock import RunLock
+from pipespec.engine.parts.repository import ranges_of
+from pipespec.errors import ModelError
 from pipespec.system.folders import resource_dir
 
 TARGET = resource_dir("demo") / "target"
@@ -109,3 +111,28 @@ def test_the_locks_of_the_launcher_end_after_what_it_fetches(
         peer.end()
         assert RunLock(plan.path, "other", "gamma").owner is None
     assert RunLock(plan.path, "other", "gamma").owner == "gamma"
+
+
+def test_two_models_in_one_folder_are_fetched_by_the_same_host(
+    plan: Blueprint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those who read what is fetched for either wait for it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("pipespec.cluster.weight_host.WAIT_S", 0)
+    described = plan.as_json()
+    described["repository"]["path"] = "/models/nowhere"
+    host = WeightHost()
+    for kind in ("target", "draft"):
+        host.prepare(kind, "/models/nowhere", described, ["0"])
+        assert host.lock(kind, "run", "beta") == {"owner": "beta"}
+    assert host.offer("target") == host.offer("draft")
+    (file,) = plan.headers
+    first, second, third, *_ = ranges_of(plan.path / file).items()
+    host.expect({"target": {file: [first[0]]}, "draft": {file: [second[0]]}})
+    for _, (start, _) in (first, second):
+        assert next(host.read("target", file, start, start + 1)) == b""
+    with pytest.raises(ModelError, match="neither here nor fetched in this start"):
+        next(host.read("draft", file, third[1][0], third[1][0] + 1))
+    with pytest.raises(ModelError, match="'mid' is no model of this start"):
+        next(host.read("mid", file, 0, 1))
+    host.unlock()
