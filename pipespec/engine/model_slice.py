@@ -31,7 +31,7 @@ from pipespec.engine.expert_stack import make_experts_batch_invariant
 from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.quantization import KEPT_FORMATS
-from pipespec.engine.recurrence.recurrent_layer import RecurrentLayers
+from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.row_blocks import make_batch_invariant
 from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, select_kv_heads

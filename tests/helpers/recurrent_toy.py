@@ -16,7 +16,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
-from pipespec.engine.recurrence.recurrent_layer import RecurrentLayers
+from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from tests.helpers.models import CONFIGS
 from tests.helpers.toy_pipeline import ToyModel
 

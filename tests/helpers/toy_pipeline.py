@@ -19,7 +19,7 @@ from pipespec.controller.verdict_exchange import unpack_verdicts
 from pipespec.core import Batch, PromptLogprobs, Request, Verdict
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.expert_counts import ExpertCounts
-from pipespec.engine.recurrence.recurrent_layer import RecurrentLayers
+from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.runner import SliceRunner
 from pipespec.head.proposers.draft_model import DraftModelProposer
 from pipespec.head.proposers.parallel import ParallelDraft

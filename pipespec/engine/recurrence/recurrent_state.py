@@ -1,103 +1,25 @@
-"""Makes the layers of a Transformers model that keep a running state compute batches of tree rows.
-
-Their modules call functions of their own Python module by name: one for the short convolution, one
-for the recurrence over a prompt. `attach` gives a module a copy of its `forward` in which those
-names are ours; everything else stays the model's. No cache is passed, so the module always takes
-its path for prompts.
-"""
+"""What a layer with a running state keeps, and how it computes batches of tree rows."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.recurrence import tree_rules
-from pipespec.engine.recurrence.recurrent_plan import (
-    NONE,
-    Fold,
-    RecurrentBook,
-    RecurrentPlan,
-    Trees,
-)
+from pipespec.engine.recurrence.recurrent_plan import NONE, Fold, RecurrentPlan, Trees
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
     from transformers.activations import ACT2FN
 
-# The functions of Transformers' modeling files that are replaced.
-CONVOLUTION = "causal_conv1d_fn"
-DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-SCAN = "mamba2_chunk_scan"
 
-
-class RecurrentLayers:
-    """The layers of a slice that keep a state, with the book and the plan that they share."""
-
-    def __init__(self, layers: Sequence[nn.Module], num_slots: int):
-        found = [
-            state
-            for layer in layers
-            for module in layer.modules()
-            if (state := attach(module)) is not None
-        ]
-        self.states = found
-        lengths = {state.history for state in found}
-        assert len(lengths) < 2, "the convolutions of a model are of one length"
-        self._book = RecurrentBook(num_slots, lengths.pop()) if found else None
-        for state in found:
-            state.owner = self
-        self.plan: _DevicePlan | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.states)
-
-    def end_sequence(self, page: int, *, retained: bool) -> None:
-        """The sequence of a page has ended; `retained`: others may share the beginning of its
-        text."""
-        if self._book is not None:
-            self._book.end(page, retained=retained)
-
-    def prepare(self, plan: AttentionPlan, device: torch.device) -> None:
-        """Use this plan in the next forward pass, which has to follow."""
-        if self._book is not None:
-            self.plan = _DevicePlan(self._book.plan(plan), device)
-
-    @torch.inference_mode()
-    def start_from(self, page: int, slots: np.ndarray) -> None:
-        """The sequence of a page begins with the tokens in these KV slots, `[tokens]`, of another
-        one: copy the state that is kept after them. Raises ModelError if there is none."""
-        if self._book is None:
-            return
-        to, source = self._book.start_from(page, slots)
-        for state in self.states:
-            state.copy(to, source, self._book.num_states)
-
-    @property
-    def num_states(self) -> int:
-        """The states of sequences and of their beginnings, which the next batch has room for."""
-        return 0 if self._book is None else self._book.num_states
-
-    @property
-    def capacity(self) -> int:
-        """The tree nodes that the next batch has room for."""
-        return 0 if self._book is None else self._book.capacity
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all states and entries that are allocated."""
-        return sum(state.num_bytes for state in self.states)
-
-
-class _DevicePlan:
+class DevicePlan:
     """A plan with its arrays on the device of the layers."""
 
     def __init__(self, plan: RecurrentPlan, device: torch.device):
@@ -133,6 +55,13 @@ class _DevicePlan:
 
 
 @dataclass(slots=True, eq=False)
+class SharedPlan:
+    """The plan of the batch that the layers of a slice compute."""
+
+    now: DevicePlan | None = None
+
+
+@dataclass(slots=True, eq=False)
 class RecurrentState:
     """What a module keeps between batches.
 
@@ -145,7 +74,7 @@ class RecurrentState:
     """
 
     history: int
-    owner: RecurrentLayers | None = None
+    shared: SharedPlan = field(default_factory=SharedPlan)
     pools: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -160,10 +89,9 @@ class RecurrentState:
                 pool[to] = pool[source]
 
     @property
-    def plan(self) -> _DevicePlan:
-        assert self.owner is not None
-        assert self.owner.plan is not None, "a forward pass has no plan"
-        return self.owner.plan
+    def plan(self) -> DevicePlan:
+        assert self.shared.now is not None, "a forward pass has no plan"
+        return self.shared.now
 
     # --- the functions that replace those of Transformers -----------------------------------------
 
@@ -393,36 +321,3 @@ def _at(values: Tensor, index: Tensor) -> Tensor:
 
 def _normalised(rows: Tensor) -> Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)
-
-
-def attach(module: nn.Module) -> RecurrentState | None:
-    """Let a module that convolves compute batches of tree rows; None: it is another one."""
-    forward = inspect.unwrap(type(module).forward)
-    names = set(getattr(forward, "__code__", _NO_CODE).co_names)
-    if CONVOLUTION not in names:
-        return None
-    kernels = [each for each in module.children() if isinstance(each, nn.Conv1d)]
-    assert len(kernels) == 1, f"{type(module).__name__} has {len(kernels)} convolutions"
-    state = RecurrentState(kernels[0].kernel_size[0] - 1)
-    ours: dict[str, Callable[..., Any]] = {CONVOLUTION: state.convolve}
-    space = forward.__globals__
-    for name in names.intersection(DELTA_RULES):
-        ours[name] = state.apply_delta_rule(space[name])
-    if SCAN in names:
-        ours[SCAN] = state.scan(space[SCAN])
-    copy = FunctionType(
-        forward.__code__,
-        {**space, **ours},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    module.forward = MethodType(copy, module)
-    return state
-
-
-def _no_code() -> None: ...
-
-
-_NO_CODE = _no_code.__code__

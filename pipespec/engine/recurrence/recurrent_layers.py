@@ -1,0 +1,113 @@
+"""Makes the layers of a Transformers model that keep a running state compute batches of tree rows.
+
+Their modules call functions of their own Python module by name: one for the short convolution, one
+for the recurrence over a prompt. `attach` gives a module a copy of its `forward` in which those
+names are ours; everything else stays the model's. No cache is passed, so the module always takes
+its path for prompts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipespec.engine.attention.attention_plan import AttentionPlan
+from pipespec.engine.recurrence.batch_planning import plan_batch
+from pipespec.engine.recurrence.recurrent_book import RecurrentBook
+from pipespec.engine.recurrence.recurrent_state import DevicePlan, RecurrentState, SharedPlan
+
+# The functions of Transformers' modeling files that are replaced.
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+SCAN = "mamba2_chunk_scan"
+
+
+class RecurrentLayers:
+    """The layers of a slice that keep a state, with the book and the plan that they share."""
+
+    def __init__(self, layers: Sequence[nn.Module], num_slots: int):
+        found = [
+            state
+            for layer in layers
+            for module in layer.modules()
+            if (state := attach(module)) is not None
+        ]
+        self.states = found
+        lengths = {state.history for state in found}
+        assert len(lengths) < 2, "the convolutions of a model are of one length"
+        self._book = RecurrentBook(num_slots, lengths.pop()) if found else None
+        self._plan = SharedPlan()
+        for state in found:
+            state.shared = self._plan
+
+    def __bool__(self) -> bool:
+        return bool(self.states)
+
+    def end_sequence(self, page: int, *, retained: bool) -> None:
+        """The sequence of a page has ended; `retained`: others may share the beginning of its
+        text."""
+        if self._book is not None:
+            self._book.end(page, retained=retained)
+
+    def prepare(self, plan: AttentionPlan, device: torch.device) -> None:
+        """Use this plan in the next forward pass, which has to follow."""
+        if self._book is not None:
+            self._plan.now = DevicePlan(plan_batch(self._book, plan), device)
+
+    @torch.inference_mode()
+    def start_from(self, page: int, slots: np.ndarray) -> None:
+        """The sequence of a page begins with the tokens in these KV slots, `[tokens]`, of another
+        one: copy the state that is kept after them. Raises ModelError if there is none."""
+        if self._book is None:
+            return
+        to, source = self._book.start_from(page, slots)
+        for state in self.states:
+            state.copy(to, source, self._book.num_states)
+
+    @property
+    def num_states(self) -> int:
+        """The states of sequences and of their beginnings, which the next batch has room for."""
+        return 0 if self._book is None else self._book.num_states
+
+    @property
+    def capacity(self) -> int:
+        """The tree nodes that the next batch has room for."""
+        return 0 if self._book is None else self._book.capacity
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states and entries that are allocated."""
+        return sum(state.num_bytes for state in self.states)
+
+
+def attach(module: nn.Module) -> RecurrentState | None:
+    """Let a module that convolves compute batches of tree rows; None: it is another one."""
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType) or CONVOLUTION not in forward.__code__.co_names:
+        return None
+    names = set(forward.__code__.co_names)
+    kernels = [each for each in module.children() if isinstance(each, nn.Conv1d)]
+    assert len(kernels) == 1, f"{type(module).__name__} has {len(kernels)} convolutions"
+    state = RecurrentState(kernels[0].kernel_size[0] - 1)
+    ours: dict[str, Callable[..., Any]] = {CONVOLUTION: state.convolve}
+    space = forward.__globals__
+    for name in names.intersection(DELTA_RULES):
+        ours[name] = state.apply_delta_rule(space[name])
+    if SCAN in names:
+        ours[SCAN] = state.scan(space[SCAN])
+    copy = FunctionType(
+        forward.__code__,
+        {**space, **ours},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(copy, module)
+    return state
