@@ -12,7 +12,6 @@ Copied to the same folder on another host, it lets that host ask the cluster too
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -30,6 +29,7 @@ import psutil
 from pipespec.client.model_info import ModelInfo
 from pipespec.errors import ConfigError
 from pipespec.system.atomic_write import write_atomically
+from pipespec.system.file_lock import lock_file
 from pipespec.system.folders import state_folder
 from pipespec.system.process_identity import find_process, is_ours, own_start_time
 from pipespec.system.validation import Missing, Unreadable, from_fields, parse_json, read_text
@@ -142,7 +142,7 @@ def claim(name: str) -> Iterator[None]:
     check_name(name)
     with kept_folder() as here:
         lock, stored = here / (name + LOCK), here / (name + ENTRY)
-        descriptor = _lock(lock)
+        descriptor = lock_file(lock)
     if descriptor is None:
         raise _taken(name)
     try:
@@ -329,28 +329,10 @@ def _read(file: Path, kind: type[T]) -> T | None:
 def _free(name: str) -> bool:
     """Whether no process holds a name, on any machine with this folder. Raises ConfigError."""
     with kept_folder() as here:
-        descriptor = _lock(here / (name + LOCK))
+        descriptor = lock_file(here / (name + LOCK))
     if descriptor is not None:
         os.close(descriptor)
     return descriptor is not None
-
-
-def _lock(file: Path) -> int | None:
-    """The descriptor of a file that is locked as long as it is open; None if another has it."""
-    while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        if file.exists() and os.path.samestat(os.fstat(descriptor), file.stat()):
-            return descriptor
-        # Its holder removed it between our two calls.
-        os.close(descriptor)
 
 
 def _machine() -> str:

@@ -22,12 +22,11 @@ from pipespec.controller.cluster_status import read_status
 from pipespec.controller.log_records import Accepted, Finished
 from pipespec.controller.membership import Membership
 from pipespec.core import SamplingParams
-from pipespec.sampling.distribution import TokenCounts
 from pipespec.system.folders import resource_dir
 from tests.helpers import models
 from tests.helpers.clusters import Clusters
 from tests.helpers.proposers import POLICIES
-from tests.helpers.sampling import sample
+from tests.helpers.sampling import plain_loop
 from tests.helpers.waiting import until
 from tools.rig import cluster
 
@@ -113,18 +112,6 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
         assert max(statistics["tokens_per_step"] for *_, statistics in answers) * stages > 1.2
 
 
-@torch.no_grad()
-def _plain_loop(path: Path, prompt: list[int]) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    answer: list[int] = []
-    while len(answer) < TOKENS:
-        text = prompt + answer
-        logits = model(torch.tensor([text])).logits[0, -1]
-        counts = TokenCounts(prompt, answer, len(logits), logits.device)
-        answer.append(sample(logits, SAMPLED, len(text), counts))
-    return answer
-
-
 @pytest.mark.parametrize(
     "model_type", [FAMILIES[0], *(pytest.param(f, marks=pytest.mark.long) for f in FAMILIES[1:])]
 )
@@ -134,7 +121,7 @@ def test_a_sampled_text_is_that_of_a_plain_loop(target, redis, model_type):
     deployment = cluster.make_deployment(path, path, "cluster.stages=2", *POLICIES["best_first"])
     request = {"prompt": tuple(prompt), "max_new_tokens": TOKENS, "sampling": SAMPLED}
     ((tokens, *_),) = cluster.decode(deployment, redis, [request])
-    assert tokens == _plain_loop(path, prompt)
+    assert tokens == plain_loop(path, prompt, SAMPLED, TOKENS)
 
 
 # --- many requests, in real processes ---------------------------------------------------------

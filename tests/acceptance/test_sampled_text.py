@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from pipespec.config import choices
 from pipespec.core import RELAXED, STRICT, SamplingParams
-from pipespec.sampling.distribution import TokenCounts
 from tests.helpers import models
 from tests.helpers.matrix import some_of
 from tests.helpers.proposers import proposer_overrides, write_truth
-from tests.helpers.sampling import sample
+from tests.helpers.sampling import plain_loop
 from tools.rig import cluster
 
 NUM_TOKENS = 10
@@ -59,20 +58,6 @@ REQUESTS = [
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     return models.build("llama", tmp_path_factory.mktemp("tiny"))
-
-
-@torch.no_grad()
-def plain_loop(
-    target: Path, prompt: list[int], asked: SamplingParams, num_tokens: int
-) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    answer: list[int] = []
-    while len(answer) < num_tokens:
-        text = prompt + answer
-        logits = model(torch.tensor([text])).logits[0, -1]
-        tally = TokenCounts(prompt, answer, len(logits), logits.device)
-        answer.append(sample(logits, asked, len(text), tally))
-    return answer
 
 
 @pytest.fixture(scope="module")

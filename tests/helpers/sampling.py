@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.sampling.distribution import TokenCounts, adjust
@@ -68,3 +70,18 @@ def some_logits(seed: int, size: int = VOCAB) -> Tensor:
     """Random logits `[size]`."""
     generator = torch.Generator().manual_seed(seed)
     return 3 * torch.randn(size, generator=generator)
+
+
+@torch.no_grad()
+def plain_loop(
+    target: Path, prompt: list[int], asked: SamplingParams, num_tokens: int
+) -> list[int]:
+    """The answer sampled by Hugging Face's forward over the whole text, one token at a time."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    answer: list[int] = []
+    while len(answer) < num_tokens:
+        text = prompt + answer
+        logits = model(torch.tensor([text])).logits[0, -1]
+        counts = TokenCounts(prompt, answer, len(logits), logits.device)
+        answer.append(sample(logits, asked, len(text), counts))
+    return answer

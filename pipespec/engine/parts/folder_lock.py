@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ from typing import Any
 from pipespec.engine.parts.parts_file import RECORDS, reported
 from pipespec.errors import ModelError
 from pipespec.system.atomic_write import write_atomically
+from pipespec.system.file_lock import lock_file
 from pipespec.system.validation import Unreadable, read_json
 
 log = logging.getLogger(__name__)
@@ -75,28 +75,8 @@ class RunLock:
 def _locked(folder: Path, *, wait: bool) -> int | None:
     """A descriptor that holds the lock; None: another process does. Raises OSError."""
     path = folder / RECORDS / "lock"
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if _is_at(path, descriptor):
-                return descriptor
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether a file is still there: the process that held its lock may have removed the folder."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return lock_file(path, wait=wait)
 
 
 def _holder(folder: Path) -> str:

@@ -16,7 +16,7 @@ from pipespec.engine.recurrence.recurrent_plan import NONE, Fold, RecurrentPlan,
 SHORT_RUN = 16
 
 
-def plan_batch(book: RecurrentBook, plan: AttentionPlan) -> RecurrentPlan:
+def plan_batch(book: RecurrentBook, plan: AttentionPlan) -> RecurrentPlan[np.ndarray]:
     """The plan of a batch, which is computed next."""
     return _Planning(book, plan).result()
 
@@ -86,15 +86,22 @@ class _Planning:
         columns = np.flatnonzero(~np.isin(part.tree, own))
         live = self._read(part.tree[columns])
         book.keep_only(page, self._entries[-1])
-        slots = np.concatenate((pages[:base], own[:num_committed]))
+        end = base + num_committed
+
+        def last(length: int) -> int:
+            """The slot of the last of so many tokens."""
+            if not length:
+                return NONE
+            return int(own[length - 1 - base] if length > base else pages[length - 1])
+
         state, kept = book.state_of(page), NONE
-        book.set_state(state, len(slots), int(slots[-1]) if len(slots) else NONE)
-        if keeps and num_committed and len(slots) > 1:
+        book.set_state(state, end, last(end))
+        if keeps and num_committed and end > 1:
             kept = book.state_of(page, kept=True)
-            book.set_state(kept, len(slots) - 1, int(slots[-2]))
+            book.set_state(kept, end - 1, last(end - 1))
         return _Sequence(state, length, base, pending, live, columns, num_committed, kept, part)
 
-    def result(self) -> RecurrentPlan:
+    def result(self) -> RecurrentPlan[np.ndarray]:
         book, plan = self._book, self._plan
         num_rows, history = len(plan.write), book.history
         first_row = self._num_entries
@@ -136,7 +143,7 @@ class _Planning:
             num_states=book.num_states,
             fresh=np.array(self._fresh, np.int64),
             entries=entries,
-            folds=_folds(self._sequences, zero),
+            fold=_fold(self._sequences, zero),
             runs=runs,
             trees=_groups(trees, zero),
             stored_rows=np.concatenate(stored_rows),
@@ -235,17 +242,17 @@ def _base(part: Segment, num_committed: int) -> int:
     return int(part.positions[0]) if num_committed else len(part.prefix)
 
 
-def _folds(sequences: Sequence[_Sequence], zero: int) -> list[Fold[np.ndarray]]:
+def _fold(sequences: Sequence[_Sequence], zero: int) -> Fold[np.ndarray] | None:
     found = [each for each in sequences if len(each.pending)]
     if not found:
-        return []
+        return None
     longest = max(len(each.pending) for each in found)
     sources = np.full((len(found), longest), zero)
     valid = np.zeros((len(found), longest), bool)
     for row, each in enumerate(found):
         sources[row, : len(each.pending)] = each.pending
         valid[row, : len(each.pending)] = True
-    return [Fold(np.array([each.state for each in found]), sources, valid)]
+    return Fold(np.array([each.state for each in found]), sources, valid)
 
 
 def _groups(trees: Sequence[_Tree], zero: int) -> list[Trees[np.ndarray]]:
@@ -291,7 +298,7 @@ def _group(trees: Sequence[_Tree], zero: int) -> Trees[np.ndarray]:
         states=states,
         rows=rows,
         columns=columns,
-        ancestors=ancestors,
+        ancestors=ancestors.astype(np.float32),
         path=path,
         first=first,
         own=own,

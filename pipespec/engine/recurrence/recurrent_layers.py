@@ -20,7 +20,7 @@ from torch import nn
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.recurrence.batch_planning import plan_batch
 from pipespec.engine.recurrence.recurrent_book import RecurrentBook
-from pipespec.engine.recurrence.recurrent_state import DevicePlan, RecurrentState, SharedPlan
+from pipespec.engine.recurrence.recurrent_state import RecurrentState, SharedPlan, on_device
 
 # The functions of Transformers' modeling files that are replaced.
 CONVOLUTION = "causal_conv1d_fn"
@@ -58,7 +58,7 @@ class RecurrentLayers:
     def prepare(self, plan: AttentionPlan, device: torch.device) -> None:
         """Use this plan in the next forward pass, which has to follow."""
         if self._book is not None:
-            self._plan.now = DevicePlan(plan_batch(self._book, plan), device)
+            self._plan.now = on_device(plan_batch(self._book, plan), device)
 
     @torch.inference_mode()
     def start_from(self, page: int, slots: np.ndarray) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import numpy as np
-
 NONE = -1
 
 T = TypeVar("T")  # of an array: NumPy's, or a tensor on the device of the layers
@@ -39,7 +37,8 @@ class Trees(Generic[T]):
 
     Attributes:
         states: `[B]`. rows: of the batch, `[B, R]`; padding repeats a row. columns: sources, by
-            rising position, `[B, C]`. ancestors: bool `[B, R, C]`, the row itself included.
+            rising position, `[B, C]`. ancestors: float32 `[B, R, C]`, 1 where a column is one of
+            the row, itself included, and else 0.
         path: the columns of the ancestors of each row, the row first, `[B, R, L]`, filled up with
             C; `first`: the first row that has so many, in any of the trees.
         own: the column of each row, `[B, R]`. alone: the rows without padding, and `places`: where
@@ -62,7 +61,7 @@ class Trees(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecurrentPlan:
+class RecurrentPlan(Generic[T]):
     """What a layer does with a batch: fold, run, compute the trees, and store.
 
     A *source* is an index into the entries that are read (`entries`), followed by the batch's rows
@@ -71,6 +70,8 @@ class RecurrentPlan:
     Attributes:
         capacity, num_states: the entries and states that there must be room for.
         fresh: states that start from zero.
+        fold: of what was committed since, if anything was. runs: of many committed rows. trees: of
+            all other rows.
         entries: int64 `[e]`. stored_rows, stored_entries: rows that become nodes, `[n]` each.
         states: of all sequences, `[s]`. before: the sources of the inputs before each row, the
             nearest first, `[rows, history]`. tails: those of the last inputs of each state
@@ -79,13 +80,13 @@ class RecurrentPlan:
 
     capacity: int
     num_states: int
-    fresh: np.ndarray
-    entries: np.ndarray
-    folds: list[Fold[np.ndarray]]
+    fresh: T
+    entries: T
+    fold: Fold[T] | None
     runs: list[Run]
-    trees: list[Trees[np.ndarray]]
-    stored_rows: np.ndarray
-    stored_entries: np.ndarray
-    states: np.ndarray
-    before: np.ndarray
-    tails: np.ndarray
+    trees: list[Trees[T]]
+    stored_rows: T
+    stored_entries: T
+    states: T
+    before: T
+    tails: T

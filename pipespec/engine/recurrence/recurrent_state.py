@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -12,53 +12,31 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipespec.engine.recurrence import tree_rules
-from pipespec.engine.recurrence.recurrent_plan import NONE, Fold, RecurrentPlan, Trees
+from pipespec.engine.recurrence.recurrent_plan import NONE, RecurrentPlan
 from pipespec.system.silence_warnings import silence_warnings
 
 with silence_warnings():
     from transformers.activations import ACT2FN
 
 
-class DevicePlan:
-    """A plan with its arrays on the device of the layers."""
-
-    def __init__(self, plan: RecurrentPlan, device: torch.device):
-        self.capacity, self.num_states = plan.capacity, plan.num_states
-        self.runs = plan.runs
-
-        def move(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
-        self.fresh, self.entries = move(plan.fresh), move(plan.entries)
-        self.stored_rows, self.stored_entries = move(plan.stored_rows), move(plan.stored_entries)
-        self.states, self.before = move(plan.states), move(plan.before)
-        self.tails = move(plan.tails)
-        self.folds = [
-            Fold(move(each.states), move(each.sources), move(each.valid)) for each in plan.folds
-        ]
-        self.trees = [
-            Trees(
-                states=move(each.states),
-                rows=move(each.rows),
-                columns=move(each.columns),
-                ancestors=move(each.ancestors),
-                path=move(each.path),
-                first=each.first,
-                own=move(each.own),
-                alone=move(each.alone),
-                places=move(each.places),
-                committed=move(each.committed),
-                commits=each.commits,
-            )
-            for each in plan.trees
-        ]
+def on_device(plan: Any, device: torch.device) -> Any:
+    """A plan, or a part of one, with tensors on the device of the layers for its arrays."""
+    if isinstance(plan, np.ndarray):
+        return torch.from_numpy(plan).to(device)
+    if isinstance(plan, list):
+        return [on_device(each, device) for each in plan]
+    if is_dataclass(plan):
+        parts = {each.name: getattr(plan, each.name) for each in fields(plan)}
+        made = {name: on_device(part, device) for name, part in parts.items()}
+        return type(plan)(**made)  # type: ignore[misc]
+    return plan
 
 
 @dataclass(slots=True, eq=False)
 class SharedPlan:
     """The plan of the batch that the layers of a slice compute."""
 
-    now: DevicePlan | None = None
+    now: RecurrentPlan[Tensor] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +67,7 @@ class RecurrentState:
                 pool[to] = pool[source]
 
     @property
-    def plan(self) -> DevicePlan:
+    def plan(self) -> RecurrentPlan[Tensor]:
         assert self.shared.now is not None, "a forward pass has no plan"
         return self.shared.now
 
@@ -230,7 +208,7 @@ class RecurrentState:
         own = torch.zeros_like(rows.values) if rows.strengths is not None else rows.values
         all_updates = sources(updates, own)
         first = len(plan.entries)
-        for fold in plan.folds:
+        if (fold := plan.fold) is not None:
             folded = tree_rules.fold(
                 states.index_select(0, fold.states),
                 _at(all_keys, fold.sources),

@@ -54,10 +54,10 @@ class Paths:
     `[B, R, H, D]`."""
 
     def __init__(self, decays: Tensor, ancestors: Tensor, path: Tensor, first: tuple[int, ...]):
-        """Log `decays` `[B, C, H, D]` of the columns; bool `ancestors` `[B, R, C]`, the row
+        """Log `decays` `[B, C, H, D]` of the columns; `ancestors` `[B, R, C]`, 1 or 0, the row
         included; the same as columns, the nearest first, int64 `path` `[B, R, L]`, filled up with
         C; `first` `[L]` is the first row that has so many."""
-        self._decays, self._ancestors, self._path = decays, ancestors.to(decays.dtype), path
+        self._decays, self._ancestors, self._path = decays, ancestors, path
         self._first = first
         self.from_tip = torch.einsum("brc,bchd->brhd", self._ancestors, decays).exp()
 
