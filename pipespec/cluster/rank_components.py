@@ -32,7 +32,7 @@ from pipespec.head.proposers.proposer import Proposer
 from pipespec.head.scheduler_types import SchedulerConfig
 from pipespec.head.scoring import Scoring
 from pipespec.head.sequence import StopCheck
-from pipespec.placement.measurements import draft_slots
+from pipespec.placement.rank_needs import draft_slots
 from pipespec.text import StopChecker
 
 log = logging.getLogger(__name__)

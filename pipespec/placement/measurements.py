@@ -6,7 +6,6 @@ becomes what the other takes, with what the configuration asks of memory.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
@@ -18,13 +17,12 @@ from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, automatic
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
+from pipespec.placement.rank_needs import STATES, kept_layer_bytes, num_slots
 from pipespec.placement.slices import GIB
 from pipespec.system.validation import Unreadable, from_fields, read_json
 
 # What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
 RUNTIME_BYTES = 512 * 2**20
-# Running states of a request: its own, and that which is kept of its prompt.
-STATES = 2
 
 
 Number = int | float
@@ -156,38 +154,6 @@ def _numbers(value: Any) -> Iterator[Number]:
             yield from _numbers(item)
 
 
-def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
-    """Token slots that the KV pool of a stage, or of the head's draft, has at least: one
-    sequence's text, and draft tokens."""
-    return sum(slots_by_setting(config, context=context, num_ranks=num_ranks, head=head).values())
-
-
-def draft_slots(config: Config, *, num_ranks: int, head: bool) -> int:
-    """Those of them that are not for text."""
-    return num_slots(config, context=0, num_ranks=num_ranks, head=head)
-
-
-def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool) -> Counter[str]:
-    """The slots of `num_slots`, by the setting that asks for them.
-
-    Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it has
-    expanded: of many requests as much as of two, as they share its rounds. One batch more of each
-    is on its way in before a verdict frees the last.
-    """
-    chunk = config.decode.prefill_chunk
-    # Running free, every link can hold a batch, and so can every rank.
-    in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
-    found = Counter({"model.context": context})
-    found["policy.width"] += max(config.max_rows - chunk, 0)
-    found["decode.prefill_chunk"] += min(config.max_rows, chunk)
-    if head:
-        held = max(each.max_held(num_ranks) for each in config.policies)
-        found["policy.capacity"] += min(config.scheduler.max_num_seqs, 2) * held
-    else:
-        found["policy.width"] += in_flight * config.fed_rows
-    return found
-
-
 def choose_dtype(hosts_file: HostsFile, config: Config) -> str:
     """The type of plain weights: bfloat16 if no stage can be on a CPU, unless another is set."""
     if config.model.dtype != "auto":
@@ -313,19 +279,6 @@ def _whole_bytes(
     own = info.compute_dtype(dtype)
     held = info.weight_format(quantization, config.model.keep_quantized, dtype)
     return info.loaded(dtype, held).total + sum(kept_layer_bytes(info, own, config, pool, context))
-
-
-def kept_layer_bytes(
-    info: CheckpointInfo, dtype: str, config: Config, slots: int, context: int
-) -> tuple[int, ...]:
-    """Bytes of K and V in so many slots, of which `context` are for text, and of the running states
-    of one request, in each layer of a model."""
-    of_slot = info.kv_bytes(dtype, config.model.kv_dtype)
-    return tuple(
-        slots * of_slot * info.kv_layers(layer)
-        + info.recurrent_bytes(layer, dtype, STATES, slots - context)
-        for layer in (range(number, number + 1) for number in range(info.num_layers))
-    )
 
 
 def _kept_of(target: ModelSizes, slots: int, context: int, slot_bytes: float) -> tuple[int, ...]:

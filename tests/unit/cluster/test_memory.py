@@ -28,7 +28,7 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import this_machine
 from pipespec.engine.tensor_parallel import TPRank
 from pipespec.errors import ConfigError
-from pipespec.placement.measurements import num_slots
+from pipespec.placement.rank_needs import num_slots
 
 POOL = ("model.context", "policy.width", "policy.capacity", "decode.prefill_chunk")
 

@@ -16,7 +16,7 @@ from pipespec.errors import ConfigError
 from pipespec.head.policies.level import Level
 from pipespec.head.policies.root import Root
 from pipespec.instruments.bench.comparison import Comparison, composed, parts, policies_of
-from pipespec.placement.measurements import draft_slots
+from pipespec.placement.rank_needs import draft_slots
 from tests.helpers.figures import result
 
 # --- what is asked ----------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+"""How many KV slots a rank needs, and what K and V and running states of its layers take."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pipespec.config.schema import Config
+from pipespec.engine.checkpoint import CheckpointInfo
+
+# Running states of a request: its own, and that which is kept of its prompt.
+STATES = 2
+
+
+def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
+    """Token slots that the KV pool of a stage, or of the head's draft, has at least: one
+    sequence's text, and draft tokens."""
+    return sum(slots_by_setting(config, context=context, num_ranks=num_ranks, head=head).values())
+
+
+def draft_slots(config: Config, *, num_ranks: int, head: bool) -> int:
+    """Those of them that are not for text."""
+    return num_slots(config, context=0, num_ranks=num_ranks, head=head)
+
+
+def slots_by_setting(config: Config, *, context: int, num_ranks: int, head: bool) -> Counter[str]:
+    """The slots of `num_slots`, by the setting that asks for them.
+
+    Beside the text, a stage holds the nodes of the steps in flight; the draft whatever it has
+    expanded: of many requests as much as of two, as they share its rounds. One batch more of each
+    is on its way in before a verdict frees the last.
+    """
+    chunk = config.decode.prefill_chunk
+    # Running free, every link can hold a batch, and so can every rank.
+    in_flight = num_ranks + 1 if config.cluster.sync == "lockstep" else 2 * num_ranks
+    found = Counter({"model.context": context})
+    found["policy.width"] += max(config.max_rows - chunk, 0)
+    found["decode.prefill_chunk"] += min(config.max_rows, chunk)
+    if head:
+        held = max(each.max_held(num_ranks) for each in config.policies)
+        found["policy.capacity"] += min(config.scheduler.max_num_seqs, 2) * held
+    else:
+        found["policy.width"] += in_flight * config.fed_rows
+    return found
+
+
+def kept_layer_bytes(
+    info: CheckpointInfo, dtype: str, config: Config, slots: int, context: int
+) -> tuple[int, ...]:
+    """Bytes of K and V in so many slots, of which `context` are for text, and of the running states
+    of one request, in each layer of a model."""
+    of_slot = info.kv_bytes(dtype, config.model.kv_dtype)
+    return tuple(
+        slots * of_slot * info.kv_layers(layer)
+        + info.recurrent_bytes(layer, dtype, STATES, slots - context)
+        for layer in (range(number, number + 1) for number in range(info.num_layers))
+    )
