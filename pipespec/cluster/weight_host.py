@@ -274,7 +274,8 @@ class WeightHost:
     def check(self, kind: str) -> None:
         """Raise ModelError if a whole file has another hash than the hub states."""
         model = self._model(kind)
-        check_whole(model.folder, model.blueprint.repository)
+        hub = RelayedSource(self._launcher, kind, HUB, self._direct(kind, model, HUB, None))
+        check_whole(model.folder, model.blueprint.repository, hub)
 
     def read(self, kind: str, file: str, start: int, stop: int) -> Iterator[bytes]:
         """The bytes of a part of a file of this host, which waits for those that it fetches itself

@@ -138,22 +138,37 @@ def fetch(
         return _Fetch(files, sources, on_progress, on_bytes).run()
 
 
-def check_whole(folder: Path, repository: Repository) -> None:
-    """Compare the files that are here as a whole with the hashes that the hub states. Raises
-    ModelError, and forgets the file, if one differs."""
+def check_whole(folder: Path, repository: Repository, source: Source) -> None:
+    """Compare the files whose tensors are all here with the hashes that the hub states.
+
+    Args:
+        source: has every byte; it is asked for those between tensors only where they are neither
+            here nor zeros.
+
+    Raises ModelError, and forgets the file, if one differs; ModelError of the source.
+    """
     for name, stated in repository.weights.items():
-        _check_file(folder / name, stated)
+        _check_file(folder / name, stated, source)
 
 
-def _check_file(path: Path, stated: HubFile) -> None:
+def _check_file(path: Path, stated: HubFile, source: Source) -> None:
     if stated.sha256 is None or not is_partial(path):
         return
-    file = PartsFile(path)
-    whole = (0, stated.size)
-    if whole not in file.here or _WHOLE in file.hashes:
+    file, ranges = PartsFile(path), ranges_of(path)
+    if _WHOLE in file.hashes or any(each not in file.here for each in ranges.values()):
         return
-    if file.hash(whole) != stated.sha256:
-        ranges = ranges_of(path)
+    # Hosts send one another no padding between tensors. It is read as zeros, which it should be.
+    padding = pieces([(0, stated.size)], file.here, max_gap=0)
+    right = file.hash((0, stated.size)) == stated.sha256
+    if padding and not right:
+        for part in padding:
+            _write_piece(source, file, part)
+        right = file.hash((0, stated.size)) == stated.sha256
+    elif padding:
+        with reported(path):
+            for part in padding:
+                file.commit(part, file.hash(part))
+    if not right:
         with reported(path):
             file.forget(ranges.values(), ranges)
         raise ModelError(
@@ -233,24 +248,13 @@ class _Fetch:
             self._piece(source, file, part)
 
     def _piece(self, source: Source, wanted: _File, part: Range) -> None:
-        """Fetch one piece and record it. Nothing is written outside it: the neighbours may be
-        recorded, and would not be looked at again."""
-        found = hashlib.sha256()
-        at, name = part[0], wanted.file.path.name
-        with reported(wanted.file.path), wanted.file.opened() as descriptor:
-            for chunk in source.read(name, part):
-                if self._stop.is_set():
-                    raise _Stopped
-                if at + len(chunk) > part[1]:
-                    raise _wrong_length(source, name, part, "more")
-                found.update(chunk)
-                os.pwrite(descriptor, chunk, at)
-                self._on_bytes(name, (at, at + len(chunk)))
-                at += len(chunk)
-                self._moved(len(chunk))
-            if at < part[1]:
-                raise _wrong_length(source, name, part, "fewer")
-            wanted.file.commit(part, found.hexdigest())
+        """Fetch one piece and record it."""
+
+        def written(chunk: Range) -> None:
+            self._on_bytes(wanted.file.path.name, chunk)
+            self._moved(chunk[1] - chunk[0])
+
+        _write_piece(source, wanted.file, part, written, self._stop)
 
     def _moved(self, count: int) -> None:
         with self._lock:
@@ -282,6 +286,32 @@ class _Fetch:
                     raise _Stopped
                 found[name] = wanted.file.hash(wanted.ranges[name])
             wanted.file.commit_tensors(found)
+
+
+def _write_piece(
+    source: Source,
+    file: PartsFile,
+    part: Range,
+    on_bytes: Callable[[Range], None] = lambda part: None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Fetch one piece and record it, unless it is to `stop`. Nothing is written outside it: the
+    neighbours may be recorded, and would not be looked at again."""
+    found = hashlib.sha256()
+    at, name = part[0], file.path.name
+    with reported(file.path), file.opened() as descriptor:
+        for chunk in source.read(name, part):
+            if stop is not None and stop.is_set():
+                raise _Stopped
+            if at + len(chunk) > part[1]:
+                raise _wrong_length(source, name, part, "more")
+            found.update(chunk)
+            os.pwrite(descriptor, chunk, at)
+            on_bytes((at, at + len(chunk)))
+            at += len(chunk)
+        if at < part[1]:
+            raise _wrong_length(source, name, part, "fewer")
+        file.commit(part, found.hexdigest())
 
 
 def _await(futures: Collection[Future[None]]) -> None:

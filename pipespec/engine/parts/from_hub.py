@@ -34,5 +34,5 @@ def fetch_parts(
     }
     source = HubSource(HubClient(repository.repo), repository)
     fetched = fetch(folder, [(source, wanted)], on_progress)
-    check_whole(folder, repository)
+    check_whole(folder, repository, source)
     return fetched
