@@ -3,7 +3,8 @@ hundreds.
 
 A graph always computes a fixed number of rows, its *bucket*; a smaller batch is padded. So the
 shapes of the matrix products do not depend on the number of draft tokens in a batch, nor does the
-result of a row. Inputs, positions and the device plan are in tensors with fixed addresses.
+result of a row. Inputs, positions and plans are in tensors with fixed addresses. So are the pools
+of layers with a running state until they grow; the graph is then captured anew.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.attention.device_plan import DevicePlanBackend, PlanCapacity
+from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
+from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
 
 # Runs before the capture, in which libraries select their kernels.
 WARM_UP = 3
@@ -49,6 +52,7 @@ class CapturedGraph:
         compute: Callable[[Tensor, Tensor], Tensor],
         inputs: Tensor,
         attention: DevicePlanBackend,
+        recurrent: RecurrentLayers,
         num_slots: int,
         capture: CaptureFunction = capture_cuda_graph,
     ) -> None:
@@ -56,30 +60,58 @@ class CapturedGraph:
         the rows of the bucket. No KV slot may be in use meanwhile."""
         self.rows = len(inputs)
         self._compute = compute
-        self._attention = attention
+        self._attention, self._recurrent = attention, recurrent
         self._inputs = torch.zeros_like(inputs)
         self._positions = torch.zeros(self.rows, dtype=torch.int64, device=inputs.device)
         self._flat = attention.reserve(self.rows)
+        self._fixed = recurrent.reserve(self.rows, inputs.device)
+        self._capture_by = capture
         slot = np.zeros(1, np.int64)
         attention.prepare(causal_plan(slot[:0], slot), self._flat)
-        for _ in range(WARM_UP):
-            self._forward()
-        self._replay, self._result = capture(self._forward)
+        self._capture()
         self._self_test(inputs, num_slots)
 
-    def run(self, inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor | None:
+    def run(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        states: RecurrentPlan[np.ndarray] | None = None,
+    ) -> Tensor | None:
         """The result of `compute` for a batch of at most `self.rows` rows; None: its plan does not
-        fit."""
+        fit. `states`: what layers with a running state do, if there are any."""
         if not self._flat.capacity.holds(PlanCapacity.of(plan)):
+            return None
+        if states is not None and not self._holds(states):
             return None
         rows = len(positions)
         self._inputs[:rows].copy_(inputs, non_blocking=True)
         self._positions[:rows].copy_(positions, non_blocking=True)
         self._attention.prepare(plan, self._flat)
+        if states is not None and self._fixed is not None:
+            if self._num_growths != self._recurrent.num_growths:
+                self._capture()
+            self._fixed.fill(states)
         self._replay()
         return self._result[:rows].clone()  # the next replay overwrites it
 
+    def _holds(self, states: RecurrentPlan[np.ndarray]) -> bool:
+        fixed = self._fixed
+        return fixed is not None and fixed.holds(states) and self._recurrent.fits(states)
+
+    def _capture(self) -> None:
+        """Capture the forward pass. What it stores is overwritten by the next replay, or belongs to
+        no sequence."""
+        if self._fixed is not None:
+            self._fixed.clear()
+        for _ in range(WARM_UP):
+            self._forward()
+        self._replay, self._result = self._capture_by(self._forward)
+        self._num_growths = self._recurrent.num_growths
+
     def _forward(self) -> Tensor:
+        if self._fixed is not None:
+            self._recurrent.use_fixed(self._fixed)
         return self._compute(self._inputs, self._positions)
 
     def _self_test(self, inputs: Tensor, num_slots: int) -> None:
@@ -89,10 +121,13 @@ class CapturedGraph:
         slots = np.arange(num_slots)
         for rows in TEST_ROWS:
             rows = min(rows, self.rows, num_slots - length)
+            if self._fixed is not None:
+                rows = min(rows, self._fixed.depth)
             if not rows:
                 break
             plan = causal_plan(slots[:length], slots[length : length + rows], imagined=True)
-            replayed = self.run(inputs[:rows], torch.arange(length, length + rows), plan)
+            states = self._recurrent.plan(plan)
+            replayed = self.run(inputs[:rows], torch.arange(length, length + rows), plan, states)
             if replayed is None or not replayed.equal(self._forward()[:rows]):
                 raise ValueError("replaying the graph gives other values than computing")
             length += rows

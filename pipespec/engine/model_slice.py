@@ -290,13 +290,14 @@ class ModelSlice:
         """
         if self._driver is not None:
             self._driver(inputs, plan)
+        states = self.recurrent.plan(plan)
         for graph in self._graphs:
             if len(positions) <= graph.rows:
-                replayed = graph.run(inputs, positions, plan)
+                replayed = graph.run(inputs, positions, plan, states)
                 if replayed is not None:
                     return replayed
         self._slice.attention.prepare(plan)
-        self.recurrent.prepare(plan, self.device)
+        self.recurrent.use(states, self.device)
         inputs, positions = inputs.to(self.device), positions.to(self.device)
         if self._compiled is not None:
             return self._compiled(inputs, positions)
@@ -355,11 +356,6 @@ class ModelSlice:
         What cannot be captured, or gives other results, is computed as before; `refused` says why.
         """
         self._graphs = []
-        if self.recurrent:
-            self.refused.append(
-                "The slice is computed without graphs, as some layers keep a running state."
-            )
-            return
         if self.group is not None and not self.group.supports_graphs:
             self.refused.append(
                 "The slice is computed without graphs, as the host adds up the results of its "
@@ -367,13 +363,16 @@ class ModelSlice:
             )
             return
         attention = self._slice.attention
+        self.recurrent.make_room(max(buckets, default=0))
         for rows in sorted(buckets):
             inputs, _, _ = self.example_batch(rows)
             try:
                 if not isinstance(attention, DevicePlanBackend):
                     raise ValueError(f"attention={self.attention} cannot be captured")
                 self._graphs.append(
-                    CapturedGraph(self._computed, inputs, attention, self.num_slots, capture)
+                    CapturedGraph(
+                        self._computed, inputs, attention, self.recurrent, self.num_slots, capture
+                    )
                 )
             except Exception as error:  # noqa: BLE001 - models, drivers and kernels raise anything
                 why = " ".join(str(error).split())[:200]

@@ -21,6 +21,7 @@ from pipespec.engine.architectures import ARCHITECTURES, WRAPPERS
 from pipespec.engine.attention.attention_plan import AttentionPlan, Segment, causal_plan
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.recurrence import fixed_plan
 from pipespec.engine.tensor_parallel import TPRank
 from pipespec.engine.text_part import text_names
 from pipespec.engine.tp_worker import TPDriver, negotiate, run_tp_worker
@@ -311,8 +312,7 @@ def test_a_slice_is_one_graph_for_every_plan(model, some_of):
     (part,) = model.static
     if part.recurrent:
         part.compile()
-        part.capture_graphs([8])
-        assert [" running state." in reason for reason in part.refused] == [True, True]
+        assert " running state." in part.refused[0]
         return
     graphs = []
 
@@ -333,6 +333,33 @@ def test_a_slice_is_one_graph_for_every_plan(model, some_of):
     assert len(graphs) == 1, "another plan made another graph"
     calls = [node for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert [str(node.target) for node in calls].count("pipespec.attend") == NUM_LAYERS
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "bamba"])
+def test_graphs_replay_layers_with_a_running_state(checkpoint, model_type, monkeypatch):
+    """Also after another sequence, and a batch too large for the graph, made their pools grow."""
+    monkeypatch.setattr(fixed_plan, "LEAST_ENTRIES", 16)
+    monkeypatch.setattr(fixed_plan, "MOST_DEPTH", 10)
+    captured, replayed = [], []
+
+    def capture(run):
+        captured.append(run)
+        replay, result = stand_in(run)
+        return lambda: (replayed.append(run), replay()), result
+
+    path = checkpoint(model_type)
+    part = ModelSlice.load(path, range(NUM_LAYERS), num_slots=NUM_SLOTS, attention="static")
+    part.capture_graphs([2, 8], capture)
+    assert (part.graph_rows, part.refused, len(captured)) == ((2, 8), [], 2)
+    replayed.clear()
+    first, second = (_RandomTree(_random_tokens(11, 2), num_nodes=80, seed=seed) for seed in (3, 4))
+    batches = [slice(0, 2), slice(2, 10), slice(10, 40), slice(40, 80)]
+    near = ROUNDING.get(model_type, 1e-4)
+    for tree in (first, second):
+        expected = tree.run(_load(path, 1), batches)
+        torch.testing.assert_close(tree.run([part], batches), expected, rtol=1e-4, atol=near)
+    assert len(replayed) == 4, "batches of 2 and 8 rows"
+    assert len(captured) == 6, "each graph anew after each growth"
 
 
 @pytest.mark.parametrize("model_type", MULTIMODAL)

@@ -21,6 +21,9 @@ import numpy as np
 from pipespec.engine.recurrence.recurrent_plan import NONE
 from pipespec.errors import ModelError
 
+# Stands for the page of padding.
+_NO_PAGE = -2
+
 
 class RecurrentBook:
     """The states and entries of the sequences of one slice; see the module."""
@@ -58,6 +61,17 @@ class RecurrentBook:
         state = self.state_of(page)
         self.set_state(state, len(slots), int(slots[-1]))
         return state, int(found[0])
+
+    def reserve_padding(self) -> tuple[int, int]:
+        """An entry and a state that no sequence gets."""
+        return int(self.allocate(_NO_PAGE, np.array([len(self._entry) - 1]))[0]), self.state_of(
+            _NO_PAGE
+        )
+
+    def reserve_entries(self, count: int) -> None:
+        """Have the pools get room for so many entries at once."""
+        while self.capacity < count:
+            self._grow()
 
     # --- states ---------------------------------------------------------------------------------
 
@@ -114,13 +128,16 @@ class RecurrentBook:
     def allocate(self, page: int, slots: np.ndarray) -> np.ndarray:
         """New entries for the nodes in these slots."""
         while len(free := np.flatnonzero(self._slot_of_entry == NONE)) < len(slots):
-            more = np.full(self.capacity, NONE)
-            self._slot_of_entry = np.concatenate((self._slot_of_entry, more))
-            self._page_of_entry = np.concatenate((self._page_of_entry, more))
+            self._grow()
         entries = free[: len(slots)]
         self._entry[slots] = entries
         self._slot_of_entry[entries], self._page_of_entry[entries] = slots, page
         return entries
+
+    def _grow(self) -> None:
+        more = np.full(self.capacity, NONE)
+        self._slot_of_entry = np.concatenate((self._slot_of_entry, more))
+        self._page_of_entry = np.concatenate((self._page_of_entry, more))
 
     def _free(self, entries: np.ndarray) -> None:
         entries = entries[entries != NONE]

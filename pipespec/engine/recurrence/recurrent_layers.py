@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -19,7 +20,9 @@ from torch import nn
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.recurrence.batch_planning import plan_batch
+from pipespec.engine.recurrence.fixed_plan import FixedPlan, Padding, num_entries
 from pipespec.engine.recurrence.recurrent_book import RecurrentBook
+from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
 from pipespec.engine.recurrence.recurrent_state import RecurrentState, SharedPlan, on_device
 
 # The functions of Transformers' modeling files that are replaced.
@@ -43,6 +46,7 @@ class RecurrentLayers:
         assert len(lengths) < 2, "the convolutions of a model are of one length"
         self._book = RecurrentBook(num_slots, lengths.pop()) if found else None
         self._plan = SharedPlan()
+        self._padding: Padding | None = None  # there is none until a plan is of fixed size
         for state in found:
             state.shared = self._plan
 
@@ -55,10 +59,47 @@ class RecurrentLayers:
         if self._book is not None:
             self._book.end(page, retained=retained)
 
+    def plan(self, plan: AttentionPlan) -> RecurrentPlan[np.ndarray] | None:
+        """What the layers do with a batch, which has to be computed next; None: there are none."""
+        return None if self._book is None else plan_batch(self._book, plan)
+
+    def use(self, plan: RecurrentPlan[Any] | None, device: torch.device) -> None:
+        """Use this plan in the next forward pass."""
+        self._plan.now = None if plan is None else on_device(plan, device)
+
     def prepare(self, plan: AttentionPlan, device: torch.device) -> None:
-        """Use this plan in the next forward pass, which has to follow."""
+        """Use the plan of this batch in the next forward pass, which has to follow."""
+        self.use(self.plan(plan), device)
+
+    # --- plans of fixed size ----------------------------------------------------------------------
+
+    def reserve(self, rows: int, device: torch.device) -> FixedPlan | None:
+        """Buffers for plans of up to so many rows; None: no layer keeps a state."""
+        book = self._book
+        if book is None:
+            return None
+        self.make_room(rows)
+        if self._padding is None:
+            self._padding = Padding(*book.reserve_padding())
+        return FixedPlan(rows, book.history, self._padding, device)
+
+    def make_room(self, rows: int) -> None:
+        """Have the pools get room at once for what fixed plans of so many rows read."""
         if self._book is not None:
-            self._plan.now = on_device(plan_batch(self._book, plan), device)
+            self._book.reserve_entries(num_entries(rows))
+
+    def use_fixed(self, fixed: FixedPlan) -> None:
+        """Use what these buffers hold in the next forward passes."""
+        self._plan.now = replace(fixed.plan, capacity=self.capacity, num_states=self.num_states)
+
+    def fits(self, plan: RecurrentPlan[np.ndarray]) -> bool:
+        """Whether the pools of all layers have room for a plan, so that none is replaced."""
+        return all(state.has_room(plan) for state in self.states)
+
+    @property
+    def num_growths(self) -> int:
+        """How often pools of the layers were replaced by larger ones."""
+        return sum(state.num_growths for state in self.states)
 
     @torch.inference_mode()
     def start_from(self, page: int, slots: np.ndarray) -> None:

@@ -19,6 +19,10 @@ with silence_warnings():
     from transformers.activations import ACT2FN
 
 
+# The pools that have a row for each state; the others have one for each node.
+_BY_STATE = ("tails", "states")
+
+
 def on_device(plan: Any, device: torch.device) -> Any:
     """A plan, or a part of one, with tensors on the device of the layers for its arrays."""
     if isinstance(plan, np.ndarray):
@@ -54,6 +58,7 @@ class RecurrentState:
     history: int
     shared: SharedPlan = field(default_factory=SharedPlan)
     pools: dict[str, Tensor] = field(default_factory=dict)
+    num_growths: int = 0  # how often a pool was replaced by a larger one
 
     @property
     def num_bytes(self) -> int:
@@ -61,10 +66,17 @@ class RecurrentState:
 
     def copy(self, to: int, source: int, num_states: int) -> None:
         """Copy a state; there are `num_states`."""
-        for name in ("tails", "states"):
+        for name in _BY_STATE:
             if name in self.pools:
                 pool = self._pool(name, num_states, self.pools[name])
                 pool[to] = pool[source]
+
+    def has_room(self, plan: RecurrentPlan[Any]) -> bool:
+        """Whether no pool must grow for a plan."""
+        return all(
+            len(pool) >= (plan.num_states if name in _BY_STATE else plan.capacity)
+            for name, pool in self.pools.items()
+        )
 
     @property
     def plan(self) -> RecurrentPlan[Tensor]:
@@ -277,6 +289,7 @@ class RecurrentState:
             if pool is not None:
                 grown[: len(pool)] = pool
             self.pools[name] = pool = grown
+            self.num_growths += 1
         return pool
 
 
