@@ -89,6 +89,8 @@ def load_model(
         autotune(model, settings.graph_rows)
     elif model.device.type == "cuda" and model.attention != SDPA:
         model.capture_graphs(settings.graph_rows)
+    if model.device.type == "cuda":
+        model.capture_head(settings.graph_rows)
     for sentence in model.refused:
         log.warning("rank %d: %s", rank, sentence)
     return model

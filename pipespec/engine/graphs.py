@@ -1,5 +1,5 @@
-"""CUDA graphs: a slice's forward pass is captured once and replayed, one launch instead of
-hundreds.
+"""CUDA graphs: the forward pass of a slice, or its output head, is captured once and replayed, one
+launch instead of hundreds.
 
 A graph always computes a fixed number of rows, its *bucket*; a smaller batch is padded. So the
 shapes of the matrix products do not depend on the number of draft tokens in a batch, nor does the
@@ -131,3 +131,30 @@ class CapturedGraph:
             if replayed is None or not replayed.equal(self._forward()[:rows]):
                 raise ValueError("replaying the graph gives other values than computing")
             length += rows
+
+
+class CapturedHead:
+    """The graph of a model's output head for one number of rows."""
+
+    def __init__(
+        self,
+        compute: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        capture: CaptureFunction = capture_cuda_graph,
+    ) -> None:
+        """`compute` returns logits; `hidden` `[rows, hidden]` is an example of its input."""
+        self.rows = len(hidden)
+        self._inputs = hidden.clone()
+        for _ in range(WARM_UP):
+            compute(self._inputs)
+        self._replay, self._result = capture(lambda: compute(self._inputs))
+        other = hidden.flip(0)[: max(1, self.rows - 1)]
+        if not self.run(other).equal(compute(self._inputs)[: len(other)]):
+            raise ValueError("replaying the graph gives other values than computing")
+
+    def run(self, hidden: Tensor) -> Tensor:
+        """The logits of `[k, hidden]`, at most `self.rows` rows."""
+        rows = len(hidden)
+        self._inputs[:rows].copy_(hidden, non_blocking=True)
+        self._replay()
+        return self._result[:rows].clone()  # the next replay overwrites it

@@ -22,17 +22,17 @@ from pipespec.engine import cpu_products, loading
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook, select
 from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan, causal_plan
-from pipespec.engine.attention.device_plan import DevicePlanBackend
 from pipespec.engine.attention.self_test import AttentionLayer
 from pipespec.engine.attention.variants import chunk_of
 from pipespec.engine.compiling import Compute, compile_slice
 from pipespec.engine.expert_counts import ExpertCounts
 from pipespec.engine.expert_stack import make_experts_batch_invariant
-from pipespec.engine.graphs import CapturedGraph, CaptureFunction, capture_cuda_graph
+from pipespec.engine.graphs import CaptureFunction, capture_cuda_graph
 from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.quantization import KEPT_FORMATS
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
 from pipespec.engine.row_blocks import make_batch_invariant
+from pipespec.engine.slice_graphs import SliceGraphs
 from pipespec.engine.slicing import ComputedBase, drop_placeholders, num_layers_of, sliced_class
 from pipespec.engine.tensor_parallel import TPGroup, select_kv_heads
 from pipespec.errors import ModelError
@@ -105,7 +105,7 @@ class ModelSlice:
             make_batch_invariant(nn.ModuleList((self._base, model)))
             make_experts_batch_invariant(self._base)
         self.experts = ExpertCounts(self._base)
-        self._graphs: list[CapturedGraph] = []  # by rising number of rows
+        self._graphs = SliceGraphs()
         self._compiled: Compute | None = None
         self.group = group
         self._driver: BatchCallback | None = None
@@ -240,7 +240,7 @@ class ModelSlice:
 
     def set_backend(self, name: str, backend: AttentionBackend) -> None:
         """Use another backend from now on, which has passed its self-test; drops all graphs."""
-        self._graphs = []
+        self._graphs.drop()
         self.attention, self._slice.attention = name, backend
 
     def describe(self) -> dict[str, Any]:
@@ -261,11 +261,11 @@ class ModelSlice:
     @property
     def graph_rows(self) -> tuple[int, ...]:
         """The numbers of rows of the graphs."""
-        return tuple(graph.rows for graph in self._graphs)
+        return self._graphs.rows
 
     def keep_graphs(self, buckets: Collection[int]) -> None:
         """Drop the graphs with other numbers of rows."""
-        self._graphs = [each for each in self._graphs if each.rows in buckets]
+        self._graphs.keep(buckets)
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
@@ -291,11 +291,9 @@ class ModelSlice:
         if self._driver is not None:
             self._driver(inputs, plan)
         states = self.recurrent.plan(plan)
-        for graph in self._graphs:
-            if len(positions) <= graph.rows:
-                replayed = graph.run(inputs, positions, plan, states)
-                if replayed is not None:
-                    return replayed
+        replayed = self._graphs.run(inputs, positions, plan, states)
+        if replayed is not None:
+            return replayed
         self._slice.attention.prepare(plan)
         self.recurrent.use(states, self.device)
         inputs, positions = inputs.to(self.device), positions.to(self.device)
@@ -355,34 +353,36 @@ class ModelSlice:
         No KV slot may be in use meanwhile, and all members of a group capture at the same time.
         What cannot be captured, or gives other results, is computed as before; `refused` says why.
         """
-        self._graphs = []
+        self._graphs.drop()
         if self.group is not None and not self.group.supports_graphs:
             self.refused.append(
                 "The slice is computed without graphs, as the host adds up the results of its "
                 "tensor-parallel members."
             )
             return
-        attention = self._slice.attention
-        self.recurrent.make_room(max(buckets, default=0))
-        for rows in sorted(buckets):
-            inputs, _, _ = self.example_batch(rows)
-            try:
-                if not isinstance(attention, DevicePlanBackend):
-                    raise ValueError(f"attention={self.attention} cannot be captured")
-                self._graphs.append(
-                    CapturedGraph(
-                        self._computed, inputs, attention, self.recurrent, self.num_slots, capture
-                    )
-                )
-            except Exception as error:  # noqa: BLE001 - models, drivers and kernels raise anything
-                why = " ".join(str(error).split())[:200]
-                self.refused.append(
-                    f"Batches of up to {rows} rows are computed without a graph: {why}."
-                )
+        self.refused += self._graphs.capture_layers(
+            self._computed,
+            [self.example_batch(rows)[0] for rows in sorted(buckets)],
+            self._slice.attention,
+            self.attention,
+            self.recurrent,
+            self.num_slots,
+            capture,
+        )
+
+    @torch.inference_mode()
+    def capture_head(
+        self, buckets: Sequence[int], capture: CaptureFunction = capture_cuda_graph
+    ) -> None:
+        """The same for the output head of the last slice, whatever its attention; no other member
+        of a group takes part."""
+        if self.is_last:
+            examples = [self._random_hidden(rows) for rows in sorted(buckets)]
+            self.refused += self._graphs.capture_heads(self._head, examples, capture)
 
     def example_batch(self, rows: int) -> tuple[Tensor, Tensor, AttentionPlan]:
         """A batch with the first rows of a random sequence: inputs, positions, plan."""
-        inputs = torch.randn(rows, self.hidden_size, device=self.device).to(self.dtype)
+        inputs = self._random_hidden(rows)
         if self.is_first:
             inputs = torch.randint(self.vocab_size, (rows,), device=self.device)
         slots = np.arange(rows)
@@ -402,7 +402,14 @@ class ModelSlice:
     def logits(self, hidden: Tensor) -> Tensor:
         """`[k, hidden]` as the last slice's `forward` returned it -> `[k, vocab]`."""
         assert self.is_last, "only the last slice has a head"
+        replayed = self._graphs.logits(hidden)
+        return self._head(hidden) if replayed is None else replayed
+
+    def _head(self, hidden: Tensor) -> Tensor:
         return self._model(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits.squeeze(0)
+
+    def _random_hidden(self, rows: int) -> Tensor:
+        return torch.randn(rows, self.hidden_size, device=self.device).to(self.dtype)
 
     def _allocate(self) -> None:
         """Run one row, so that every layer allocates its pool: too little memory shows at load."""

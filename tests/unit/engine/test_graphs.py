@@ -13,6 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipespec.engine.model_slice import ModelSlice
+from pipespec.engine.runner import SliceRunner
+from pipespec.head.proposers.draft_model import DraftModelProposer
+from pipespec.head.proposers.proposer import Context, ProposalRequest
+from pipespec.head.tree import Tree
 from tests.helpers import models
 from tests.helpers.plans import plans
 from tests.helpers.recording import stand_in
@@ -51,7 +55,7 @@ def test_a_recording_computes_other_rows_and_other_trees(slices, name, these):
                 state.pool.keys.zero_()
                 state.pool.values.zero_()
     replayed = []
-    (recording,) = recorded._graphs
+    (recording,) = recorded._graphs._layers
     whole = recording.run
     recording.run = lambda *given: replayed.append(1) or whole(*given)
     try:
@@ -88,7 +92,7 @@ def test_what_reads_on_the_host_is_computed_without_a_graph(tmp_path: Path):
     part.capture_graphs([8], stand_in)
     (said,) = part.refused
     assert said.startswith("Batches of up to 8 rows are computed without a graph: ")
-    assert part._graphs == []
+    assert part.graph_rows == ()
 
 
 def test_a_graph_that_gives_something_else_does_not_serve(tmp_path: Path):
@@ -105,6 +109,70 @@ def test_a_graph_that_gives_something_else_does_not_serve(tmp_path: Path):
     other = ModelSlice.load(folder, range(2), num_slots=NUM_SLOTS, attention="sdpa")
     other.capture_graphs([8], stand_in)
     assert "attention=sdpa cannot be captured" in other.refused[0]
+
+
+def test_the_output_head_is_recorded_too(tmp_path: Path):
+    """Those of a whole draft model, which computes both in each of its rounds."""
+    folder = models.build("gemma2", tmp_path / "model")  # soft-capped logits
+    layers = range(models.NUM_LAYERS)
+    recorded, plain = (
+        ModelSlice.load(folder, layers, num_slots=NUM_SLOTS, attention="sdpa") for _ in range(2)
+    )
+    replayed = []
+
+    def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        replay, result = stand_in(run)
+        return lambda: (replayed.append(1), replay()), result
+
+    recorded.capture_head([4, 16], capture)
+    assert recorded.refused == []
+    replayed.clear()
+    hidden = torch.randn(20, recorded.hidden_size)
+    for rows in (1, 4, 16, 20):
+        logits, expected = recorded.logits(hidden[:rows]), plain.logits(hidden[:rows])
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert len(replayed) == 3
+    wrong = ModelSlice.load(folder, layers, num_slots=NUM_SLOTS, attention="sdpa")
+    wrong.capture_head([4], lambda run: (lambda: None, run()))
+    assert "The output head computes up to 4 rows without a graph: " in wrong.refused[0]
+
+
+def test_rounds_of_a_recorded_draft_propose_the_same(tmp_path: Path):
+    folder = models.build("llama", tmp_path / "model")
+    layers = range(models.NUM_LAYERS)
+    proposed = []
+    for recorded in (True, False):
+        draft = ModelSlice.load(folder, layers, num_slots=NUM_SLOTS, attention="static")
+        replayed = []
+
+        def capture(run: Callable[[], Tensor], to: list[int] = replayed):
+            replay, result = stand_in(run)
+            return lambda: (to.append(1), replay()), result
+
+        if recorded:
+            draft.capture_graphs([16], capture)
+            draft.capture_head([16], capture)
+            assert draft.refused == []
+            replayed.clear()
+        proposer = DraftModelProposer(SliceRunner(draft, NUM_SLOTS), 16, models.VOCAB_SIZE)
+        tokens = [5, 9, 2, 7]
+        context = Context(0, list(tokens), list(range(len(tokens))))
+        proposer.start_sequence(context)
+        tree = Tree(3, 2, tokens[-1], 3, fed=True)
+        for _ in range(4):
+            nodes = np.flatnonzero(~tree.expanded)[:8]
+            (found,) = proposer.propose([ProposalRequest(context, tree, nodes)], 3)
+            assert found is not None
+            proposed.append((recorded, found.tokens.tolist(), found.logps))
+            tree.add_children(found.parents, found.tokens, found.logps)
+        # A round is two launches: its layers, and its output head.
+        assert len(replayed) == (2 * 4 if recorded else 0)
+    half = len(proposed) // 2
+    for (_, tokens, logps), (_, expected, expected_logps) in zip(
+        proposed[:half], proposed[half:], strict=True
+    ):
+        assert tokens == expected
+        np.testing.assert_allclose(logps, expected_logps, rtol=1e-5)
 
 
 @pytest.mark.gpu

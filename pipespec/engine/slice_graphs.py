@@ -1,0 +1,104 @@
+"""The CUDA graphs of a slice, by their numbers of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+from torch import Tensor
+
+from pipespec.engine.attention.attention_plan import AttentionBackend, AttentionPlan
+from pipespec.engine.attention.device_plan import DevicePlanBackend
+from pipespec.engine.graphs import CapturedGraph, CapturedHead, CaptureFunction
+from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
+from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
+
+
+class SliceGraphs:
+    """Those of the layers and of the output head. A batch takes the smallest that holds it."""
+
+    def __init__(self) -> None:
+        self._layers: list[CapturedGraph] = []  # by rising number of rows
+        self._heads: list[CapturedHead] = []
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The numbers of rows of the layers' graphs."""
+        return tuple(graph.rows for graph in self._layers)
+
+    def drop(self) -> None:
+        """Drop the layers' graphs."""
+        self._layers = []
+
+    def keep(self, buckets: Collection[int]) -> None:
+        """Drop the layers' graphs with other numbers of rows."""
+        self._layers = [each for each in self._layers if each.rows in buckets]
+
+    def run(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        states: RecurrentPlan[np.ndarray] | None,
+    ) -> Tensor | None:
+        """The hidden states of a batch; None: no graph holds it. See `CapturedGraph.run`."""
+        for graph in self._layers:
+            if len(positions) <= graph.rows:
+                found = graph.run(inputs, positions, plan, states)
+                if found is not None:
+                    return found
+        return None
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """The logits of `[k, hidden]`; None: no graph holds so many rows."""
+        return next((each.run(hidden) for each in self._heads if len(hidden) <= each.rows), None)
+
+    def capture_layers(
+        self,
+        compute: Callable[[Tensor, Tensor], Tensor],
+        examples: Sequence[Tensor],
+        attention: AttentionBackend,
+        name: str,
+        recurrent: RecurrentLayers,
+        num_slots: int,
+        capture: CaptureFunction,
+    ) -> list[str]:
+        """Capture a graph for inputs like each of these examples, in place of earlier ones; what
+        could not be captured, in sentences. `name`: of the attention backend."""
+        self._layers, refused = [], []
+        recurrent.make_room(max(map(len, examples), default=0))
+        for inputs in examples:
+            try:
+                if not isinstance(attention, DevicePlanBackend):
+                    raise ValueError(f"attention={name} cannot be captured")
+                self._layers.append(
+                    CapturedGraph(compute, inputs, attention, recurrent, num_slots, capture)
+                )
+            except Exception as error:  # noqa: BLE001 - models, drivers and kernels raise anything
+                refused.append(
+                    f"Batches of up to {len(inputs)} rows are computed without a graph: "
+                    f"{_reason(error)}."
+                )
+        return refused
+
+    def capture_heads(
+        self,
+        compute: Callable[[Tensor], Tensor],
+        examples: Sequence[Tensor],
+        capture: CaptureFunction,
+    ) -> list[str]:
+        """The same for the output head."""
+        self._heads, refused = [], []
+        for hidden in examples:
+            try:
+                self._heads.append(CapturedHead(compute, hidden, capture))
+            except Exception as error:  # noqa: BLE001 - as above
+                refused.append(
+                    f"The output head computes up to {len(hidden)} rows without a graph: "
+                    f"{_reason(error)}."
+                )
+        return refused
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
