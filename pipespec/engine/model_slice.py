@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,7 @@ class ModelSlice:
             require_supported(config.model_type, "the model")
             hook.register()
             model = sliced_class(config, layers)._from_config(
-                config, dtype=dtype, attn_implementation=hook.NAME
+                deepcopy(config), dtype=dtype, attn_implementation=hook.NAME
             )
         return cls(model.eval(), layers, num_slots, attention)
 

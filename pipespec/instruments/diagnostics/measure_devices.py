@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.clock import monotonic_ns
 from pipespec.config.cluster import AUTO
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
@@ -37,6 +35,7 @@ from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.instruments.diagnostics.tensor_parallel_cost import all_reduce_ms
+from pipespec.instruments.diagnostics.timing import median_ms
 from pipespec.system.cache import load_cached, store_cached
 from pipespec.system.cores import num_cores, share_cores
 from pipespec.system.devices import num_cuda
@@ -47,11 +46,6 @@ MAX_LAYERS = 4  # so many are timed together, where the memory allows
 MEMORY_SHARE = 0.8  # of what is free may be used to measure
 # Packages that decide how fast a model is.
 VERSIONS = ("pipespec", "torch", "transformers", "torchao", "bitsandbytes")
-WARM_UPS = 2
-LEAST_RUNS, MOST_RUNS = 5, 50
-LEAST_S = 0.3
-NS_PER_MS = 1e6
-NS_PER_S = 1e9
 SEED = 0
 
 
@@ -249,7 +243,7 @@ class _DeviceBenchmark:
             del first
         if self.holds(info, range(count - 1, count)):
             last = self.load(info, range(count - 1, count), of_target)
-            head_ms = self.median_ms(last.logits, self.hidden(last.hidden_size, last.dtype))
+            head_ms = median_ms(self.device, last.logits, self.hidden(last.hidden_size, last.dtype))
         else:
             head_ms = self.random_head_ms(info)
         return {
@@ -268,7 +262,7 @@ class _DeviceBenchmark:
         """An LM head of this size."""
         dtype = getattr(torch, self.request.dtype_of(info))
         head = torch.nn.Linear(info.hidden_size, info.vocab_size, False, self.device, dtype)
-        return self.median_ms(head, self.hidden(info.hidden_size, dtype))
+        return median_ms(self.device, head, self.hidden(info.hidden_size, dtype))
 
     def draft(self, info: CheckpointInfo) -> dict[str, float] | None:
         """One round: `rows` nodes expanded. None if there is no room for the draft."""
@@ -284,7 +278,7 @@ class _DeviceBenchmark:
             torch.log_softmax(logits, -1).topk(children).indices.cpu()
 
         return {
-            "round_ms": self.median_ms(expand, model),
+            "round_ms": median_ms(self.device, expand, model),
             "weight_bytes": model.num_weight_bytes,
             "kv_slot_bytes": model.num_kv_bytes / model.num_slots,
         }
@@ -325,28 +319,7 @@ class _DeviceBenchmark:
     def forward_ms(self, model: ModelSlice) -> float:
         """One batch through a slice."""
         inputs, positions, plan = self.batch(model)
-        return self.median_ms(model.forward, inputs, positions, plan)
-
-    def median_ms(self, function: Callable[..., object], *args: object) -> float:
-        """The median time of several calls of `function(*args)`."""
-        for _ in range(WARM_UPS):
-            function(*args)
-        times: list[float] = []
-        begun = monotonic_ns()
-        while len(times) < LEAST_RUNS or (
-            len(times) < MOST_RUNS and monotonic_ns() - begun < LEAST_S * NS_PER_S
-        ):
-            self.wait()
-            start = monotonic_ns()
-            function(*args)
-            self.wait()
-            times.append((monotonic_ns() - start) / NS_PER_MS)
-        return statistics.median(times)
-
-    def wait(self) -> None:
-        """Wait until the device has finished its queued work."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return median_ms(self.device, model.forward, inputs, positions, plan)
 
 
 # --- this machine -----------------------------------------------------------------------------

@@ -1,0 +1,188 @@
+"""How fast a device is: batches from process to process, stages, drafts, and Transformers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from pipespec.core import NUM_COLUMNS, Batch
+from pipespec.engine.attention import select
+from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
+from pipespec.engine.model_slice import ModelSlice
+from pipespec.instruments.device_check.models import Sizes, random_slice, sizes
+from pipespec.instruments.diagnostics.tensor_parallel_cost import read_bytes_per_ms
+from pipespec.instruments.diagnostics.timing import median_ms
+from pipespec.system.silence_warnings import silence_warnings
+from pipespec.transport.distributed import DistributedTransport
+from pipespec.transport.tp_group import can_use_nccl
+
+with silence_warnings():
+    from transformers import AutoModelForCausalLM
+
+ROWS = (1, 16, 64)
+CHILDREN = 8
+HOPS, WARM_UP_HOPS = 60, 10
+# Tokens of text before what Transformers decodes.
+EAGER_CONTEXT = 2048
+
+
+def time_hops(device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a batch with hidden states from one process's device to the next, by rows.
+    The ranks are threads here, which takes no less."""
+    of = sizes(device)
+    devices = [str(device)] * 2
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
+        devices = ["cuda:0", "cuda:1"]
+    found: dict[str, Any] = {"devices": devices, "gloo": _hops(devices, of, nccl=False)}
+    if can_use_nccl(devices):
+        found["nccl"] = _hops(devices, of, nccl=True)
+    else:
+        found["nccl"] = {"not_available": "NCCL needs two GPUs"}
+    return found
+
+
+def _hops(devices: Sequence[str], of: Sizes, *, nccl: bool) -> dict[str, float]:
+    store, barrier = HashStore(), Barrier(2)
+    hidden_size = of.stage.hidden_size
+    began, ended = [0.0], [0.0]
+
+    def rank(number: int) -> dict[str, float]:
+        transport = DistributedTransport.connect(
+            devices,
+            store=store,
+            rank=number,
+            epoch=1,
+            secret="check",
+            max_rows=max(ROWS),
+            hidden_size=hidden_size,
+            dtype=of.dtype,
+            nccl=nccl,
+        )
+        found = {}
+        for rows in ROWS:
+            table = np.zeros((rows, NUM_COLUMNS), np.int64)
+            hidden = torch.zeros(rows, hidden_size, dtype=of.dtype, device=devices[0])
+            took = []
+            for number_of_hop in range(WARM_UP_HOPS + HOPS):
+                barrier.wait()
+                if number == 0:
+                    began[0] = time.perf_counter()
+                    transport.send(Batch(number_of_hop, table, hidden))
+                else:
+                    received = transport.recv().hidden
+                    assert received is not None
+                    received[:1].cpu()  # waits for the device
+                    ended[0] = time.perf_counter()
+                barrier.wait()
+                took.append((ended[0] - began[0]) * 1e3)
+            found[str(rows)] = statistics.median(took[WARM_UP_HOPS:])
+        transport.close()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = pool.map(rank, range(2))
+    return first
+
+
+def time_stage(device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a stage by attention backend, rows and context, with CUDA graphs where they
+    can be captured; and of reading its weights and KV, by how fast the device copies."""
+    of = sizes(device)
+    rate = read_bytes_per_ms(str(device))
+    found: dict[str, Any] = {"model": of.stage_name, "read_gb_per_s": rate * 1e3 / 1e9}
+    timed: dict[str, Any] = {}
+    floors: dict[str, Any] = {}
+    num_slots = max(of.contexts) + max(ROWS)
+    for backend in (select.SDPA, select.STATIC, select.TRITON, select.FLASHINFER):
+        if select.missing_requirement(backend, device.type) is not None:
+            continue
+        layers = range(1, of.stage.num_hidden_layers - 1)
+        model = random_slice(of.stage, layers, device, of.dtype, backend, num_slots)
+        if model.attention != backend:
+            found.setdefault("refused", []).extend(model.refused)
+            continue
+        if device.type == "cuda" and backend != select.SDPA:
+            model.capture_graphs([max(ROWS)])
+        name = backend + " in graphs" * bool(model.graph_rows)
+        timed[name] = {
+            str(context): {str(rows): _stage_ms(model, rows, context) for rows in ROWS}
+            for context in of.contexts
+        }
+        slot_bytes = model.num_kv_bytes / model.num_slots
+        for context in of.contexts:
+            floors[str(context)] = (model.num_weight_bytes + context * slot_bytes) / rate
+        del model
+    return found | {"floor_ms": floors, "ms": timed}
+
+
+def _stage_ms(model: ModelSlice, rows: int, context: int) -> float:
+    return median_ms(model.device, model.forward, *_batch(model, rows, context))
+
+
+def _batch(model: ModelSlice, rows: int, context: int) -> tuple[Tensor, Tensor, AttentionPlan]:
+    slots = np.arange(context + rows)
+    plan = causal_plan(slots[:context], slots[context:], imagined=True)
+    inputs, _, _ = model.example_batch(rows)
+    return inputs, torch.from_numpy(plan.positions), plan
+
+
+def time_draft(device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a draft's round by the nodes that it expands, operation by operation, and in
+    CUDA graphs; and of reading its weights."""
+    of = sizes(device)
+    context = sorted(of.contexts)[len(of.contexts) // 2]
+    backend = select.SDPA if device.type != "cuda" else select.STATIC
+    if select.missing_requirement(select.TRITON, device.type) is None:
+        backend = select.TRITON
+    layers = range(of.draft.num_hidden_layers)
+    model = random_slice(of.draft, layers, device, of.dtype, backend, context + max(ROWS))
+    floor = model.num_weight_bytes / read_bytes_per_ms(str(device))
+    found: dict[str, Any] = {"model": of.draft_name, "context": context, "floor_ms": floor}
+    found["eager_ms"] = _rounds(model, context)
+    if device.type == "cuda":
+        model.capture_graphs([max(ROWS)])
+        model.capture_head([max(ROWS)])
+        found["graph_ms"] = _rounds(model, context)
+    return found | {"attention": model.attention, "refused": model.refused}
+
+
+def _rounds(model: ModelSlice, context: int) -> dict[str, float]:
+    def expand(inputs: Tensor, positions: Tensor, plan: AttentionPlan) -> None:
+        logits = model.logits(model.forward(inputs, positions, plan)).float()
+        logits.log_softmax(-1).topk(CHILDREN).indices.cpu()
+
+    return {
+        str(rows): median_ms(model.device, expand, *_batch(model, rows, context)) for rows in ROWS
+    }
+
+
+def time_eager(device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a token by Transformers, of as many layers as a stage has, with embedding and
+    head."""
+    of = sizes(device)
+    config = deepcopy(of.stage)
+    config.num_hidden_layers -= 2
+    with torch.device(device):
+        whole = AutoModelForCausalLM.from_config(config, dtype=of.dtype).eval()
+    context = min(EAGER_CONTEXT, max(of.contexts))
+    ids = torch.zeros(1, context, dtype=torch.int64, device=device)
+    cache = whole(ids, use_cache=True, logits_to_keep=1).past_key_values
+
+    def step() -> None:
+        whole(ids[:, :1], past_key_values=cache, use_cache=True).logits.argmax(-1).cpu()
+
+    return {
+        "model": f"{of.stage_name}, with embedding and head",
+        "context": context,
+        "ms": median_ms(device, step),
+    }

@@ -1,0 +1,28 @@
+"""What the findings of the check say, in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# The batch by which ways to compute are compared.
+ROWS = "64"
+
+
+def fastest(found: Mapping[str, Any]) -> str:
+    """What is fastest on the device, in one sentence."""
+    stage = found.get("stage", {})
+    times: Mapping[str, Any] = stage.get("ms", {})
+    if not times:
+        return f"No stage could be timed: {stage.get('failed', 'no attention backend works')}."
+    contexts = list(next(iter(times.values())))
+    context = contexts[len(contexts) // 2]
+    took = {name: by_context[context][ROWS] for name, by_context in times.items()}
+    best = min(took, key=took.__getitem__)
+    ratio = took[best] / stage["floor_ms"][context]
+    others = ", ".join(f"{name} {ms:.2f}" for name, ms in took.items() if name != best)
+    return (
+        f"Fastest here is {best}: {took[best]:.2f} ms for {ROWS} rows behind {context} tokens "
+        f"({stage['model']}), {ratio:.2f} times what reading weights and KV takes"
+        f"{f'; {others}' if others else ''}."
+    )
