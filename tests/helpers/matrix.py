@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 
 
-def some_of(*factors: Iterable[Any]) -> list[Any]:
-    """Every combination of one value from each, for `parametrize`; every second one is `long`.
+def some_of(*factors: Iterable[Any], share: int = 2) -> list[Any]:
+    """Every combination of one value from each, for `parametrize`; all but one in `share` of them
+    are `long`.
 
-    Of two factors, each value remains beside half of the other's; of three and more, every
-    pair of values of any two remains.
+    Each value remains, if one factor has at least `share` of them. Of two factors, each value
+    remains beside as many of the other's; of three and more, if every second combination does,
+    every pair of values of any two.
     """
     chosen = []
     for places in product(*(enumerate(values) for values in factors)):
-        marks = [pytest.mark.long] if sum(index for index, _ in places) % 2 else []
+        marks = [pytest.mark.long] if sum(index for index, _ in places) % share else []
         values = [value for _, value in places]
         chosen.append(pytest.param(*values, marks=marks, id="-".join(map(_name, values))))
     return chosen

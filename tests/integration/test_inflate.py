@@ -13,6 +13,7 @@ from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.engine.checkpoint import inspect
 from pipespec.errors import ConfigError
 from pipespec.system.folders import resource_dir
+from tests.helpers.matrix import some_of
 from tests.helpers.models import VOCAB_SIZE, build
 from tools import inflate
 from tools.inflate import Shape
@@ -59,8 +60,7 @@ def run(model):
     return logits, answer[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "sizes"), some_of(MODELS, SIZES))
 def test_logits_and_tokens_stay(small, tmp_path, name, sizes):
     new = grow(small(name), tmp_path / "out", sizes)
     logits, tokens = run(tmp_path / "out")

@@ -28,6 +28,7 @@ from pipespec.engine.tp_worker import TPDriver, negotiate, run_tp_worker
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
 from pipespec.transport.tp_group import TPProcessGroup
+from tests.helpers.kinds import ATTENDING, SHARED, by_kind
 from tests.helpers.members import RecordableGroup, together
 from tests.helpers.models import (
     CONFIGS,
@@ -59,21 +60,6 @@ WITHOUT_PLAN = (
     *("gemma4_unified_text", "gpt_oss", "granite_swa", "granitemoe_swa", "hunyuan_v1_dense"),
     *("jetmoe", "laguna", "lfm2", "llama4_text", "longcat_flash", "mimo_v2_flash", "persimmon"),
     "stablelm",
-)
-# One of each way in which tensors are shared among members (the distinct `base_model_tp_plan` of
-# Transformers, and what we add to them), one without a plan, and one with a plan of unknown rules.
-SHARED = (
-    *("afmoe", "apertus", "arcee", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v32", "dots1"),
-    *("exaone_moe", "flex_olmo", "flint", "gemma2", "glm", "glm4_moe", "glm4_moe_lite", "gpt_neox"),
-    *("gpt_oss", "granitemoe", "kolibri1", "llama", "llama4_text", "minicpm3", "mixtral", "olmo2"),
-    *("phi", "phi3", "qwen3", "qwen3_next", "starcoder2", "youtu"),
-)
-# One of each kind of attention: grouped heads, windows, caps, sinks, chunks and temperatures,
-# latent, sparse, layers of unequal heads, two attentions in a layer, fused projections.
-ATTENDING = (
-    *("cohere2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "gemma2", "gemma4_text"),
-    *("gpt_oss", "granite_swa", "llama", "llama4_text", "longcat_flash", "mimo_v2_flash"),
-    *("minicpm3", "mistral", "phi3", "qwen3", "qwen3_next"),
 )
 
 
@@ -107,7 +93,7 @@ class Conforming:
         return self._slices[count]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=by_kind())
 def model(request, checkpoint) -> Conforming:
     """Each architecture in turn."""
     return Conforming(checkpoint(request.param))

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from pipespec.engine import refused_architectures
-from pipespec.engine.architectures import ARCHITECTURES
 from pipespec.engine.checkpoint import Sizes, inspect
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.errors import ModelError
 from pipespec.instruments.diagnostics.inventory import fingerprint
+from tests.helpers.kinds import by_kind
 from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build, build_multimodal, shared
 
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_is_described(llama):
     assert (info.quantization, info.dtype) == (None, None)
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", by_kind())
 def test_every_architecture_is_described(model_type):
     info = inspect(shared(model_type))
     assert len(info.stored.layers) == NUM_LAYERS

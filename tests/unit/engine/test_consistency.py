@@ -20,6 +20,7 @@ from pipespec.engine.consistency import ACTIVATIONS, USUAL_EOS
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.safetensors_headers import BITS
 from pipespec.errors import ModelError
+from tests.helpers.kinds import by_kind
 from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build, shared
 
 WEIGHTS = "model.safetensors"
@@ -47,7 +48,7 @@ def refused(path: Path, why: str) -> None:
 # --- what is refused --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", by_kind())
 def test_half_a_model_is_refused_of_every_architecture(tmp_path, model_type):
     path = copytree(shared(model_type), tmp_path / "model")
     raw = json.loads((path / "config.json").read_text())
@@ -61,7 +62,7 @@ def test_half_a_model_is_refused_of_every_architecture(tmp_path, model_type):
     refused(path, rf"holds .*layers\.[23]\..* {count} in config.json is 2, so the model")
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", by_kind())
 def test_a_missing_tensor_is_refused_of_every_architecture(tmp_path, model_type):
     """Of each kind that a layer in the middle has, and of each that lies outside of layers."""
     path = copytree(shared(model_type), tmp_path / "model")

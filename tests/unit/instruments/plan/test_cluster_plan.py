@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipespec.cli.main import main
-from pipespec.engine.architectures import ARCHITECTURES
 from pipespec.engine.checkpoint import inspect
 from pipespec.errors import ConfigError, ModelError
 from pipespec.instruments.emulation.link import EmulatedLink
 from pipespec.instruments.plan.hardware import GPUS, parse_gpus
 from pipespec.instruments.plan.model_shape import ModelShape, find, published
 from pipespec.instruments.plan.sizing import clusters
+from tests.helpers.kinds import by_kind
 from tests.helpers.models import NUM_LAYERS, VOCAB_SIZE, build_multimodal, shared
 
 TARGET, DRAFT = find("meta-llama/Llama-3.1-70B"), find("meta-llama/Llama-3.2-1B")
@@ -46,7 +46,7 @@ BILLIONS = {
 }
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", by_kind())
 def test_the_config_alone_gives_the_sizes_of_every_architecture(model_type: str):
     folder = shared(model_type)
     raw, stored = json.loads((folder / "config.json").read_text()), inspect(folder)

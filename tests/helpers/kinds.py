@@ -1,0 +1,43 @@
+"""Architectures that differ in how they compute, of which the short suite tries one each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipespec.engine.architectures import ARCHITECTURES
+
+# One of each kind of attention: grouped heads, windows, caps, sinks, chunks and temperatures,
+# latent, sparse, layers of unequal heads, two attentions in a layer, fused projections.
+ATTENDING = (
+    *("cohere2", "deepseek_v3", "deepseek_v32", "dots3_note_text", "gemma2", "gemma4_text"),
+    *("gpt_oss", "granite_swa", "llama", "llama4_text", "longcat_flash", "mimo_v2_flash"),
+    *("minicpm3", "mistral", "phi3", "qwen3", "qwen3_next"),
+)
+# One of each way in which tensors are shared among members (the distinct `base_model_tp_plan` of
+# Transformers, and what we add to them), one without a plan, and one with a plan of unknown rules.
+SHARED = (
+    *("afmoe", "apertus", "arcee", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v32", "dots1"),
+    *("exaone_moe", "flex_olmo", "flint", "gemma2", "glm", "glm4_moe", "glm4_moe_lite", "gpt_neox"),
+    *("gpt_oss", "granitemoe", "kolibri1", "llama", "llama4_text", "minicpm3", "mixtral", "olmo2"),
+    *("phi", "phi3", "qwen3", "qwen3_next", "starcoder2", "youtu"),
+)
+# One of each kind of running state: Mamba 2 beside attention and in layers of its own, delta rules
+# of several gates, short convolutions.
+WITH_STATE = ("bamba", "falcon_h1", "kimi_linear", "lfm2", "nemotron_h", "olmo_hybrid")
+# Layers of other kinds: experts that share one matrix or look at K and V, weights of three values,
+# norms of layers, positions in part of a head.
+OTHERS = (
+    *("aria_text", "bitnet", "cohere", "granite", "hunyuan_v1_dense", "jetmoe", "laguna"),
+    *("minimax_m2", "nemotron", "persimmon", "phimoe", "qwen2_moe", "stablelm"),
+)
+KINDS = frozenset((*ATTENDING, *SHARED, *WITH_STATE, *OTHERS))
+
+
+def by_kind() -> list[Any]:
+    """Every architecture, for `parametrize`; one that computes like another is `long`."""
+    return [
+        name if name in KINDS else pytest.param(name, marks=pytest.mark.long)
+        for name in ARCHITECTURES
+    ]
