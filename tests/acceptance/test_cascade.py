@@ -66,7 +66,7 @@ def watched(monkeypatch) -> dict[str, list]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "stages", "sync"), some_of(POLICIES, [1, 3], ["lockstep", "free"])
+    ("policy", "stages", "sync"), some_of(POLICIES, [1, 3], ["lockstep", "free"], share=3)
 )
 def test_cascade_gives_the_text_of_hugging_face(trio, redis, policy, stages, sync):
     deployment = cascade(

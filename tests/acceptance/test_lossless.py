@@ -49,13 +49,15 @@ RUNNING_FREE = 8
 
 
 @pytest.fixture(scope="module")
-def demo():
+def demo(long):
     """Prompts of many kinds, and the answers of Hugging Face."""
     folder = resource_dir("demo")
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
     prompts = [tokenizer.encode(text)[:MAX_PROMPT] for text in texts]
     assert len(prompts) >= 40
+    if not long:
+        prompts = prompts[::2]
     return folder, prompts, cluster.reference(folder / "target", prompts, max(NEW_TOKENS.values()))
 
 
@@ -64,13 +66,13 @@ def part(share: int, policy: str, stages: int) -> slice:
     return slice((5 * list(POLICIES).index(policy) + stages) % share, None, share)
 
 
-@pytest.mark.parametrize(("policy", "stages"), some_of(POLICIES, NEW_TOKENS))
+@pytest.mark.parametrize(("policy", "stages"), some_of(POLICIES, NEW_TOKENS, share=3))
 def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
     demo, redis, stages, policy, long
 ):
     folder, prompts, expected = demo
     every = policy in ON_ALL_PROMPTS if long else (policy, stages) == ("best_first", SHORT)
-    some = slice(None) if every else part(4 if long else 24, policy, stages)
+    some = slice(None) if every else part(4 if long else 12, policy, stages)
     deployment = cluster.make_deployment(
         folder / "target", folder / "draft", f"cluster.stages={stages}", *POLICIES[policy]
     )
@@ -85,11 +87,11 @@ def test_every_policy_and_stage_count_gives_the_text_of_hugging_face(
         assert per_step == [pytest.approx(1 / stages)] * len(per_step)
 
 
-@pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, GROUPS))
+@pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, GROUPS, share=3))
 def test_stage_groups_give_the_same_text_in_fewer_steps(demo, redis, policy, shape, long):
     stages, groups, steps = shape
     folder, prompts, expected = demo
-    some = part(8 if long else 24, policy, stages)
+    some = part(8 if long else 12, policy, stages)
     deployment = cluster.make_deployment(
         folder / "target",
         folder / "draft",
@@ -110,12 +112,12 @@ def test_stage_groups_give_the_same_text_in_fewer_steps(demo, redis, policy, sha
         assert min(per_step) >= 1 / (steps + 1)
 
 
-@pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, FREE))
+@pytest.mark.parametrize(("policy", "shape"), some_of(POLICIES, FREE, share=3))
 def test_free_running_stages_give_the_same_text(demo, redis, policy, shape, long):
     """Stages of unequal and changing speed, verdicts that come late: the same text."""
     stages, groups = shape
     folder, prompts, expected = demo
-    some = part(8 if long else 24, policy, stages)
+    some = part(8 if long else 12, policy, stages)
     deployment = cluster.make_deployment(
         folder / "target",
         folder / "draft",
@@ -207,7 +209,10 @@ def decodes_as_hugging_face(target, folder, redis, *settings, tokens=16):
     return [ids for ids, _, _ in answers] == expected
 
 
-@pytest.mark.parametrize(("policy", "stages"), [("level", 1), ("best_first", 3)])
+@pytest.mark.parametrize(
+    ("policy", "stages"),
+    [pytest.param("level", 1, marks=pytest.mark.long), ("best_first", 3)],
+)
 @pytest.mark.parametrize(
     "architecture",
     [

@@ -14,6 +14,7 @@ from pipespec.controller.log_records import failure_of
 from pipespec.core import NOT_FINITE, SamplingParams
 from pipespec.errors import NonFiniteLogits
 from tests.helpers import models
+from tests.helpers.matrix import some_of
 from tools.rig import cluster
 
 BAD_TOKEN = 66  # its embedding is NaN
@@ -80,25 +81,19 @@ def test_overflowing_weights_fail_every_request_with_the_reason(tmp_path, redis,
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        ("policy.width=8",),
-        ("policy=level", "policy.width=8"),
-        ("proposer=hybrid",),
-    ],
-    ids=lambda settings: settings[0],
+    ("settings", "spoilt"),
+    some_of(
+        [("policy.width=8",), ("policy=level", "policy.width=8"), ("proposer=hybrid",)],
+        [
+            ("model.norm.weight", None, float("nan")),
+            ("lm_head.weight", 5, float("inf")),
+            ("model.embed_tokens.weight", PROMPT[3], float("nan")),
+        ],
+        share=3,
+    ),
 )
-@pytest.mark.parametrize(
-    ("name", "row", "value"),
-    [
-        ("model.norm.weight", None, float("nan")),
-        ("lm_head.weight", 5, float("inf")),
-        ("model.embed_tokens.weight", PROMPT[3], float("nan")),
-    ],
-)
-def test_draft_with_non_finite_logits_changes_no_text(
-    tmp_path, redis, caplog, settings, name, row, value
-):
+def test_draft_with_non_finite_logits_changes_no_text(tmp_path, redis, caplog, settings, spoilt):
+    name, row, value = spoilt
     target = models.build("llama", tmp_path / "target")
     (expected,) = cluster.reference(target, [PROMPT], NEW_TOKENS)
     bad = spoil(draft(tmp_path / "draft"), name, row, value)

@@ -201,7 +201,7 @@ def test_resumed_text_ends_at_eos_before_or_after_the_border(tiny, redis, greedy
 # --- sampled ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["chunks", "free"])
+@pytest.mark.parametrize("shape", ["free", pytest.param("chunks", marks=pytest.mark.long)])
 def test_resumed_text_draws_the_same_tokens(tiny, redis, shape):
     """`test_sampled_text.py` has what an uninterrupted request draws."""
     deployment = cluster.make_deployment(tiny, tiny, *SHAPES[shape])

@@ -77,7 +77,7 @@ def truth(expected, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     ("policy", "proposer", "stages"),
-    some_of(choices.options("policy"), choices.options("proposer"), [1, 4]),
+    some_of(choices.options("policy"), choices.options("proposer"), [1, 4], share=4),
 )
 def test_every_policy_proposer_and_stage_count_samples_the_text_of_a_plain_loop(
     tiny, redis, expected, truth, policy, proposer, stages
@@ -167,8 +167,7 @@ def test_foresight_raises_the_hit_rate_without_changing_a_token(tiny, redis, sou
     assert gained > 0.3 if source == "draft_model" else gained > -0.05
 
 
-@pytest.mark.parametrize("sync", ["lockstep", "free"])
-@pytest.mark.parametrize("acceptance", [RELAXED, STRICT])
+@pytest.mark.parametrize(("acceptance", "sync"), some_of((RELAXED, STRICT), ("lockstep", "free")))
 def test_lossy_acceptance_raises_the_hit_rate(tiny, redis, sync, acceptance):
     deployment = cluster.make_deployment(
         tiny,

@@ -137,7 +137,7 @@ def test_structured_output_decodes_more_tokens_per_step(redis):
             "policy.row_cost=0",
             "scheduler.max_num_seqs=1",
         )
-        requests = [asked("nested", seed, sampling) | {"max_new_tokens": 60} for seed in range(4)]
+        requests = [asked("nested", seed, sampling) | {"max_new_tokens": 60} for seed in range(2)]
         answers = cluster.decode(deployment, redis, requests)
         tokens = sum(len(answer) for answer, *_ in answers)
         rates[name] = tokens / sum(len(a) / stats["tokens_per_step"] for a, _, stats in answers)

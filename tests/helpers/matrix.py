@@ -13,9 +13,9 @@ def some_of(*factors: Iterable[Any], share: int = 2) -> list[Any]:
     """Every combination of one value from each, for `parametrize`; all but one in `share` of them
     are `long`.
 
-    Each value remains, if one factor has at least `share` of them. Of two factors, each value
-    remains beside as many of the other's; of three and more, if every second combination does,
-    every pair of values of any two.
+    A value remains if another factor has `share` values or more. Of two factors, each value remains
+    beside one in `share` of the other's; of three and more, if every second combination remains, so
+    does every pair of values of any two.
     """
     chosen = []
     for places in product(*(enumerate(values) for values in factors)):

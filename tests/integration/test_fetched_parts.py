@@ -107,7 +107,13 @@ def expected_logits(model: Path) -> torch.Tensor:
         return whole(IDS[None]).logits[0]
 
 
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.long) if kind in ("one file", "gptq", "awq") else kind
+        for kind in MADE
+    ],
+)
 def test_hosts_with_their_own_tensors_alone_compute_the_logits_of_hugging_face(
     kind: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,10 +323,10 @@ def start(tmp_path: Path, program: str = FETCH) -> subprocess.Popen[bytes]:
 
 @pytest.mark.slow
 def test_a_fetch_that_is_killed_at_any_moment_goes_on(
-    hub: Hub, model: Path, tmp_path: Path
+    hub: Hub, model: Path, tmp_path: Path, long: bool
 ) -> None:
-    """Killed at 20 requests, spread over headers and tensors."""
-    moments = 20
+    """Killed at so many requests, spread over headers and tensors."""
+    moments = 20 if long else 5
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     for _ in range(moments):
         process, seen = start(tmp_path), []

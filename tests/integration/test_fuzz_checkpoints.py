@@ -465,7 +465,13 @@ def assert_told_at_once(*settings: str) -> None:
     assert took < MOST_S, f"{took:.1f} s: {error}"
 
 
-@pytest.mark.parametrize("what", CLI)
+@pytest.mark.parametrize(
+    "what",
+    [
+        what if index % 3 == 0 else pytest.param(what, marks=pytest.mark.long)
+        for index, what in enumerate(CLI)
+    ],
+)
 def test_the_command_ends_at_once_with_one_sentence(tmp_path: Path, what: str) -> None:
     folder = copied(DEMO / "target", tmp_path / "model")
     edit(folder, "config.json", **CLI[what])
@@ -474,7 +480,16 @@ def test_the_command_ends_at_once_with_one_sentence(tmp_path: Path, what: str) -
     assert_told_at_once(f"model.target={folder}")
 
 
-@pytest.mark.parametrize("kind", ["overlap", "all integers", "dropped", "unknown type", "turned"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("overlap", "dropped"),
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("all integers", "unknown type", "turned")
+        ),
+    ],
+)
 def test_a_broken_header_of_a_draft_ends_the_command_at_once(tmp_path: Path, kind: str) -> None:
     folder = copied(DEMO / "draft", tmp_path / "model")
     file, name = folder / WEIGHTS, "model.layers.1.self_attn.k_proj.weight"

@@ -68,6 +68,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+# Kinds whose weights or texts several tests compare.
+OFTEN_READ = ("glm4_moe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 # What llama.cpp takes for granted of an architecture.
 GRANTED = {
     "qwen2": {
@@ -192,7 +194,10 @@ def test_a_slice_holds_the_dequantised_weights_bit_for_bit(files, kind, stored):
 
 @pytest.mark.parametrize(
     "kind",
-    ["llama", "qwen2", "qwen3", "phi3", "gemma3_text", *MIXTURES, *SPECIAL],
+    [
+        pytest.param(kind, marks=pytest.mark.long) if kind in OFTEN_READ else kind
+        for kind in ("llama", "qwen2", "qwen3", "phi3", "gemma3_text", *MIXTURES, *SPECIAL)
+    ],
 )
 def test_a_file_of_plain_numbers_decodes_as_its_source(files, kind):
     """The same weights under the same settings: the config too is read as llama.cpp means it."""
@@ -300,7 +305,13 @@ def test_experts_stay_in_their_blocks(files, kind, most):
     assert model.num_weight_bytes <= most * in_file
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind == "mixtral" else pytest.param(kind, marks=pytest.mark.long)
+        for kind in MIXTURES
+    ],
+)
 def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_policy(
     tmp_path, kind, long
 ):
@@ -320,7 +331,7 @@ def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_polic
     assert model.num_weight_bytes == info.loaded("bfloat16", GGUF).layers[1]
     expected = text(path, "cluster.stages=1", "policy=root")
     ways = [(2, "best_first"), (4, "level"), (1, "static_tree")]
-    for stages, policy in ways if long or kind == "qwen2_moe" else ways[:1]:
+    for stages, policy in ways if long else ways[:1]:
         assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
@@ -329,18 +340,19 @@ def test_a_mixture_of_several_types_has_one_text_for_every_stage_count_and_polic
     [
         ("llama", Type.Q4_0),
         ("qwen3_moe", Type.Q8_0),
-        ("glm4_moe", Type.Q6_K),
+        pytest.param("glm4_moe", Type.Q6_K, marks=pytest.mark.long),
         ("gpt_oss", Type.Q4_0),
         ("deepseek_v3", Type.Q8_0),
-        ("ministral3", Type.Q5_1),
+        pytest.param("ministral3", Type.Q5_1, marks=pytest.mark.long),
     ],
 )
-def test_the_text_of_kept_blocks_is_one_for_every_stage_count_and_policy(files, kind, stored):
+def test_the_text_of_kept_blocks_is_one_for_every_stage_count_and_policy(files, kind, stored, long):
     path = files(kind, stored)
     expected = text(path, "cluster.stages=1", "policy=root")
     assert len({tuple(tokens) for tokens in expected}) == 2
     ways = list(zip(cycle((2, 1, 4)), options("policy"), strict=False))
-    for stages, policy in [(4, "best_first")] if kind in SPECIAL else ways:
+    every = kind == "llama" or (long and kind not in SPECIAL)
+    for stages, policy in ways if every else [(4, "best_first")]:
         assert text(path, f"cluster.stages={stages}", f"policy={policy}") == expected
 
 
@@ -415,8 +427,7 @@ def test_k_quant_blocks_equal_those_of_ggml(files, stored, reference):
         np.testing.assert_array_equal(found[row, : len(expected)].numpy(), expected)
 
 
-@pytest.mark.parametrize("keep", ["no", "yes"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(("kind", "keep"), some_of(("llama", "qwen3"), ("no", "yes")))
 def test_token_ids_in_float32_are_those_of_the_dequantised_weights(files, kind, keep, long):
     """Through the whole product; the draft is a GGUF file too."""
     path = files(kind, Type.Q8_0)

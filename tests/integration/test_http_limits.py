@@ -80,7 +80,7 @@ LARGE: dict[str, tuple[str, dict[str, Any] | bytes, int]] = {
 }
 
 
-OFTEN = ("a long prompt", "a long text", "messages", "ids of a text")
+OFTEN = ("a long text", "messages")
 
 
 @pytest.mark.parametrize(

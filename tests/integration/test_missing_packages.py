@@ -173,13 +173,14 @@ def test_attention_for_gpus_is_refused_on_a_cpu(backend):
 @pytest.mark.parametrize(
     "module",
     [
-        "pipespec.errors",
-        "pipespec.console.arguments",
-        "pipespec.cli.main",
-        "hydra.core",
-        "numpy",
-        "pipespec.cluster.deployment",
-        "pipespec.client.generate",
+        *("pipespec.errors", "hydra.core", "pipespec.client.generate"),
+        *(
+            pytest.param(module, marks=pytest.mark.long)
+            for module in (
+                *("pipespec.console.arguments", "pipespec.cli.main"),
+                *("numpy", "pipespec.cluster.deployment"),
+            )
+        ),
     ],
 )
 def test_ctrl_c_while_a_command_imports_is_no_traceback(module):

@@ -125,7 +125,13 @@ def test_sampled_text_is_unchanged_when_ranks_are_killed(clusters, sampled):
         assert ask(running, SAMPLED, at=LATE, fault=fault) == sampled
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "number",
+    [
+        *(pytest.param(each, marks=pytest.mark.long) for each in (signal.SIGTERM, signal.SIGHUP)),
+        signal.SIGSEGV,
+    ],
+)
 def test_rank_ended_by_a_signal_other_than_kill_is_replaced(struck, greedy, number):
     pid = pid_of(struck, 1)
     assert ask(struck, at=EARLY, fault=lambda: os.kill(pid, number)) == greedy
@@ -137,7 +143,7 @@ def test_supervisor_ended_by_sigterm_is_replaced(struck, greedy):
     assert ask(struck, at=EARLY, fault=lambda: os.kill(supervisor, signal.SIGTERM)) == greedy
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_text_is_unchanged_when_a_rank_hangs(struck, greedy, rank):
     pid = pid_of(struck, rank)
     assert ask(struck, at=EARLY, fault=lambda: os.kill(pid, signal.SIGSTOP)) == greedy
@@ -244,7 +250,10 @@ def test_a_spare_takes_the_place_of_a_worker_that_stays_away(clusters, greedy):
             os.kill(supervisor, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("asked", "settings"), [(False, FREE), (True, PATIENT)])
+@pytest.mark.parametrize(
+    ("asked", "settings"),
+    [pytest.param(False, FREE, marks=pytest.mark.long), (True, PATIENT)],
+)
 def test_cluster_ends_with_one_sentence_after_too_many_faults_without_progress(
     clusters, asked, settings
 ):

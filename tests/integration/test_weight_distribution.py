@@ -141,7 +141,14 @@ def tensors(cache: Path) -> set[str]:
     return {name for file in here(cache).values() for name in file.hashes if name}
 
 
-@pytest.mark.parametrize("split", [[16], [8, 8], [4, 8, 4], [4, 4, 4, 4]], ids=len)
+@pytest.mark.parametrize(
+    "split",
+    [
+        *([16], [4, 4, 4, 4]),
+        *(pytest.param(split, marks=pytest.mark.long) for split in ([8, 8], [4, 8, 4])),
+    ],
+    ids=len,
+)
 def test_the_hub_sends_every_byte_once_however_many_hosts(
     split: list[int], hub: Hub, served: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,7 +258,7 @@ def test_a_cluster_starts_with_nothing_on_its_hosts_and_decodes_the_same_text(
 
 @pytest.mark.slow
 def test_hosts_get_their_tensors_of_a_gguf_file(
-    hub: Hub, prompt: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    hub: Hub, prompt: list[int], long: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "served").mkdir()
     path = tmp_path / "served" / "m.gguf"
@@ -259,13 +266,16 @@ def test_hosts_get_their_tensors_of_a_gguf_file(
     write(DEMO / "target", path, "llama", lambda _: GGMLQuantizationType.F16, **kinds)
     hub.folders["org/gguf"] = path.parent
     settings = [hosts_file(tmp_path, [8, 8]), "model.target=org/gguf/m.gguf"]
-    assert main(["generate", *ASK, *settings]) == 0
-    found = json.loads(capsys.readouterr().out)["token_ids"]
+    assert fetched(capsys, *settings).keys() == {"alpha", "beta"}
     assert hub.weight_bytes <= 1.02 * path.stat().st_size
     own = PartsFile(next((tmp_path / "beta").glob("pipespec/parts/*/*/m.gguf")))
     assert {name.split(".")[1] for name in own.hashes if name.startswith("blk.")} == {
         str(layer) for layer in range(8, 16)
     }
+    if not long:  # test_fetched_parts.py computes from what was fetched
+        return
+    assert main(["generate", *ASK, *settings]) == 0
+    found = json.loads(capsys.readouterr().out)["token_ids"]
     assert [found] == reference(path.parent, [prompt], LENGTH, gguf_file=path.name)
 
 
@@ -326,6 +336,7 @@ def test_a_folder_that_only_the_launcher_has_is_enough(
     hub: Hub,
     served: Path,
     expected: list[int],
+    long: bool,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -338,6 +349,8 @@ def test_a_folder_that_only_the_launcher_has_is_enough(
     own = sum(each["fetched_bytes"] for each in found.values())
     assert own < 0.8 * size_of(served)  # not alpha's layers
     assert not hub.requests
+    if not long:  # a cluster that loses a host (below) decodes from such a folder
+        return
     assert main(["generate", *ASK, *settings]) == 0
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected
 

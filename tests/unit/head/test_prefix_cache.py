@@ -305,7 +305,14 @@ def test_texts_are_unchanged_and_no_slot_leaks_under_random_load(load):
     check_random_load(*load)
 
 
-@pytest.mark.parametrize("model_type", MODULES)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        # It takes five times as long as the others; test_running_states.py decodes with it.
+        pytest.param(name, marks=pytest.mark.long) if name == "kimi_linear" else name
+        for name in MODULES
+    ],
+)
 @settings(max_examples=3)
 @given(load=loads)
 def test_layers_with_a_running_state_compute_each_row_as_alone_under_random_load(model_type, load):

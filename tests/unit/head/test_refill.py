@@ -137,7 +137,9 @@ def ms_per_token(policy: BestFirst, num_stages: int, draft_ms: float) -> float:
     return sum(run.ms for run in runs) / sum(run.tokens for run in runs)
 
 
-@pytest.mark.parametrize(("num_stages", "gain"), [(1, 1.01), (2, 1.02)])
+@pytest.mark.parametrize(
+    ("num_stages", "gain"), [(1, 1.01), pytest.param(2, 1.02, marks=pytest.mark.long)]
+)
 def test_short_pipelines_decode_faster_with_rounds_that_delay(num_stages: int, gain: float):
     with_them = ms_per_token(BestFirst(), num_stages, draft_ms=1.0)
     assert ms_per_token(NeverDelays(), num_stages, draft_ms=1.0) > gain * with_them

@@ -14,7 +14,9 @@ from pipespec.head.tree import ROOT, Tree
 TEXT = 0
 
 
-@pytest.mark.parametrize("sureness", [0.6, 1.0, 2.0])
+@pytest.mark.parametrize(
+    "sureness", [0.6, *(pytest.param(each, marks=pytest.mark.long) for each in (1.0, 2.0))]
+)
 def test_calibrated_probabilities_match_hit_rates_by_decile(sureness):
     """A proposer that states too high or too low probabilities."""
     rng = np.random.default_rng(0)

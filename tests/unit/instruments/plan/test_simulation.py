@@ -27,11 +27,13 @@ from pipespec.instruments.plan.machine_profile import Profile
 from pipespec.instruments.plan.pipeline_times import Machine
 from pipespec.instruments.plan.simulated_pipeline import TokenArrival
 from pipespec.instruments.plan.simulation import level_equation, simulate, specpipe_ms
+from tests.helpers.matrix import some_of
 
 PUBLISHED = Accuracy({1: 0.81, 8: 0.99}, spread=0.8)
 ONE_B = Accuracy({1: 0.74, 32: 0.99}, spread=0.8)
 PERFECT = Accuracy({1: 1.0})
 POOR = Accuracy({1: 0.3, 32: 0.8}, spread=0.8)
+DRAFTS = {"published": PUBLISHED, "poor": POOR}
 
 
 def hop(ms: float) -> TimeCurve:
@@ -97,13 +99,22 @@ def test_a_perfect_draft_gives_level_one_token_per_step():
     assert ran.hits == ran.tokens
 
 
-@pytest.mark.parametrize("stage_ms", ["1:20 64:60", "1:20 64:1280"])
-@pytest.mark.parametrize("draft", [PUBLISHED, POOR], ids=["published", "poor"])
-@pytest.mark.parametrize("requests", [4, 16])
+@pytest.mark.parametrize(
+    ("stage_ms", "draft", "requests"),
+    some_of(["1:20 64:60", "1:20 64:1280"], DRAFTS, [4, 16]),
+)
 def test_where_rows_are_dear_guesses_make_nothing_slower(stage_ms, draft, requests):
     dear = Machine((TimeCurve.parse(stage_ms),) * 8, draft_ms=10.0)
     plain, guessing = (
-        simulate(policy, dear, draft, rounds=1, num_tokens=240, num_requests=requests, max_rows=32)
+        simulate(
+            policy,
+            dear,
+            DRAFTS[draft],
+            rounds=1,
+            num_tokens=240,
+            num_requests=requests,
+            max_rows=32,
+        )
         for policy in (Root(), BestFirst(32, 8))
     )
     assert guessing.ms / guessing.tokens <= plain.ms / plain.tokens / 0.97
@@ -133,7 +144,7 @@ def test_one_chain_is_classic_speculative_decoding():
     assert 0.97 * 5 / 9 <= ran.tokens_per_step <= 1.03 * 5 / 8
 
 
-@pytest.mark.parametrize("top_1", [0.5, 0.9])
+@pytest.mark.parametrize("top_1", [pytest.param(0.5, marks=pytest.mark.long), 0.9])
 def test_level_follows_the_equation_where_the_width_cuts_nothing(top_1):
     """A chain: a token is guessed exactly if it has rank 1."""
     accuracy = Accuracy({1: top_1}, spread=0.5)
@@ -222,7 +233,7 @@ def test_on_a_mixture_the_default_is_fast_where_whole_levels_are_slower_than_no_
     assert ms[0] == 80 and ms[1] > ms[0] and ms[2] < ms[0] / 2.8
 
 
-@pytest.mark.parametrize("rounds", [(1, 3), (3, 8)])
+@pytest.mark.parametrize("rounds", [(1, 3), pytest.param((3, 8), marks=pytest.mark.long)])
 def test_more_draft_rounds_never_make_it_slower(rounds):
     fewer, more = (
         simulate(BestFirst(64, 16), machine(8), ONE_B, rounds=count, num_tokens=300).tokens_per_step
