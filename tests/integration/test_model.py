@@ -144,7 +144,13 @@ def test_members_of_a_group_decode_as_the_whole(model, some_of):
     assert all(size < sum(part.num_weight_bytes for part in whole) for _, size in members)
 
 
-@pytest.mark.parametrize("model_type", ["glm", "llama", "olmo2", "qwen3"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("llama", "olmo2"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("glm", "qwen3")),
+    ],
+)
 def test_three_members_share_what_does_not_divide(tmp_path, model_type):
     """Two KV heads and rows of matrices that are no multiple of three."""
     path = build(model_type, tmp_path / "model", num_attention_heads=6, head_dim=8)

@@ -21,7 +21,11 @@ pytestmark = pytest.mark.slow
 
 CLUSTER = ("cluster.stages=2", "cluster.devices=[cpu]", "decode.ignore_eos=true")
 SIZE = ("policy=level", "policy.width=16", "policy.children=8")
-HOSTS = """
+ONE_HOST = """
+hosts:
+  - {name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu, cpu]}
+"""
+TWO_HOSTS = """
 hosts:
   - {name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}
   - {name: beta, address: 127.0.0.2, ssh: local, devices: [cpu]}
@@ -59,18 +63,30 @@ def test_profile_predicts_what_the_bench_then_measures(
     assert 80 <= root["tbt_ms"] < 160
 
 
+@pytest.mark.parametrize(
+    ("listed", "members"),
+    [
+        (ONE_HOST, {"alpha/0", "alpha/1", "alpha/2"}),
+        pytest.param(TWO_HOSTS, {"alpha/0", "alpha/1", "beta/0"}, marks=pytest.mark.long),
+    ],
+    ids=["one host", "two hosts"],
+)
 def test_profile_of_hosts_holds_what_partition_reads(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    listed: str,
+    members: set[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     prompts, file, hosts = (tmp_path / name for name in ("mine.txt", "p.json", "hosts.yaml"))
     prompts.write_text("Once upon a time\n")
-    hosts.write_text(HOSTS)
+    hosts.write_text(listed)
     settings = ["policy.width=8", "decode.max_new_tokens=8", "decode.ignore_eos=true"]
     profiled = ["profile", "--prompts", str(prompts), "--output", str(file), "--json"]
     assert main([*profiled, f"cluster={hosts}", *settings]) == 0
     found = json.loads(capfd.readouterr().out)
-    assert set(found["figures"]["members"]) == {"alpha/0", "alpha/1", "beta/0"}
+    assert set(found["figures"]["members"]) == members
     assert main(["partition", "--json", "--measured", str(file), str(hosts), settings[0]]) == 0
     assert sum(json.loads(capfd.readouterr().out)["hosts"]["split"]) == NUM_LAYERS
 

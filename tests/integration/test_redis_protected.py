@@ -274,6 +274,16 @@ hosts:
 """
 
 
+# `python -m pipespec.cluster.manual_host`, whose worker waits no longer than its patience.
+IMPATIENT = """
+import sys
+from pipespec.cluster import manual_host, worker
+from pipespec.system.exit_codes import exit_code_of
+worker.LONGER_S = 0.0
+sys.exit(exit_code_of(manual_host.main, sys.argv[1:]))
+"""
+
+
 def test_a_worker_refuses_a_man_in_the_middle_with_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +297,7 @@ def test_a_worker_refuses_a_man_in_the_middle_with_one_sentence(
         url = moved(server.url_at(LOOPBACK), relay.port)
         Invitation(url, "n", "secret", ("cluster.patience_s=1",), own_version()).write(invitation)
         worker = subprocess.run(
-            [sys.executable, "-m", "pipespec.cluster.manual_host", hosts, "there", invitation],
+            [sys.executable, "-c", IMPATIENT, hosts, "there", invitation],
             env={**os.environ, "LOCAL_RANK": "0", "PYTHONPATH": str(REPOSITORY)},
             cwd=tmp_path,
             capture_output=True,

@@ -134,7 +134,6 @@ def test_stranger_on_the_machine_learns_nothing_from_members(cluster, prompts, e
 @pytest.mark.parametrize(
     ("worker", "how"),
     [
-        (FOLLOWER, signal.SIGKILL),
         (FOLLOWER, signal.SIGSTOP),
         (LEADER, signal.SIGKILL),
         (OF_THE_DRAFT, signal.SIGKILL),

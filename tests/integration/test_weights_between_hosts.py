@@ -178,6 +178,7 @@ def memory(process: int, name: str) -> int:
     return int(line) * 1024
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hosts", [{"hidden_size": 1024, "intermediate_size": 2816}], indirect=True)
 def test_sending_and_getting_weights_takes_little_memory(hosts: Hosts) -> None:
     before, most, own = dict[int, int](), dict[int, int](), os.getpid()

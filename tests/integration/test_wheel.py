@@ -131,6 +131,7 @@ def test_check(installed: Installed) -> None:
     assert json.loads(done.stdout)["ok"] is True
 
 
+@pytest.mark.long  # as it serves
 def test_it_decodes_with_the_demo_pair(installed: Installed) -> None:
     done = installed.run(
         "pipespec",
@@ -175,3 +176,4 @@ def test_it_serves_the_demo_pair(installed: Installed) -> None:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
+    assert list(installed.elsewhere.iterdir()) == [], "a run leaves no file behind"

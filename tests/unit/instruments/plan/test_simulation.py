@@ -271,8 +271,8 @@ def test_a_hop_takes_longer_with_more_rows_and_the_verdict_is_one():
 
 
 def test_a_pool_of_processes_predicts_what_one_does(monkeypatch):
-    asked = methods("root", "level", "best_first", widths=[4, 8, 16], rounds=[1, 2])
-    given = {"num_tokens": 250, "seed": 3}
+    asked = methods("root", "level", "best_first", widths=[4, 16], rounds=[1, 2])
+    given = {"num_tokens": 200, "seed": 3}
     told: list[tuple[int, int]] = []
     found = grid.predictions(
         asked, machine(4), PUBLISHED, on_done=lambda *done: told.append(done), **given
