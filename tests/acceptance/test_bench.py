@@ -88,6 +88,7 @@ def test_bench_records_the_targets_answers_for_a_synthetic_draft_and_labels_resu
     assert "LOSSY" not in out
 
 
+@pytest.mark.long  # test_profile.py benches an emulated machine in every run
 def test_emulated_bench_is_labelled_and_reports_times_of_the_emulated_machine(
     data: Path, expected: dict[str, tuple[list[int], list[int]]]
 ) -> None:

@@ -200,6 +200,7 @@ def test_many_requests_run_at_once_in_an_event_loop(
     asyncio.run(story())
 
 
+@pytest.mark.long
 def test_an_llm_that_is_dropped_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +329,7 @@ def test_a_script_that_is_killed_leaves_nothing(tmp_path: Path, number: signal.S
         until(lambda: not left(place))
 
 
+@pytest.mark.long
 def test_ctrl_c_while_the_models_load_leaves_nothing(tmp_path: Path) -> None:
     with Sandbox(tmp_path) as place:
         process = start(place, tmp_path / "script.py", INTERRUPTED)

@@ -182,6 +182,7 @@ def test_a_model_that_differs_and_one_that_is_missing(
     assert "warning: The draft /no/such/draft on gamma is missing" in warning
 
 
+@pytest.mark.long
 def test_the_models_may_be_given_as_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +196,7 @@ def test_the_models_may_be_given_as_settings(
     )
 
 
+@pytest.mark.long
 def test_a_cascade_has_its_mid_size_model_looked_at_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,6 +261,7 @@ def test_a_host_that_does_not_answer_is_given_up(
     assert any("beta: the probe did not answer within 2 s; check the load" in x for x in lines)
 
 
+@pytest.mark.long
 def test_what_a_login_script_prints_is_ignored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

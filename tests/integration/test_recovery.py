@@ -138,6 +138,7 @@ def test_rank_ended_by_a_signal_other_than_kill_is_replaced(struck, greedy, numb
     await_another(struck, 1, pid)
 
 
+@pytest.mark.long
 def test_supervisor_ended_by_sigterm_is_replaced(struck, greedy):
     supervisor = psutil.Process(pid_of(struck, 1)).ppid()
     assert ask(struck, at=EARLY, fault=lambda: os.kill(supervisor, signal.SIGTERM)) == greedy

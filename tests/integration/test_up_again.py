@@ -39,6 +39,7 @@ async def heard(followed: AsyncAnswer, enough: int = NUM_TOKENS) -> list[int]:
     return tokens
 
 
+@pytest.mark.long  # test_serve_own.py kills a launcher in every run
 @pytest.mark.timeout(400)  # it starts two clusters
 def test_client_gets_the_same_tokens_when_the_launcher_dies_and_is_started_again(
     place: Sandbox,
