@@ -8,7 +8,7 @@ from dataclasses import replace
 from pydantic import BaseModel
 
 from pipespec.core import TokenLogprobs
-from pipespec.server.openai_format import OpenAIFormat, OutputDelta, json_logprob
+from pipespec.server.openai_format import OpenAIFormat, json_logprob
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import (
     CompletionAnswer,
@@ -19,6 +19,7 @@ from pipespec.server.response_schema import (
     FinishReason,
     Usage,
 )
+from pipespec.server.response_stream import OutputDelta
 from pipespec.text import REPLACEMENT, Tokenizer, token_bytes, token_offsets, token_text
 
 # A token of a completion's text and its log-probabilities; a prompt's first token has none.
@@ -34,6 +35,7 @@ class CompletionFormat(OpenAIFormat):
         super().__init__(request, tokenizer, model, **options)
         # Where the next token begins in each answer's text.
         self._offsets = [len(self._echo(i)) for i in range(len(request.sampling_params))]
+        self._texts: list[list[str]] = [[] for _ in request.sampling_params]
 
     def response(self) -> BaseModel:
         choices = [
@@ -49,6 +51,10 @@ class CompletionFormat(OpenAIFormat):
         return CompletionReply(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage
         )
+
+    def add(self, delta: OutputDelta) -> None:
+        super().add(delta)
+        self._texts[delta.index].append(delta.text)
 
     def first_chunks(self) -> Iterator[BaseModel]:
         for i in range(len(self.request.sampling_params)):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from pydantic import BaseModel
 
 from pipespec.core import TokenLogprobs
+from pipespec.server.answer_blocks import AnswerBlocks, BlockDelta
+from pipespec.server.api_errors import ApiError
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import (
     ChatChoice,
@@ -22,47 +22,33 @@ from pipespec.server.response_schema import (
     ChunkChoice,
     Delta,
     FinishReason,
+    FunctionCall,
+    FunctionDelta,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
+from pipespec.server.response_stream import OutputDelta, ReplyFormat
 from pipespec.text import Tokenizer, token_bytes, token_text
 
 # JSON has no minus infinity; vLLM writes this instead.
 MIN_LOGPROB = -9999.0
+# The end of a stream.
+DONE = b"data: [DONE]\n\n"
 # A text that no model generates, and its JSON.
 MARK = "\0"
 MARK_JSON = json.dumps(MARK)
 
 
-@dataclass(frozen=True)
-class OutputDelta:
-    """What the cluster adds to one answer: text that is final, and the tokens behind it.
-
-    `prompt_logprobs` are those of the prompt's next tokens, from the second on, if the request
-    asks for them. Only the last delta of an answer has a `finish_reason` and, if it is known, the
-    number of prompt tokens that were in the prefix cache.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    num_cached_tokens: int | None = None
-
-
-class OpenAIFormat(ABC):
-    """The replies to one request, and what it has to remember of the answers for them.
+class OpenAIFormat(ReplyFormat):
+    """The replies to one request of OpenAI's own interface.
 
     Args:
-        request: the request.
-        tokenizer: of the model.
-        model: the name that the client used for it.
         usage: whether a stream reports token counts at its end.
         continuous: whether every chunk does, too.
     """
@@ -78,16 +64,12 @@ class OpenAIFormat(ABC):
         usage: bool = False,
         continuous: bool = False,
     ):
-        self.request = request
-        self.tokenizer = tokenizer
-        self.model = model
+        super().__init__(request, tokenizer, model)
         self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
-        self.created = int(time.time())
         self._usage, self._continuous = usage, usage and continuous
-        self._num_tokens = 0
-        self._num_cached: int | None = None
+        # Whether the text of a delta is all that it adds to its message.
+        self._only_text = True
         choices = request.sampling_params
-        self._texts: list[list[str]] = [[] for _ in choices]
         self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in choices]
         self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in choices]
         self._finish_reasons: list[FinishReason] = ["length" for _ in choices]
@@ -97,45 +79,42 @@ class OpenAIFormat(ABC):
     @property
     def usage(self) -> Usage:
         """Token counts so far."""
-        prompt, cached = self.request.prompt_tokens, self._num_cached
+        prompt, cached = self.request.prompt_tokens, self.num_cached
         return Usage(
             prompt_tokens=prompt,
-            completion_tokens=self._num_tokens,
-            total_tokens=prompt + self._num_tokens,
+            completion_tokens=self.num_tokens,
+            total_tokens=prompt + self.num_tokens,
             prompt_tokens_details=None
             if cached is None
             else PromptTokensDetails(cached_tokens=cached),
         )
 
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether the request asks for log-probabilities of any tokens."""
-        choices = range(len(self.request.sampling_params))
-        return self.request.prompt_logprobs is not None or any(map(self.wants_logprobs, choices))
-
-    def wants_logprobs(self, choice: int) -> bool:
-        """Whether the request asks for log-probabilities of the answer's tokens."""
-        return self.request.sampling_params[choice].logprobs is not None
-
-    def count_tokens(self, delta: OutputDelta) -> None:
-        """Add the tokens of a delta to `usage`.
-
-        A prompt with several answers counts once, and so do its cached tokens: those of its first
-        answer.
-        """
-        self._num_tokens += len(delta.token_ids)
-        if delta.num_cached_tokens is not None and not delta.index % self.request.n:
-            self._num_cached = (self._num_cached or 0) + delta.num_cached_tokens
-
     def add(self, delta: OutputDelta) -> None:
-        """Keep a delta for the whole reply."""
         self.count_tokens(delta)
-        self._texts[delta.index].append(delta.text)
         self._prompt_logprobs[delta.index] += delta.prompt_logprobs
         if delta.logprobs:
             self._logprobs[delta.index] += zip(delta.token_ids, delta.logprobs, strict=True)
         if delta.finish_reason:
             self._finish_reasons[delta.index] = delta.finish_reason
+
+    # --- streams ------------------------------------------------------------------------------
+
+    def first_events(self) -> Iterator[bytes]:
+        for chunk in self.first_chunks():
+            yield _event(chunk.model_dump_json())
+
+    def events(self, delta: OutputDelta) -> Iterator[bytes]:
+        for event in self.stream_events(delta):
+            yield _event(event)
+
+    def last_events(self) -> Iterator[bytes]:
+        for chunk in self.last_chunks():
+            yield _event(chunk.model_dump_json())
+        yield DONE
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        yield _event(json.dumps(error.body))
+        yield DONE
 
     def stream_events(self, delta: OutputDelta) -> Iterator[str]:
         """What a delta adds to a stream, as JSON.
@@ -143,10 +122,8 @@ class OpenAIFormat(ABC):
         Nearly all chunks hold text and nothing else. They differ in the text alone, so the JSON
         around it is written once.
         """
-        only_text = delta.text and not (
-            delta.logprobs or delta.prompt_logprobs or delta.finish_reason
-        )
-        if self._continuous or not only_text:
+        more = delta.logprobs or delta.prompt_logprobs or delta.finish_reason
+        if self._continuous or more or not (delta.text and self._only_text):
             for chunk in self.chunks(delta):
                 yield chunk.model_dump_json()
             return
@@ -157,10 +134,6 @@ class OpenAIFormat(ABC):
             self._chunk_frames[delta.index] = before, after
         before, after = self._chunk_frames[delta.index]
         yield before + json.dumps(delta.text, ensure_ascii=False) + after
-
-    @abstractmethod
-    def response(self) -> BaseModel:
-        """The whole reply, of all deltas that were added."""
 
     @abstractmethod
     def first_chunks(self) -> Iterator[BaseModel]:
@@ -210,13 +183,19 @@ class ChatFormat(OpenAIFormat):
 
     id_prefix = "chatcmpl"
 
+    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str, **options: bool):
+        super().__init__(request, tokenizer, model, **options)
+        self._tool_use = request.tool_use
+        self._only_text = self._tool_use is None
+        self._answers = [AnswerBlocks(self._tool_use) for _ in request.sampling_params]
+
     def response(self) -> BaseModel:
         choices = [
             ChatChoice(
                 index=i,
                 message=self._message(i),
                 logprobs=self._chat_logprobs(i, self._logprobs[i]),
-                finish_reason=self._finish_reasons[i],
+                finish_reason=self._reason(i, self._finish_reasons[i]),
             )
             for i in range(len(self.request.sampling_params))
         ]
@@ -229,16 +208,27 @@ class ChatFormat(OpenAIFormat):
             prompt_logprobs=self._prompt_report(0),
         )
 
+    def add(self, delta: OutputDelta) -> None:
+        super().add(delta)
+        self._answers[delta.index].push(delta.text, last=delta.finish_reason is not None)
+
     def first_chunks(self) -> Iterator[BaseModel]:
         for i in range(len(self.request.sampling_params)):
             yield self._chunk(i, Delta(role="assistant", content=""))
 
     def chunks(self, delta: OutputDelta) -> Iterator[BaseModel]:
         self.count_tokens(delta)
-        if delta.text or delta.logprobs:
-            yield self._chunk(delta.index, Delta(content=delta.text), self._delta_logprobs(delta))
-        if delta.finish_reason:
-            yield self._chunk(delta.index, Delta(), reason=delta.finish_reason)
+        choice, reason = delta.index, delta.finish_reason
+        added = self._answers[choice].push(delta.text, last=reason is not None)
+        parts = [_message_delta(each) for each in added]
+        logprobs = self._delta_logprobs(delta)
+        if delta.logprobs and not parts:
+            parts = [Delta(content="")]
+        for part in parts:
+            yield self._chunk(choice, part, logprobs)
+            logprobs = None  # only the first chunk has them
+        if reason:
+            yield self._chunk(choice, Delta(), reason=self._reason(choice, reason))
 
     def last_chunks(self) -> Iterator[BaseModel]:
         if self._usage:
@@ -247,7 +237,23 @@ class ChatFormat(OpenAIFormat):
             )
 
     def _message(self, choice: int) -> ChatMessage:
-        return ChatMessage(content="".join(self._texts[choice]))
+        answer = self._answers[choice]
+        calls, text = answer.calls, answer.text_of("text")
+        if not calls:
+            return ChatMessage(content=text)
+        tool_calls = [
+            ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.text))
+            for call in calls
+        ]
+        return ChatMessage(content=text or None, tool_calls=tool_calls)
+
+    def _reason(self, choice: int, reason: FinishReason) -> FinishReason:
+        """The reason of an answer with calls that ended by itself is "tool_calls", but "stop" if
+        the client named the function, as with OpenAI."""
+        named = self._tool_use is not None and self._tool_use.named
+        if reason == "stop" and not named and self._answers[choice].calls:
+            return "tool_calls"
+        return reason
 
     def _chunk(
         self,
@@ -290,3 +296,24 @@ class ChatFormat(OpenAIFormat):
             logprob=json_logprob(logprob),
             bytes=list(token_bytes(self.tokenizer, token)),
         )
+
+
+def _message_delta(delta: BlockDelta) -> Delta:
+    """What a delta adds to its message. The name of a call comes first, with empty arguments."""
+    block = delta.block
+    if block.kind == "text":
+        return Delta(content=delta.text)
+    if delta.begins:
+        call = ToolCallDelta(
+            index=block.number,
+            id=block.id,
+            type="function",
+            function=FunctionDelta(name=block.name, arguments=""),
+        )
+    else:
+        call = ToolCallDelta(index=block.number, function=FunctionDelta(arguments=delta.text))
+    return Delta(tool_calls=[call])
+
+
+def _event(data: str) -> bytes:
+    return f"data: {data}\n\n".encode()

@@ -32,7 +32,6 @@ from pipespec.server.preparation_workers import PreparationWorkers
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
 from pipespec.server.response_stream import CompletionEvents, ResponseStream, full_response
-from pipespec.server.tool_call_format import ToolCallFormat
 from pipespec.text import token_text
 
 JSON = "application/json"
@@ -141,8 +140,6 @@ class OpenAIServing:
 
     def _formatter(self, task: str, prepared: PreparedRequest) -> OpenAIFormat:
         kind: type[OpenAIFormat] = CompletionFormat if task == "completion" else ChatFormat
-        if prepared.parsed.tool_use is not None:
-            kind = ToolCallFormat
         return kind(
             prepared.parsed,
             self.client.served.tokenizer,

@@ -1,14 +1,17 @@
-"""The replies to one HTTP request: events of the request log in, a JSON body or server-sent events
-out, and cancellation when the client disconnects."""
+"""The replies to one HTTP request: events of the request log in, a JSON body or a stream out, and
+cancellation when the client disconnects. A `ReplyFormat` decides what they look like."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from typing import cast
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -16,12 +19,12 @@ from starlette.types import Receive, Scope, Send
 from pipespec.client.async_answer import AsyncAnswer
 from pipespec.client.async_client import AsyncClient
 from pipespec.controller.log_records import Accepted, Finished, failure_of
+from pipespec.core import TokenLogprobs
 from pipespec.errors import PipespecError, RankFailed
 from pipespec.server.admission_queue import QueueEntry
-from pipespec.server.api_errors import api_error_of
+from pipespec.server.api_errors import ApiError, api_error_of
 from pipespec.server.metric_definitions import ABORTED
 from pipespec.server.metrics import Metrics, RequestTimer
-from pipespec.server.openai_format import OpenAIFormat, OutputDelta
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_schema import FinishReason
 from pipespec.text import FinalText, MarkedText, Tokenizer, special_markers
@@ -30,10 +33,95 @@ from pipespec.text import FinalText, MarkedText, Tokenizer, special_markers
 REASONS = ("stop", "length")
 # A connection sends something at least this often while its request waits.
 KEEPALIVE_S = 10.0
-KEEPALIVE = b": waiting\n\n"
-DONE = b"data: [DONE]\n\n"
 # The status in proxies' logs for a client that has disconnected; no client reads this reply.
 CLIENT_CLOSED_REQUEST = 499
+
+
+@dataclass(frozen=True)
+class OutputDelta:
+    """What the cluster adds to one answer: text that is final, and the tokens behind it.
+
+    `prompt_logprobs` are those of the prompt's next tokens, from the second on, if the request
+    asks for them. Only the last delta of an answer has a `finish_reason`, the `stop_string` that
+    has ended it, if one has, and, if it is known, the number of prompt tokens that were in the
+    prefix cache.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    num_cached_tokens: int | None = None
+
+
+class ReplyFormat(ABC):
+    """The replies to one request in one dialect, and what it has to remember of the answers for
+    them.
+
+    Args:
+        request: the request.
+        tokenizer: of the model.
+        model: the name that the client used for it.
+    """
+
+    media_type = "text/event-stream"
+    # What a stream sends while its request waits; clients ignore it.
+    keepalive = b": waiting\n\n"
+
+    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str):
+        self.request = request
+        self.tokenizer = tokenizer
+        self.model = model
+        self.created = int(time.time())
+        self.num_tokens = 0
+        self.num_cached: int | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the request asks for log-probabilities of any tokens."""
+        choices = range(len(self.request.sampling_params))
+        return self.request.prompt_logprobs is not None or any(map(self.wants_logprobs, choices))
+
+    def wants_logprobs(self, choice: int) -> bool:
+        """Whether the request asks for log-probabilities of the answer's tokens."""
+        return self.request.sampling_params[choice].logprobs is not None
+
+    def count_tokens(self, delta: OutputDelta) -> None:
+        """Add the tokens of a delta to the counts.
+
+        A prompt with several answers counts once, and so do its cached tokens: those of its first
+        answer.
+        """
+        self.num_tokens += len(delta.token_ids)
+        if delta.num_cached_tokens is not None and not delta.index % self.request.n:
+            self.num_cached = (self.num_cached or 0) + delta.num_cached_tokens
+
+    @abstractmethod
+    def add(self, delta: OutputDelta) -> None:
+        """Keep a delta for the whole reply."""
+
+    @abstractmethod
+    def response(self) -> BaseModel:
+        """The whole reply, of all deltas that were added."""
+
+    @abstractmethod
+    def first_events(self) -> Iterator[bytes]:
+        """The beginning of a stream."""
+
+    @abstractmethod
+    def events(self, delta: OutputDelta) -> Iterator[bytes]:
+        """What a delta adds to a stream."""
+
+    @abstractmethod
+    def last_events(self) -> Iterator[bytes]:
+        """The end of a stream."""
+
+    @abstractmethod
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        """The end of a stream that fails, after its status was sent."""
 
 
 class ResponseStream:
@@ -141,6 +229,7 @@ class ResponseStream:
             choice,
             self._texts[choice].flush(),
             finish_reason=cast(FinishReason, reason),
+            stop_string=self._texts[choice].found,
             num_cached_tokens=event.cached,
         )
 
@@ -164,11 +253,11 @@ def _texts(tokenizer: Tokenizer, request: ParsedRequest) -> list[FinalText]:
 
 
 async def full_response(
-    stream: ResponseStream, formatter: OpenAIFormat, request: Request
+    stream: ResponseStream, reply_format: ReplyFormat, request: Request
 ) -> Response:
     """The answers in one reply, unless the client disconnects before. Raises ApiError."""
     try:
-        collecting = asyncio.ensure_future(_collect(stream, formatter))
+        collecting = asyncio.ensure_future(_collect(stream, reply_format))
         disconnected = asyncio.ensure_future(_until_disconnected(request))
         try:
             await asyncio.wait({collecting, disconnected}, return_when=asyncio.FIRST_COMPLETED)
@@ -185,17 +274,17 @@ async def full_response(
         await stream.close()
 
 
-async def _collect(stream: ResponseStream, formatter: OpenAIFormat) -> str:
+async def _collect(stream: ResponseStream, reply_format: ReplyFormat) -> str:
     async for delta in stream.deltas(KEEPALIVE_S):
         if delta is not None:
-            formatter.add(delta)
-    if formatter.has_logprobs:  # those of long texts take seconds
-        return await asyncio.to_thread(_to_json, formatter)
-    return _to_json(formatter)
+            reply_format.add(delta)
+    if reply_format.has_logprobs:  # those of long texts take seconds
+        return await asyncio.to_thread(_to_json, reply_format)
+    return _to_json(reply_format)
 
 
-def _to_json(formatter: OpenAIFormat) -> str:
-    return formatter.response().model_dump_json()
+def _to_json(reply_format: ReplyFormat) -> str:
+    return reply_format.response().model_dump_json()
 
 
 async def _until_disconnected(request: Request) -> None:
@@ -203,7 +292,7 @@ async def _until_disconnected(request: Request) -> None:
         pass
 
 
-# --- server-sent events -------------------------------------------------------------------------
+# --- streams ------------------------------------------------------------------------------------
 
 
 class EventStream(StreamingResponse):
@@ -218,10 +307,14 @@ class EventStream(StreamingResponse):
 
 
 class CompletionEvents(EventStream):
-    """The answers to one request as server-sent events."""
+    """The answers to one request as a stream."""
 
-    def __init__(self, stream: ResponseStream, formatter: OpenAIFormat):
-        super().__init__(_events(stream, formatter), headers={"Cache-Control": "no-cache"})
+    def __init__(self, stream: ResponseStream, reply_format: ReplyFormat):
+        super().__init__(
+            _events(stream, reply_format),
+            headers={"Cache-Control": "no-cache"},
+            media_type=reply_format.media_type,
+        )
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -232,23 +325,18 @@ class CompletionEvents(EventStream):
             await self._stream.close()
 
 
-async def _events(stream: ResponseStream, formatter: OpenAIFormat) -> AsyncIterator[bytes]:
+async def _events(stream: ResponseStream, reply_format: ReplyFormat) -> AsyncIterator[bytes]:
     try:
-        for chunk in formatter.first_chunks():
-            yield _event(chunk.model_dump_json())
+        for event in reply_format.first_events():
+            yield event
         async for delta in stream.deltas(KEEPALIVE_S):
             if delta is None:
-                yield KEEPALIVE
+                yield reply_format.keepalive
                 continue
-            for event in formatter.stream_events(delta):
-                yield _event(event)
-        for chunk in formatter.last_chunks():
-            yield _event(chunk.model_dump_json())
+            for event in reply_format.events(delta):
+                yield event
+        for event in reply_format.last_events():
+            yield event
     except PipespecError as error:
-        # The status has been sent already.
-        yield _event(json.dumps(api_error_of(error).body))
-    yield DONE
-
-
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+        for event in reply_format.failed(api_error_of(error)):
+            yield event

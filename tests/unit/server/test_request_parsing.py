@@ -18,9 +18,10 @@ from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.sampling.params import MAX_SEED, MIN_SEED
 from pipespec.server.api_errors import ApiError
 from pipespec.server.completion_format import CompletionFormat
-from pipespec.server.openai_format import ChatFormat, OutputDelta
+from pipespec.server.openai_format import ChatFormat
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import ChatRequest, CompletionRequest
+from pipespec.server.response_stream import OutputDelta
 from pipespec.system.folders import resource_dir
 from pipespec.text import token_text
 

@@ -17,10 +17,10 @@ from pipespec.config.compose import compose
 from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.sampling.grammar import unpack_mask
-from pipespec.server.openai_format import OutputDelta
+from pipespec.server.openai_format import ChatFormat
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import ChatRequest
-from pipespec.server.tool_call_format import ToolCallFormat
+from pipespec.server.response_stream import OutputDelta
 from tests.helpers.calling import HERMES, WEATHER, calling
 
 DEFAULTS = RequestDefaults(SamplingParams(), None, None, (), ignore_eos=False, priority=0)
@@ -136,7 +136,7 @@ def test_required_call_is_the_only_answer_that_matches(
         taken = matcher.consume(ids)
         ended = unpack_mask(matcher.allowed(), running.served.vocab_size)[list(ask.eos)].any()
         assert (taken == len(ids) and ended) == (text in texts)
-    shape = ToolCallFormat(ask, tokenizer, "demo")
+    shape = ChatFormat(ask, tokenizer, "demo")
     shape.add(OutputDelta(0, texts[0], (5,)))
     shape.add(OutputDelta(0, "", (6,), finish_reason="stop"))
     (choice,) = shape.response().model_dump()["choices"]
@@ -171,9 +171,7 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
         OutputDelta(0, tokenizer.decode([token]), (token,), (TokenLogprobs(-0.5),)) for token in ids
     ]
     ask = chat(running, logprobs=True)
-    shape, whole = (
-        ToolCallFormat(ask, tokenizer, "demo", continuous=True, usage=True) for _ in "ab"
-    )
+    shape, whole = (ChatFormat(ask, tokenizer, "demo", continuous=True, usage=True) for _ in "ab")
     chunks = [json.loads(event) for piece in pieces for event in shape.stream_events(piece)]
     end = OutputDelta(0, "", finish_reason="stop")
     chunks += [json.loads(event) for event in shape.stream_events(end)]
@@ -198,7 +196,7 @@ def test_tool_calls_keep_the_logprobs_of_all_tokens(running: RunningCluster) -> 
 
 
 def test_message_of_a_tool_call_alone_has_no_content(running: RunningCluster) -> None:
-    shape = ToolCallFormat(chat(running), running.served.tokenizer, "demo")
+    shape = ChatFormat(chat(running), running.served.tokenizer, "demo")
     shape.add(OutputDelta(0, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', (5,)))
     shape.add(OutputDelta(0, "\n", (6,), finish_reason="stop"))
     message = shape.response().model_dump()["choices"][0]["message"]

@@ -1,0 +1,99 @@
+"""One answer as every dialect's replies have it: blocks of text and calls, as they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta, ParsedDelta
+from pipespec.server.tool_parsers.tool_choice import ToolUse
+
+BlockKind = Literal["text", "call"]
+
+
+@dataclass
+class Block:
+    """Part of an answer: text of the message, or a call with the text of its arguments.
+
+    `number` counts the blocks of this kind; `id` and `name` are those of a call.
+    """
+
+    kind: BlockKind
+    number: int
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All that has arrived of it."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDelta:
+    """What is new in the block `index` of an answer; the first delta of a call has no text. A block
+    ends where the next one begins, and at the end of the answer."""
+
+    index: int
+    block: Block
+    text: str
+    begins: bool
+
+
+class AnswerBlocks:
+    """Splits one answer into blocks as it arrives, and never takes back what it has returned.
+
+    `tool_use` None: the answer is text.
+    """
+
+    def __init__(self, tool_use: ToolUse | None):
+        self.blocks: list[Block] = []
+        self._tool_use = tool_use
+        self._parser = tool_use.family.parser() if tool_use else None
+
+    def push(self, text: str, *, last: bool = False) -> list[BlockDelta]:
+        """What the next text makes certain; `last`: no text follows."""
+        return [*self._deltas(text, last)]
+
+    def text_of(self, kind: BlockKind) -> str:
+        """The text of all blocks of a kind."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[Block]:
+        """The calls so far."""
+        return [block for block in self.blocks if block.kind == "call"]
+
+    def _deltas(self, text: str, last: bool) -> Iterator[BlockDelta]:
+        parsed: list[ParsedDelta] = [text] if text else []
+        if self._parser is not None:
+            parsed = self._parser.push(text)
+            if last:
+                parsed += self._parser.finish()
+        for part in parsed:
+            if isinstance(part, str):
+                yield self._add("text", part)
+            elif self._tool_use is None or self._tool_use.parallel or part.index == 0:
+                yield self._add_call(part)
+
+    def _add_call(self, part: CallDelta) -> BlockDelta:
+        if part.name is None:
+            return self._add("call", part.arguments)
+        assert self._tool_use is not None, "only a parser finds calls"
+        return self._begin(
+            Block("call", len(self.calls), self._tool_use.family.new_id(), part.name), ""
+        )
+
+    def _add(self, kind: BlockKind, text: str) -> BlockDelta:
+        if self.blocks and self.blocks[-1].kind == kind:
+            self.blocks[-1].pieces.append(text)
+            return BlockDelta(len(self.blocks) - 1, self.blocks[-1], text, begins=False)
+        return self._begin(Block(kind, sum(b.kind == kind for b in self.blocks)), text)
+
+    def _begin(self, block: Block, text: str) -> BlockDelta:
+        if text:
+            block.pieces.append(text)
+        self.blocks.append(block)
+        return BlockDelta(len(self.blocks) - 1, block, text, begins=True)
