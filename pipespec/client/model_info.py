@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,28 +114,39 @@ class ModelInfo:
         messages: Sequence[Mapping[str, Any]],
         *,
         answering: bool = True,
+        continuing: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, with `answering` up to where the model's answer begins.
+        """The text of a conversation, with `answering` up to where the model's answer begins, with
+        `continuing` up to the end of the last message's content.
 
-        `tools` are functions that it may call, as Transformers gives them to templates. Raises
-        TemplateFailed, also if the model has no chat template.
+        `tools` are functions that it may call, as Transformers gives them to templates, and
+        `variables` are for the template alone. Raises TemplateFailed, also if the model has no
+        chat template.
         """
         if not self.tokenizer.chat_template:
             raise TemplateFailed("there is none")
+        conversation = [dict(message) for message in messages]
+        mark = f"<{secrets.token_hex(16)}>"
+        if continuing:
+            conversation[-1]["content"] += mark
         try:
             text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                conversation,
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=answering,
                 tokenize=False,
+                **(variables or {}),
             )
         except Exception as error:  # noqa: BLE001 - a template is a program of somebody else's
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:LONGEST_REASON]
             raise TemplateFailed(why) from None
         if not isinstance(text, str) or not is_whole(text):
             raise TemplateFailed("what it makes is no text")
-        return text
+        if continuing and mark not in text:
+            raise TemplateFailed("it leaves the last message out, which is to be continued")
+        return text.rpartition(mark)[0] if continuing else text
 
     def _as_chat(self, prompt: str) -> str:
         if not self.tokenizer.chat_template:

@@ -52,6 +52,7 @@ class ChatTokenizer(Tokenizer, Protocol):
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         tokenize: bool = False,
+        **variables: Any,
     ) -> str: ...
 
 
@@ -117,6 +118,7 @@ class BackendTokenizer:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         tokenize: bool = False,
+        **variables: Any,
     ) -> str:
         """The conversation as one text. Raises whatever the template raises."""
         assert self.chat_template is not None and not tokenize
@@ -126,7 +128,7 @@ class BackendTokenizer:
             add_generation_prompt=add_generation_prompt,
             tools=tools,
             documents=None,
-            **self.special_tokens,
+            **{**self.special_tokens, **variables},
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable, Coroutine, Mapping
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -10,17 +11,21 @@ from fastapi import FastAPI, Path, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError, ErrorReply, cluster_loading, validation_failed
 from pipespec.server.dashboard import MAX_REQUEST
+from pipespec.server.dialects.anthropic_format import AnthropicReply, TokenCount
+from pipespec.server.dialects.error_replies import error_model, error_reply
 from pipespec.server.host_names import ANY, normal_origin
 from pipespec.server.metrics import Metrics
 from pipespec.server.middleware import (
@@ -54,6 +59,11 @@ FAILURES: dict[int | str, dict[str, Any]] = {
     500: {"description": "The cluster failed"},
     503: {"description": "The cluster is not ready"},
 }
+# The replies of the routes of dialects, whole and other than as JSON.
+REPLIES: Mapping[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "/v1/messages": (AnthropicReply, STREAM),
+    "/v1/messages/count_tokens": (TokenCount, {}),
+}
 # The status that FastAPI documents for invalid requests, which get 400 here.
 UNPROCESSABLE = "422"
 
@@ -71,6 +81,7 @@ def make_app(serving: OpenAIServing) -> FastAPI:
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     _add_error_handlers(app)
     _add_openai_routes(app, serving)
+    _add_dialect_routes(app, serving)
     _add_tokenizer_routes(app, serving)
     _add_monitoring_routes(app, serving)
     _add_dashboard_routes(app, serving)
@@ -84,9 +95,10 @@ def make_loading_app(options: ServerOptions) -> Starlette:
     async def metrics_text(_: Request) -> Response:
         return Response(metrics.prometheus_text(None), media_type=CONTENT_TYPE_LATEST)
 
-    error = cluster_loading()
-    refusal = JSONResponse(error.body, error.status, error.headers)
-    routes = [*page_routes(), Route("/metrics", metrics_text), Mount("/", refusal)]
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await error_reply(scope["path"], cluster_loading())(scope, receive, send)
+
+    routes = [*page_routes(), Route("/metrics", metrics_text), Mount("/", refuse)]
     return Starlette(routes=routes, middleware=_middleware(options))
 
 
@@ -117,16 +129,33 @@ def version() -> str:
 
 
 def _add_openai_routes(app: FastAPI, serving: OpenAIServing) -> None:
-    for path, endpoint, reply in (
-        ("/chat/completions", serving.chat, ChatReply),
-        ("/completions", serving.complete, CompletionReply),
-    ):
+    for path, reply in (("/chat/completions", ChatReply), ("/completions", CompletionReply)):
+        endpoint = _generating(serving, f"/v1{path}")
         replies: dict[int | str, dict[str, Any]] = {200: {"model": reply, "content": STREAM}}
         app.post(f"/v1{path}", response_model=None, responses=replies)(endpoint)
         app.post(path, response_model=None, include_in_schema=False)(endpoint)
     for prefix in ("/v1", ""):
         app.get(f"{prefix}/models", include_in_schema=bool(prefix))(serving.models)
         app.get(f"{prefix}/models/{{name:path}}", include_in_schema=bool(prefix))(serving.model)
+
+
+def _add_dialect_routes(app: FastAPI, serving: OpenAIServing) -> None:
+    for path, (reply, content) in REPLIES.items():
+        errors = {code: entry | {"model": error_model(path)} for code, entry in FAILURES.items()}
+        replies = errors | {200: {"model": reply, "content": content}}
+        app.post(path, response_model=None, responses=replies)(_generating(serving, path))
+
+
+def _generating(
+    serving: OpenAIServing, path: str
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """The endpoint of a route that generates text."""
+
+    async def generate(request: Request) -> Response:
+        return await serving.generate(path, request)
+
+    generate.__doc__ = BODIES[path].__doc__
+    return generate
 
 
 def _add_tokenizer_routes(app: FastAPI, serving: OpenAIServing) -> None:
@@ -171,8 +200,8 @@ def _add_dashboard_routes(app: FastAPI, serving: OpenAIServing) -> None:
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> Response:
-        return JSONResponse(error.body, error.status, error.headers)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return error_reply(request.url.path, error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

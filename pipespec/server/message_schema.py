@@ -35,7 +35,18 @@ _MEDIA = {
     **dict.fromkeys(("input_audio", "audio_url", "audio"), "recordings"),
     **dict.fromkeys(("video_url", "video"), "videos"),
     **dict.fromkeys(("file", "input_file"), "files"),
+    **dict.fromkeys(("document", "container_upload"), "documents"),
 }
+
+
+def media_refusal(kind: str) -> str | None:
+    """Why a part of this type is not read, as a clause; None: it is no image or the like."""
+    if kind not in _MEDIA:
+        return None
+    return (
+        f"holds a part of type {shown(kind)}, but {_MEDIA[kind]} are not read: of a multimodal "
+        "model the text part alone is loaded"
+    )
 
 
 def _content(value: Any) -> Any:
@@ -46,11 +57,8 @@ def _content(value: Any) -> Any:
         raise ValueError(f"is {shown(value)}, but must be a text or a list of parts")
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in _MEDIA:
-            raise ValueError(
-                f"holds a part of type {shown(kind)}, but {_MEDIA[kind]} are not read: of a "
-                "multimodal model the text part alone is loaded"
-            )
+        if isinstance(kind, str) and (why := media_refusal(kind)):
+            raise ValueError(why)
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(
                 f"holds a part of type {shown(kind)}, but the model reads parts of type 'text' "
@@ -121,6 +129,7 @@ class Message(RequestModel):
     name: str | None = None
     tool_calls: list[MessageToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Message:
@@ -141,6 +150,8 @@ class Message(RequestModel):
         message: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.name is not None:
             message["name"] = self.name
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [
                 {

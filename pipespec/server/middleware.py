@@ -26,10 +26,10 @@ from http import HTTPStatus
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipespec.server.api_errors import ApiError
+from pipespec.server.dialects.error_replies import error_reply
 from pipespec.server.host_names import ANY, host_name, is_address, normal_name, normal_origin
 from pipespec.system.validation import shown
 
@@ -80,7 +80,7 @@ class _Check(ABC):
         if error is None:
             await self._app(scope, receive, send)
         else:
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+            await error_reply(scope["path"], error)(scope, receive, send)
 
     @abstractmethod
     def refusal(self, scope: Scope, headers: Headers) -> ApiError | None:

@@ -1,10 +1,12 @@
-"""What the server does for each of its routes: OpenAI's, vLLM's for tokens, and monitoring."""
+"""What the server does for each of its routes: those that generate text, in every dialect, vLLM's
+for tokens, and monitoring."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -19,8 +21,9 @@ from pipespec.server.admission_queue import AdmissionQueue, QueueEntry
 from pipespec.server.api_errors import ServerShuttingDown, api_error_of, cluster_unavailable
 from pipespec.server.completion_format import CompletionFormat
 from pipespec.server.dashboard import Dashboard
+from pipespec.server.dialects.anthropic_format import AnthropicFormat
 from pipespec.server.metrics import Metrics
-from pipespec.server.openai_format import ChatFormat, OpenAIFormat
+from pipespec.server.openai_format import ChatFormat
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
     PreparationContext,
@@ -31,10 +34,21 @@ from pipespec.server.preparation import (
 from pipespec.server.preparation_workers import PreparationWorkers
 from pipespec.server.request_parsing import RequestDefaults
 from pipespec.server.response_schema import ModelCard, ModelList, TokenizerInfo
-from pipespec.server.response_stream import CompletionEvents, ResponseStream, full_response
+from pipespec.server.response_stream import (
+    CompletionEvents,
+    ReplyFormat,
+    ResponseStream,
+    full_response,
+)
 from pipespec.text import token_text
 
 JSON = "application/json"
+# The formats of the replies of the routes that generate text.
+FORMATS: Mapping[str, Callable[..., ReplyFormat]] = {
+    "/v1/chat/completions": ChatFormat,
+    "/v1/completions": CompletionFormat,
+    "/v1/messages": AnthropicFormat,
+}
 
 
 class OpenAIServing:
@@ -87,27 +101,26 @@ class OpenAIServing:
 
     # --- text ---------------------------------------------------------------------------------
 
-    async def chat(self, request: Request) -> Response:
-        """Generate the next message of a chat, whole or as a stream."""
-        return await self._generate("chat", request)
-
-    async def complete(self, request: Request) -> Response:
-        """Continue each prompt, whole or as a stream."""
-        return await self._generate("completion", request)
-
-    async def _generate(self, task: str, request: Request) -> Response:
-        prepared = await self._prepare(task, request)
-        assert isinstance(prepared, PreparedRequest)
+    async def generate(self, path: str, request: Request) -> Response:
+        """Answer a request to a route that generates text, whole or as a stream."""
+        prepared = await self._prepare(path, request)
+        if isinstance(prepared, bytes):
+            return Response(prepared, media_type=JSON)
         if self.client.away:
             raise cluster_unavailable()
-        formatter = self._formatter(task, prepared)
+        formatter = FORMATS[path](
+            prepared.parsed,
+            self.client.served.tokenizer,
+            prepared.model or self.options.names[0],
+            **prepared.options,
+        )
         with self.queue.admit(len(prepared.parsed.sampling_params)) as entry:
             stream = await self._submit(prepared, entry, request)
         if prepared.stream:
             return CompletionEvents(stream, formatter)
         return await full_response(stream, formatter, request)
 
-    async def _prepare(self, task: str, request: Request) -> PreparedRequest | bytes:
+    async def _prepare(self, path: str, request: Request) -> PreparedRequest | bytes:
         """Let a worker prepare the body, which has a place in the queue meanwhile. Raises
         ApiError."""
         # A browser sends any other type on behalf of pages of every origin without a preflight.
@@ -116,7 +129,7 @@ class OpenAIServing:
             raise not_a_json_object()
         body = await request.body()
         with self.queue.admit(1):
-            return await self._workers.prepare(self.context, task, body)
+            return await self._workers.prepare(self.context, path, body)
 
     async def _submit(
         self, prepared: PreparedRequest, entry: QueueEntry, request: Request
@@ -137,16 +150,6 @@ class OpenAIServing:
                 raise api_error_of(error) from error
             unless_submitted.pop_all()
         return stream
-
-    def _formatter(self, task: str, prepared: PreparedRequest) -> OpenAIFormat:
-        kind: type[OpenAIFormat] = CompletionFormat if task == "completion" else ChatFormat
-        return kind(
-            prepared.parsed,
-            self.client.served.tokenizer,
-            prepared.model or self.options.names[0],
-            usage=prepared.include_usage,
-            continuous=prepared.continuous_usage,
-        )
 
     def _cache_salt(self, request: Request, cache_salt: str) -> str:
         """The salt under which a request shares prefix-cache entries; "": the common one."""
@@ -185,11 +188,11 @@ class OpenAIServing:
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a text, or of messages in the chat template."""
-        return Response(await self._prepare("tokenize", request), media_type=JSON)
+        return Response(await self._prepare("/tokenize", request), media_type=JSON)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
-        return Response(await self._prepare("detokenize", request), media_type=JSON)
+        return Response(await self._prepare("/detokenize", request), media_type=JSON)
 
     async def tokenizer_info(self) -> TokenizerInfo:
         """The vocabulary, special tokens and chat template of the model."""

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError, invalid_field, validation_failed
-from pipespec.server.request_parsing import (
-    ParsedRequest,
-    RequestDefaults,
-    RequestParser,
-)
+from pipespec.server.chat_prompt import TemplateOptions, render_chat
+from pipespec.server.dialects.routes import DIALECTS
+from pipespec.server.dialects.translation import Dialect, Translation
+from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -38,6 +37,7 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    **{path: dialect.body for path, dialect in DIALECTS.items()},
 }
 
 
@@ -67,16 +67,18 @@ class PreparationContext:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request for text, and the options of its reply.
+    """A request for text, and how it is to be answered.
 
-    `model` is the name that the client used; None: none.
+    Attributes:
+        model: the name that the client used; None: none.
+        stream: whether the reply is a stream.
+        options: what the reply's format takes beside the request.
     """
 
     parsed: ParsedRequest
     model: str | None
     stream: bool
-    include_usage: bool
-    continuous_usage: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Preparer:
@@ -88,27 +90,54 @@ class Preparer:
         self._parser = RequestParser(context.served, context.defaults, context.tool_parser)
         context.served.tokenizer.encode("a")  # builds it, before any request is timed
 
-    def prepare(self, task: str, body: bytes) -> PreparedRequest | bytes:
-        """Prepare a body; for `tokenize` and `detokenize` the result is the whole reply, as JSON.
+    def prepare(self, path: str, body: bytes) -> PreparedRequest | bytes:
+        """Prepare the body of a request to a route; if nothing is to be generated, the result is
+        the whole reply, as JSON.
 
         Raises ApiError.
         """
-        match task:
-            case "chat":
+        match path:
+            case "/v1/chat/completions":
                 return self._chat(body)
-            case "completion":
+            case "/v1/completions":
                 return self._completion(body)
-            case "tokenize":
+            case "/tokenize":
                 return self._tokenize(body)
-        return self._detokenize(body)
+            case "/detokenize":
+                return self._detokenize(body)
+        return self._translated(DIALECTS[path], body)
 
     def _chat(self, body: bytes) -> PreparedRequest:
         fields = _parse_body(ChatRequest, body)
         self._check(fields)
-        parsed = self._parser.chat(fields)
-        if parsed.tool_use is not None:  # the grammar enforces required calls
-            parsed = replace(parsed, tool_use=replace(parsed.tool_use, required=()))
-        return _prepared(fields, parsed)
+        return _prepared(fields, _without_required(self._parser.chat(fields)))
+
+    def _translated(self, dialect: Dialect, body: bytes) -> PreparedRequest | bytes:
+        """A request of another dialect, as one of ours."""
+        fields = _parse_body(dialect.body, body)
+        made = dialect.translated(fields)
+        if made.reply is not None:
+            check_model(self._names, made.fields.get("model"))
+            return made.reply
+        try:
+            return self._prepare_translation(made)
+        except ApiError as error:
+            raise dialect.explained(error) from None
+
+    def _prepare_translation(self, made: Translation) -> PreparedRequest | bytes:
+        parsed: ParsedRequest
+        asked: GenerationRequest
+        if "prompt" in made.fields:
+            asked = validated(CompletionRequest, made.fields)
+            self._check(asked)
+            parsed = self._parser.completion(asked)
+        else:
+            asked = validated(ChatRequest, made.fields)
+            self._check(asked)
+            if made.counts:
+                return made.counts(self._parser.count_tokens(asked))
+            parsed = _without_required(self._parser.chat(asked, clamps=made.clamps))
+        return PreparedRequest(parsed, asked.model, made.stream, made.options)
 
     def _completion(self, body: bytes) -> PreparedRequest:
         fields = _parse_body(CompletionRequest, body)
@@ -130,11 +159,8 @@ class Preparer:
         special = fields.add_special_tokens is not False
         text = fields.content if fields.prompt is None else fields.prompt
         if fields.messages is not None:
-            text = self._parser.render_chat(
-                fields.messages,
-                fields.tools or (),
-                add_generation_prompt=fields.add_generation_prompt is not False,
-            )
+            options = TemplateOptions(fields.add_generation_prompt is not False)
+            text = render_chat(served, fields.messages, fields.tools or (), options)
             special = bool(fields.add_special_tokens)  # the template writes its own
         ids = self._parser.encode(text or "", special=special)
         strings = None
@@ -175,23 +201,48 @@ def _parse_body(kind: type[Body], body: bytes) -> Body:
     if not body:
         raise not_a_json_object()
     try:
-        return kind.model_validate(json.loads(body))
+        return validated(kind, json.loads(body))
     except json.JSONDecodeError as error:
         raise validation_failed([{"type": "json_invalid", "loc": (), "msg": error.msg}]) from None
-    except ValidationError as error:
-        raise validation_failed(error.errors(include_url=False)) from None
     except (RecursionError, UnicodeDecodeError, ValueError):  # a number of too many digits
         raise ApiError(
             HTTPStatus.BAD_REQUEST, "The body cannot be read; send JSON in UTF-8."
         ) from None
 
 
+def validated(kind: type[Body], fields: Any) -> Body:
+    """The fields of a body that was JSON. Raises ApiError."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise validation_failed([{**first, "loc": _place(first["loc"], fields)}]) from None
+
+
+def _place(place: tuple[int | str, ...], value: Any) -> tuple[int | str, ...]:
+    """Where an error is in a body, without the names of alternatives that pydantic tried there."""
+    found: list[int | str] = []
+    for number, part in enumerate(place, 1):
+        if isinstance(value, dict) and (part in value or number == len(place)):
+            found.append(part)
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int):
+            found.append(part)
+            value = value[part]
+    return tuple(found)
+
+
+def _without_required(parsed: ParsedRequest) -> ParsedRequest:
+    """The same without the tools of which one must be called, as the grammar enforces that."""
+    if parsed.tool_use is None:
+        return parsed
+    return replace(parsed, tool_use=replace(parsed.tool_use, required=()))
+
+
 def _prepared(fields: GenerationRequest, parsed: ParsedRequest) -> PreparedRequest:
-    options = fields.stream_options
-    return PreparedRequest(
-        parsed,
-        fields.model,
-        bool(fields.stream),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
-    )
+    wanted = fields.stream_options
+    options = {
+        "usage": bool(wanted and wanted.include_usage),
+        "continuous": bool(wanted and wanted.continuous_usage_stats),
+    }
+    return PreparedRequest(parsed, fields.model, bool(fields.stream), options)

@@ -1,7 +1,7 @@
 """Processes that prepare requests, so that the event loop does not have to.
 
     workers = PreparationWorkers(most=4, limit_s=10.0)
-    prepared = await workers.prepare(context, "chat", body)
+    prepared = await workers.prepare(context, "/v1/chat/completions", body)
     workers.close()
 
 Each process runs `python -m pipespec.server.preparation_workers FD BYTES`. It reads from a socket
@@ -36,7 +36,7 @@ MEMORY_BYTES = 2 * 2**30
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 TOO_COMPLEX = "request_too_complex"
 
-# A task, and the seconds within which to prepare the body that follows.
+# A route, and the seconds within which to prepare the body that follows.
 Job = tuple[str, float]
 Result = PreparedRequest | bytes | ApiError
 
@@ -60,11 +60,11 @@ class PreparationWorkers:
         self._threads.submit(self._start_one, context)
 
     async def prepare(
-        self, context: PreparationContext, task: str, body: bytes
+        self, context: PreparationContext, path: str, body: bytes
     ) -> PreparedRequest | bytes:
-        """Prepare a body in a worker, as `Preparer.prepare` does. Raises ApiError."""
+        """Prepare the body of a request to a route in a worker, as `Preparer.prepare` does. Raises ApiError."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._prepare, context, task, body)
+        return await loop.run_in_executor(self._threads, self._prepare, context, path, body)
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -92,14 +92,14 @@ class PreparationWorkers:
             self._drop(worker)
 
     def _prepare(
-        self, context: PreparationContext, task: str, body: bytes
+        self, context: PreparationContext, path: str, body: bytes
     ) -> PreparedRequest | bytes:
         worker = self._acquire()
         if worker is None:
             raise api_error_of(ServerShuttingDown())
         try:
             result = (
-                worker.prepare((task, self._limit_s), body) if worker.set_context(context) else None
+                worker.prepare((path, self._limit_s), body) if worker.set_context(context) else None
             )
         except BaseException:  # what it says cannot be read
             worker.process.kill()
@@ -219,19 +219,19 @@ def work(descriptor: int, memory: int) -> None:
                     _limit_memory(memory)
                     continue
                 assert preparer is not None, "the context comes first"
-                task, limit_s = message
+                path, limit_s = message
                 body = server.recv_bytes()
                 signal.setitimer(signal.ITIMER_REAL, limit_s)
-                result = _result(preparer, task, body)
+                result = _result(preparer, path, body)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 server.send(result)
         except (EOFError, ConnectionError):  # the server has ended
             return
 
 
-def _result(preparer: Preparer, task: str, body: bytes) -> Result:
+def _result(preparer: Preparer, path: str, body: bytes) -> Result:
     try:
-        return preparer.prepare(task, body)
+        return preparer.prepare(path, body)
     except ApiError as error:
         return error
     except MemoryError:

@@ -6,22 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipespec.client.answers import fresh_seed
-from pipespec.client.model_info import ModelInfo, TemplateFailed
+from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import RunningCluster
 from pipespec.client.request_settings import RequestSettings, group
 from pipespec.core import SamplingParams
 from pipespec.errors import ConfigError
 from pipespec.sampling.params import MAX_SEED, MIN_SEED, check_sampling, check_vocabulary
 from pipespec.server.api_errors import ApiError, invalid_field
-from pipespec.server.message_schema import Message, Tool
+from pipespec.server.chat_prompt import render_chat, template_options
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 from pipespec.server.response_format import OutputConstraint, output_constraint
-from pipespec.server.tool_parsers.tool_choice import (
-    ToolUse,
-    check_template,
-    offered_tools,
-    tool_use_of,
-)
+from pipespec.server.tool_parsers.tool_choice import ToolUse, offered_tools, tool_use_of
 
 # The tokens of an answer to /v1/completions without max_tokens, as with OpenAI.
 COMPLETION_TOKENS = 16
@@ -116,8 +111,9 @@ class RequestParser:
         self._tool_parser = tool_parser
         self._grammars = served.grammars()
 
-    def chat(self, body: ChatRequest) -> ParsedRequest:
-        """Parse a request to /v1/chat/completions. Raises ApiError."""
+    def chat(self, body: ChatRequest, *, clamps: bool = False) -> ParsedRequest:
+        """Parse a request to /v1/chat/completions. With `clamps` a limit of tokens beyond the
+        context is lowered. Raises ApiError."""
         if body.top_logprobs is not None and not body.logprobs:
             raise invalid_field("top_logprobs", "top_logprobs is given, but logprobs is not true.")
         if body.max_completion_tokens and body.max_tokens not in (None, body.max_completion_tokens):
@@ -127,14 +123,18 @@ class RequestParser:
                 f"{body.max_completion_tokens}; leave one out.",
             )
         tools = offered_tools(body)
-        text = self.render_chat(body.messages, tools)
+        text = render_chat(self._served, body.messages, tools, template_options(body))
+        prompt = self._encode(text, "messages", special=False)
         tool_use = tool_use_of(body, self._served, self._tool_parser) if tools else None
+        max_tokens = body.max_completion_tokens or body.max_tokens or self._defaults.max_tokens
+        if clamps and max_tokens is not None:
+            max_tokens = min(max_tokens, self._served.context - len(prompt))
         parsed = self._parse(
             body,
-            prompts=[self._encode(text, "messages", special=False)],
+            prompts=[prompt],
             echo_texts=(),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            max_tokens=body.max_completion_tokens or body.max_tokens or self._defaults.max_tokens,
+            max_tokens=max_tokens,
             max_tokens_field="max_completion_tokens"
             if body.max_completion_tokens
             else "max_tokens",
@@ -142,6 +142,12 @@ class RequestParser:
         # A required call takes precedence over other constraints.
         constraint = tool_use.constraint if tool_use else None
         return replace(self._with_grammar(parsed, body, constraint), tool_use=tool_use)
+
+    def count_tokens(self, body: ChatRequest) -> int:
+        """The number of tokens of a chat's prompt. Raises ApiError."""
+        tools = offered_tools(body)
+        text = render_chat(self._served, body.messages, tools, template_options(body))
+        return len(self.encode(text, special=False))
 
     def completion(self, body: CompletionRequest) -> ParsedRequest:
         """Parse a request to /v1/completions. Raises ApiError."""
@@ -174,27 +180,6 @@ class RequestParser:
         return self._with_grammar(parsed, body, None)
 
     # --- prompts ------------------------------------------------------------------------------
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        *,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """Messages and tools in the model's chat template. Raises ApiError."""
-        check_template(self._served, messages, tools)
-        try:
-            return self._served.render(
-                [message.for_template() for message in messages],
-                answering=add_generation_prompt,
-                tools=[tool.for_template() for tool in tools],
-            )
-        except TemplateFailed as error:
-            subject = "messages and tools do" if tools else "messages do"
-            raise invalid_field(
-                "messages", f"{subject} not fit the model's chat template ({error}); change them."
-            ) from None
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The token ids of a text, with the special tokens around it if `special`."""

@@ -7,7 +7,7 @@ fields are ignored. docs/http-api.md has the table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -71,12 +71,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "include_stop_str_in_output": (LATER, ()),
     "skip_special_tokens": (LATER, (True,)),
     "truncate_prompt_tokens": (LATER, ()),
-    "add_generation_prompt": (LATER, (True,)),
-    "continue_final_message": (LATER, ()),
     "chat_template": (FIXED, ()),
-    "chat_template_kwargs": (FIXED, ()),
     "documents": (LATER, ()),
-    "reasoning_effort": (LATER, ("none",)),
     "reasoning": (LATER, ()),
     "verbosity": (LATER, ("medium",)),
     "web_search_options": (LATER, ()),
@@ -87,6 +83,22 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 }
 # Those of them that are schemas.
 SCHEMA_FIELDS = ("guided_json", "json_schema")
+
+
+def refuse_fields(
+    given: Mapping[str, Any], refused: Mapping[str, tuple[str, tuple[Any, ...]]]
+) -> None:
+    """Raise ApiError for a field of a table such as `UNSUPPORTED_FIELDS`, unless its value has no
+    effect."""
+    for name, (why, neutral) in refused.items():
+        value = given.get(name)
+        off = value is False and True not in neutral
+        # An empty schema is a constraint: any JSON matches it.
+        empty = (
+            value is None or off or value in ("", []) or (value == {} and name not in SCHEMA_FIELDS)
+        )
+        if not empty and value not in neutral:
+            raise invalid_field(name, f"{name} {why}; leave it out.", "unsupported_field")
 
 
 def _texts(value: Any) -> Any:
@@ -189,6 +201,7 @@ Biases = Annotated[
 Penalty = Annotated[FiniteFloat | None, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Length = Annotated[int | None, Field(ge=1, le=MAX_COUNT)]
 LogprobCount = Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(max_length=MAX_BIASED)]
 
 
@@ -279,19 +292,7 @@ class GenerationRequest(RequestBody):
                 f"prompt_logprobs is {self.prompt_logprobs}, but a stream does not report on "
                 "its prompt; leave it or stream out.",
             )
-        given = self.model_extra or {}
-        for name, (why, neutral) in UNSUPPORTED_FIELDS.items():
-            value = given.get(name)
-            off = value is False and True not in neutral
-            # An empty schema is a constraint: any JSON matches it.
-            empty = (
-                value is None
-                or off
-                or value in ("", [])
-                or (value == {} and name not in SCHEMA_FIELDS)
-            )
-            if not empty and value not in neutral:
-                raise invalid_field(name, f"{name} {why}; leave it out.", "unsupported_field")
+        refuse_fields(self.model_extra or {}, UNSUPPORTED_FIELDS)
 
     def check_num_answers(self) -> None:
         """Raise ApiError if the request wants too many answers."""
@@ -314,6 +315,10 @@ class ChatRequest(GenerationRequest):
     tools: Tools = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
 
 class CompletionRequest(GenerationRequest):

@@ -58,10 +58,10 @@ def test_endless_template_is_killed_and_delays_no_other_request(
     endless = context_of(LOOPS)
 
     async def story() -> None:
-        await workers.prepare(context, "completion", TEXT)
-        slow = asyncio.ensure_future(workers.prepare(endless, "chat", CHAT))
+        await workers.prepare(context, "/v1/completions", TEXT)
+        slow = asyncio.ensure_future(workers.prepare(endless, "/v1/chat/completions", CHAT))
         began = time.monotonic()
-        prepared = await workers.prepare(context, "completion", TEXT)
+        prepared = await workers.prepare(context, "/v1/completions", TEXT)
         assert isinstance(prepared, PreparedRequest)
         while not slow.done():  # what the loop does meanwhile
             await asyncio.sleep(0)
@@ -70,7 +70,9 @@ def test_endless_template_is_killed_and_delays_no_other_request(
         assert (refused.value.status, refused.value.code) == (400, "request_too_complex")
         assert time.monotonic() - began > LIMIT_S / 2
         # There is a process for the next one.
-        assert isinstance(await workers.prepare(context, "chat", CHAT), PreparedRequest)
+        assert isinstance(
+            await workers.prepare(context, "/v1/chat/completions", CHAT), PreparedRequest
+        )
 
     asyncio.run(story())
 
@@ -80,9 +82,11 @@ def test_template_that_renders_gigabytes_is_refused(
 ) -> None:
     async def story() -> None:
         with pytest.raises(ApiError) as refused:
-            await workers.prepare(context_of("{{ 'a' * 10**10 }}"), "chat", CHAT)
+            await workers.prepare(context_of("{{ 'a' * 10**10 }}"), "/v1/chat/completions", CHAT)
         assert refused.value.status == 400
-        assert isinstance(await workers.prepare(context, "chat", CHAT), PreparedRequest)
+        assert isinstance(
+            await workers.prepare(context, "/v1/chat/completions", CHAT), PreparedRequest
+        )
 
     asyncio.run(story())
 
@@ -93,7 +97,9 @@ def test_closing_workers_ends_their_processes_and_fails_their_requests(
     workers = PreparationWorkers(most=1, limit_s=600.0)
 
     async def story() -> None:
-        slow = asyncio.ensure_future(workers.prepare(context_of(LOOPS), "chat", CHAT))
+        slow = asyncio.ensure_future(
+            workers.prepare(context_of(LOOPS), "/v1/chat/completions", CHAT)
+        )
         while not workers.processes:
             await asyncio.sleep(0)
         found = workers.processes
@@ -104,6 +110,6 @@ def test_closing_workers_ends_their_processes_and_fails_their_requests(
             await slow
         assert all(process.poll() is not None for process in found)
         with pytest.raises(RuntimeError):
-            await workers.prepare(context, "completion", TEXT)
+            await workers.prepare(context, "/v1/completions", TEXT)
 
     asyncio.run(story())

@@ -1,0 +1,1 @@
+"""Other interfaces than OpenAI's chats and completions, each translated onto these."""

@@ -1,0 +1,13 @@
+"""The routes of all dialects but OpenAI's chats and completions, and how each is translated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipespec.server.dialects import anthropic_schema
+from pipespec.server.dialects.translation import Dialect
+
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/messages": anthropic_schema.MESSAGES,
+    "/v1/messages/count_tokens": anthropic_schema.COUNT_TOKENS,
+}

@@ -1,0 +1,121 @@
+"""What the schemas of all dialects share: which fields a request may have, and what it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import BeforeValidator, Discriminator, Tag
+
+from pipespec.server.api_errors import ApiError
+from pipespec.server.message_schema import media_refusal
+from pipespec.server.request_schema import RequestBody, refuse_fields
+
+# Fields of ours that no dialect but OpenAI's has, and that mean the same in every one.
+OWN_FIELDS = frozenset(
+    (
+        *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+        *("seed", "min_tokens", "ignore_eos", "stop_token_ids", "priority", "cache_salt"),
+        *("chat_template_kwargs", "structured_outputs"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A request of another dialect in OpenAI's words.
+
+    Attributes:
+        fields: those of a `ChatRequest`, or of a `CompletionRequest` if `prompt` is among them,
+            before validation.
+        stream: whether the reply is a stream.
+        options: what the format of the reply takes beside the request.
+        reply: the whole reply, as JSON, to a request for which nothing is generated.
+        clamps: whether a limit of tokens beyond the context is lowered instead of refused.
+        counts: makes the reply to a request for the number of its prompt's tokens.
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict)
+    stream: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    reply: bytes | None = None
+    clamps: bool = False
+    counts: Callable[[int], bytes] | None = None
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The requests to one route, and how they are translated.
+
+    Fields that the model `body` declares, and `passed` ones, are honoured, except for `ignored`
+    ones, which change no text, and `refused` ones (as in `UNSUPPORTED_FIELDS`). Fields that are in
+    none of these are unknown, and ignored.
+
+    Attributes:
+        names: of our fields that have another one here, by their own, for error messages.
+    """
+
+    body: type[RequestBody]
+    translate: Callable[[Any], Translation]
+    passed: frozenset[str] = OWN_FIELDS
+    ignored: frozenset[str] = frozenset()
+    refused: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def translated(self, body: RequestBody) -> Translation:
+        """A request in OpenAI's words. Raises ApiError."""
+        extra = body.model_extra or {}
+        refuse_fields(extra, self.refused)
+        made = self.translate(body)
+        passed = {name: extra[name] for name in self.passed if name in extra}
+        return replace(made, fields=passed | made.fields)
+
+    def explained(self, error: ApiError) -> ApiError:
+        """An error of ours with the names that its fields have here."""
+        param = error.param or ""
+        for ours, theirs in self.names.items():
+            if param == ours or param.startswith((f"{ours}.", f"{ours}[")):
+                renamed = theirs + param[len(ours) :]
+                message = error.message.replace(param, renamed, 1)
+                return ApiError(error.status, message, renamed, error.code)
+        return error
+
+
+def joined(parts: list[str]) -> str:
+    """The text of several parts, as in OpenAI's chats."""
+    return "\n".join(parts)
+
+
+def call_of(id_: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in a message of the model, whose arguments are JSON."""
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def add_turn(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Add a message to a conversation, as part of the last one if that is of the same user or
+    model: templates may demand that they take turns."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != message["role"] or message["role"] not in ("user", "assistant"):
+        messages.append(message)
+        return
+    for name in ("content", "reasoning_content"):
+        if parts := [part for part in (last.get(name), message.get(name)) if part]:
+            last[name] = joined(parts)
+    if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
+        last["tool_calls"] = calls
+
+
+def _readable(value: Any) -> Any:
+    """Parts of a message, unless one holds what the model cannot read."""
+    for part in value if isinstance(value, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and (why := media_refusal(kind)):
+            raise ValueError(why)
+    return value
+
+
+# For fields that hold a text or a list of parts, so that an error is about what is there.
+TEXT, PARTS = Tag("text"), Tag("parts")
+TEXT_OR_PARTS = Discriminator(lambda value: "parts" if isinstance(value, list) else "text")
+READABLE = BeforeValidator(_readable)

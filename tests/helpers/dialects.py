@@ -1,0 +1,86 @@
+"""What tests of several dialects need: a parser of one, answers as a cluster gives them, and the
+fields that an SDK sends."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.core import SamplingParams
+from pipespec.server.dialects.routes import DIALECTS
+from pipespec.server.preparation import PreparationContext, PreparedRequest, Preparer
+from pipespec.server.request_parsing import RequestDefaults
+from pipespec.server.response_stream import OutputDelta
+
+DEFAULTS = RequestDefaults(
+    SamplingParams(temperature=1.0), None, None, (), ignore_eos=False, priority=0
+)
+
+
+def preparer(served: ModelInfo) -> Preparer:
+    return Preparer(PreparationContext(served, DEFAULTS, ("demo",), None))
+
+
+def prepared(preparer: Preparer, path: str, body: dict[str, Any]) -> PreparedRequest:
+    """A request that generates text, as a worker prepares it."""
+    result = preparer.prepare(path, json.dumps(body).encode())
+    assert isinstance(result, PreparedRequest)
+    return result
+
+
+def prompt_of(served: ModelInfo, request: PreparedRequest) -> str:
+    """The prompt as text."""
+    return served.tokenizer.decode(request.parsed.prompts[0])
+
+
+def deltas(
+    text: str,
+    *,
+    reason: Any = "stop",
+    stop: str | None = None,
+    cached: int | None = 3,
+    step: int = 5,
+) -> list[OutputDelta]:
+    """An answer in pieces, each of one token."""
+    pieces = [text[i : i + step] for i in range(0, len(text), step)]
+    made = [OutputDelta(0, piece, (i,)) for i, piece in enumerate(pieces)]
+    end = OutputDelta(0, "", finish_reason=reason, stop_string=stop, num_cached_tokens=cached)
+    return [*made, end]
+
+
+def stream_of(reply_format: Any, answer: Sequence[OutputDelta]) -> list[bytes]:
+    """All events of a stream."""
+    events = [*reply_format.first_events()]
+    for delta in answer:
+        events += reply_format.events(delta)
+    return [*events, *reply_format.last_events()]
+
+
+def whole_of(reply_format: Any, answer: Sequence[OutputDelta]) -> Any:
+    """The whole reply, as JSON."""
+    for delta in answer:
+        reply_format.add(delta)
+    return json.loads(reply_format.response().model_dump_json())
+
+
+def unlisted_fields(path: str, sent: Any) -> set[str]:
+    """The fields of an SDK's own type of a request that no table of a dialect has."""
+    dialect = DIALECTS[path]
+    listed = {*dialect.passed, *dialect.ignored, *dialect.refused}
+    for name, info in dialect.body.model_fields.items():
+        listed.add(info.alias or name)
+    return {*typing.get_type_hints(sent, include_extras=True)} - listed
+
+
+def contradictions(path: str) -> set[str]:
+    """The fields that more than one table of a dialect has."""
+    dialect = DIALECTS[path]
+    declared = {*dialect.body.model_fields, *dialect.passed}
+    return {
+        *(declared & dialect.ignored),
+        *(declared & {*dialect.refused}),
+        *(dialect.ignored & {*dialect.refused}),
+    }

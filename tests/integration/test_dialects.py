@@ -1,0 +1,196 @@
+"""The SDKs of other interfaces than OpenAI's chats, with a real server on a real cluster: whole and
+streamed, tools round trip, structured output, and streams that survive the kill of any rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import anthropic
+import jsonschema
+import pytest
+
+from pipespec.client import registry
+from pipespec.controller.membership import Membership
+from tests.helpers.sandbox import PATIENCE_S, Sandbox
+from tests.helpers.serving import MODEL, NAME, Server, cluster_up, serving
+
+pytestmark = pytest.mark.slow
+SETTINGS = (
+    *("cluster.stages=2", "cluster.devices=[cpu]", "model.dtype=float32", "model.context=1024"),
+    "proposer=hybrid",
+)
+KEY = "a-key-of-all-dialects"
+HELLO = [{"role": "user", "content": "Tell me a story"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["Tom", "Lily"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Basel", "Bern"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    with cluster_up(tmp_path_factory.mktemp("dialects"), *SETTINGS) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def server(place: Sandbox) -> Iterator[Server]:
+    with serving(place, "--on", NAME, "--api-key", KEY) as server:
+        server.http.headers["Authorization"] = f"Bearer {KEY}"
+        yield server
+
+
+@pytest.fixture(scope="module")
+def claude(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(
+        base_url=server.url, api_key=KEY, max_retries=0, timeout=PATIENCE_S
+    ) as client:
+        yield client
+
+
+# --- Anthropic --------------------------------------------------------------------------------
+
+ASKED: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "messages": HELLO}
+GREEDY = {"temperature": 0}  # its package has no field for it any more
+
+
+def test_anthropic_package_reads_messages_whole_and_streamed(
+    server: Server, claude: anthropic.Anthropic
+) -> None:
+    told = claude.messages.create(system="Be kind.", extra_body=GREEDY, **ASKED)
+    with claude.messages.stream(system="Be kind.", extra_body=GREEDY, **ASKED) as stream:
+        text = "".join(stream.text_stream)
+        streamed = stream.get_final_message()
+    (block,) = told.content
+    assert block.type == "text" and block.text == text
+    assert (told.stop_reason, told.usage.output_tokens) == ("max_tokens", 24)
+    assert streamed.content[0].text == text  # type: ignore[union-attr]
+    assert streamed.usage.output_tokens == 24
+    # The same as OpenAI's interface has.
+    chat = server.http.post(
+        "/v1/chat/completions",
+        json={
+            "messages": [{"role": "system", "content": "Be kind."}, *HELLO],
+            "max_tokens": 24,
+            "temperature": 0,
+        },
+    ).json()
+    assert chat["choices"][0]["message"]["content"] == text
+    counted = claude.messages.count_tokens(model=MODEL, messages=HELLO, system="Be kind.")  # type: ignore[arg-type]
+    assert counted.input_tokens == chat["usage"]["prompt_tokens"]
+    usage = told.usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    word = text.split()[2]
+    ended = claude.messages.create(
+        system="Be kind.", stop_sequences=[word], extra_body=GREEDY, **ASKED
+    )
+    assert (ended.stop_reason, ended.stop_sequence) == ("stop_sequence", word)
+
+
+def test_anthropic_tools_go_round(claude: anthropic.Anthropic) -> None:
+    asked = ASKED | {
+        "max_tokens": 100,
+        "tools": [{"name": "get_weather", "input_schema": CITY}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    }
+    messages: list[Any] = list(HELLO)
+    for _ in range(2):
+        with claude.messages.stream(**asked | {"messages": messages}) as stream:
+            told = stream.get_final_message()
+        assert told.stop_reason == "tool_use"
+        (call,) = told.content
+        assert call.type == "tool_use"
+        jsonschema.validate(call.input, CITY)
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "Sunny."}
+        messages += [told.to_param(), {"role": "user", "content": [result]}]
+    asked |= {"tool_choice": {"type": "none"}, "messages": messages, "max_tokens": 4}
+    assert claude.messages.create(**asked).content[0].type == "text"
+
+
+def test_anthropic_structured_output_matches_its_schema(claude: anthropic.Anthropic) -> None:
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    told = claude.messages.create(**ASKED | {"max_tokens": 100, "output_config": config})
+    jsonschema.validate(json.loads(told.content[0].text), SCHEMA)  # type: ignore[union-attr]
+
+
+def test_anthropic_package_raises_its_errors(server: Server, claude: anthropic.Anthropic) -> None:
+    with pytest.raises(anthropic.BadRequestError, match="container") as refused:
+        claude.messages.create(**ASKED, extra_body={"container": "a"})
+    assert refused.value.type == "invalid_request_error"
+    with pytest.raises(anthropic.NotFoundError, match="not served"):
+        claude.messages.create(**ASKED | {"model": "claude"})
+    stranger = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    with stranger, pytest.raises(anthropic.AuthenticationError) as unknown:
+        stranger.messages.create(**ASKED)
+    assert unknown.value.type == "authentication_error"
+
+
+# --- faults -----------------------------------------------------------------------------------
+
+LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO}
+
+
+def anthropic_text(server: Server, on_text: Callable[[], None]) -> str:
+    """The text of a message that streams."""
+    text = ""
+    with anthropic.Anthropic(
+        base_url=server.url, api_key=KEY, max_retries=0, timeout=PATIENCE_S
+    ) as client:
+        ours = {"ignore_eos": True, "seed": 3}
+        with client.messages.stream(**LONG, max_tokens=160, extra_body=ours) as stream:
+            for piece in stream.text_stream:
+                text += piece
+                on_text()
+    return text
+
+
+STREAMS: dict[str, Callable[[Server, Callable[[], None]], str]] = {"anthropic": anthropic_text}
+# A rank is killed when every stream has read so many further pieces.
+PIECES = 8
+
+
+def test_streams_of_all_dialects_survive_the_kill_of_every_rank(
+    place: Sandbox, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(place.folder))
+    cluster = registry.find(NAME)
+    counts = dict.fromkeys(STREAMS, 0)
+    struck: list[int] = []
+    turn = threading.Lock()
+
+    def read(name: str) -> None:
+        """A stream has read a piece."""
+        counts[name] += 1
+        with turn:
+            if len(struck) < 3 and min(counts.values()) >= PIECES * (len(struck) + 1):
+                with Membership(cluster.url, cluster.namespace) as shared:
+                    (pid,) = shared.alive([f"local/{len(struck)}"]).values()
+                os.kill(pid, signal.SIGKILL)
+                struck.append(len(struck))
+
+    def texts(notify: Callable[[str], None]) -> dict[str, str]:
+        with ThreadPoolExecutor(len(STREAMS)) as users:
+            asked = {
+                name: users.submit(stream, server, partial(notify, name))
+                for name, stream in STREAMS.items()
+            }
+            return {name: each.result() for name, each in asked.items()}
+
+    undisturbed = texts(lambda _: None)
+    assert texts(read) == undisturbed
+    assert struck == [0, 1, 2]

@@ -1,0 +1,337 @@
+"""Anthropic's /v1/messages: what requests become, and replies that Anthropic's package accepts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from anthropic._streaming import SSEDecoder
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types.message_count_tokens_params import MessageCountTokensParams
+from anthropic.types.message_create_params import MessageCreateParamsBase
+from pydantic import TypeAdapter
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.server.api_errors import ApiError
+from pipespec.server.dialects.anthropic_format import AnthropicFormat
+from pipespec.server.dialects.anthropic_schema import MESSAGES, MessagesRequest
+from pipespec.server.dialects.error_replies import error_reply
+from pipespec.server.preparation import Preparer
+from tests.helpers import dialects
+from tests.helpers.calling import HERMES, calling
+
+PATH = "/v1/messages"
+TOOL = {
+    "name": "get_weather",
+    "description": "The weather.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+HELLO = [{"role": "user", "content": "Hello"}]
+ASKED: dict[str, Any] = {"model": "demo", "max_tokens": 50, "messages": HELLO}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def served() -> ModelInfo:
+    demo = ModelInfo.of(decide(compose(["model.context=100"])))
+    return calling(demo, HERMES + "{% if add_generation_prompt %}assistant: {% endif %}")
+
+
+@pytest.fixture(scope="module")
+def preparer(served: ModelInfo) -> Preparer:
+    return dialects.preparer(served)
+
+
+def fields(**body: Any) -> dict[str, Any]:
+    return MESSAGES.translated(MessagesRequest.model_validate(ASKED | body)).fields
+
+
+def events(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> list[Any]:
+    """The events of a stream, as Anthropic's package decodes and types them."""
+    request = dialects.prepared(preparer, PATH, ASKED | body)
+    shape = AnthropicFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    sent = b"".join(dialects.stream_of(shape, answer))
+    adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+    decoded = [*SSEDecoder().iter_bytes(iter([sent]))]
+    made = [adapter.validate_json(event.data, strict=True) for event in decoded]
+    assert [event.event for event in decoded] == [each.type for each in made]
+    return made
+
+
+def message(made: list[Any]) -> Message:
+    """The message that Anthropic's package puts together from events."""
+    snapshot: Any = None
+    buffers: Any = {}
+    for event in made:
+        snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
+    return Message.model_validate(snapshot.model_dump())
+
+
+def whole(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> Message:
+    request = dialects.prepared(preparer, PATH, ASKED | body)
+    shape = AnthropicFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    return Message.model_validate(dialects.whole_of(shape, answer), strict=True, extra="forbid")
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [MessageCreateParamsBase, MessageCountTokensParams])
+def test_every_field_of_the_package_is_in_one_table(sent: Any) -> None:
+    path = PATH if sent is MessageCreateParamsBase else f"{PATH}/count_tokens"
+    assert dialects.unlisted_fields(path, sent) == set()
+    assert dialects.contradictions(path) == set()
+
+
+def test_conversation_with_tools_becomes_a_chat(preparer: Preparer) -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    conversation = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"} | cached]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Bern"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "a",
+                    "content": [{"type": "text", "text": "Sunny."}],
+                },
+                {"type": "tool_result", "tool_use_id": "b", "is_error": True},
+                {"type": "text", "text": "Well?"},
+            ],
+        },
+        {"role": "user", "content": "Tell me."},
+    ]
+    system = [{"type": "text", "text": "Be brief."} | cached, {"type": "text", "text": "Be kind."}]
+    made = fields(messages=conversation, system=system, tools=[TOOL])
+    call = {"name": "get_weather", "arguments": '{"city": "Bern"}'}
+    assert made["messages"] == [
+        {"role": "system", "content": "Be brief.\nBe kind."},
+        {"role": "user", "content": "Weather?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [{"id": "a", "type": "function", "function": call}],
+            "reasoning_content": "Hm.",
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "Sunny."},
+        {"role": "tool", "tool_call_id": "b", "content": ""},
+        {"role": "user", "content": "Well?\nTell me."},
+    ]
+    (tool,) = made["tools"]
+    assert tool["function"]["parameters"] == TOOL["input_schema"]
+    body = ASKED | {"messages": conversation[:2], "max_tokens": 5}
+    with pytest.raises(ApiError, match="the last message is no text") as refused:
+        dialects.prepared(preparer, PATH, body)
+    assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("choice", "ours", "parallel"),
+    [
+        ({"type": "auto"}, "auto", True),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
+        ({"type": "none"}, "none", True),
+        (
+            {"type": "tool", "name": "get_weather"},
+            {"type": "function", "function": {"name": "get_weather"}},
+            True,
+        ),
+    ],
+)
+def test_tool_choice_is_translated(choice: Any, ours: Any, parallel: bool) -> None:
+    made = fields(tools=[TOOL], tool_choice=choice)
+    assert (made["tool_choice"], made["parallel_tool_calls"]) == (ours, parallel)
+
+
+def test_fields_reach_the_request(preparer: Preparer) -> None:
+    body = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "stop_sequences": ["x"], "seed": 7}
+    body |= {"metadata": {"user_id": "me"}, "service_tier": "auto", "stream": True}
+    body |= {"min_p": 0.1}
+    request = dialects.prepared(preparer, PATH, ASKED | body)
+    (sampling,) = request.parsed.sampling_params
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 5)
+    assert (sampling.seed, sampling.min_p, request.parsed.stop) == (7, 0.1, ("x",))
+    assert (request.stream, request.model) == (True, "demo")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    format_ = {"format": {"type": "json_schema", "schema": schema}}
+    assert dialects.prepared(preparer, PATH, ASKED | {"output_config": format_}).parsed
+    assert fields(output_config=format_)["response_format"]["json_schema"]["schema"] == schema
+    assert fields(thinking={"type": "disabled"})["reasoning_effort"] == "none"
+    assert fields(thinking={"type": "adaptive"})["reasoning_effort"] == "medium"
+    assert fields(output_config={"effort": "max"})["reasoning_effort"] == "max"
+
+
+def test_answer_continues_a_last_message_of_the_model(
+    served: ModelInfo, preparer: Preparer
+) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "Once upon"}]
+    request = dialects.prepared(preparer, PATH, ASKED | {"messages": begun})
+    assert dialects.prompt_of(served, request) == "user: Helloassistant: Once upon"
+    request = dialects.prepared(preparer, PATH, ASKED)
+    assert dialects.prompt_of(served, request) == "user: Helloassistant: "
+
+
+def test_count_of_tokens_is_the_length_of_the_prompt(preparer: Preparer) -> None:
+    body = {"model": "demo", "messages": HELLO, "system": "Be brief.", "tools": [TOOL]}
+    reply = preparer.prepare(f"{PATH}/count_tokens", json.dumps(body).encode())
+    assert isinstance(reply, bytes)
+    request = dialects.prepared(preparer, PATH, body | {"max_tokens": 1})
+    assert json.loads(reply) == {"input_tokens": len(request.parsed.prompts[0])}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"max_tokens": None}, "max_tokens", "valid integer"),
+        ({"messages": []}, "messages", "1 or more"),
+        ({"temperature": 1.5}, "temperature", "less than or equal to 1"),
+        ({"container": "a"}, "container", "no such service"),
+        ({"tools": [TOOL | {"type": "bash_20250124"}]}, "tools[0].type", "'custom'"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice", "needs it"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "dig"}},
+            "tool_choice",
+            "not in tools",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content",
+            "images are not read",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}
+                ]
+            },
+            "messages[0]",
+            "goes with the role 'user'",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            "output_config.format",
+            "output_config.format cannot be followed",
+        ),
+        ({"stop_sequences": [""]}, "stop_sequences", "empty"),
+    ],
+    ids=str,
+)
+def test_wrong_field_is_named_as_the_client_knows_it(
+    preparer: Preparer, body: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(ApiError, match=said) as refused:
+        dialects.prepared(preparer, PATH, ASKED | body)
+    assert refused.value.param is not None
+    assert refused.value.param.startswith(param)
+    reply = json.loads(bytes(error_reply(PATH, refused.value).body))
+    assert reply["type"] == "error"
+    assert reply["error"]["type"] == "invalid_request_error"
+
+
+# --- replies ----------------------------------------------------------------------------------
+
+
+def test_stream_of_text_has_the_events_that_the_package_expects(
+    served: ModelInfo, preparer: Preparer
+) -> None:
+    answer = dialects.deltas('Say "é"\n')
+    made = events(served, preparer, answer)
+    kinds = [event.type for event in made]
+    assert kinds == [
+        *("message_start", "content_block_start"),
+        *["content_block_delta"] * 2,
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    assert made[0].message.usage.output_tokens == 0
+    streamed = message(made)
+    assert streamed.content[0].text == 'Say "é"\n'  # type: ignore[union-attr]
+    assert (streamed.stop_reason, streamed.stop_sequence) == ("end_turn", None)
+    told = whole(served, preparer, answer)
+    assert told.model_dump(exclude={"id"}) == streamed.model_dump(exclude={"id"})
+    assert told.usage.cache_read_input_tokens == 3
+    request = dialects.prepared(preparer, PATH, ASKED)
+    assert told.usage.input_tokens == len(request.parsed.prompts[0]) - 3
+
+
+def test_calls_are_blocks_of_their_own(served: ModelInfo, preparer: Preparer) -> None:
+    answer = dialects.deltas(f"I look. {CALL} {CALL}")
+    streamed = message(events(served, preparer, answer, tools=[TOOL]))
+    assert [block.type for block in streamed.content] == ["text", "tool_use", "tool_use"]
+    _, first, second = streamed.content
+    assert first.input == second.input == {"city": "Zürich"}  # type: ignore[union-attr]
+    assert first.id != second.id  # type: ignore[union-attr]
+    assert streamed.stop_reason == "tool_use"
+    told = whole(served, preparer, answer, tools=[TOOL])
+    assert [block.type for block in told.content] == ["text", "tool_use", "tool_use"]
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    alone = whole(served, preparer, answer, tools=[TOOL], tool_choice=choice)
+    assert len(alone.content) == 2
+
+
+def test_named_tool_is_a_call_too(served: ModelInfo, preparer: Preparer) -> None:
+    choice = {"type": "tool", "name": "get_weather"}
+    answer = dialects.deltas('[{"name":"get_weather","arguments":{"city":"Bern"}}]')
+    told = whole(served, preparer, answer, tools=[TOOL], tool_choice=choice)
+    assert told.stop_reason == "tool_use"
+    assert told.content[0].input == {"city": "Bern"}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "input_"),
+    [
+        ('<tool_call>{"name": "get_weather", "arguments": {"city": "Zü', {"city": "Zü"}),
+        (
+            '<tool_call>{"name": "get_weather", "arguments": {city: 1}}</tool_call>',
+            {"unreadable_arguments": "{city: 1}"},
+        ),
+    ],
+)
+def test_arguments_that_are_no_object_are_not_lost(
+    served: ModelInfo, preparer: Preparer, text: str, input_: Any
+) -> None:
+    told = whole(served, preparer, dialects.deltas(text, reason="length"), tools=[TOOL])
+    assert told.content[0].input == input_  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("reason", "stop", "asked", "told"),
+    [
+        ("stop", None, 50, "end_turn"),
+        ("stop", "x", 50, "stop_sequence"),
+        ("length", None, 50, "max_tokens"),
+        ("length", None, 10**6, "model_context_window_exceeded"),
+    ],
+)
+def test_reason_of_the_end_is_anthropics(
+    served: ModelInfo, preparer: Preparer, reason: str, stop: str | None, asked: int, told: str
+) -> None:
+    answer = dialects.deltas("Hi", reason=reason, stop=stop)
+    streamed = message(events(served, preparer, answer, max_tokens=asked))
+    assert (streamed.stop_reason, streamed.stop_sequence) == (told, stop)
+
+
+def test_empty_answer_has_no_blocks(served: ModelInfo, preparer: Preparer) -> None:
+    assert message(events(served, preparer, dialects.deltas(""))).content == []
+
+
+def test_failure_of_a_stream_is_an_event_that_the_package_raises(
+    served: ModelInfo, preparer: Preparer
+) -> None:
+    request = dialects.prepared(preparer, PATH, ASKED)
+    shape = AnthropicFormat(request.parsed, served.tokenizer, "demo", **request.options)
+    (event,) = SSEDecoder().iter_bytes(iter(shape.failed(ApiError(503, "It is away."))))
+    assert event.event == "error"
+    assert event.json()["error"] == {"type": "overloaded_error", "message": "It is away."}

@@ -1,0 +1,82 @@
+"""The fields of a chat that decide how its template is rendered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.server.api_errors import ApiError
+from pipespec.server.chat_prompt import render_chat, template_options
+from pipespec.server.request_schema import ChatRequest
+from tests.helpers.calling import calling
+
+HELLO = {"role": "user", "content": "Hello"}
+BEGUN = {"role": "assistant", "content": "Once upon "}
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>"
+    "{{ message.reasoning_content or '' }}{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{{ 'thinks' if enable_thinking }}{{ reasoning_effort or '' }}{{ mood or '' }}"
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> ModelInfo:
+    return calling(ModelInfo.of(decide(compose(["model.context=100"]))), TEMPLATE)
+
+
+def rendered(served: ModelInfo, messages: list[dict[str, Any]], **fields: Any) -> str:
+    body = ChatRequest.model_validate({"messages": messages} | fields)
+    return render_chat(served, body.messages, (), template_options(body))
+
+
+def test_prompt_ends_where_the_fields_say(served: ModelInfo) -> None:
+    assert rendered(served, [HELLO]) == "<user>Hello</s><assistant>"
+    assert rendered(served, [HELLO], add_generation_prompt=False) == "<user>Hello</s>"
+    continued = rendered(served, [HELLO, BEGUN], continue_final_message=True)
+    assert continued == "<user>Hello</s><assistant>Once upon "
+
+
+def test_variables_reach_the_template(served: ModelInfo) -> None:
+    asked = {"mood": "glad"}
+    assert rendered(served, [HELLO], chat_template_kwargs=asked).endswith("glad")
+    assert rendered(served, [HELLO], reasoning_effort="low").endswith("thinkslow")
+    assert rendered(served, [HELLO], reasoning_effort="none").endswith("<assistant>")
+    own = {"enable_thinking": False}
+    assert rendered(served, [HELLO], reasoning_effort="low", chat_template_kwargs=own).endswith(
+        "<assistant>low"
+    )
+    thought = BEGUN | {"reasoning_content": "Hm."}
+    assert "<assistant>Hm.Once upon </s>" in rendered(served, [thought, HELLO])
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "said"),
+    [
+        ([HELLO], {"continue_final_message": True}, "its role is 'user'"),
+        (
+            [HELLO, BEGUN],
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "leave one out",
+        ),
+        ([HELLO], {"chat_template_kwargs": {"messages": []}}, "which the server sets"),
+        ([BEGUN | {"content": ""}], {"continue_final_message": True}, "no text of the role"),
+    ],
+)
+def test_options_that_contradict_are_refused(
+    served: ModelInfo, messages: list[dict[str, Any]], fields: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ApiError, match=said):
+        rendered(served, messages, **fields)
+
+
+def test_template_that_leaves_the_continued_message_out_is_refused(served: ModelInfo) -> None:
+    assert served.backend is not None
+    backend = replace(served.backend, chat_template="{{ messages[0].content }}")
+    with pytest.raises(ApiError, match="leaves the last message out"):
+        rendered(replace(served, backend=backend), [HELLO, BEGUN], continue_final_message=True)
