@@ -124,6 +124,15 @@ class AsyncClient:
         ControllerError if it is not in the log."""
         await self._log.cancel(request)
 
+    async def keep_conversation(self, name: str, conversation: bytes) -> None:
+        """Keep what a later request may continue, for an hour and within a bound, in the log.
+        Raises Unreachable."""
+        await self._log.keep_conversation(name, conversation)
+
+    async def conversation(self, name: str) -> bytes | None:
+        """What was kept under a name; None: nothing, or not any more. Raises Unreachable."""
+        return await self._log.conversation(name)
+
     async def reports(self, request: int) -> list[Report]:
         """What every rank says of a finished request whose events were read, the head's first.
 

@@ -39,7 +39,7 @@ from pipespec.controller.redis_connection import (
     options_of,
 )
 from pipespec.controller.redis_keys import RedisKeys
-from pipespec.controller.request_log import cancelling, enqueuing
+from pipespec.controller.request_log import cancelling, enqueuing, keeping
 from pipespec.controller.tls_client import AsyncPinnedConnection, is_pinned
 from pipespec.core import Request
 from pipespec.errors import ControllerError, Unreachable
@@ -183,6 +183,16 @@ class AsyncRequestLog:
         One that has finished stays as it is. Raises ControllerError if it is not in the log.
         """
         await self._patiently(self._pipe, cancelling(self._keys, request))
+
+    async def keep_conversation(self, name: str, conversation: bytes) -> None:
+        """Keeps what a later request may continue, for an hour and within a bound."""
+        await self._patiently(self._pipe, keeping(self._keys, name, conversation))
+
+    async def conversation(self, name: str) -> bytes | None:
+        """What was kept under a name; None: nothing, or not any more."""
+        command = ("GET", f"{self._keys.conversations}:{name}")
+        found: bytes | None = await self._patiently(self._pipe, command)
+        return found
 
     async def reports(
         self, request: int, count: int, timeout: float, *, partial: bool = False

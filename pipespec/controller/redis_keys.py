@@ -155,3 +155,18 @@ class RedisKeys:
 
     def reports(self, request: int) -> str:
         return self._key("requests", request, "reports")
+
+    @property
+    def conversations(self) -> str:
+        """The prefix of conversations that a later request may continue (by name)."""
+        return self._key("conversations")
+
+    @property
+    def conversation_order(self) -> str:
+        """Their names, the oldest first (lua/keep_conversation.lua)."""
+        return self._key("conversations", "order")
+
+    @property
+    def conversation_bytes(self) -> str:
+        """How many bytes they take."""
+        return self._key("conversations", "bytes")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic_core import from_json
 
 from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta, ParsedDelta
 from pipespec.server.tool_parsers.tool_choice import ToolUse
 
 BlockKind = Literal["text", "call"]
+# The key under which arguments are reported that are no JSON object, as the model wrote them.
+UNREADABLE = "unreadable_arguments"
 
 
 @dataclass
@@ -66,6 +71,23 @@ class AnswerBlocks:
         """The calls so far."""
         return [block for block in self.blocks if block.kind == "call"]
 
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of a later chat."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text_of("text")}
+        if calls := self.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.name,
+                        "arguments": json.dumps(arguments_of(call), ensure_ascii=False),
+                    },
+                }
+                for call in calls
+            ]
+        return message
+
     def _deltas(self, text: str, last: bool) -> Iterator[BlockDelta]:
         parsed: list[ParsedDelta] = [text] if text else []
         if self._parser is not None:
@@ -97,3 +119,13 @@ class AnswerBlocks:
             block.pieces.append(text)
         self.blocks.append(block)
         return BlockDelta(len(self.blocks) - 1, block, text, begins=True)
+
+
+def arguments_of(call: Block) -> dict[str, Any]:
+    """The arguments of a call as an object: as far as they came, if the answer was cut, and the
+    model's own text under one key if they are no JSON object."""
+    try:
+        found = from_json(call.text or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {UNREADABLE: call.text}

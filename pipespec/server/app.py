@@ -26,6 +26,7 @@ from pipespec.server.api_errors import ApiError, ErrorReply, cluster_loading, va
 from pipespec.server.dashboard import MAX_REQUEST
 from pipespec.server.dialects.anthropic_format import AnthropicReply, TokenCount
 from pipespec.server.dialects.error_replies import error_model, error_reply
+from pipespec.server.dialects.responses_format import ResponsesReply
 from pipespec.server.host_names import ANY, normal_origin
 from pipespec.server.metrics import Metrics
 from pipespec.server.middleware import (
@@ -61,6 +62,7 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 }
 # The replies of the routes of dialects, whole and other than as JSON.
 REPLIES: Mapping[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "/v1/responses": (ResponsesReply, STREAM),
     "/v1/messages": (AnthropicReply, STREAM),
     "/v1/messages/count_tokens": (TokenCount, {}),
 }

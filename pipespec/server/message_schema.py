@@ -195,19 +195,61 @@ Tools = Annotated[list[Tool] | None, Field(max_length=MAX_TOOLS)]
 
 
 def _tool_choice(value: Any) -> Any:
-    """none, auto, required, or a function's name."""
+    """none, auto, required, a function's name, or some of the tools."""
     if value is None or value in ("none", "auto", "required"):
         return value
-    function = value.get("function") if isinstance(value, dict) else None
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "function" and _function_name(value) is not None:
+        return value
+    allowed = value.get("allowed_tools") if kind == "allowed_tools" else None
+    if isinstance(allowed, dict) and allowed.get("mode") in ("auto", "required"):
+        tools = allowed.get("tools")
+        if (
+            isinstance(tools, list)
+            and tools
+            and all(_function_name(tool) is not None for tool in tools)
+        ):
+            return value
+    raise ValueError(
+        f"is {shown(value)}, but must be 'none', 'auto', 'required', "
+        "{'type': 'function', 'function': {'name': ...}} or {'type': 'allowed_tools', "
+        "'allowed_tools': {'mode': 'auto' or 'required', 'tools': [...]}}"
+    )
+
+
+def _function_name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or value.get("type") != "function":
-        raise ValueError(
-            f"is {shown(value)}, but must be 'none', 'auto', 'required' or "
-            "{'type': 'function', 'function': {'name': ...}}"
-        )
-    return value
+    return name if isinstance(name, str) else None
 
 
+_NAMED_FUNCTION = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}},
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
+_ALLOWED_TOOLS = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": _NAMED_FUNCTION, "minItems": 1},
+            },
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
 ToolChoice = Annotated[
     str | dict[str, Any] | None,
     BeforeValidator(_tool_choice),
@@ -215,18 +257,8 @@ ToolChoice = Annotated[
         {
             "anyOf": [
                 {"enum": ["none", "auto", "required"]},
-                {
-                    "type": "object",
-                    "properties": {
-                        "type": {"const": "function"},
-                        "function": {
-                            "type": "object",
-                            "properties": {"name": {"type": "string"}},
-                            "required": ["name"],
-                        },
-                    },
-                    "required": ["type", "function"],
-                },
+                _NAMED_FUNCTION,
+                _ALLOWED_TOOLS,
                 {"type": "null"},
             ]
         }

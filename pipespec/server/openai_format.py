@@ -281,21 +281,23 @@ class ChatFormat(OpenAIFormat):
     ) -> ChatLogprobs | None:
         if not self.wants_logprobs(choice):
             return None
-        content = [
-            TokenLogprob(
-                **self._top_logprob(token, logprobs.logprob).model_dump(),
-                top_logprobs=[self._top_logprob(*pair) for pair in logprobs.top],
-            )
-            for token, logprobs in tokens
-        ]
-        return ChatLogprobs(content=content)
+        return ChatLogprobs(content=[token_logprob(self.tokenizer, *each) for each in tokens])
 
-    def _top_logprob(self, token: int, logprob: float) -> TopLogprob:
-        return TopLogprob(
-            token=token_text(self.tokenizer, token),
-            logprob=json_logprob(logprob),
-            bytes=list(token_bytes(self.tokenizer, token)),
-        )
+
+def token_logprob(tokenizer: Tokenizer, token: int, logprobs: TokenLogprobs) -> TokenLogprob:
+    """What a reply reports of a token."""
+    return TokenLogprob(
+        **_top_logprob(tokenizer, token, logprobs.logprob).model_dump(),
+        top_logprobs=[_top_logprob(tokenizer, *pair) for pair in logprobs.top],
+    )
+
+
+def _top_logprob(tokenizer: Tokenizer, token: int, logprob: float) -> TopLogprob:
+    return TopLogprob(
+        token=token_text(tokenizer, token),
+        logprob=json_logprob(logprob),
+        bytes=list(token_bytes(tokenizer, token)),
+    )
 
 
 def _message_delta(delta: BlockDelta) -> Delta:

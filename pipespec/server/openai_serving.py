@@ -22,10 +22,13 @@ from pipespec.server.api_errors import ServerShuttingDown, api_error_of, cluster
 from pipespec.server.completion_format import CompletionFormat
 from pipespec.server.dashboard import Dashboard
 from pipespec.server.dialects.anthropic_format import AnthropicFormat
+from pipespec.server.dialects.conversations import conversation_name, no_such_response
+from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.metrics import Metrics
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
+    ConversationWanted,
     PreparationContext,
     PreparedRequest,
     check_model,
@@ -47,6 +50,7 @@ JSON = "application/json"
 FORMATS: Mapping[str, Callable[..., ReplyFormat]] = {
     "/v1/chat/completions": ChatFormat,
     "/v1/completions": CompletionFormat,
+    "/v1/responses": ResponsesFormat,
     "/v1/messages": AnthropicFormat,
 }
 
@@ -129,7 +133,24 @@ class OpenAIServing:
             raise not_a_json_object()
         body = await request.body()
         with self.queue.admit(1):
-            return await self._workers.prepare(self.context, path, body)
+            prepared = await self._workers.prepare(self.context, path, body)
+            if not isinstance(prepared, ConversationWanted):
+                return prepared
+            conversation = await self._conversation(request, prepared.id)
+            prepared = await self._workers.prepare(self.context, path, body, conversation)
+            assert not isinstance(prepared, ConversationWanted)
+            return prepared
+
+    async def _conversation(self, request: Request, response: str) -> bytes:
+        """The conversation up to a response that a request continues. Raises ApiError."""
+        name = conversation_name(response, request.state.api_key_digest)
+        try:
+            found = await self.client.conversation(name)
+        except PipespecError as error:
+            raise api_error_of(error) from error
+        if not found:
+            raise no_such_response(response)
+        return found
 
     async def _submit(
         self, prepared: PreparedRequest, entry: QueueEntry, request: Request
@@ -139,7 +160,12 @@ class OpenAIServing:
         parsed = replace(parsed, cache_salt=self._cache_salt(request, parsed.cache_salt))
         entry.reserve_tokens(parsed.prompt_tokens * parsed.n)
         stream = ResponseStream(
-            self.client, parsed, entry.transfer(), self.metrics, self._open.discard
+            self.client,
+            parsed,
+            entry.transfer(),
+            self.metrics,
+            self._open.discard,
+            request.state.api_key_digest,
         )
         self._open.add(stream)
         async with AsyncExitStack() as unless_submitted:

@@ -81,6 +81,16 @@ class PreparedRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class ConversationWanted:
+    """A request cannot be prepared without the conversation that was kept under this id."""
+
+    id: str
+
+
+Prepared = PreparedRequest | ConversationWanted | bytes
+
+
 class Preparer:
     """Prepares the requests to one server, one after the other."""
 
@@ -90,9 +100,9 @@ class Preparer:
         self._parser = RequestParser(context.served, context.defaults, context.tool_parser)
         context.served.tokenizer.encode("a")  # builds it, before any request is timed
 
-    def prepare(self, path: str, body: bytes) -> PreparedRequest | bytes:
-        """Prepare the body of a request to a route; if nothing is to be generated, the result is
-        the whole reply, as JSON.
+    def prepare(self, path: str, body: bytes, conversation: bytes = b"") -> Prepared:
+        """Prepare the body of a request to a route, and the conversation that it continues; if
+        nothing is to be generated, the result is the whole reply, as JSON.
 
         Raises ApiError.
         """
@@ -105,16 +115,20 @@ class Preparer:
                 return self._tokenize(body)
             case "/detokenize":
                 return self._detokenize(body)
-        return self._translated(DIALECTS[path], body)
+        return self._translated(DIALECTS[path], body, conversation)
 
     def _chat(self, body: bytes) -> PreparedRequest:
         fields = _parse_body(ChatRequest, body)
         self._check(fields)
         return _prepared(fields, _without_required(self._parser.chat(fields)))
 
-    def _translated(self, dialect: Dialect, body: bytes) -> PreparedRequest | bytes:
+    def _translated(self, dialect: Dialect, body: bytes, conversation: bytes) -> Prepared:
         """A request of another dialect, as one of ours."""
         fields = _parse_body(dialect.body, body)
+        if fields.continues is not None:
+            if not conversation:
+                return ConversationWanted(fields.continues)
+            fields.set_earlier(json.loads(conversation))
         made = dialect.translated(fields)
         if made.reply is not None:
             check_model(self._names, made.fields.get("model"))

@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 import psutil
 
 from pipespec.server.api_errors import ApiError, ServerShuttingDown, api_error_of
-from pipespec.server.preparation import PreparationContext, PreparedRequest, Preparer
+from pipespec.server.preparation import PreparationContext, Prepared, Preparer
 
 # The memory that one request may take beside the model's tokenizer.
 MEMORY_BYTES = 2 * 2**30
@@ -36,9 +36,9 @@ MEMORY_BYTES = 2 * 2**30
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 TOO_COMPLEX = "request_too_complex"
 
-# A route, and the seconds within which to prepare the body that follows.
+# A route, and the seconds within which to prepare the body and the conversation that follow.
 Job = tuple[str, float]
-Result = PreparedRequest | bytes | ApiError
+Result = Prepared | ApiError
 
 
 class PreparationWorkers:
@@ -60,11 +60,12 @@ class PreparationWorkers:
         self._threads.submit(self._start_one, context)
 
     async def prepare(
-        self, context: PreparationContext, path: str, body: bytes
-    ) -> PreparedRequest | bytes:
-        """Prepare the body of a request to a route in a worker, as `Preparer.prepare` does. Raises ApiError."""
+        self, context: PreparationContext, path: str, body: bytes, conversation: bytes = b""
+    ) -> Prepared:
+        """Prepare a body in a worker, as `Preparer.prepare` does. Raises ApiError."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._prepare, context, path, body)
+        parts = body, conversation
+        return await loop.run_in_executor(self._threads, self._prepare, context, path, parts)
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
@@ -92,14 +93,16 @@ class PreparationWorkers:
             self._drop(worker)
 
     def _prepare(
-        self, context: PreparationContext, path: str, body: bytes
-    ) -> PreparedRequest | bytes:
+        self, context: PreparationContext, path: str, parts: tuple[bytes, bytes]
+    ) -> Prepared:
         worker = self._acquire()
         if worker is None:
             raise api_error_of(ServerShuttingDown())
         try:
             result = (
-                worker.prepare((path, self._limit_s), body) if worker.set_context(context) else None
+                worker.prepare((path, self._limit_s), parts)
+                if worker.set_context(context)
+                else None
             )
         except BaseException:  # what it says cannot be read
             worker.process.kill()
@@ -162,11 +165,12 @@ class _PreparationProcess:
         self._context = context
         return True
 
-    def prepare(self, job: Job, body: bytes) -> Result | None:
+    def prepare(self, job: Job, parts: tuple[bytes, bytes]) -> Result | None:
         """The result of a job; None: the process has ended."""
         try:
             self._connection.send(job)
-            self._connection.send_bytes(body)
+            for part in parts:
+                self._connection.send_bytes(part)
             result: Result = self._connection.recv()
         except (EOFError, ConnectionError):
             return None
@@ -220,18 +224,18 @@ def work(descriptor: int, memory: int) -> None:
                     continue
                 assert preparer is not None, "the context comes first"
                 path, limit_s = message
-                body = server.recv_bytes()
+                body, conversation = server.recv_bytes(), server.recv_bytes()
                 signal.setitimer(signal.ITIMER_REAL, limit_s)
-                result = _result(preparer, path, body)
+                result = _result(preparer, path, body, conversation)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 server.send(result)
         except (EOFError, ConnectionError):  # the server has ended
             return
 
 
-def _result(preparer: Preparer, path: str, body: bytes) -> Result:
+def _result(preparer: Preparer, path: str, body: bytes, conversation: bytes) -> Result:
     try:
-        return preparer.prepare(path, body)
+        return preparer.prepare(path, body, conversation)
     except ApiError as error:
         return error
     except MemoryError:

@@ -23,6 +23,7 @@ from pipespec.core import TokenLogprobs
 from pipespec.errors import PipespecError, RankFailed
 from pipespec.server.admission_queue import QueueEntry
 from pipespec.server.api_errors import ApiError, api_error_of
+from pipespec.server.dialects.conversations import conversation_name
 from pipespec.server.metric_definitions import ABORTED
 from pipespec.server.metrics import Metrics, RequestTimer
 from pipespec.server.request_parsing import ParsedRequest
@@ -99,6 +100,12 @@ class ReplyFormat(ABC):
         if delta.num_cached_tokens is not None and not delta.index % self.request.n:
             self.num_cached = (self.num_cached or 0) + delta.num_cached_tokens
 
+    @property
+    def kept(self) -> tuple[str, bytes] | None:
+        """Once the answer has ended: the id of the response, and the conversation up to it, which
+        a later request may continue; None: none may."""
+        return None
+
     @abstractmethod
     def add(self, delta: OutputDelta) -> None:
         """Keep a delta for the whole reply."""
@@ -142,8 +149,10 @@ class ResponseStream:
         queue_entry: QueueEntry,
         metrics: Metrics,
         on_closed: Callable[[ResponseStream], None],
+        api_key_digest: bytes = b"",
     ):
         self.request = request
+        self._api_key_digest = api_key_digest
         self._on_closed = on_closed
         self._client = client
         self._queue_entry = queue_entry
@@ -191,6 +200,13 @@ class ResponseStream:
                     yield self._finished(choice, event)
                 else:
                     yield OutputDelta(choice, "", prompt_logprobs=event.logprobs)
+
+    async def keep(self, kept: tuple[str, bytes] | None) -> None:
+        """Keep what a reply says that a later request may continue. Raises Unreachable."""
+        if kept is not None:
+            response, conversation = kept
+            name = conversation_name(response, self._api_key_digest)
+            await self._client.keep_conversation(name, conversation)
 
     def fail(self, error: PipespecError) -> None:
         """Let `deltas` raise an error."""
@@ -278,6 +294,7 @@ async def _collect(stream: ResponseStream, reply_format: ReplyFormat) -> str:
     async for delta in stream.deltas(KEEPALIVE_S):
         if delta is not None:
             reply_format.add(delta)
+    await stream.keep(reply_format.kept)
     if reply_format.has_logprobs:  # those of long texts take seconds
         return await asyncio.to_thread(_to_json, reply_format)
     return _to_json(reply_format)
@@ -335,6 +352,7 @@ async def _events(stream: ResponseStream, reply_format: ReplyFormat) -> AsyncIte
                 continue
             for event in reply_format.events(delta):
                 yield event
+        await stream.keep(reply_format.kept)
         for event in reply_format.last_events():
             yield event
     except PipespecError as error:

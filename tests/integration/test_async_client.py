@@ -21,11 +21,13 @@ from pipespec.client.model_info import ModelInfo
 from pipespec.client.registry import Owner, RunningCluster
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
+from pipespec.controller import request_log
 from pipespec.controller.answer_stream import MOST_ENTRIES, Event
 from pipespec.controller.embedded_redis import EmbeddedRedis
 from pipespec.controller.log_records import Accepted, Finished
 from pipespec.controller.rank_controller import Controller
-from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S
+from pipespec.controller.redis_connection import ANSWER_TIMEOUT_S, RedisConnection
+from pipespec.controller.redis_keys import RedisKeys
 from pipespec.core import SamplingParams
 from pipespec.errors import RankFailed
 from pipespec.stats import Report, empty_report
@@ -292,3 +294,36 @@ async def end_while_room_is_made() -> None:
 
 def test_a_cluster_that_ends_while_a_slow_reader_reads_on_is_reported() -> None:
     asyncio.run(end_while_room_is_made())
+
+
+# --- conversations ----------------------------------------------------------------------------
+
+
+def test_conversations_are_kept_within_a_bound(
+    server: EmbeddedRedis, running: RunningCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_log, "MAX_CONVERSATION_BYTES", 100)
+
+    async def run() -> None:
+        async with attach(running, patience=LONG_S) as client:
+            assert await client.conversation("one") is None
+            await client.keep_conversation("one", b"a" * 40)
+            await client.keep_conversation("one", b"lost reply")  # sent again, kept once
+            await client.keep_conversation("two", b"b" * 40)
+            assert await client.conversation("one") == b"a" * 40
+            await client.keep_conversation("three", b"c" * 90)
+            await client.keep_conversation("four", b"d" * 101)
+            found = [await client.conversation(name) for name in ("one", "two", "three", "four")]
+            assert found == [None, None, b"c" * 90, None]
+
+    asyncio.run(run())
+    keys = RedisKeys(NAMESPACE)
+    pipe = RedisConnection(server.url)
+    try:
+        assert pipe.call("GET", keys.conversation_bytes) == b"90"
+        assert pipe.call("LRANGE", keys.conversation_order, 0, -1) == [b"90 three"]
+        names = (keys.conversation_bytes, keys.conversation_order, f"{keys.conversations}:three")
+        for name in names:
+            assert 0 < pipe.call("TTL", name) <= request_log.KEEP_CONVERSATION_S
+    finally:
+        pipe.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import anthropic
 import jsonschema
+import openai
 import pytest
 
 from pipespec.client import registry
@@ -60,6 +61,12 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(
         base_url=server.url, api_key=KEY, max_retries=0, timeout=PATIENCE_S
     ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def gpt(server: Server) -> Iterator[openai.OpenAI]:
+    with server.openai(KEY) as client:
         yield client
 
 
@@ -140,6 +147,67 @@ def test_anthropic_package_raises_its_errors(server: Server, claude: anthropic.A
     assert unknown.value.type == "authentication_error"
 
 
+# --- OpenAI's responses -----------------------------------------------------------------------
+
+
+def test_openai_package_reads_responses_whole_and_streamed(gpt: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 24}
+    asked |= {"input": "Tell me a story", "instructions": "Be kind."}
+    told = gpt.responses.create(**asked)
+    assert (told.status, told.usage.output_tokens) == ("incomplete", 24)  # type: ignore[union-attr]
+    text = ""
+    for event in gpt.responses.create(stream=True, **asked):
+        if event.type == "response.output_text.delta":
+            text += event.delta
+    assert event.type == "response.incomplete" and event.response.output_text == text
+    assert told.output_text == text
+    with gpt.responses.stream(**asked | {"max_output_tokens": 40, "temperature": 1}) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[0] == "response.created"
+    assert kinds[-1] in ("response.completed", "response.incomplete")
+
+
+def test_responses_continue_earlier_ones(gpt: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 16}
+    first = gpt.responses.create(**asked, input="Tell me a story")
+    later = gpt.responses.create(**asked, input="Go on.", previous_response_id=first.id)
+    assert later.previous_response_id == first.id
+    whole = [
+        {"role": "user", "content": "Tell me a story"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "Go on."},
+    ]
+    same = gpt.responses.create(**asked, input=whole)  # type: ignore[call-overload]
+    assert later.output_text == same.output_text
+    assert later.usage.input_tokens == same.usage.input_tokens  # type: ignore[union-attr]
+    unkept = gpt.responses.create(**asked, input="Hello", store=False)
+    for unknown in (unkept.id, "resp_1"):
+        with pytest.raises(openai.BadRequestError, match="There is no response") as refused:
+            gpt.responses.create(**asked, input="Go on.", previous_response_id=unknown)
+        assert refused.value.code == "previous_response_not_found"
+
+
+def test_response_tools_go_round(gpt: openai.OpenAI) -> None:
+    tool = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
+    asked: dict[str, Any] = {"model": MODEL, "tools": [tool], "parallel_tool_calls": False}
+    told = gpt.responses.create(input="The weather?", tool_choice="required", **asked)
+    (call,) = told.output
+    assert call.type == "function_call" and told.status == "completed"
+    jsonschema.validate(json.loads(call.arguments), CITY)
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    asked |= {"tool_choice": "none", "max_output_tokens": 4}
+    by_id = gpt.responses.create(input=[output], previous_response_id=told.id, **asked)
+    asked |= {"input": [{"role": "user", "content": "The weather?"}, call.to_dict(), output]}
+    by_hand = gpt.responses.create(**asked)
+    assert by_id.usage.input_tokens == by_hand.usage.input_tokens  # type: ignore[union-attr]
+
+
+def test_response_text_matches_its_schema(gpt: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}
+    told = gpt.responses.create(model=MODEL, input="Who is Tom?", text={"format": form})  # type: ignore[call-overload]
+    jsonschema.validate(json.loads(told.output_text), SCHEMA)
+
+
 # --- faults -----------------------------------------------------------------------------------
 
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO}
@@ -159,7 +227,24 @@ def anthropic_text(server: Server, on_text: Callable[[], None]) -> str:
     return text
 
 
-STREAMS: dict[str, Callable[[Server, Callable[[], None]], str]] = {"anthropic": anthropic_text}
+def response_text(server: Server, on_text: Callable[[], None]) -> str:
+    """The text of a response that streams."""
+    text = ""
+    asked = {"model": MODEL, "input": "Tell me a story", "max_output_tokens": 160}
+    ours = {"ignore_eos": True, "seed": 3}
+    with server.openai(KEY) as client:
+        for event in client.responses.create(**asked, stream=True, extra_body=ours):  # type: ignore[call-overload]
+            if event.type == "response.output_text.delta":
+                text += event.delta
+                on_text()
+    assert event.response.output_text == text
+    return text
+
+
+STREAMS: dict[str, Callable[[Server, Callable[[], None]], str]] = {
+    "anthropic": anthropic_text,
+    "responses": response_text,
+}
 # A rank is killed when every stream has read so many further pieces.
 PIECES = 8
 

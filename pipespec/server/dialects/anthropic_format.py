@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
-from pydantic_core import from_json
 
-from pipespec.server.answer_blocks import AnswerBlocks, Block, BlockDelta
+from pipespec.server.answer_blocks import AnswerBlocks, Block, BlockDelta, arguments_of
 from pipespec.server.api_errors import ApiError
 from pipespec.server.dialects.error_replies import anthropic_error
 from pipespec.server.request_parsing import ParsedRequest
@@ -20,8 +19,6 @@ from pipespec.text import Tokenizer
 StopReason = Literal[
     "end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"
 ]
-# The key under which arguments are reported that are no JSON object, as the model wrote them.
-UNREADABLE = "unreadable_arguments"
 
 
 class TextContent(BaseModel):
@@ -169,16 +166,6 @@ def _content(block: Block) -> TextContent | ToolUseContent:
     if block.kind == "call":
         return ToolUseContent(id=block.id, name=block.name, input=arguments_of(block))
     return TextContent(text=block.text)
-
-
-def arguments_of(call: Block) -> dict[str, Any]:
-    """The arguments of a call as an object: as far as they came, if the answer was cut, and the
-    model's own text under one key if they are no JSON object."""
-    try:
-        found = from_json(call.text or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {UNREADABLE: call.text}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -14,13 +14,14 @@ from pipespec.server.dialects.translation import (
     TEXT,
     TEXT_OR_PARTS,
     Dialect,
+    DialectBody,
     Translation,
     add_turn,
     call_of,
     joined,
 )
 from pipespec.server.message_schema import FUNCTION_NAME, MAX_TOOLS, RequestModel
-from pipespec.server.request_schema import LATER, RequestBody, Texts
+from pipespec.server.request_schema import LATER, Texts
 
 TEXT_ALONE = "is not supported: the model reads and writes text, and the server runs no tools"
 ELSEWHERE = "is not supported: this server has no such service"
@@ -156,7 +157,7 @@ class OutputConfig(RequestModel):
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(RequestBody):
+class CountTokensRequest(DialectBody):
     """POST /v1/messages/count_tokens."""
 
     model: str | None = None

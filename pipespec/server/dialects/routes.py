@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pipespec.server.dialects import anthropic_schema
+from pipespec.server.dialects import anthropic_schema, responses_schema
 from pipespec.server.dialects.translation import Dialect
 
 DIALECTS: Mapping[str, Dialect] = {
+    "/v1/responses": responses_schema.RESPONSES,
     "/v1/messages": anthropic_schema.MESSAGES,
     "/v1/messages/count_tokens": anthropic_schema.COUNT_TOKENS,
 }

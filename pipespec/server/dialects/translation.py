@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import BeforeValidator, Discriminator, Tag
+from pydantic import BeforeValidator, Discriminator, PrivateAttr, Tag
 
 from pipespec.server.api_errors import ApiError
 from pipespec.server.message_schema import media_refusal
@@ -44,6 +44,30 @@ class Translation:
     counts: Callable[[int], bytes] | None = None
 
 
+class DialectBody(RequestBody):
+    """A request that may continue an earlier one.
+
+    `earlier` are the messages of what it continues, as OpenAI's chats have them; they are set
+    before the request is translated.
+    """
+
+    _earlier: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+
+    @property
+    def continues(self) -> str | None:
+        """The id of the response that it continues."""
+        return None
+
+    @property
+    def earlier(self) -> list[dict[str, Any]]:
+        """The messages of the conversation that it continues."""
+        return self._earlier
+
+    def set_earlier(self, messages: list[dict[str, Any]]) -> None:
+        """Set the messages of the conversation that it continues."""
+        self._earlier = messages
+
+
 @dataclass(frozen=True)
 class Dialect:
     """The requests to one route, and how they are translated.
@@ -56,14 +80,14 @@ class Dialect:
         names: of our fields that have another one here, by their own, for error messages.
     """
 
-    body: type[RequestBody]
+    body: type[DialectBody]
     translate: Callable[[Any], Translation]
     passed: frozenset[str] = OWN_FIELDS
     ignored: frozenset[str] = frozenset()
     refused: Mapping[str, tuple[str, tuple[Any, ...]]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def translated(self, body: RequestBody) -> Translation:
+    def translated(self, body: DialectBody) -> Translation:
         """A request in OpenAI's words. Raises ApiError."""
         extra = body.model_extra or {}
         refuse_fields(extra, self.refused)

@@ -40,26 +40,38 @@ class ToolUse:
 
 
 def offered_tools(body: ChatRequest) -> Sequence[Tool]:
-    """The tools that the prompt shows to the model: none with `tool_choice` none, as nothing else
-    keeps a model from a call. Raises ApiError.
+    """The tools that the prompt shows to the model: none with `tool_choice` none, and only allowed
+    ones with `allowed_tools`, as nothing else keeps a model from a call. Raises ApiError.
     """
     tools, choice = body.tools or [], body.tool_choice
     if choice == "none":
         return ()
     if not tools and choice not in (None, "auto"):
         raise invalid_field("tool_choice", f"tool_choice is {shown(choice)}, but tools holds none.")
-    named = _named_function(body)
-    if named is not None and named not in [tool.function.name for tool in tools]:
-        raise invalid_field(
-            "tool_choice", f"tool_choice names {shown(named)}, which is not in tools."
-        )
-    return tools
+    known = [tool.function.name for tool in tools]
+    named, allowed = _named_function(body), _allowed_functions(body)
+    for name in (named,) if allowed is None else allowed:
+        if name is not None and name not in known:
+            raise invalid_field(
+                "tool_choice", f"tool_choice names {shown(name)}, which is not in tools."
+            )
+    return tools if allowed is None else [tool for tool in tools if tool.function.name in allowed]
 
 
 def _named_function(body: ChatRequest) -> str | None:
     """The function that `tool_choice` names."""
     choice = body.tool_choice
-    return choice["function"]["name"] if isinstance(choice, dict) else None
+    if isinstance(choice, dict) and choice["type"] == "function":
+        return str(choice["function"]["name"])
+    return None
+
+
+def _allowed_functions(body: ChatRequest) -> list[str] | None:
+    """The functions to which `tool_choice` limits the tools; None: to none."""
+    choice = body.tool_choice
+    if isinstance(choice, dict) and choice["type"] == "allowed_tools":
+        return [tool["function"]["name"] for tool in choice["allowed_tools"]["tools"]]
+    return None
 
 
 def tool_use_of(body: ChatRequest, served: ModelInfo, parser: str | None) -> ToolUse:
@@ -67,11 +79,13 @@ def tool_use_of(body: ChatRequest, served: ModelInfo, parser: str | None) -> Too
     `parser` or, if that is None, as the chat template has it. Raises ApiError."""
     name = parser or family_for_template(served.tokenizer.chat_template or "")
     parallel = body.parallel_tool_calls is not False
+    choice, offered = body.tool_choice, offered_tools(body)
     if (named := _named_function(body)) is not None:
-        required = [tool for tool in body.tools or () if tool.function.name == named]
+        required = [tool for tool in offered if tool.function.name == named]
         return ToolUse(forced_json_family(name), False, required, named=True)
-    if body.tool_choice == "required":
-        return ToolUse(forced_json_family(name), parallel, body.tools or ())
+    mode = choice["allowed_tools"]["mode"] if isinstance(choice, dict) else choice
+    if mode == "required":
+        return ToolUse(forced_json_family(name), parallel, offered)
     if name is None:
         raise invalid_field(
             "tools",

@@ -17,6 +17,7 @@ from pipespec.config.compose import compose
 from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.sampling.grammar import unpack_mask
+from pipespec.server.chat_prompt import render_chat
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import ChatRequest
@@ -84,8 +85,7 @@ def test_tokenizer_without_backend_renders_tools_too(tmp_path: Path) -> None:
     served = ModelInfo(str(tmp_path), len(theirs), 2000, (1,), None)
     assert not isinstance(served.tokenizer, BackendTokenizer)
     asked = ChatRequest.model_validate({"messages": CONVERSATION[:1], "tools": [WEATHER]})
-    parser = RequestParser(served, DEFAULTS)
-    assert parser.render_chat(asked.messages, asked.tools or ()) == (
+    assert render_chat(served, asked.messages, asked.tools or ()) == (
         theirs.apply_chat_template(CONVERSATION[:1], tools=[WEATHER], tokenize=False)
     )
 
@@ -95,6 +95,12 @@ def test_tools_that_may_not_be_called_are_not_in_the_prompt(running: RunningClus
         ask = chat(running, **body)
         assert ask.tool_use is None
         assert "What the weather is" not in running.served.tokenizer.decode(ask.prompts[0])
+    some = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "dig"}}]}
+    for body in ({"tools": [WEATHER, DIG]}, {"tools": [DIG]}):
+        ask = chat(running, **body, tool_choice={"type": "allowed_tools", "allowed_tools": some})
+        assert ask.tool_use is not None
+        prompt = running.served.tokenizer.decode(ask.prompts[0])
+        assert "What the weather is" not in prompt and '"dig"' in prompt
     for body in ({}, {"tool_choice": "auto"}, {"tool_choice": None}):
         ask = chat(running, **body)
         assert ask.tool_use is not None and ask.tool_use.parallel
@@ -115,6 +121,20 @@ def test_tools_that_may_not_be_called_are_not_in_the_prompt(running: RunningClus
             {"tool_choice": "required", "parallel_tool_calls": False},
             ['[{"name":"dig","arguments":{"depth":3,"more":[null]}}]'],
             ['[{"name":"dig","arguments":{}},{"name":"dig","arguments":{}}]'],
+            "tool_calls",
+        ),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "required",
+                        "tools": [{"type": "function", "function": {"name": "dig"}}],
+                    },
+                }
+            },
+            ['[{"name":"dig","arguments":{}}]'],
+            ['[{"name":"get_weather","arguments":{"city":"a"}}]'],
             "tool_calls",
         ),
         (

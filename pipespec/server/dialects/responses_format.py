@@ -1,0 +1,289 @@
+"""The replies of OpenAI's /v1/responses."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from pipespec.server.answer_blocks import AnswerBlocks, Block, BlockDelta
+from pipespec.server.api_errors import ApiError
+from pipespec.server.openai_format import token_logprob
+from pipespec.server.request_parsing import ParsedRequest
+from pipespec.server.response_stream import OutputDelta, ReplyFormat
+from pipespec.text import Tokenizer
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+class InputTokensDetails(BaseModel):
+    """How many tokens of the prompt were in the prefix cache."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    """How many tokens of the answer are reasoning."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(BaseModel):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseFailure(BaseModel):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class ResponsesReply(BaseModel):
+    """The reply of POST /v1/responses. `output` are items of type message and function_call."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None
+    status: Status
+    background: Literal[False] = False
+    error: ResponseFailure | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int | None
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponsesUsage | None
+
+
+class ResponsesFormat(ReplyFormat):
+    """The replies of /v1/responses.
+
+    Args:
+        echo: the fields of the request that the reply repeats.
+        conversation: the messages before the answer, as a JSON list; None: a later request does not
+            continue this one.
+    """
+
+    def __init__(
+        self,
+        request: ParsedRequest,
+        tokenizer: Tokenizer,
+        model: str,
+        *,
+        echo: Mapping[str, Any],
+        conversation: bytes | None,
+    ):
+        super().__init__(request, tokenizer, model)
+        self.id = f"resp_{secrets.token_hex(24)}"
+        self._answer = AnswerBlocks(request.tool_use)
+        self._echo = echo
+        self._conversation = conversation
+        self._end: OutputDelta | None = None
+        self._number = 0  # of the next event
+        self._ids: list[str] = []  # of the items, each of which is a block
+        self._logprobs: list[list[dict[str, Any]]] = []  # of each item's tokens
+        self._waiting: list[dict[str, Any]] = []  # of tokens whose text has not come
+        self._sent = 0  # log-probabilities of the open item that were sent
+        self._frame = ""  # the JSON of a delta of the open item before its text
+
+    @property
+    def kept(self) -> tuple[str, bytes] | None:
+        if self._conversation is None:
+            return None
+        answer = json.dumps(self._answer.message(), ensure_ascii=False).encode()
+        return self.id, self._conversation.removesuffix(b"]") + b", " + answer + b"]"
+
+    def add(self, delta: OutputDelta) -> None:
+        self._take(delta)
+
+    def response(self) -> BaseModel:
+        return self._reply(self._end_status)
+
+    # --- streams ------------------------------------------------------------------------------
+
+    def first_events(self) -> Iterator[bytes]:
+        reply = self._reply("in_progress").model_dump()
+        yield self._event("response.created", response=reply)
+        yield self._event("response.in_progress", response=reply)
+
+    def events(self, delta: OutputDelta) -> Iterator[bytes]:
+        for part in self._take(delta):
+            if part.begins:
+                if part.index:
+                    yield from self._close(part.index - 1, "completed")
+                yield from self._begin(part)
+            if part.text:
+                yield self._delta_event(part)
+
+    def last_events(self) -> Iterator[bytes]:
+        status = self._end_status
+        if self._answer.blocks:
+            yield from self._close(len(self._answer.blocks) - 1, status)
+        yield self._event(f"response.{status}", response=self._reply(status).model_dump())
+
+    def failed(self, error: ApiError) -> Iterator[bytes]:
+        code = "server_error"
+        if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            code = "invalid_prompt"
+        failure = ResponseFailure(code=code, message=error.message)
+        reply = self._reply("failed", failure).model_dump()
+        yield self._event("response.failed", response=reply)
+
+    # --- items --------------------------------------------------------------------------------
+
+    def _take(self, delta: OutputDelta) -> list[BlockDelta]:
+        """What a delta adds to the items."""
+        self.count_tokens(delta)
+        if delta.finish_reason is not None:
+            self._end = delta
+        for token, logprobs in zip(delta.token_ids, delta.logprobs, strict=False):
+            self._waiting.append(token_logprob(self.tokenizer, token, logprobs).model_dump())
+        parts = self._answer.push(delta.text, last=delta.finish_reason is not None)
+        for part in parts:
+            if part.begins:
+                prefix = {"call": "fc", "text": "msg"}[part.block.kind]
+                self._ids.append(f"{prefix}_{secrets.token_hex(24)}")
+                self._logprobs.append([])
+            if part.block.kind == "text":
+                self._logprobs[part.index] += self._waiting
+            self._waiting = []
+        return parts
+
+    def _begin(self, part: BlockDelta) -> Iterator[bytes]:
+        block, place = part.block, {"item_id": self._ids[part.index], "output_index": part.index}
+        empty = Block(block.kind, block.number, block.id, block.name)
+        item = self._item(part.index, empty, "in_progress")
+        kind = "response.function_call_arguments.delta"
+        if block.kind == "text":
+            place |= {"content_index": 0}
+            kind = "response.output_text.delta"
+            item["content"] = []
+        yield self._event("response.output_item.added", output_index=part.index, item=item)
+        if block.kind == "text":
+            content = self._content("", [])
+            yield self._event("response.content_part.added", **place, part=content)
+        start = json.dumps({"type": kind, **place}, separators=(",", ":")).removesuffix("}")
+        self._sent = 0
+        self._frame = f'event: {kind}\ndata: {start},"delta":'
+
+    def _delta_event(self, part: BlockDelta) -> bytes:
+        logprobs = ""
+        if part.block.kind == "text":
+            new = self._logprobs[part.index][self._sent :]
+            self._sent += len(new)
+            logprobs = f',"logprobs":{_to_json([*map(_event_logprob, new)])}'
+        text = json.dumps(part.text, ensure_ascii=False)
+        number = self._next_number()
+        return f'{self._frame}{text}{logprobs},"sequence_number":{number}}}\n\n'.encode()
+
+    def _close(self, index: int, status: Status) -> Iterator[bytes]:
+        block = self._answer.blocks[index]
+        place = {"item_id": self._ids[index], "output_index": index}
+        if block.kind == "text":
+            place |= {"content_index": 0}
+            logprobs = [_event_logprob(each) for each in self._logprobs[index]]
+            yield self._event(
+                "response.output_text.done", **place, text=block.text, logprobs=logprobs
+            )
+            content = self._content(block.text, self._logprobs[index])
+            yield self._event("response.content_part.done", **place, part=content)
+        else:
+            kind = "response.function_call_arguments.done"
+            yield self._event(kind, **place, arguments=block.text)
+        item = self._item(index, block, status)
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _item(self, index: int, block: Block, status: Status) -> dict[str, Any]:
+        item = {"id": self._ids[index], "status": status}
+        if block.kind == "call":
+            call = {"call_id": block.id, "name": block.name, "arguments": block.text}
+            return {"type": "function_call", **item, **call}
+        content = self._content(block.text, self._logprobs[index])
+        return {"type": "message", **item, "role": "assistant", "content": [content]}
+
+    def _content(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    # --- the response -------------------------------------------------------------------------
+
+    @property
+    def _end_status(self) -> Status:
+        cut = self._end is not None and self._end.finish_reason == "length"
+        return "incomplete" if cut else "completed"
+
+    def _reply(self, status: Status, failure: ResponseFailure | None = None) -> ResponsesReply:
+        blocks = self._answer.blocks
+        statuses: list[Status] = ["completed" for _ in blocks]
+        if blocks and status == "incomplete":
+            statuses[-1] = status
+        sampling = self.request.sampling_params[0]
+        ended = status in ("completed", "incomplete")
+        return ResponsesReply(
+            id=self.id,
+            created_at=self.created,
+            completed_at=int(time.time()) if status == "completed" else None,
+            status=status,
+            error=failure,
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            model=self.model,
+            output=[self._item(i, blocks[i], statuses[i]) for i in range(len(blocks))],
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            usage=self._usage() if ended else None,
+            **self._echo,
+        )
+
+    def _usage(self) -> ResponsesUsage:
+        prompt = self.request.prompt_tokens
+        return ResponsesUsage(
+            input_tokens=prompt,
+            input_tokens_details=InputTokensDetails(cached_tokens=self.num_cached or 0),
+            output_tokens=self.num_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            total_tokens=prompt + self.num_tokens,
+        )
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._next_number(), **fields}
+        return f"event: {kind}\ndata: {_to_json(data)}\n\n".encode()
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number - 1
+
+
+def _event_logprob(reported: Mapping[str, Any]) -> dict[str, Any]:
+    """A token's log-probabilities as events have them: without bytes."""
+    top = [
+        {"token": each["token"], "logprob": each["logprob"]} for each in reported["top_logprobs"]
+    ]
+    return {"token": reported["token"], "logprob": reported["logprob"], "top_logprobs": top}
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

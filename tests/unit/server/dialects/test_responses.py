@@ -1,0 +1,311 @@
+"""OpenAI's /v1/responses: what requests become, and replies that OpenAI's package accepts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from pydantic import TypeAdapter
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.core import TokenLogprobs
+from pipespec.server.api_errors import ApiError
+from pipespec.server.dialects.conversations import conversation_name
+from pipespec.server.dialects.responses_format import ResponsesFormat
+from pipespec.server.dialects.responses_schema import RESPONSES, ResponsesRequest
+from pipespec.server.preparation import ConversationWanted, Preparer
+from tests.helpers import dialects
+from tests.helpers.calling import HERMES, calling
+
+PATH = "/v1/responses"
+TOOL = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": True,
+}
+ASKED: dict[str, Any] = {"model": "demo", "max_output_tokens": 50, "input": "Hello"}
+ARGUMENTS = '{"city": "Zürich"}'
+CALL = f'<tool_call>{{"name": "get_weather", "arguments": {ARGUMENTS}}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def served() -> ModelInfo:
+    return calling(ModelInfo.of(decide(compose(["model.context=100"]))), HERMES)
+
+
+@pytest.fixture(scope="module")
+def preparer(served: ModelInfo) -> Preparer:
+    return dialects.preparer(served)
+
+
+def fields(earlier: Any = (), **body: Any) -> dict[str, Any]:
+    asked = ResponsesRequest.model_validate(ASKED | body)
+    asked.set_earlier([*earlier])
+    return RESPONSES.translated(asked).fields
+
+
+def shape_of(served: ModelInfo, preparer: Preparer, **body: Any) -> ResponsesFormat:
+    request = dialects.prepared(preparer, PATH, ASKED | body)
+    return ResponsesFormat(request.parsed, served.tokenizer, "demo", **request.options)
+
+
+def events(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> list[Any]:
+    """The events of a stream, with the types of OpenAI's package and no key that they lack."""
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    made = []
+    for sent in dialects.stream_of(shape_of(served, preparer, **body), answer):
+        kind, data = sent.decode().rstrip("\n").split("\n")
+        data = data.removeprefix("data: ")
+        made.append(adapter.validate_json(data, strict=True))
+        assert kind == f"event: {made[-1].type}"
+        type(made[-1]).model_validate_json(data, strict=True, extra="forbid")
+    assert [event.sequence_number for event in made] == [*range(len(made))]
+    return made
+
+
+def whole(served: ModelInfo, preparer: Preparer, answer: Any, **body: Any) -> Response:
+    told = dialects.whole_of(shape_of(served, preparer, **body), answer)
+    return Response.model_validate(told, strict=True, extra="forbid")
+
+
+def comparable(response: Response) -> dict[str, Any]:
+    """A response without what is drawn for each."""
+    told = response.model_dump(exclude={"id", "created_at", "completed_at"})
+    for item in told["output"]:
+        item.pop("id")
+        item.pop("call_id", None)
+    return told
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+def test_every_field_of_the_package_is_in_one_table() -> None:
+    assert dialects.unlisted_fields(PATH, ResponseCreateParamsBase) == set()
+    assert dialects.contradictions(PATH) == set()
+
+
+def test_items_become_messages() -> None:
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "What"},
+                {"type": "input_text", "text": "now?"},
+            ],
+        },
+        {
+            "type": "reasoning",
+            "id": "rs",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+        },
+        {
+            "type": "message",
+            "id": "msg",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "a", "name": "get_weather", "arguments": ARGUMENTS},
+        {"type": "function_call", "call_id": "b", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "Sunny."},
+        {
+            "type": "function_call_output",
+            "call_id": "b",
+            "output": [{"type": "input_text", "text": "Rain."}],
+        },
+    ]
+    made = fields(input=items, instructions="Be kind.")["messages"]
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
+    other = {"type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    assert made == [
+        {"role": "system", "content": "Be kind."},
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "What\nnow?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "a", **call}, {"id": "b", **other}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "Sunny."},
+        {"role": "tool", "tool_call_id": "b", "content": "Rain."},
+    ]
+
+
+def test_earlier_conversation_comes_first_without_its_instructions() -> None:
+    earlier = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    made = fields(earlier, instructions="Be kind.")["messages"]
+    hello = {"role": "user", "content": "Hello"}
+    assert made == [{"role": "system", "content": "Be kind."}, *earlier, hello]
+
+
+def test_fields_reach_the_request(preparer: Preparer) -> None:
+    body = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "top_k": 4, "stop": "x", "stream": True}
+    body |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "user": "me"}
+    request = dialects.prepared(preparer, PATH, ASKED | body)
+    (sampling,) = request.parsed.sampling_params
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 4)
+    assert (sampling.seed, sampling.logprobs, request.parsed.stop) == (7, 2, ("x",))
+    assert (request.stream, request.parsed.max_tokens) == (True, (50,))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
+    request = dialects.prepared(preparer, PATH, ASKED | {"text": {"format": form}})
+    assert request.parsed.sampling_params[0].grammar
+    assert fields(reasoning={"effort": "low", "summary": "auto"})["reasoning_effort"] == "low"
+    some = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "get_weather"}],
+    }
+    request = dialects.prepared(preparer, PATH, ASKED | {"tools": [TOOL], "tool_choice": some})
+    assert request.parsed.tool_use is not None and request.parsed.sampling_params[0].grammar
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"input": 3}, "input", "valid string"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "should be an item of"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content",
+            "images are not read",
+        ),
+        ({"max_output_tokens": 10**6}, "max_output_tokens", "max_output_tokens is 1000000"),
+        ({"background": True}, "background", "no such service"),
+        ({"conversation": "conv_1"}, "conversation", "not supported"),
+        ({"truncation": "auto"}, "truncation", "refused"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "'allowed_tools'"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "needs it"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+            "text.format",
+            "text.format cannot be followed",
+        ),
+        ({"include": ["file_search_call.results"]}, "include[0]", "include"),
+        ({"reasoning": {"effort": "some"}}, "reasoning.effort", "effort"),
+    ],
+    ids=str,
+)
+def test_wrong_field_is_named_as_the_client_knows_it(
+    preparer: Preparer, body: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(ApiError, match=said) as refused:
+        dialects.prepared(preparer, PATH, ASKED | body)
+    assert refused.value.param == param
+
+
+# --- conversations ----------------------------------------------------------------------------
+
+
+def test_conversation_is_continued_with_what_was_kept(
+    served: ModelInfo, preparer: Preparer
+) -> None:
+    shape = shape_of(served, preparer, tools=[TOOL], instructions="Be kind.")
+    dialects.whole_of(shape, dialects.deltas(f"I look. {CALL}"))
+    assert shape.kept is not None
+    response, conversation = shape.kept
+    assert response == shape.id
+    output = {"type": "function_call_output", "call_id": "a", "output": "Sunny."}
+    body = json.dumps(ASKED | {"previous_response_id": response, "input": [output]}).encode()
+    assert preparer.prepare(PATH, body) == ConversationWanted(response)
+    request = preparer.prepare(PATH, body, conversation)
+    prompt = dialects.prompt_of(served, request)  # type: ignore[arg-type]
+    assert prompt.startswith("user: Helloassistant: I look.<tool_call>{")
+    assert "Zürich" in prompt and "Be kind" not in prompt
+    assert "tool: Sunny. (a)" in prompt
+    assert shape_of(served, preparer, store=False).kept is None
+
+
+def test_name_of_a_conversation_depends_on_id_and_key() -> None:
+    names = {conversation_name(id_, key) for id_ in ("a", "b") for key in (b"", b"1", b"2")}
+    assert len(names) == 6
+    assert all(len(name) == 64 for name in names)
+
+
+# --- replies ----------------------------------------------------------------------------------
+
+
+def test_stream_of_text_has_the_events_that_the_package_expects(
+    served: ModelInfo, preparer: Preparer
+) -> None:
+    answer = dialects.deltas('Say "é"\n')
+    made = events(served, preparer, answer, instructions="Be kind.", tools=[TOOL])
+    assert [event.type.removeprefix("response.") for event in made] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * 3,
+        *("output_text.done", "content_part.done", "output_item.done", "completed"),
+    ]
+    assert made[0].response.status == "in_progress" and made[0].response.output == []
+    assert "".join(e.delta for e in made if e.type.endswith("text.delta")) == 'Say "é"\n'
+    told = whole(served, preparer, answer, instructions="Be kind.", tools=[TOOL])
+    assert comparable(told) == comparable(made[-1].response)
+    assert (told.status, told.output_text) == ("completed", 'Say "é"\n')
+    assert told.instructions == "Be kind." and told.tools[0].name == "get_weather"  # type: ignore[union-attr]
+    assert told.usage is not None and told.usage.input_tokens_details.cached_tokens == 3
+
+
+def test_calls_are_items_of_their_own(served: ModelInfo, preparer: Preparer) -> None:
+    answer = dialects.deltas(f"I look. {CALL} {CALL}")
+    made = events(served, preparer, answer, tools=[TOOL])
+    response = made[-1].response
+    assert [item.type for item in response.output] == ["message", *["function_call"] * 2]
+    assert [item.arguments for item in response.output[1:]] == [ARGUMENTS] * 2
+    for index, item in enumerate(response.output):
+        assert item.status == "completed"
+        of_item = [e for e in made if getattr(e, "output_index", None) == index]
+        assert of_item[0].type == "response.output_item.added"
+        assert of_item[0].item.id == item.id
+        assert of_item[-1].item == item
+        pieces = [e.delta for e in of_item if e.type.endswith(".delta")]
+        assert len(pieces) > 1
+        assert "".join(pieces) == ("I look." if index == 0 else ARGUMENTS)
+    told = whole(served, preparer, answer, tools=[TOOL])
+    assert comparable(told) == comparable(response)
+
+
+def test_cut_answer_is_incomplete(served: ModelInfo, preparer: Preparer) -> None:
+    made = events(served, preparer, dialects.deltas("Hello", reason="length"))
+    assert made[-1].type == "response.incomplete"
+    assert made[-1].response.incomplete_details.reason == "max_output_tokens"
+    assert made[-1].response.output[0].status == "incomplete"
+    assert made[-2].item.status == "incomplete"
+
+
+def test_log_probabilities_of_all_tokens_are_reported(
+    served: ModelInfo, preparer: Preparer
+) -> None:
+    scores = TokenLogprobs(-0.5, ((5, -0.5), (6, -1.5)))
+    first, *rest = dialects.deltas("Hello you", step=3)
+    answer = [replace(first, text="", logprobs=(scores,))]
+    answer += [replace(each, logprobs=(scores,) * len(each.token_ids)) for each in rest]
+    body = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    made = events(served, preparer, answer, **body)
+    told = [each for e in made if e.type.endswith("text.delta") for each in e.logprobs]
+    assert len(told) == 3 and len(told[0].top_logprobs) == 2
+    (item,) = whole(served, preparer, answer, **body).output
+    assert len(item.content[0].logprobs) == 3  # type: ignore[union-attr]
+
+
+def test_failure_of_a_stream_is_a_failed_response(served: ModelInfo, preparer: Preparer) -> None:
+    shape = shape_of(served, preparer)
+    (sent,) = shape.failed(ApiError(503, "It is away."))
+    adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    event = adapter.validate_json(sent.split(b"data: ")[1], strict=True)
+    assert event.response.status == "failed"
+    assert (event.response.error.code, event.response.error.message) == (
+        "server_error",
+        "It is away.",
+    )
