@@ -22,10 +22,12 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
-from pipespec.server.api_errors import ApiError, ErrorReply, cluster_loading, validation_failed
+from pipespec.server.api_errors import ApiError, cluster_loading, validation_failed
 from pipespec.server.dashboard import MAX_REQUEST
 from pipespec.server.dialects.anthropic_format import AnthropicReply, TokenCount
 from pipespec.server.dialects.error_replies import error_model, error_reply
+from pipespec.server.dialects.ollama_format import OllamaChatReply, OllamaGenerateReply
+from pipespec.server.dialects.ollama_models import ShowReply
 from pipespec.server.dialects.responses_format import ResponsesReply
 from pipespec.server.host_names import ANY, normal_origin
 from pipespec.server.metrics import Metrics
@@ -50,6 +52,7 @@ from pipespec.server.response_schema import (
 from pipespec.server.response_stream import CLIENT_CLOSED_REQUEST
 
 STREAM: dict[str, Any] = {"text/event-stream": {}}  # its events are no JSON document
+LINES: dict[str, Any] = {"application/x-ndjson": {}}
 FAILURES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong or not supported"},
     401: {"description": "The API key is missing or wrong"},
@@ -65,6 +68,9 @@ REPLIES: Mapping[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "/v1/responses": (ResponsesReply, STREAM),
     "/v1/messages": (AnthropicReply, STREAM),
     "/v1/messages/count_tokens": (TokenCount, {}),
+    "/api/chat": (OllamaChatReply, LINES),
+    "/api/generate": (OllamaGenerateReply, LINES),
+    "/api/show": (ShowReply, {}),
 }
 # The status that FastAPI documents for invalid requests, which get 400 here.
 UNPROCESSABLE = "422"
@@ -76,7 +82,7 @@ def make_app(serving: OpenAIServing) -> FastAPI:
         title="pipespec",
         version=version(),
         middleware=_middleware(serving.options, serving.max_body_bytes),
-        responses={code: {"model": ErrorReply} | entry for code, entry in FAILURES.items()},
+        responses=_failures("/"),
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
@@ -143,9 +149,14 @@ def _add_openai_routes(app: FastAPI, serving: OpenAIServing) -> None:
 
 def _add_dialect_routes(app: FastAPI, serving: OpenAIServing) -> None:
     for path, (reply, content) in REPLIES.items():
-        errors = {code: entry | {"model": error_model(path)} for code, entry in FAILURES.items()}
-        replies = errors | {200: {"model": reply, "content": content}}
+        replies = _failures(path) | {200: {"model": reply, "content": content}}
         app.post(path, response_model=None, responses=replies)(_generating(serving, path))
+    app.get("/api/tags", responses=_failures("/api/tags"))(serving.tags)
+
+
+def _failures(path: str) -> dict[int | str, dict[str, Any]]:
+    """The replies to requests for a route that are refused or fail."""
+    return {code: {"model": error_model(path)} | entry for code, entry in FAILURES.items()}
 
 
 def _generating(

@@ -23,6 +23,8 @@ from pipespec.server.completion_format import CompletionFormat
 from pipespec.server.dashboard import Dashboard
 from pipespec.server.dialects.anthropic_format import AnthropicFormat
 from pipespec.server.dialects.conversations import conversation_name, no_such_response
+from pipespec.server.dialects.ollama_format import OllamaChatFormat, OllamaGenerateFormat
+from pipespec.server.dialects.ollama_models import TagsReply, tags_reply
 from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.metrics import Metrics
 from pipespec.server.openai_format import ChatFormat
@@ -52,6 +54,8 @@ FORMATS: Mapping[str, Callable[..., ReplyFormat]] = {
     "/v1/completions": CompletionFormat,
     "/v1/responses": ResponsesFormat,
     "/v1/messages": AnthropicFormat,
+    "/api/chat": OllamaChatFormat,
+    "/api/generate": OllamaGenerateFormat,
 }
 
 
@@ -202,6 +206,10 @@ class OpenAIServing:
         """The model of this name."""
         check_model(self.options.names, name)
         return self._model_card(name)
+
+    async def tags(self) -> TagsReply:
+        """The names under which the model is served, for Ollama's clients."""
+        return tags_reply(self.options.names, self.client.running.started)
 
     def _model_card(self, name: str) -> ModelCard:
         return ModelCard(

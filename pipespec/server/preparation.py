@@ -132,7 +132,7 @@ class Preparer:
         made = dialect.translated(fields)
         if made.reply is not None:
             check_model(self._names, made.fields.get("model"))
-            return made.reply
+            return made.reply(self._served)
         try:
             return self._prepare_translation(made)
         except ApiError as error:
@@ -144,7 +144,7 @@ class Preparer:
         if "prompt" in made.fields:
             asked = validated(CompletionRequest, made.fields)
             self._check(asked)
-            parsed = self._parser.completion(asked)
+            parsed = self._parser.completion(asked, clamps=made.clamps)
         else:
             asked = validated(ChatRequest, made.fields)
             self._check(asked)

@@ -127,8 +127,8 @@ class RequestParser:
         prompt = self._encode(text, "messages", special=False)
         tool_use = tool_use_of(body, self._served, self._tool_parser) if tools else None
         max_tokens = body.max_completion_tokens or body.max_tokens or self._defaults.max_tokens
-        if clamps and max_tokens is not None:
-            max_tokens = min(max_tokens, self._served.context - len(prompt))
+        if clamps:
+            max_tokens = self._clamped(max_tokens, [prompt])
         parsed = self._parse(
             body,
             prompts=[prompt],
@@ -149,8 +149,9 @@ class RequestParser:
         text = render_chat(self._served, body.messages, tools, template_options(body))
         return len(self.encode(text, special=False))
 
-    def completion(self, body: CompletionRequest) -> ParsedRequest:
-        """Parse a request to /v1/completions. Raises ApiError."""
+    def completion(self, body: CompletionRequest, *, clamps: bool = False) -> ParsedRequest:
+        """Parse a request to /v1/completions. With `clamps` a limit of tokens beyond the context
+        is lowered, and there is none by default. Raises ApiError."""
         if body.max_tokens == 0 and not body.echo:
             raise invalid_field(
                 "max_tokens",
@@ -168,7 +169,9 @@ class RequestParser:
         ]
         max_tokens = body.max_tokens
         if max_tokens is None:
-            max_tokens = self._defaults.max_tokens or COMPLETION_TOKENS
+            max_tokens = self._defaults.max_tokens or (None if clamps else COMPLETION_TOKENS)
+        if clamps:
+            max_tokens = self._clamped(max_tokens, prompts)
         parsed = self._parse(
             body,
             prompts=prompts,
@@ -275,6 +278,11 @@ class RequestParser:
             prompt_logprobs=body.prompt_logprobs,
             cache_salt=body.cache_salt or "",
         )
+
+    def _clamped(self, wanted: int | None, prompts: Sequence[Sequence[int]]) -> int | None:
+        """A limit of answers that the context has room for."""
+        room = self._served.context - max(map(len, prompts))
+        return None if wanted is None else min(wanted, room)
 
     def _max_tokens(
         self, num_prompt_tokens: int, wanted: int | None, min_tokens: int, field: str

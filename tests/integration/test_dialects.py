@@ -14,6 +14,7 @@ from typing import Any
 
 import anthropic
 import jsonschema
+import ollama
 import openai
 import pytest
 
@@ -68,6 +69,11 @@ def claude(server: Server) -> Iterator[anthropic.Anthropic]:
 def gpt(server: Server) -> Iterator[openai.OpenAI]:
     with server.openai(KEY) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def llama(server: Server) -> ollama.Client:
+    return ollama.Client(server.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S)
 
 
 # --- Anthropic --------------------------------------------------------------------------------
@@ -208,6 +214,54 @@ def test_response_text_matches_its_schema(gpt: openai.OpenAI) -> None:
     jsonschema.validate(json.loads(told.output_text), SCHEMA)
 
 
+# --- Ollama -----------------------------------------------------------------------------------
+
+
+def test_ollama_package_reads_answers_whole_and_streamed(
+    server: Server, llama: ollama.Client
+) -> None:
+    options = {"temperature": 0, "num_predict": 24}
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "options": options}
+    told = llama.chat(**asked)
+    assert (told.done_reason, told.eval_count) == ("length", 24)
+    pieces = [*llama.chat(stream=True, **asked)]
+    assert "".join(piece.message.content or "" for piece in pieces) == told.message.content
+    assert [piece.done for piece in pieces][-2:] == [False, True]
+    made = llama.generate(model=MODEL, prompt=HELLO[0]["content"], options=options)
+    assert made.response == told.message.content
+    raw = llama.generate(model=MODEL, prompt="Once upon a time", raw=True, options=options)
+    body = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 24}
+    same = server.http.post("/v1/completions", json=body).json()
+    assert raw.response == same["choices"][0]["text"]
+    assert [each.model for each in llama.list().models] == [MODEL]
+    assert (llama.show(MODEL).modelinfo or {})["pipespec.context_length"] == 1024
+
+
+def test_ollama_tools_and_formats(llama: ollama.Client) -> None:
+    told = llama.chat(model=MODEL, messages=HELLO, format=SCHEMA)
+    jsonschema.validate(json.loads(told.message.content or ""), SCHEMA)
+    # The calls that the model would write are not parsed: its template is of no known family.
+    with pytest.raises(ollama.ResponseError, match="tool-call-parser") as refused:
+        llama.chat(model=MODEL, messages=HELLO, tools=[get_weather])
+    assert refused.value.status_code == 400
+    call = {"function": {"name": "get_weather", "arguments": {"city": "Bern"}}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_name": "get_weather", "content": "Sunny."},
+    ]
+    told = llama.chat(model=MODEL, messages=messages, options={"num_predict": 4})
+    assert told.eval_count == 4
+    with pytest.raises(ollama.ResponseError, match="not served") as missing:
+        llama.chat(model="other", messages=HELLO)
+    assert missing.value.status_code == 404
+
+
+def get_weather(city: str) -> str:
+    """The weather in a city."""
+    return city
+
+
 # --- faults -----------------------------------------------------------------------------------
 
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO}
@@ -241,9 +295,24 @@ def response_text(server: Server, on_text: Callable[[], None]) -> str:
     return text
 
 
+def ollama_text(server: Server, on_text: Callable[[], None]) -> str:
+    """The text of a chat that streams."""
+    text = ""
+    body = {"model": MODEL, "messages": HELLO, "ignore_eos": True}
+    body |= {"options": {"num_predict": 160, "seed": 3}}
+    with server.http.stream("POST", "/api/chat", json=body) as reply:
+        for line in reply.iter_lines():
+            piece = ollama.ChatResponse(**json.loads(line))
+            text += piece.message.content or ""
+            on_text()
+    assert piece.done
+    return text
+
+
 STREAMS: dict[str, Callable[[Server, Callable[[], None]], str]] = {
     "anthropic": anthropic_text,
     "responses": response_text,
+    "ollama": ollama_text,
 }
 # A rank is killed when every stream has read so many further pieces.
 PIECES = 8

@@ -217,7 +217,7 @@ def test_openapi_describes_the_actual_replies(
         text=True,
     )
     assert done.returncode == 0, done.stdout
-    assert "Tested: 12" in done.stdout
+    assert "Tested: 19" in done.stdout
 
 
 def test_killed_server_takes_its_cluster_along(small: tuple[Sandbox, Server]) -> None:

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 
 from pipespec.server.api_errors import ApiError, ErrorReply
 
-ANTHROPIC = "/v1/messages"
+ANTHROPIC, OLLAMA = "/v1/messages", "/api/"
 ANTHROPIC_TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -35,6 +35,12 @@ class AnthropicError(BaseModel):
     error: AnthropicErrorDetail
 
 
+class OllamaError(BaseModel):
+    """The body of replies of Ollama's routes with an error status."""
+
+    error: str
+
+
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """The body of an error, as Anthropic's package reads it."""
     failed = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
@@ -47,10 +53,16 @@ def anthropic_error(error: ApiError) -> dict[str, Any]:
 
 def error_model(path: str) -> type[BaseModel]:
     """What describes the errors of a route."""
+    if path.startswith(OLLAMA):
+        return OllamaError
     return AnthropicError if path.startswith(ANTHROPIC) else ErrorReply
 
 
 def error_reply(path: str, error: ApiError) -> JSONResponse:
     """The reply to a request for a path that is refused or has failed."""
-    body = anthropic_error(error) if path.startswith(ANTHROPIC) else error.body
+    body = error.body
+    if path.startswith(OLLAMA):
+        body = OllamaError(error=error.message).model_dump()
+    elif path.startswith(ANTHROPIC):
+        body = anthropic_error(error)
     return JSONResponse(body, error.status, error.headers)

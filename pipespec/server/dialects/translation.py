@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BeforeValidator, Discriminator, PrivateAttr, Tag
 
+from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import ApiError
 from pipespec.server.message_schema import media_refusal
 from pipespec.server.request_schema import RequestBody, refuse_fields
@@ -31,7 +32,8 @@ class Translation:
             before validation.
         stream: whether the reply is a stream.
         options: what the format of the reply takes beside the request.
-        reply: the whole reply, as JSON, to a request for which nothing is generated.
+        reply: makes the whole reply, as JSON, to a request for which nothing is generated, of what
+            is known of the model.
         clamps: whether a limit of tokens beyond the context is lowered instead of refused.
         counts: makes the reply to a request for the number of its prompt's tokens.
     """
@@ -39,7 +41,7 @@ class Translation:
     fields: dict[str, Any] = field(default_factory=dict)
     stream: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    reply: bytes | None = None
+    reply: Callable[[ModelInfo], bytes] | None = None
     clamps: bool = False
     counts: Callable[[int], bytes] | None = None
 

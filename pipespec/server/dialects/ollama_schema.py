@@ -1,0 +1,250 @@
+"""The fields of Ollama's /api/chat and /api/generate."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat, model_validator
+
+from pipespec.limits import MAX_COUNT
+from pipespec.sampling.params import MAX_LOGPROBS, MAX_SEED, MIN_SEED
+from pipespec.server.api_errors import ApiError, invalid_field
+from pipespec.server.dialects.ollama_models import ShowRequest, rfc3339, translate_show
+from pipespec.server.dialects.translation import Dialect, DialectBody, Translation, call_of
+from pipespec.server.message_schema import RequestModel, Tools
+from pipespec.server.request_schema import FIXED, NO_MEDIA, Texts, refuse_fields
+
+NO_SEARCH = "is not supported: tokens are sampled, not searched for"
+UNUSED = "is not supported; leave it at its default"
+# Options of the model's loading and computing, which change no text.
+IGNORED_OPTIONS = frozenset(
+    (
+        *("numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv"),
+        *("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only", "num_thread"),
+        *("num_keep", "mirostat_tau", "mirostat_eta"),
+    )
+)
+REFUSED_OPTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "tfs_z": (UNUSED, (1,)),
+    "typical_p": (UNUSED, (1,)),
+    "mirostat": (UNUSED, (0,)),
+    "penalize_newline": (UNUSED, (True,)),
+    "repeat_last_n": ("is not supported: penalties are for all tokens of the answer", (-1, 64)),
+}
+
+
+class OllamaOptions(RequestModel):
+    """How tokens are drawn, and when the answer ends."""
+
+    temperature: Annotated[FiniteFloat | None, Field(ge=0)] = None
+    top_k: Annotated[int | None, Field(ge=-1, le=MAX_COUNT)] = None
+    top_p: Annotated[FiniteFloat | None, Field(ge=0, le=1)] = None
+    min_p: Annotated[FiniteFloat | None, Field(ge=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=MIN_SEED, le=MAX_SEED)] = None
+    num_predict: Annotated[int | None, Field(ge=-2, le=MAX_COUNT)] = None
+    repeat_penalty: FiniteFloat | None = None
+    presence_penalty: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = None
+    stop: Texts = Field(default_factory=list)
+
+
+class CalledFunction(RequestModel):
+    """The function that was called."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(RequestModel):
+    """A call in an earlier message of the model."""
+
+    function: CalledFunction
+
+
+class OllamaMessage(RequestModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[Any] | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> OllamaMessage:
+        if self.images:
+            raise ValueError(
+                "has images, but they are not read: of a multimodal model the text part alone is "
+                "loaded"
+            )
+        return self
+
+
+class OllamaRequest(DialectBody):
+    """The fields that both kinds of requests share. A reply is a stream unless it is declined."""
+
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+
+
+class OllamaChatRequest(OllamaRequest):
+    """POST /api/chat."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: Tools = None
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """POST /api/generate."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+# --- translation ------------------------------------------------------------------------------
+
+
+def shared_fields(body: OllamaRequest) -> dict[str, Any]:
+    """The fields that both kinds of requests share, as ours. Raises ApiError."""
+    options = body.options or OllamaOptions()
+    try:
+        refuse_fields(options.model_extra or {}, REFUSED_OPTIONS)
+    except ApiError as error:
+        name = f"options.{error.param}"
+        raise invalid_field(name, f"options.{error.message}", error.code) from None
+    names = ("temperature", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
+    fields: dict[str, Any] = {name: getattr(options, name) for name in names}
+    fields["model"] = body.model
+    fields["top_p"] = options.top_p or None
+    fields["repetition_penalty"] = options.repeat_penalty
+    fields["stop"] = options.stop
+    if options.num_predict is not None and options.num_predict > 0:  # others: no limit
+        fields["max_tokens"] = options.num_predict
+    if body.format == "json":
+        fields["response_format"] = {"type": "json_object"}
+    elif isinstance(body.format, dict):
+        schema = {"name": "output", "schema": body.format}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def chat_only_fields(body: OllamaRequest) -> dict[str, Any]:
+    """The fields of a prompt in the chat template, as ours."""
+    fields: dict[str, Any] = {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+    if body.think is not None:
+        switched = "medium" if body.think else "none"
+        fields["reasoning_effort"] = body.think if isinstance(body.think, str) else switched
+    return fields
+
+
+def translate_chat(body: OllamaChatRequest) -> Translation:
+    """A request for the next message of a chat."""
+    if not body.messages:
+        message = {"message": {"role": "assistant", "content": ""}}
+        return Translation({"model": body.model}, reply=_LoadReply(body.model, message))
+    fields = shared_fields(body) | chat_only_fields(body)
+    fields["messages"] = translated_messages(body.messages)
+    fields["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools or ()]
+    return Translation(fields, body.stream is not False, clamps=True)
+
+
+def translate_generate(body: OllamaGenerateRequest) -> Translation:
+    """A request for a text that follows a prompt: in the chat template, unless it is raw."""
+    if not body.prompt:
+        return Translation({"model": body.model}, reply=_LoadReply(body.model, {"response": ""}))
+    fields = shared_fields(body)
+    if body.raw:
+        if body.system:
+            raise invalid_field(
+                "system", "system is given, but raw is true, so no template is used; leave one out."
+            )
+        fields["prompt"] = body.prompt
+        fields["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
+        return Translation(fields, body.stream is not False, clamps=True)
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    fields["messages"] = [*system, {"role": "user", "content": body.prompt}]
+    return Translation(fields | chat_only_fields(body), body.stream is not False, clamps=True)
+
+
+def translated_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
+    """Messages as OpenAI has them, in which calls have ids and results name them."""
+    made: list[dict[str, Any]] = []
+    open_calls: list[tuple[str, str]] = []  # id and name of those without a result
+    count = 0
+    for message in messages:
+        translated: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            translated["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            translated["tool_calls"] = []
+            open_calls = []
+            for call in message.tool_calls:
+                id_, count = call_id(count), count + 1
+                open_calls.append((id_, call.function.name))
+                arguments = json.dumps(call.function.arguments, ensure_ascii=False)
+                translated["tool_calls"].append(call_of(id_, call.function.name, arguments))
+        if message.role == "tool":
+            found = [each for each in open_calls if message.tool_name in (None, each[1])]
+            if not found:
+                raise invalid_field(
+                    "messages", "messages hold a result of a tool that was not called before it."
+                )
+            open_calls.remove(found[0])
+            translated["tool_call_id"] = found[0][0]
+        made.append(translated)
+    return made
+
+
+def call_id(number: int) -> str:
+    """The id of a call: nine letters and digits, which all templates accept."""
+    return f"call{number:05d}"
+
+
+class _LoadReply:
+    """The reply to a request without a prompt, with which clients have a model loaded."""
+
+    def __init__(self, model: str, empty: dict[str, Any]):
+        self._model, self._empty = model, empty
+
+    def __call__(self, _: Any) -> bytes:
+        made = {"model": self._model, "created_at": rfc3339(time.time()), **self._empty}
+        return json.dumps(made | {"done": True, "done_reason": "load"}).encode()
+
+
+IGNORED = frozenset(("keep_alive",))
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "template": (FIXED, ()),
+    "suffix": ("is not supported: the model writes what follows a prompt", ()),
+    "context": ("is not supported: send the conversation to /api/chat", ()),
+    "images": (NO_MEDIA, ()),
+    "width": (NO_MEDIA, ()),
+    "height": (NO_MEDIA, ()),
+    "steps": (NO_MEDIA, ()),
+}
+NAMES = {
+    "max_tokens": "options.num_predict",
+    "response_format": "format",
+    "repetition_penalty": "options.repeat_penalty",
+    "reasoning_effort": "think",
+    **{
+        name: f"options.{name}"
+        for name in (
+            *("temperature", "top_k", "top_p", "min_p", "seed", "stop"),
+            *("presence_penalty", "frequency_penalty"),
+        )
+    },
+}
+CHAT = Dialect(OllamaChatRequest, translate_chat, ignored=IGNORED, refused=REFUSED, names=NAMES)
+GENERATE = Dialect(
+    OllamaGenerateRequest, translate_generate, ignored=IGNORED, refused=REFUSED, names=NAMES
+)
+SHOW = Dialect(ShowRequest, translate_show, passed=frozenset(), ignored=frozenset(("verbose",)))

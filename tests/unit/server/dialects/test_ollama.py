@@ -1,0 +1,242 @@
+"""Ollama's routes: what requests become, and replies that Ollama's package accepts."""
+
+from __future__ import annotations
+
+import json
+import typing
+from dataclasses import replace
+from typing import Any
+
+import ollama
+import pytest
+from ollama._types import ChatRequest, GenerateRequest, Options
+
+from pipespec.client.model_info import ModelInfo
+from pipespec.cluster.deployment import decide
+from pipespec.config.compose import compose
+from pipespec.core import TokenLogprobs
+from pipespec.server.api_errors import ApiError
+from pipespec.server.dialects import ollama_schema
+from pipespec.server.dialects.error_replies import error_reply
+from pipespec.server.dialects.ollama_format import OllamaChatFormat, OllamaGenerateFormat
+from pipespec.server.dialects.ollama_models import tags_reply
+from pipespec.server.dialects.ollama_schema import OllamaOptions
+from pipespec.server.preparation import Preparer
+from tests.helpers import dialects
+from tests.helpers.calling import HERMES, WEATHER, calling
+
+CHAT, GENERATE, SHOW = "/api/chat", "/api/generate", "/api/show"
+HELLO = [{"role": "user", "content": "Hello"}]
+ASKED: dict[str, Any] = {"model": "demo", "messages": HELLO}
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Zürich"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def served() -> ModelInfo:
+    return calling(ModelInfo.of(decide(compose(["model.context=100"]))), HERMES)
+
+
+@pytest.fixture(scope="module")
+def preparer(served: ModelInfo) -> Preparer:
+    return dialects.preparer(served)
+
+
+def chat_shape(served: ModelInfo, preparer: Preparer, **body: Any) -> OllamaChatFormat:
+    request = dialects.prepared(preparer, CHAT, ASKED | body)
+    return OllamaChatFormat(request.parsed, served.tokenizer, "demo", **request.options)
+
+
+def lines(shape: Any, answer: Any) -> list[dict[str, Any]]:
+    """The lines of a stream."""
+    sent = b"".join(dialects.stream_of(shape, answer)).decode()
+    assert sent.endswith("\n") and "\n\n" not in sent
+    return [json.loads(line) for line in sent.splitlines()]
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "sent"), [(CHAT, ChatRequest), (GENERATE, GenerateRequest)])
+def test_every_field_of_the_package_is_in_one_table(path: str, sent: Any) -> None:
+    assert dialects.unlisted_fields(path, sent) - {"model_config"} == set()
+    assert dialects.contradictions(path) == set()
+
+
+def test_every_option_of_the_package_is_in_one_table() -> None:
+    known = {*OllamaOptions.model_fields}
+    ignored, refused = ollama_schema.IGNORED_OPTIONS, {*ollama_schema.REFUSED_OPTIONS}
+    assert {*typing.get_type_hints(Options)} - {"model_config"} <= known | ignored | refused
+    assert not (known & ignored or known & refused or ignored & refused)
+
+
+def test_options_reach_the_request(preparer: Preparer) -> None:
+    options = {"temperature": 0, "top_p": 0.9, "top_k": 5, "seed": 7, "num_predict": 9}
+    options |= {"repeat_penalty": 1.1, "stop": ["x"], "num_ctx": 4096, "repeat_last_n": 64}
+    request = dialects.prepared(preparer, CHAT, ASKED | {"options": options, "stream": False})
+    (sampling,) = request.parsed.sampling_params
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0, 0.9, 5)
+    assert (sampling.seed, sampling.repetition_penalty) == (7, 1.1)
+    assert (request.parsed.max_tokens, request.parsed.stop) == ((9,), ("x",))
+    assert not request.stream
+    assert dialects.prepared(preparer, CHAT, ASKED).stream, "unless it is declined"
+    for count in (-1, -2, 0, 10**6):
+        body = ASKED | {"options": {"num_predict": count}}
+        request = dialects.prepared(preparer, CHAT, body)
+        assert request.parsed.max_tokens == (2000 - len(request.parsed.prompts[0]),)
+
+
+def test_formats_and_thinking_are_translated(preparer: Preparer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for form in ("json", schema):
+        request = dialects.prepared(preparer, CHAT, ASKED | {"format": form})
+        assert request.parsed.sampling_params[0].grammar
+    assert (
+        not dialects.prepared(preparer, CHAT, ASKED | {"format": ""})
+        .parsed.sampling_params[0]
+        .grammar
+    )
+    for think, effort in ((True, "medium"), (False, "none"), ("low", "low")):
+        body = ollama_schema.OllamaChatRequest.model_validate(ASKED | {"think": think})
+        assert ollama_schema.CHAT.translated(body).fields["reasoning_effort"] == effort
+
+
+def test_results_name_the_calls_before_them() -> None:
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
+    other = {"function": {"name": "g", "arguments": {}}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "thinking": "Hm.", "tool_calls": [call, other]},
+        {"role": "tool", "tool_name": "g", "content": "two"},
+        {"role": "tool", "content": "one"},
+    ]
+    body = ollama_schema.OllamaChatRequest.model_validate(ASKED | {"messages": messages})
+    _, spoken, *results = ollama_schema.CHAT.translated(body).fields["messages"]
+    ids = [each["id"] for each in spoken["tool_calls"]]
+    assert [len(each) for each in ids] == [9, 9]
+    assert spoken["reasoning_content"] == "Hm."
+    assert [(each["tool_call_id"], each["content"]) for each in results] == [
+        (ids[1], "two"),
+        (ids[0], "one"),
+    ]
+
+
+def test_generate_uses_the_template_unless_it_is_raw(served: ModelInfo, preparer: Preparer) -> None:
+    body = {"model": "demo", "prompt": "Once", "system": "Be brief."}
+    request = dialects.prepared(preparer, GENERATE, body)
+    assert dialects.prompt_of(served, request) == "system: Be brief.user: Once"
+    request = dialects.prepared(
+        preparer, GENERATE, {"model": "demo", "prompt": "Once", "raw": True}
+    )
+    assert dialects.prompt_of(served, request) == "Once"
+    assert request.parsed.max_tokens == (2000 - len(request.parsed.prompts[0]),)
+
+
+@pytest.mark.parametrize(("path", "empty"), [(CHAT, {"messages": []}), (GENERATE, {"prompt": ""})])
+def test_request_without_a_prompt_is_answered_at_once(
+    preparer: Preparer, path: str, empty: dict[str, Any]
+) -> None:
+    reply = preparer.prepare(path, json.dumps({"model": "demo"} | empty).encode())
+    assert isinstance(reply, bytes)
+    kind: Any = ollama.ChatResponse if path == CHAT else ollama.GenerateResponse
+    told = kind(**json.loads(reply))
+    assert (told.done, told.done_reason) == (True, "load")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        (CHAT, {"model": "other"}, "model", "not served"),
+        (CHAT, {"options": {"mirostat": 1}}, "options.mirostat", "options.mirostat is not"),
+        (CHAT, {"options": {"temperature": -1}}, "options.temperature", "greater than"),
+        (CHAT, {"options": {"repeat_penalty": 0.0}}, "options.repeat_penalty", "is 0.0"),
+        (CHAT, {"format": {"not": {}}}, "format", "format cannot be followed"),
+        (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, "messages", "not called"),
+        (CHAT, {"messages": [HELLO[0] | {"images": ["a"]}]}, "messages[0]", "images"),
+        (GENERATE, {"prompt": "a", "suffix": "b"}, "suffix", "not supported"),
+        (GENERATE, {"prompt": "a", "context": [1]}, "context", "/api/chat"),
+        (GENERATE, {"prompt": "a", "raw": True, "system": "b"}, "system", "raw is true"),
+    ],
+    ids=str,
+)
+def test_wrong_field_is_named_as_the_client_knows_it(
+    preparer: Preparer, path: str, body: dict[str, Any], param: str, said: str
+) -> None:
+    with pytest.raises(ApiError, match=said) as refused:
+        dialects.prepared(preparer, path, ASKED | body)
+    assert refused.value.param == param
+    reply = json.loads(bytes(error_reply(path, refused.value).body))
+    assert reply == {"error": refused.value.message}
+
+
+# --- replies ----------------------------------------------------------------------------------
+
+
+def test_stream_of_text_is_read_by_the_package(served: ModelInfo, preparer: Preparer) -> None:
+    answer = dialects.deltas('Say "é"\n')
+    made = [ollama.ChatResponse(**line) for line in lines(chat_shape(served, preparer), answer)]
+    assert "".join(each.message.content or "" for each in made) == 'Say "é"\n'
+    assert [each.done for each in made] == [False, False, True]
+    last = made[-1]
+    assert (last.done_reason, last.eval_count) == ("stop", 2)
+    assert last.total_duration == (last.prompt_eval_duration or 0) + (last.eval_duration or 0)
+    told = ollama.ChatResponse(**dialects.whole_of(chat_shape(served, preparer), answer))
+    assert told.message.content == 'Say "é"\n'
+    assert (told.eval_count, told.prompt_eval_count) == (2, last.prompt_eval_count)
+    idle = json.loads(chat_shape(served, preparer).keepalive)
+    assert (idle["message"]["content"], idle["done"]) == ("", False)
+
+
+def test_calls_are_sent_when_they_are_whole(served: ModelInfo, preparer: Preparer) -> None:
+    answer = dialects.deltas(f"I look. {CALL} {CALL}")
+    made = [
+        ollama.ChatResponse(**line)
+        for line in lines(chat_shape(served, preparer, tools=[WEATHER]), answer)
+    ]
+    calls = [call.function for each in made for call in each.message.tool_calls or ()]
+    assert [(call.name, call.arguments) for call in calls] == [
+        ("get_weather", {"city": "Zürich"})
+    ] * 2
+    whole = dialects.whole_of(chat_shape(served, preparer, tools=[WEATHER]), answer)
+    told = ollama.ChatResponse(**whole).message
+    assert told.content == "I look."
+    assert [call.function for call in told.tool_calls or ()] == calls
+
+
+def test_log_probabilities_of_all_tokens_are_reported(
+    served: ModelInfo, preparer: Preparer
+) -> None:
+    scores = TokenLogprobs(-0.5, ((5, -0.5), (6, -1.5)))
+    answer = [
+        replace(each, logprobs=(scores,) * len(each.token_ids))
+        for each in dialects.deltas("Hello you")
+    ]
+    shape = chat_shape(served, preparer, logprobs=True, top_logprobs=2)
+    made = [ollama.ChatResponse(**line) for line in lines(shape, answer)]
+    told = [logprob for each in made for logprob in each.logprobs or ()]
+    assert [len(each.top_logprobs or ()) for each in told] == [2, 2]
+    shape = chat_shape(served, preparer, logprobs=True, top_logprobs=2)
+    assert len(ollama.ChatResponse(**dialects.whole_of(shape, answer)).logprobs or ()) == 2
+
+
+def test_text_of_a_prompt_is_read_by_the_package(served: ModelInfo, preparer: Preparer) -> None:
+    request = dialects.prepared(preparer, GENERATE, {"model": "demo", "prompt": "Once"})
+    answer = dialects.deltas("upon a time", reason="length")
+    shape = OllamaGenerateFormat(request.parsed, served.tokenizer, "demo")
+    made = [ollama.GenerateResponse(**line) for line in lines(shape, answer)]
+    assert "".join(each.response or "" for each in made) == "upon a time"
+    assert made[-1].done_reason == "length"
+    shape = OllamaGenerateFormat(request.parsed, served.tokenizer, "demo")
+    told = ollama.GenerateResponse(**dialects.whole_of(shape, answer))
+    assert (told.response, told.done_reason) == ("upon a time", "length")
+
+
+def test_models_are_described(served: ModelInfo, preparer: Preparer) -> None:
+    reply = preparer.prepare(SHOW, b'{"model": "demo", "verbose": true}')
+    assert isinstance(reply, bytes)
+    told = ollama.ShowResponse(**json.loads(reply))
+    architecture = (told.modelinfo or {})["general.architecture"]
+    assert (told.modelinfo or {})[f"{architecture}.context_length"] == served.context
+    assert told.capabilities == ["completion", "tools"]
+    (listed,) = ollama.ListResponse(**tags_reply(("demo",), 1.5).model_dump()).models
+    assert listed.model == "demo" and listed.modified_at is not None
+    assert listed.modified_at.timestamp() == 1.5
