@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -31,10 +32,11 @@ class CompletionFormat(OpenAIFormat):
 
     id_prefix = "cmpl"
 
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str, **options: bool):
+    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str, **options: Any):
         super().__init__(request, tokenizer, model, **options)
         # Where the next token begins in each answer's text.
         self._offsets = [len(self._echo(i)) for i in range(len(request.sampling_params))]
+        self._begun = [False for _ in request.sampling_params]  # whether a chunk was sent
         self._texts: list[list[str]] = [[] for _ in request.sampling_params]
 
     def response(self) -> BaseModel:
@@ -45,11 +47,18 @@ class CompletionFormat(OpenAIFormat):
                 logprobs=self._all_logprobs(i),
                 finish_reason=self._finish_reasons[i],
                 prompt_logprobs=self._prompt_report(i),
+                prompt_token_ids=self._ids(self.request.prompt_of(i)),
+                token_ids=self._ids(self._token_ids[i]),
             )
             for i, texts in enumerate(self._texts)
         ]
         return CompletionReply(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=self.usage,
+            system_fingerprint=self._fingerprint,
         )
 
     def add(self, delta: OutputDelta) -> None:
@@ -65,12 +74,15 @@ class CompletionFormat(OpenAIFormat):
         if delta.prompt_logprobs:
             self._prompt_logprobs[delta.index] += delta.prompt_logprobs
             yield from self._echo_chunks(delta.index)
-        if delta.text or delta.logprobs or delta.finish_reason:
+        token_ids = self._ids(delta.token_ids) if delta.token_ids else None
+        if delta.text or delta.logprobs or delta.finish_reason or token_ids:
             logprobs = None
             if delta.logprobs:
                 tokens = [*zip(delta.token_ids, delta.logprobs, strict=False)]
                 logprobs = self._report(*self._answer_tokens(delta.index, tokens))
-            yield self._choice_chunk(delta.index, delta.text, logprobs, delta.finish_reason)
+            yield self._choice_chunk(
+                delta.index, delta.text, logprobs, delta.finish_reason, token_ids
+            )
 
     def last_chunks(self) -> Iterator[BaseModel]:
         if self._usage:
@@ -96,13 +108,30 @@ class CompletionFormat(OpenAIFormat):
         text: str,
         logprobs: CompletionLogprobs | None = None,
         reason: FinishReason | None = None,
+        token_ids: list[int] | None = None,
     ) -> BaseModel:
-        part = CompletionChoice(index=choice, text=text, logprobs=logprobs, finish_reason=reason)
+        """A chunk; the first one of an answer has the prompt's token ids too, if they are asked
+        for."""
+        prompt = None if self._begun[choice] else self._ids(self.request.prompt_of(choice))
+        self._begun[choice] = True
+        part = CompletionChoice(
+            index=choice,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=reason,
+            prompt_token_ids=prompt,
+            token_ids=token_ids,
+        )
         return self._chunk([part], self._continuous_usage())
 
     def _chunk(self, choices: list[CompletionChoice], usage: Usage | None) -> BaseModel:
         return CompletionChunk(
-            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=choices,
+            usage=usage,
+            system_fingerprint=self._fingerprint,
         )
 
     def _all_logprobs(self, choice: int) -> CompletionLogprobs | None:

@@ -6,6 +6,7 @@ import json
 import secrets
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -51,6 +52,8 @@ class OpenAIFormat(ReplyFormat):
     Args:
         usage: whether a stream reports token counts at its end.
         continuous: whether every chunk does, too.
+        token_ids: whether replies have the token ids of prompts and answers.
+        fingerprint: of the cluster's model and settings.
     """
 
     id_prefix: str
@@ -63,15 +66,20 @@ class OpenAIFormat(ReplyFormat):
         *,
         usage: bool = False,
         continuous: bool = False,
+        token_ids: bool = False,
+        fingerprint: str = "",
     ):
         super().__init__(request, tokenizer, model)
         self.id = f"{self.id_prefix}-{secrets.token_hex(16)}"
         self._usage, self._continuous = usage, usage and continuous
+        self._with_ids = token_ids
+        self._fingerprint = fingerprint or None
         # Whether the text of a delta is all that it adds to its message.
-        self._only_text = True
+        self._only_text = not token_ids
         choices = request.sampling_params
         self._logprobs: list[list[tuple[int, TokenLogprobs]]] = [[] for _ in choices]
         self._prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in choices]
+        self._token_ids: list[list[int]] = [[] for _ in choices]
         self._finish_reasons: list[FinishReason] = ["length" for _ in choices]
         # A chunk's JSON before and after its text, by choice.
         self._chunk_frames: dict[int, tuple[str, str]] = {}
@@ -91,6 +99,7 @@ class OpenAIFormat(ReplyFormat):
 
     def add(self, delta: OutputDelta) -> None:
         self.count_tokens(delta)
+        self._token_ids[delta.index] += delta.token_ids
         self._prompt_logprobs[delta.index] += delta.prompt_logprobs
         if delta.logprobs:
             self._logprobs[delta.index] += zip(delta.token_ids, delta.logprobs, strict=True)
@@ -147,6 +156,10 @@ class OpenAIFormat(ReplyFormat):
     def last_chunks(self) -> Iterator[BaseModel]:
         """The end of a stream."""
 
+    def _ids(self, token_ids: Sequence[int]) -> list[int] | None:
+        """Token ids, if the request asks for them."""
+        return [*token_ids] if self._with_ids else None
+
     def _continuous_usage(self) -> Usage | None:
         return self.usage if self._continuous else None
 
@@ -183,10 +196,10 @@ class ChatFormat(OpenAIFormat):
 
     id_prefix = "chatcmpl"
 
-    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str, **options: bool):
+    def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str, **options: Any):
         super().__init__(request, tokenizer, model, **options)
         self._tool_use = request.tool_use
-        self._only_text = self._tool_use is None
+        self._only_text = self._only_text and self._tool_use is None
         self._answers = [AnswerBlocks(self._tool_use) for _ in request.sampling_params]
 
     def response(self) -> BaseModel:
@@ -196,6 +209,7 @@ class ChatFormat(OpenAIFormat):
                 message=self._message(i),
                 logprobs=self._chat_logprobs(i, self._logprobs[i]),
                 finish_reason=self._reason(i, self._finish_reasons[i]),
+                token_ids=self._ids(self._token_ids[i]),
             )
             for i in range(len(self.request.sampling_params))
         ]
@@ -205,7 +219,9 @@ class ChatFormat(OpenAIFormat):
             model=self.model,
             choices=choices,
             usage=self.usage,
+            system_fingerprint=self._fingerprint,
             prompt_logprobs=self._prompt_report(0),
+            prompt_token_ids=self._ids(self.request.prompts[0]),
         )
 
     def add(self, delta: OutputDelta) -> None:
@@ -214,7 +230,8 @@ class ChatFormat(OpenAIFormat):
 
     def first_chunks(self) -> Iterator[BaseModel]:
         for i in range(len(self.request.sampling_params)):
-            yield self._chunk(i, Delta(role="assistant", content=""))
+            prompt = self._ids(self.request.prompts[0]) if i == 0 else None
+            yield self._chunk(i, Delta(role="assistant", content=""), prompt_token_ids=prompt)
 
     def chunks(self, delta: OutputDelta) -> Iterator[BaseModel]:
         self.count_tokens(delta)
@@ -222,18 +239,24 @@ class ChatFormat(OpenAIFormat):
         added = self._answers[choice].push(delta.text, last=reason is not None)
         parts = [_message_delta(each) for each in added]
         logprobs = self._delta_logprobs(delta)
-        if delta.logprobs and not parts:
+        token_ids = self._ids(delta.token_ids) if delta.token_ids else None
+        if (delta.logprobs or token_ids) and not parts:
             parts = [Delta(content="")]
         for part in parts:
-            yield self._chunk(choice, part, logprobs)
-            logprobs = None  # only the first chunk has them
+            yield self._chunk(choice, part, logprobs, token_ids=token_ids)
+            logprobs = token_ids = None  # only the first chunk has them
         if reason:
             yield self._chunk(choice, Delta(), reason=self._reason(choice, reason))
 
     def last_chunks(self) -> Iterator[BaseModel]:
         if self._usage:
             yield ChatChunk(
-                id=self.id, created=self.created, model=self.model, choices=[], usage=self.usage
+                id=self.id,
+                created=self.created,
+                model=self.model,
+                choices=[],
+                usage=self.usage,
+                system_fingerprint=self._fingerprint,
             )
 
     def _message(self, choice: int) -> ChatMessage:
@@ -261,15 +284,24 @@ class ChatFormat(OpenAIFormat):
         delta: Delta,
         logprobs: ChatLogprobs | None = None,
         reason: FinishReason | None = None,
+        token_ids: list[int] | None = None,
+        prompt_token_ids: list[int] | None = None,
     ) -> BaseModel:
+        part = ChunkChoice(
+            index=choice,
+            delta=delta,
+            logprobs=logprobs,
+            finish_reason=reason,
+            token_ids=token_ids,
+        )
         return ChatChunk(
             id=self.id,
             created=self.created,
             model=self.model,
-            choices=[
-                ChunkChoice(index=choice, delta=delta, logprobs=logprobs, finish_reason=reason)
-            ],
+            choices=[part],
             usage=self._continuous_usage(),
+            system_fingerprint=self._fingerprint,
+            prompt_token_ids=prompt_token_ids,
         )
 
     def _delta_logprobs(self, delta: OutputDelta) -> ChatLogprobs | None:

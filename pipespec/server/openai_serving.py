@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -125,8 +126,12 @@ class OpenAIServing:
         with self.queue.admit(len(prepared.parsed.sampling_params)) as entry:
             stream = await self._submit(prepared, entry, request)
         if prepared.stream:
-            return CompletionEvents(stream, formatter)
-        return await full_response(stream, formatter, request)
+            reply: Response = CompletionEvents(stream, formatter)
+        else:
+            reply = await full_response(stream, formatter, request)
+        if prepared.warning:
+            reply.headers["Warning"] = f'299 pipespec "{prepared.warning}"'
+        return reply
 
     async def _prepare(self, path: str, request: Request) -> PreparedRequest | bytes:
         """Let a worker prepare the body, which has a place in the queue meanwhile. Raises
@@ -194,6 +199,7 @@ class OpenAIServing:
             RequestDefaults.of_cluster(running),
             self.options.names,
             self.options.tool_call_parser,
+            _fingerprint(running),
         )
 
     # --- models and tokens --------------------------------------------------------------------
@@ -261,3 +267,9 @@ class OpenAIServing:
     async def prometheus_text(self) -> bytes:
         """The metrics of the server and its cluster."""
         return self.metrics.prometheus_text(await self.cluster_status())
+
+
+def _fingerprint(running: RunningCluster) -> str:
+    """What changes when the model or settings of the cluster do."""
+    parts = json.dumps([running.served.target, *running.overrides])
+    return f"fp_{hashlib.sha256(parts.encode()).hexdigest()[:10]}"

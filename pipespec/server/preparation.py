@@ -28,6 +28,7 @@ from pipespec.server.request_schema import (
     GenerationRequest,
     TokenizeRequest,
 )
+from pipespec.server.response_format import GUIDED
 from pipespec.server.response_schema import DetokenizeReply, TokenizeReply
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -50,12 +51,14 @@ class PreparationContext:
         defaults: the values of fields that a request leaves out.
         names: under which the model is served.
         tool_parser: parses tool calls; None: the chat template determines which.
+        fingerprint: of the cluster's model and settings, for OpenAI's clients.
     """
 
     served: ModelInfo
     defaults: RequestDefaults
     names: tuple[str, ...]
     tool_parser: str | None
+    fingerprint: str = ""
 
     def without_built_tokenizer(self) -> PreparationContext:
         """A copy for another process, which builds the tokenizer from the backend's text."""
@@ -73,12 +76,14 @@ class PreparedRequest:
         model: the name that the client used; None: none.
         stream: whether the reply is a stream.
         options: what the reply's format takes beside the request.
+        warning: what the client should change, as a sentence; "": nothing.
     """
 
     parsed: ParsedRequest
     model: str | None
     stream: bool
     options: Mapping[str, Any] = field(default_factory=dict)
+    warning: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class Preparer:
     def __init__(self, context: PreparationContext):
         self._names = context.names
         self._served = context.served
+        self._fingerprint = context.fingerprint
         self._parser = RequestParser(context.served, context.defaults, context.tool_parser)
         context.served.tokenizer.encode("a")  # builds it, before any request is timed
 
@@ -120,7 +126,7 @@ class Preparer:
     def _chat(self, body: bytes) -> PreparedRequest:
         fields = _parse_body(ChatRequest, body)
         self._check(fields)
-        return _prepared(fields, _without_required(self._parser.chat(fields)))
+        return self._prepared(fields, _without_required(self._parser.chat(fields)))
 
     def _translated(self, dialect: Dialect, body: bytes, conversation: bytes) -> Prepared:
         """A request of another dialect, as one of ours."""
@@ -156,7 +162,19 @@ class Preparer:
     def _completion(self, body: bytes) -> PreparedRequest:
         fields = _parse_body(CompletionRequest, body)
         self._check(fields)
-        return _prepared(fields, self._parser.completion(fields))
+        return self._prepared(fields, self._parser.completion(fields))
+
+    def _prepared(self, fields: GenerationRequest, parsed: ParsedRequest) -> PreparedRequest:
+        wanted = fields.stream_options
+        options = {
+            "usage": bool(wanted and wanted.include_usage),
+            "continuous": bool(wanted and wanted.continuous_usage_stats),
+            "token_ids": bool(fields.return_token_ids),
+            "fingerprint": self._fingerprint,
+        }
+        old = [name for name in GUIDED if getattr(fields, name) is not None]
+        warning = f"{old[0]} has been replaced; use structured_outputs." if old else ""
+        return PreparedRequest(parsed, fields.model, bool(fields.stream), options, warning)
 
     def _check(self, fields: GenerationRequest) -> None:
         check_model(self._names, fields.model)
@@ -251,12 +269,3 @@ def _without_required(parsed: ParsedRequest) -> ParsedRequest:
     if parsed.tool_use is None:
         return parsed
     return replace(parsed, tool_use=replace(parsed.tool_use, required=()))
-
-
-def _prepared(fields: GenerationRequest, parsed: ParsedRequest) -> PreparedRequest:
-    wanted = fields.stream_options
-    options = {
-        "usage": bool(wanted and wanted.include_usage),
-        "continuous": bool(wanted and wanted.continuous_usage_stats),
-    }
-    return PreparedRequest(parsed, fields.model, bool(fields.stream), options)

@@ -15,7 +15,7 @@ from pipespec.sampling.params import MAX_SEED, MIN_SEED, check_sampling, check_v
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.chat_prompt import render_chat, template_options
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
-from pipespec.server.response_format import OutputConstraint, output_constraint
+from pipespec.server.response_format import GUIDED, OutputConstraint, output_constraint
 from pipespec.server.tool_parsers.tool_choice import ToolUse, offered_tools, tool_use_of
 
 # The tokens of an answer to /v1/completions without max_tokens, as with OpenAI.
@@ -309,7 +309,9 @@ class RequestParser:
     ) -> ParsedRequest:
         """The same with answers that must match `constraint`, or that of the body if it is None.
         Raises ApiError."""
-        constraint = constraint or output_constraint(body.response_format, body.structured_outputs)
+        if constraint is None:
+            guided = {name: getattr(body, name) for name in GUIDED}
+            constraint = output_constraint(body.response_format, body.structured_outputs, guided)
         if constraint is None:
             return parsed
         if body.ignore_eos:

@@ -52,10 +52,7 @@ FIXED = "cannot be chosen by a request"
 UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "functions": (OLD_TOOLS, ()),
     "function_call": (OLD_TOOLS, ("none", "auto")),
-    "guided_json": (OLD_STRUCTURED, ()),
-    "guided_regex": (OLD_STRUCTURED, ()),
-    "guided_choice": (OLD_STRUCTURED, ()),
-    "guided_grammar": (OLD_STRUCTURED, ()),
+    "guided_whitespace_pattern": (OLD_STRUCTURED, ()),
     "grammar": (OLD_STRUCTURED, ()),
     "json_schema": (OLD_STRUCTURED, ()),
     "regex": (OLD_STRUCTURED, ()),
@@ -82,7 +79,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "mirostat": (LATER, (0,)),
 }
 # Those of them that are schemas.
-SCHEMA_FIELDS = ("guided_json", "json_schema")
+SCHEMA_FIELDS = ("json_schema",)
 
 
 def refuse_fields(
@@ -271,6 +268,11 @@ class GenerationRequest(RequestBody):
     prompt_logprobs: LogprobCount = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str] | None, Field(min_length=1)] = None
+    guided_grammar: str | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

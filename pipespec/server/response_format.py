@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -122,21 +122,38 @@ class OutputConstraint:
             raise invalid_field(self.param, f"{self.param} cannot be followed: {error}.") from None
 
 
+# vLLM's older names of what is in structured_outputs now.
+GUIDED: Mapping[str, Callable[[Any], str]] = {
+    "guided_json": grammar_from_json_schema,
+    "guided_regex": grammar_from_regex,
+    "guided_choice": grammar_from_choice,
+    "guided_grammar": grammar_from_lark,
+}
+
+
 def output_constraint(
-    response_format: ResponseFormat | None, outputs: StructuredOutputs | None
+    response_format: ResponseFormat | None,
+    outputs: StructuredOutputs | None,
+    guided: Mapping[str, Any],
 ) -> OutputConstraint | None:
-    """The constraint of a request that has these fields; None: any text. Raises ApiError."""
+    """The constraint of a request that has these fields, the older ones (`guided`) by their names;
+    None: any text. Raises ApiError."""
     wanted = None if response_format is None or response_format.type == "text" else response_format
-    if wanted is not None and outputs is not None:
+    given = ["response_format"] if wanted is not None else []
+    given += ["structured_outputs"] if outputs is not None else []
+    given += [name for name, value in guided.items() if value is not None]
+    if len(given) > 1:
         raise invalid_field(
-            "structured_outputs",
-            "response_format and structured_outputs are both given, but an answer matches one of "
-            "them; leave one out.",
+            given[1],
+            f"{' and '.join(given)} are given, but an answer matches one of them; leave the others "
+            "out.",
         )
     if wanted is not None:
         return OutputConstraint(
             "response_format", grammar_from_json_schema, wanted.effective_schema
         )
+    for name in given if outputs is None else ():
+        return OutputConstraint(name, GUIDED[name], guided[name])
     if outputs is None:
         return None
     makers: dict[str, Callable[[Any], str]] = {

@@ -91,6 +91,7 @@ class ChatChoice(BaseModel):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[int] | None = OMIT_NONE
 
 
 class ChatReply(BaseModel):
@@ -102,7 +103,9 @@ class ChatReply(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str | None = OMIT_NONE
     prompt_logprobs: PromptLogprobs | None = OMIT_NONE
+    prompt_token_ids: list[int] | None = OMIT_NONE
 
 
 class FunctionDelta(BaseModel):
@@ -136,6 +139,7 @@ class ChunkChoice(BaseModel):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    token_ids: list[int] | None = OMIT_NONE
 
 
 class ChatChunk(BaseModel):
@@ -147,6 +151,8 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    system_fingerprint: str | None = OMIT_NONE
+    prompt_token_ids: list[int] | None = OMIT_NONE
 
 
 class CompletionLogprobs(BaseModel):
@@ -166,6 +172,8 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    prompt_token_ids: list[int] | None = OMIT_NONE
+    token_ids: list[int] | None = OMIT_NONE
 
 
 class CompletionAnswer(CompletionChoice):
@@ -184,6 +192,7 @@ class CompletionChunk(BaseModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    system_fingerprint: str | None = OMIT_NONE
 
 
 class CompletionReply(BaseModel):
@@ -195,6 +204,7 @@ class CompletionReply(BaseModel):
     model: str
     choices: list[CompletionAnswer]
     usage: Usage
+    system_fingerprint: str | None = OMIT_NONE
 
 
 class ModelCard(BaseModel):

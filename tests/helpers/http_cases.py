@@ -13,9 +13,11 @@ MODEL = "demo"
 KEY = "a-key-for-these-requests"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW = "/api/chat", "/api/generate", "/api/show"
 GET_ROUTES = (
     *("/v1/models", f"/v1/models/{MODEL}", "/health", "/version", "/load", "/metrics"),
-    *("/tokenizer_info", "/openapi.json", "/", "/page/main.js", "/models"),
+    *("/tokenizer_info", "/openapi.json", "/", "/page/main.js", "/models", "/api/tags"),
 )
 ODD_ROUTES = (
     *("/v1/models/%00", "/v1/models/%ff%fe", "/v1/models/..%2f..%2fetc%2fpasswd", "//", "/../.."),
@@ -178,10 +180,53 @@ def body_for(draw: random.Random, path: str) -> dict[str, Any]:
         return {"tokens": [draw.randrange(200) for _ in range(draw.randint(1, 9))]}
     body: dict[str, Any] = {"model": MODEL, "max_tokens": draw.randint(1, 3), "seed": 1}
     body |= {"stream": draw.random() < 0.4}
+    if path in DIALECTS:
+        return body | deepcopy(draw.choice(DIALECTS[path]))
     if path == COMPLETIONS:
         return body | {"prompt": draw.choice(("Once", ["a", "b"], [5, 6, 7], [[5], [6, 7]]))}
     body |= {"messages": [message("Hello")]}
     return body | ({"tools": [TOOL], "tool_choice": "auto"} if draw.random() < 0.3 else {})
+
+
+def blocks(*parts: dict[str, Any], role: str = "user") -> dict[str, Any]:
+    return {"role": role, "content": [*parts]}
+
+
+# Valid bodies of other dialects, beside what all have.
+_ITEM = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
+_RESULT = {"type": "function_call_output", "call_id": "a", "output": "sunny"}
+_USE = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Bern"}}
+_OLLAMA_CALL = {"function": {"name": "weather", "arguments": {"city": "Bern"}}}
+_HELLO = [{"role": "user", "content": "Hello"}]
+DIALECTS: dict[str, tuple[dict[str, Any], ...]] = {
+    RESPONSES: (
+        {"input": "Hello"},
+        {"input": [*_HELLO, _ITEM, _RESULT], "max_output_tokens": 2, "store": False},
+        {"input": "Hello", "text": {"format": {"type": "json_object"}}, "max_output_tokens": 2},
+        {"input": "Hello", "previous_response_id": "resp_1"},
+        {"input": "Hello", "tools": [{"type": "function", "name": "f", "parameters": {}}]}
+        | {"tool_choice": "required", "max_output_tokens": 2},
+    ),
+    MESSAGES: (
+        {"messages": _HELLO},
+        {"messages": [*_HELLO, blocks({"type": "text", "text": "Once"}, role="assistant")]},
+        {"messages": [*_HELLO, blocks(_USE, role="assistant")]}
+        | {"tools": [{"name": "weather", "input_schema": {}}], "tool_choice": {"type": "any"}},
+        {"messages": [blocks({"type": "tool_result", "tool_use_id": "a", "content": "sunny"})]},
+    ),
+    COUNT: ({"messages": _HELLO, "system": "Be brief."},),
+    OLLAMA_CHAT: (
+        {"messages": _HELLO, "options": {"num_predict": 2}},
+        {"messages": [], "format": "json"},
+        {"messages": [{"role": "assistant", "tool_calls": [_OLLAMA_CALL]}]}
+        | {"options": {"num_predict": 1, "stop": "x"}, "think": True},
+    ),
+    OLLAMA_GENERATE: (
+        {"prompt": "Once", "options": {"num_predict": 2}},
+        {"prompt": "Once", "raw": True, "options": {"num_predict": 1}},
+    ),
+    OLLAMA_SHOW: ({"verbose": True},),
+}
 
 
 def message(content: Any) -> dict[str, Any]:
@@ -197,7 +242,7 @@ def as_json(body: Any) -> bytes:
 
 
 def a_path(draw: random.Random) -> str:
-    return draw.choice((CHAT, CHAT, COMPLETIONS, COMPLETIONS, TOKENIZE, DETOKENIZE))
+    return draw.choice((*(CHAT, COMPLETIONS) * 4, TOKENIZE, TOKENIZE, DETOKENIZE, *DIALECTS))
 
 
 def valid(draw: random.Random) -> Case:

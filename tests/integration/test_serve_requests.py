@@ -177,6 +177,30 @@ def test_json_object_with_empty_schema_is_any_object(server: Server) -> None:
     assert reply["choices"][0]["text"].startswith("{")
 
 
+def test_older_name_of_a_constraint_is_honoured_with_a_warning(server: Server) -> None:
+    body = {"prompt": "Once", "guided_regex": "[ab]{3}", "max_tokens": 8}
+    for stream in (False, True):
+        reply = server.http.post("/v1/completions", json=body | {"stream": stream})
+        assert reply.headers["warning"].startswith('299 pipespec "guided_regex has been replaced')
+    told = server.http.post("/v1/completions", json=body).json()
+    assert re.fullmatch("[ab]{3}", told["choices"][0]["text"])
+    del body["guided_regex"]
+    plain = server.http.post("/v1/completions", json=body)
+    assert "warning" not in plain.headers
+    assert plain.json()["system_fingerprint"] == told["system_fingerprint"]
+
+
+def test_chat_continues_its_last_message(server: Server) -> None:
+    begun = [*HELLO, {"role": "assistant", "content": "Once upon"}]
+    body = {"messages": begun, "continue_final_message": True, "return_token_ids": True}
+    body |= {"max_tokens": 4, "temperature": 0}
+    told = server.http.post("/v1/chat/completions", json=body).raise_for_status().json()
+    prompt = {"prompt": told["prompt_token_ids"], "max_tokens": 4, "temperature": 0}
+    same = completed(server, **prompt, return_token_ids=True)["choices"][0]
+    assert same["text"] == told["choices"][0]["message"]["content"]
+    assert same["token_ids"] == told["choices"][0]["token_ids"]
+
+
 def test_negative_seed_is_reproducible(server: Server) -> None:
     asked = {"prompt": "Once upon a time", "temperature": 1.0, "max_tokens": 8}
     texts = {}

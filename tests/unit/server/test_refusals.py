@@ -73,6 +73,12 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def allowed(*names: str) -> dict[str, Any]:
+    """The choice among some functions."""
+    tools = [named(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+
+
 def schema(of: dict[str, Any]) -> dict[str, Any]:
     """An answer that a schema describes."""
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": of}}}
@@ -198,8 +204,12 @@ OF_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs",
         "its counts multiply to too many states",
     ),
-    ({"guided_json": {}, "guided_regex": "a"}, "guided_json", "structured_outputs"),
-    ({"guided_json": {}}, "guided_json", "structured_outputs"),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "guided_json and guided_regex"),
+    ({"guided_json": {"not": {}}}, "guided_json", "guided_json cannot be followed"),
+    ({"guided_choice": []}, "guided_choice", "1 or more"),
+    ({"guided_whitespace_pattern": "a"}, "guided_whitespace_pattern", "structured_outputs"),
+    ({"tools": [WEATHER], "tool_choice": allowed("dig")}, "tool_choice", "'dig', which is not in"),
+    ({"tools": [WEATHER], "tool_choice": allowed()}, "tool_choice", "'allowed_tools'"),
     ({"json_schema": {}}, "json_schema", "structured_outputs"),
     ({"chat_template": "a"}, "chat_template", "cannot be chosen"),
     ({"skip_special_tokens": False}, "skip_special_tokens", "not supported yet"),

@@ -148,6 +148,21 @@ def test_failing_chat_template_is_one_sentence(tmp_path: Path) -> None:
         assert str(tmp_path) not in refused.value.message
 
 
+def test_older_names_of_structured_outputs_are_the_same(running: RunningCluster) -> None:
+    for old, new, value in (
+        ("guided_json", "json", {"type": "boolean"}),
+        ("guided_json", "json", '{"type": "boolean"}'),
+        ("guided_regex", "regex", "a+b"),
+        ("guided_choice", "choice", ["a", "b"]),
+        ("guided_grammar", "grammar", "start: /a+/"),
+    ):
+        mine = completion(running, **{old: value}).sampling_params[0].grammar
+        assert (
+            mine == completion(running, structured_outputs={new: value}).sampling_params[0].grammar
+        )
+        assert mine
+
+
 # --- what is answered -------------------------------------------------------------------------
 
 
@@ -239,6 +254,39 @@ def test_stream_events_equal_the_chunks_as_json(
         events = [json.loads(event) for event in as_json.stream_events(piece)]
         assert events == [chunk.model_dump() for chunk in as_models.chunks(piece)]
     assert as_json.usage == as_models.usage
+
+
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+def test_token_ids_and_fingerprint_are_reported(
+    running: RunningCluster, kind: type[ChatFormat] | type[CompletionFormat]
+) -> None:
+    ask = chat(running) if kind is ChatFormat else completion(running)
+    options: dict[str, Any] = {"token_ids": True, "fingerprint": "fp_1"}
+    pieces = [
+        OutputDelta(0, "", (5,)),
+        OutputDelta(0, "ab", (6, 7)),
+        OutputDelta(0, "", finish_reason="stop"),
+    ]
+    stream = kind(ask, running.served.tokenizer, "demo", **options)
+    chunks = [chunk.model_dump() for chunk in stream.first_chunks()]
+    for piece in pieces:
+        chunks += [json.loads(event) for event in stream.stream_events(piece)]
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {"fp_1"}
+    ids = [id_ for chunk in chunks for id_ in chunk["choices"][0].get("token_ids", ())]
+    assert ids == [5, 6, 7]
+    places = [chunk if kind is ChatFormat else chunk["choices"][0] for chunk in chunks]
+    prompts = [place["prompt_token_ids"] for place in places if "prompt_token_ids" in place]
+    assert prompts == [[*ask.prompts[0]]]
+    whole = kind(ask, running.served.tokenizer, "demo", **options)
+    for piece in pieces:
+        whole.add(piece)
+    reply = whole.response().model_dump()
+    (choice,) = reply["choices"]
+    assert (choice["token_ids"], reply["system_fingerprint"]) == ([5, 6, 7], "fp_1")
+    place = reply if kind is ChatFormat else choice
+    assert place["prompt_token_ids"] == [*ask.prompts[0]]
+    plain = kind(ask, running.served.tokenizer, "demo").response().model_dump()
+    assert "token_ids" not in plain["choices"][0] and "prompt_token_ids" not in plain
 
 
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
