@@ -116,11 +116,13 @@ class Batch:
             return self
         hidden = self.hidden
         if hidden is not None:
-            import torch
+            from pipespec.device_copy import to_device  # imports torch
 
-            kept = torch.from_numpy(np.flatnonzero(keep))
+            kept = np.flatnonzero(keep)
             # A miss keeps no row; and hidden[kept] takes four times as long as index_select.
-            hidden = hidden.index_select(0, kept.to(hidden.device)) if len(kept) else hidden[:0]
+            hidden = (
+                hidden.index_select(0, to_device(kept, hidden.device)) if len(kept) else hidden[:0]
+            )
         return replace(self, rows=self.rows[keep], hidden=hidden)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipespec.batch_times import size_bucket
+from pipespec.device_copy import to_host
 
 # One of so many batches is counted, so that counting costs little.
 SAMPLED = 16
@@ -61,10 +62,11 @@ class ExpertCounts:
     def points(self) -> list[tuple[float, float]]:
         """Rows of a batch and experts that they chose in a layer, on average, by rising rows."""
         unread, self._unread = self._unread, []
-        for rows, experts in unread:
+        means = to_host(torch.stack([mean for _, mean in unread]))[0].tolist() if unread else []
+        for (rows, _), experts in zip(unread, means, strict=True):
             bucket = size_bucket(rows)
             batches, sum_rows, sum_experts = self._found.get(bucket, (0, 0, 0.0))
-            self._found[bucket] = batches + 1, sum_rows + rows, sum_experts + float(experts)
+            self._found[bucket] = batches + 1, sum_rows + rows, sum_experts + experts
         return [
             (rows / batches, experts / batches)
             for _, (batches, rows, experts) in sorted(self._found.items())

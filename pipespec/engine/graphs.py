@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipespec.device_copy import staged
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.attention.device_plan import DevicePlanBackend, PlanCapacity
 from pipespec.engine.recurrence.recurrent_layers import RecurrentLayers
@@ -85,8 +86,8 @@ class CapturedGraph:
         if states is not None and not self._holds(states):
             return None
         rows = len(positions)
-        self._inputs[:rows].copy_(inputs, non_blocking=True)
-        self._positions[:rows].copy_(positions, non_blocking=True)
+        for static, given in ((self._inputs, inputs), (self._positions, positions)):
+            static[:rows].copy_(staged(given, static.device), non_blocking=True)
         self._attention.prepare(plan, self._flat)
         if states is not None and self._fixed is not None:
             if self._num_growths != self._recurrent.num_growths:

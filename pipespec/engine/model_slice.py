@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from pipespec.device_copy import to_device
 from pipespec.engine import cpu_products, loading
 from pipespec.engine.architectures import require_supported
 from pipespec.engine.attention import hook, select
@@ -297,7 +298,7 @@ class ModelSlice:
             return replayed
         self._slice.attention.prepare(plan)
         self.recurrent.use(states, self.device)
-        inputs, positions = inputs.to(self.device), positions.to(self.device)
+        inputs, positions = (to_device(each, self.device) for each in (inputs, positions))
         if self._compiled is not None:
             return self._compiled(inputs, positions)
         with self.experts.sampled(len(positions)):

@@ -25,6 +25,7 @@ from pipespec.core import (
     PromptLogprobs,
     Verdict,
 )
+from pipespec.device_copy import to_device
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.kv_allocator import KVSlotAllocator, PageTable
 from pipespec.engine.lineage import DROPPED, TIP, Lineage, LiveNodes
@@ -246,7 +247,7 @@ class SliceRunner:
     def _logits(self, batch: Batch, rows: np.ndarray) -> torch.Tensor:
         """The logits of some rows of a computed batch, `[k, vocab]`."""
         assert batch.hidden is not None
-        wanted = torch.from_numpy(rows).to(batch.hidden.device)
+        wanted = to_device(rows, batch.hidden.device)
         return self.model.logits(batch.hidden.index_select(0, wanted))
 
     def discard(self, rows: np.ndarray) -> None:

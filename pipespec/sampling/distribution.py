@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipespec.core import SamplingParams, TokenLogprobs
+from pipespec.device_copy import to_device, to_host
 
 
 class TokenCounts:
@@ -31,9 +32,9 @@ class TokenCounts:
         self, prompt: Sequence[int], answer: Sequence[int], vocab_size: int, device: torch.device
     ):
         counts = torch.bincount(torch.tensor(answer, dtype=torch.int64), minlength=vocab_size)
-        self.counts = counts.to(device)
+        self.counts = to_device(counts, device)
         self.seen = self.counts > 0
-        self.seen[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
+        self.seen.index_fill_(0, to_device(torch.tensor(prompt, dtype=torch.int64), device), True)
 
     def append(self, token: int) -> None:
         """Append a token to the answer."""
@@ -51,8 +52,8 @@ def adjust(logits: Tensor, sampling: SamplingParams, counts: TokenCounts | None)
         ids, biases = zip(*sampling.logit_bias, strict=True)
         scores.index_add_(
             0,
-            torch.tensor(ids, device=scores.device),
-            torch.tensor(biases, dtype=torch.float64, device=scores.device),
+            to_device(torch.tensor(ids), scores.device),
+            to_device(torch.tensor(biases, dtype=torch.float64), scores.device),
         )
     if sampling.has_penalties:
         assert counts is not None
@@ -62,6 +63,13 @@ def adjust(logits: Tensor, sampling: SamplingParams, counts: TokenCounts | None)
         scores -= sampling.frequency_penalty * counts.counts
         scores -= sampling.presence_penalty * (counts.counts > 0)
     return scores
+
+
+def select_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Some of the rows; not a copy if these are all."""
+    if len(rows) == len(values):
+        return values
+    return values.index_select(0, to_device(torch.tensor(rows), values.device))
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ def candidates(scores: Tensor, samplings: Sequence[SamplingParams], limit: int) 
     size = scores.shape[1]
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=scores.device)[:, None]
+        return to_device(torch.tensor(values, dtype=torch.float64), scores.device)[:, None]
 
     behind = scores - scores.amax(1, keepdim=True)
     behind = behind / column([one.temperature or 1.0 for one in samplings])
@@ -113,7 +121,7 @@ def candidates(scores: Tensor, samplings: Sequence[SamplingParams], limit: int) 
     num = values.shape[1]
     ranks = [one.top_k if 0 < one.top_k < size else size for one in samplings]
     if min(ranks) < size:
-        last = torch.tensor([min(rank, num) - 1 for rank in ranks], device=scores.device)
+        last = to_device(torch.tensor([min(rank, num) - 1 for rank in ranks]), scores.device)
         kept &= values >= values.gather(1, last[:, None])  # equals of the last one stay
     if any(one.top_p < 1 for one in samplings):
         shares = values.exp().masked_fill(~kept, 0.0)
@@ -148,10 +156,11 @@ def logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLog
     most probable ones there, in the target's own distribution: before bias, penalties,
     temperature and cut-offs."""
     values = logits.to(torch.float64).log_softmax(-1)
-    chosen = torch.tensor(tokens, device=values.device)
-    own = values.gather(1, chosen[:, None]).squeeze(1).tolist()
+    chosen = to_device(torch.tensor(tokens), values.device)
     best = values.topk(min(count, values.shape[1]))
-    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    found = to_host(values.gather(1, chosen[:, None]).squeeze(1), best.indices, best.values)
+    own, *of_best = (each.tolist() for each in found)
+    tops = zip(*of_best, strict=True)
     return [
         TokenLogprobs(
             value, tuple(pair for pair in zip(*top, strict=True) if math.isfinite(pair[1]))

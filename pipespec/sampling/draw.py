@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from pipespec.core import SamplingParams
-from pipespec.sampling.distribution import candidates, needs_sorting
+from pipespec.device_copy import to_device, to_host
+from pipespec.sampling.distribution import candidates, needs_sorting, select_rows
 
 # How many of the most probable tokens are sorted first for top-k and top-p. To sort a large
 # vocabulary takes longer than all else.
@@ -67,7 +68,7 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int], ids: Tensor) -> Ten
     starts = [_start(seed, position) for seed, position in zip(seeds, positions, strict=True)]
     first = torch.tensor([_signed((start + _GOLDEN) & _MASK) for start in starts])
     # Integers overflow on purpose.
-    values = ids * _signed(_GOLDEN) + first.to(ids.device)[:, None]
+    values = ids * _signed(_GOLDEN) + to_device(first, ids.device)[:, None]
     for shift, factor in _MIX:
         values = (values ^ _shift(values, shift)) * _signed(factor)
     values ^= _shift(values, _LAST_SHIFT)
@@ -111,12 +112,12 @@ def draw(
     ):
         while rows:
             mine = [samplings[i] for i in rows]
-            found = candidates(scores if len(rows) == len(samplings) else scores[rows], mine, most)
+            found = candidates(select_rows(scores, rows), mine, most)
             drawn = noise([one.seed for one in mine], [positions[i] for i in rows], found.ids)
             best, place = (found.weights + drawn).max(1, keepdim=True)
             # Relative to a maximum that is not finite no weight is above -inf.
             columns = found.ids.gather(1, place), best.isfinite(), found.complete[:, None]
-            results = torch.cat([each.long() for each in columns], 1).tolist()
+            results = to_host(torch.cat([each.long() for each in columns], 1))[0].tolist()
             for i, (token, finite, _) in zip(rows, results, strict=True):
                 tokens[i] = token if finite else None
             rows = [i for i, (*_, complete) in zip(rows, results, strict=True) if not complete]

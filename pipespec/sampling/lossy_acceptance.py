@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor
+
+from pipespec.device_copy import to_device, to_host
 
 
 def relaxed(scores: Tensor, draft_tokens: Collection[int], eos: Sequence[int]) -> int | None:
@@ -14,10 +18,10 @@ def relaxed(scores: Tensor, draft_tokens: Collection[int], eos: Sequence[int]) -
     `scores` are the target's adjusted logits, `[vocab]`; -inf: not allowed. Of equals the lowest
     token id is taken.
     """
-    if not any(scores[token] > -float("inf") for token in draft_tokens):
+    found = _values(scores, draft_tokens, eos)
+    if not any(found[token] > -math.inf for token in draft_tokens):
         return None
-    candidates = {*draft_tokens, *(token for token in eos if token < len(scores))}
-    return max(candidates, key=lambda token: (float(scores[token]), -token))
+    return max(found, key=lambda token: (found[token], -token))
 
 
 def strict(logprobs: Tensor, draft_tokens: Mapping[int, float], eos: Sequence[int]) -> int | None:
@@ -29,10 +33,19 @@ def strict(logprobs: Tensor, draft_tokens: Mapping[int, float], eos: Sequence[in
     `draft_tokens` have the draft's log-probabilities. The end of the text is a candidate too, with
     the target's log-probability if the draft did not propose it.
     """
-    inside = {
-        token: logp for token, logp in draft_tokens.items() if logprobs[token] > -float("inf")
-    }
+    found = _values(logprobs, draft_tokens, eos)
+    inside = {token: logp for token, logp in draft_tokens.items() if found[token] > -math.inf}
     if not inside:
         return None
-    ends = {token: float(logprobs[token]) for token in eos if token < len(logprobs)}
+    ends = {token: found[token] for token in eos if token in found}
     return max((ends | inside).items(), key=lambda pair: (pair[1], -pair[0]))[0]
+
+
+def _values(scores: Tensor, draft_tokens: Collection[int], eos: Sequence[int]) -> dict[int, float]:
+    """The scores of the draft tokens, and of the ends of the text that the model knows, if there
+    are draft tokens; the host waits for the device once."""
+    if not draft_tokens:
+        return {}
+    tokens = [*{*draft_tokens, *(token for token in eos if token < len(scores))}]
+    (found,) = to_host(scores.index_select(0, to_device(torch.tensor(tokens), scores.device)))
+    return dict(zip(tokens, found.tolist(), strict=True))

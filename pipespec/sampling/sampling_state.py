@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from pipespec.core import RELAXED, STRICT, DraftTokens, PromptLogprobs, SequenceStart
+from pipespec.device_copy import to_device
 from pipespec.sampling.distribution import TokenCounts, adjust, distribution, logprobs
 from pipespec.sampling.grammar import Compile, GrammarFailed, Matcher, unpack_mask
 from pipespec.sampling.lossy_acceptance import relaxed, strict
@@ -128,11 +129,10 @@ class SamplingState:
             allowed = unpack_mask(self._allowed, len(scores))
             if allowed.sum() > allowed[ends].sum():  # a text that must end here ends
                 allowed[ends] = False
-            barred = torch.from_numpy(~allowed).to(scores.device)
-            return scores.masked_fill(barred, -torch.inf)
+            return scores.masked_fill(to_device(~allowed, scores.device), -torch.inf)
         if ends:
-            scores = scores.clone()
-            scores[ends] = -torch.inf
+            barred = to_device(torch.tensor(ends), scores.device)
+            return scores.index_fill(0, barred, -torch.inf)
         return scores
 
     def lossy_choice(self, node: int, scores: torch.Tensor) -> int | None:

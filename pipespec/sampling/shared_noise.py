@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipespec.core import SamplingParams
+from pipespec.device_copy import to_device
 from pipespec.sampling.draw import noise, noise_values
 
 # How many of the draft's most probable tokens are scored; beyond them the noise rarely helps.
@@ -64,12 +65,14 @@ def _biased(logits: Tensor, samplings: Sequence[SamplingParams]) -> Tensor:
     ]
     if not added:
         return logits
-    rows, tokens, biases = (torch.tensor(x, device=logits.device) for x in zip(*added, strict=True))
+    rows, tokens, biases = (
+        to_device(torch.tensor(x), logits.device) for x in zip(*added, strict=True)
+    )
     return logits.index_put((rows, tokens), biases, accumulate=True)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+    return to_device(torch.tensor(values, dtype=torch.float64), like.device)[:, None]
 
 
 def reweight(

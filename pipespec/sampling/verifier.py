@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from pipespec.core import GRAMMAR, NOT_FINITE, TokenLogprobs
-from pipespec.sampling.distribution import logprobs
+from pipespec.device_copy import to_host
+from pipespec.sampling.distribution import logprobs, select_rows
 from pipespec.sampling.draw import draw
 from pipespec.sampling.sampling_state import SamplingState
 
@@ -84,7 +85,7 @@ def verify_batch(parts: Sequence[Part], logits: Tensor) -> None:
     others = [each for each in parts if not each[0].sampling.is_plain_greedy]
     while others := [(state, path) for state, path in others if _continues(state, path)]:
         rows = [first_row[path] + path.row for _, path in others if path.row is not None]
-        _decide_next(others, _select(logits, rows))
+        _decide_next(others, select_rows(logits, rows))
 
 
 def _verify_plain_greedy(
@@ -92,7 +93,7 @@ def _verify_plain_greedy(
 ) -> None:
     """Extend paths that are decided by the arg-max of unadjusted logits, for all rows at once."""
     rows = [first_row[path] + i for _, path in parts for i in range(len(path.nodes))]
-    best = iter(_argmax(_select(logits, rows)) if rows else ())
+    best = iter(_argmax(select_rows(logits, rows)) if rows else ())
     for state, path in parts:
         by_row = [next(best) for _ in path.nodes]
         while path.row is not None:
@@ -144,11 +145,11 @@ def _choose(parts: Sequence[Part], logits: Tensor) -> list[int | None]:
             tokens[i] = chosen
     samplings = [state.sampling for state, _ in parts]
     if greedy := [i for i in undecided if samplings[i].temperature == 0]:
-        for i, token in zip(greedy, _argmax(_select(scores, greedy)), strict=True):
+        for i, token in zip(greedy, _argmax(select_rows(scores, greedy)), strict=True):
             tokens[i] = token
     if drawn := [i for i in undecided if samplings[i].temperature > 0]:
         positions = [parts[i][0].length for i in drawn]
-        found = draw(_select(scores, drawn), [samplings[i] for i in drawn], positions)
+        found = draw(select_rows(scores, drawn), [samplings[i] for i in drawn], positions)
         for i, token in zip(drawn, found, strict=True):
             tokens[i] = token
     return tokens
@@ -165,7 +166,7 @@ def _add_logprobs(parts: Sequence[Part], logits: Tensor, tokens: list[int | None
     if not wanted:
         return
     rows, chosen, counts = zip(*wanted, strict=True)
-    found = logprobs(_select(logits, rows), chosen, max(counts))
+    found = logprobs(select_rows(logits, rows), chosen, max(counts))
     for i, count, of_token in zip(rows, counts, found, strict=True):
         if math.isfinite(of_token.logprob):
             parts[i][1].logprobs.append(replace(of_token, top=of_token.top[:count]))
@@ -176,10 +177,7 @@ def _add_logprobs(parts: Sequence[Part], logits: Tensor, tokens: list[int | None
 def _argmax(logits: Tensor) -> list[int | None]:
     """The arg-max of each row `[rows, vocab]`; None: it is not finite, as where a row has a NaN."""
     best = logits.max(-1)
-    found = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    # NumPy has no bfloat16.
+    values, tokens = to_host(best.values.double(), best.indices)
+    found = zip(values.tolist(), tokens.tolist(), strict=True)
     return [token if math.isfinite(value) else None for value, token in found]
-
-
-def _select(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Some of the rows; not a copy if these are all."""
-    return values if len(rows) == len(values) else values[list(rows)]

@@ -16,6 +16,7 @@ import torch
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
+from pipespec.device_copy import to_device
 from pipespec.engine.attention.attention_plan import (
     AttentionPlan,
     LayerOptions,
@@ -46,7 +47,7 @@ class FlashInferBackend:
     ) -> Tensor:
         assert self._plan is not None
         if self._write is None:
-            self._write = torch.from_numpy(self._plan.write).to(query.device)
+            self._write = to_device(self._plan.write, query.device)
         pool.keys.index_copy_(0, self._write, key)
         pool.values.index_copy_(0, self._write, value)
         sizes = (query.shape[1], key.shape[1], key.shape[2], value.shape[2])
@@ -142,7 +143,7 @@ class _KernelPart:
             # (flashinfer-ai/flashinfer#2201).
             ends = np.cumsum([len(each) for each in bits])
             starts = _int32(np.concatenate(([0], ends)))
-            self._wrapper._mask_indptr_buf = starts.to(self._wrapper.device)
+            self._wrapper._mask_indptr_buf = to_device(starts, self._wrapper.device)
         if self._cuda:
             self._planned = torch.cuda.Event()
             self._planned.record()

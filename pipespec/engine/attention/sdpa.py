@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from pipespec.device_copy import to_device
 from pipespec.engine.attention.attention_plan import (
     AttentionPlan,
     LayerOptions,
@@ -141,7 +142,7 @@ def _prepared(
         )
         for segment, (index, seen) in zip(segments, read, strict=True)
     ]
-    return torch.from_numpy(plan.write).to(like.device), keys
+    return to_device(plan.write, like.device), keys
 
 
 def _joined(parts: list[np.ndarray], like: Tensor, fill: float | None = None) -> tuple[Tensor, ...]:
@@ -153,7 +154,7 @@ def _joined(parts: list[np.ndarray], like: Tensor, fill: float | None = None) ->
     tensor = torch.from_numpy(np.concatenate(parts))
     if fill is not None:
         tensor = torch.zeros(len(tensor), dtype=like.dtype).masked_fill_(tensor, fill)
-    return tensor.to(like.device).split([len(part) for part in parts])
+    return to_device(tensor, like.device).split([len(part) for part in parts])
 
 
 def _read(segment: Segment, reach: Reach) -> tuple[slice | np.ndarray, np.ndarray | None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipespec.device_copy import to_device_together
 from pipespec.engine.recurrence import tree_rules
 from pipespec.engine.recurrence.recurrent_plan import NONE, RecurrentPlan
 from pipespec.system.silence_warnings import silence_warnings
@@ -23,15 +24,24 @@ with silence_warnings():
 _BY_STATE = ("tails", "states")
 
 
-def on_device(plan: Any, device: torch.device) -> Any:
-    """A plan, or a part of one, with tensors on the device of the layers for its arrays."""
+def on_device(plan: RecurrentPlan[np.ndarray], device: torch.device) -> RecurrentPlan[Tensor]:
+    """A plan with tensors on the device of the layers for its arrays."""
+    arrays: list[np.ndarray] = []
+    _with_arrays(plan, arrays.append)
+    moved = iter(to_device_together(arrays, device))
+    found: RecurrentPlan[Tensor] = _with_arrays(plan, lambda _: next(moved))
+    return found
+
+
+def _with_arrays(plan: Any, call: Callable[[np.ndarray], Any]) -> Any:
+    """A plan, or a part of one, with what `call` returns for each of its arrays, in order."""
     if isinstance(plan, np.ndarray):
-        return torch.from_numpy(plan).to(device)
+        return call(plan)
     if isinstance(plan, list):
-        return [on_device(each, device) for each in plan]
+        return [_with_arrays(each, call) for each in plan]
     if is_dataclass(plan):
         parts = {each.name: getattr(plan, each.name) for each in fields(plan)}
-        made = {name: on_device(part, device) for name, part in parts.items()}
+        made = {name: _with_arrays(part, call) for name, part in parts.items()}
         return type(plan)(**made)  # type: ignore[misc]
     return plan
 

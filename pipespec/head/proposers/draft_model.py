@@ -255,9 +255,9 @@ class DraftModelProposer:
 
     def _logits(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
         """The logits after some rows, of the tokens that the target knows, `[k, vocab]` float32."""
-        import torch  # reading settings does not need it
+        from pipespec.device_copy import to_device  # imports torch, unlike reading settings
 
-        wanted = hidden.index_select(0, torch.from_numpy(rows).to(hidden.device))
+        wanted = hidden.index_select(0, to_device(rows, hidden.device))
         return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
 
     def _allowed(self, ready: Sequence[_Ready], logits: Tensor) -> Tensor:
@@ -265,22 +265,24 @@ class DraftModelProposer:
         masks = [(each.request.allowed, rows.start) for each, rows in _spans(ready)]
         if all(allowed is None for allowed, _ in masks):
             return logits
-        import torch
+        from pipespec.device_copy import to_device
 
         barred = np.zeros(tuple(logits.shape), bool)
         for allowed, start in masks:
             if allowed is not None:
                 may = unpack_mask(allowed, logits.shape[1])
                 barred[start : start + len(may)] = ~may & may.any(1, keepdims=True)
-        return logits.masked_fill(torch.from_numpy(barred).to(logits.device), -torch.inf)
+        return logits.masked_fill(to_device(barred, logits.device), -np.inf)
 
     def _by_probability(
         self, ready: Sequence[_Ready], logits: Tensor, children: int
     ) -> Iterator[Ranked]:
         """The most probable tokens after the rows of each sequence, given their logits
         `[rows, vocab]`."""
+        from pipespec.device_copy import to_host
+
         top = logits.log_softmax(-1).topk(min(children, logits.shape[1]))
-        tokens, logps = top.indices.cpu().numpy(), top.values.double().cpu().numpy()
+        tokens, logps = to_host(top.indices, top.values.double())
         for _, rows in _spans(ready):
             yield tokens[rows], logps[rows]
 
@@ -288,13 +290,12 @@ class DraftModelProposer:
         self, ready: Sequence[_Ready], logits: Tensor, children: int
     ) -> Iterator[Ranked]:
         """The tokens that the target will most probably draw, as its own noise ranks them."""
+        from pipespec.device_copy import to_host
         from pipespec.sampling.shared_noise import score_tokens
 
         positions = np.concatenate([each.positions for each in ready]).tolist()
         samplings = [each.request.context.sampling for each in ready for _ in each.rows]
-        tokens, scores, share = (
-            x.cpu().numpy() for x in score_tokens(logits, positions, samplings)
-        )
+        tokens, scores, share = to_host(*score_tokens(logits, positions, samplings))
         levels = self._mask_confidence
         for each, rows in _spans(ready):
             sequence, ids = each.request.context.sequence, each.request.tree.id
