@@ -152,17 +152,20 @@ class ToyPipeline:
         draft_slots: int,
         answers: dict[int, list[int]],
         parallel: ParallelDraft | None = None,
-        make_model: Callable[[int], ToyModel] = ToyModel,
+        make_model: Callable[[int], Any] = ToyModel,
+        vocabulary: int = VOCABULARY,
+        make_link: Callable[[int, deque[Batch], deque[Batch] | None], Link] = Link,
     ):
         """`answers`: what was decided of each request, which grows; `parallel`: if a pass of the
-        draft guesses several tokens; `make_model`: a model of so many slots."""
+        draft guesses several tokens; `make_model`: a model of so many slots, first the draft, then
+        that of each stage; `vocabulary`: of the target."""
         num_stages = config.num_steps
         layout = Layout(num_stages, sync="free" if free else "lockstep")
         self.scheduler = Scheduler(config)
         self.draft = DraftModelProposer(
             SliceRunner(make_model(draft_slots), draft_slots),
             config.prefill_chunk,
-            VOCABULARY,
+            vocabulary,
             max_retained=config.max_retained,
             shares=not config.prefixes_at_states,
             parallel=parallel,
@@ -178,7 +181,7 @@ class ToyPipeline:
                     config.num_slots,
                     keeps_states=config.max_retained > 0,
                 ),
-                Link(1 + i, arriving, next_rank),
+                make_link(1 + i, arriving, next_rank),
                 board,
                 StageSettings(layout),
                 Timeline(),

@@ -1,0 +1,1 @@
+"""A pretended GPU, which reports where the host waits for it and what mixes devices."""
