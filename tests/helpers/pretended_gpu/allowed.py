@@ -37,24 +37,39 @@ ALLOWED = {
         "counts of experts are read once in a thousand batches"
     ),
 }
-# By file of a library that does it within `ModelSlice.compute`; there are no graphs then.
+# By function of Transformers, within `ModelSlice.compute`; there are no graphs then.
 COMPUTE = "pipespec/engine/model_slice.py:ModelSlice.compute"
 LIBRARIES = {
-    "transformers/integrations/moe.py": (
+    "transformers/integrations/moe.py:_grouped_mm": (
         "torch multiplies groups of rows without a wait only in bfloat16, and from Hopper on"
     ),
+    "transformers/models/jetmoe/modeling_jetmoe.py:JetMoeTopKGating.forward": (
+        "it splits the rows by expert on the host"
+    ),
+    "transformers/models/longcat_flash/modeling_longcat_flash.py:LongcatFlashExperts.forward": (
+        "it computes the experts that rows chose in a loop on the host"
+    ),
+    "transformers/models/phimoe/modeling_phimoe.py:PhimoeRotaryEmbedding.forward": (
+        "it makes the frequencies in every batch"
+    ),
 }
+# Experts whose weights stay in few bits are computed in Transformers' loop over those that rows
+# chose.
+_LOOP, _OF_LOOP = "Experts.forward", "pipespec/engine/expert_stack.py:ExpertStack.__getitem__"
 _WAITS = (Kind.READ, Kind.WAIT)
 
 
-def is_allowed(found: Finding) -> bool:
-    if found.captured:
+def is_allowed(found: Finding, *, loops: bool = False) -> bool:
+    """Whether a step needs it; `loops`: its experts are in few bits."""
+    if found.captured or found.kind is Kind.MIXED:
         return False
+    if loops and (found.library.endswith(_LOOP) or found.place == _OF_LOOP):
+        return found.kind in (Kind.READ, Kind.SIZE)
     if found.place == COMPUTE:
-        return found.library.partition(":")[0] in LIBRARIES and found.kind is not Kind.MIXED
+        return found.library in LIBRARIES
     return found.place in ALLOWED and found.kind in _WAITS
 
 
-def refused(findings: Iterable[Finding]) -> list[str]:
+def refused(findings: Iterable[Finding], *, loops: bool = False) -> list[str]:
     """What a step does beyond the list, each once."""
-    return sorted({str(each) for each in findings if not is_allowed(each)})
+    return sorted({str(each) for each in findings if not is_allowed(each, loops=loops)})

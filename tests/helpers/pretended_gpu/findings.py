@@ -30,7 +30,8 @@ class Kind(StrEnum):
 @dataclass(frozen=True)
 class Finding:
     """`place`: the innermost function of the project, `file:function`; `line` its line there;
-    `library`: where a library did it for that function, or ""; `operation`: torch's name."""
+    `library`: the function of a library that did it for that one, or ""; `operation`: torch's
+    name; `captured`: whether a graph was being captured or replayed."""
 
     kind: Kind
     operation: str
@@ -55,7 +56,7 @@ def finding(kind: Kind, operation: str, *, captured: bool) -> Finding:
         if _INSTALLED in path.parts:
             where = path.parts[path.parts.index(_INSTALLED) + 1 :]
             if not library and where[0] != "torch":
-                library = f"{'/'.join(where)}:{frame.f_lineno}"
+                library = f"{'/'.join(where)}:{frame.f_code.co_qualname}"
         elif path.is_relative_to(ROOT) and not any(map(path.is_relative_to, _PASSED)):
             name = f"{path.relative_to(ROOT)}:{frame.f_code.co_qualname}"
             return Finding(kind, operation, name, frame.f_lineno, library, captured)

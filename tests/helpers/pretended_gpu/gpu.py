@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tests.helpers.pretended_gpu.tensors import (
     CUDA,
     GpuTensor,
     host_of,
-    is_private,
+    is_gpu,
     private_device,
 )
 
@@ -52,6 +52,12 @@ class PretendedGpu:
 
     def __exit__(self, *error: object) -> None:
         self._entered.close()
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Within a call that a mode has taken: see what its own code calls."""
+        with self._operations, self._functions:
+            yield
 
     def report(self, kind: Kind, operation: object) -> None:
         """Add a finding of the code that runs now."""
@@ -120,7 +126,7 @@ class PretendedGpu:
             device = kwargs.get("device")
             if device is None and function is Tensor.new_tensor and isinstance(args[0], GpuTensor):
                 device = private_device()
-            if is_private(device):
+            if is_gpu(device):
                 if function is Tensor.new_tensor:
                     function, args = torch.tensor, args[1:]
                     kwargs.setdefault("dtype", None)
@@ -151,7 +157,7 @@ class PretendedGpu:
     def operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation of torch's dispatcher."""
         if operation is torch.ops.pipespec.attend.default:
-            with self._functions, self._operations:  # our backends run for real
+            with self.modes():  # our backends run for real
                 return hook._whole(*args, **kwargs)
         name = operation._schema.name.removeprefix("aten::")
         tensors = [*_tensors((args, kwargs))]
@@ -164,10 +170,10 @@ class PretendedGpu:
             return self.pin(source.clone())
         if kwargs.get("pin_memory"):
             return self.pin(operation(*args, **{**kwargs, "pin_memory": False}))
-        if not on_gpu and not is_private(device):
+        if not on_gpu and not is_gpu(device):
             if name in operations.COPIES or name in ("to",):
                 device = next((each for each in args if isinstance(each, torch.device)), device)
-            if not is_private(device):
+            if not is_gpu(device):
                 return operation(*args, **kwargs)
         return self._on_gpu(operation, name, args, kwargs, on_gpu, tensors)
 
@@ -181,7 +187,7 @@ class PretendedGpu:
         tensors: list[Tensor],
     ) -> Any:
         devices = [each for each in (*args, kwargs.get("device")) if isinstance(each, torch.device)]
-        lands_on_gpu = is_private(devices[0]) if devices else bool(on_gpu)
+        lands_on_gpu = is_gpu(devices[0]) if devices else bool(on_gpu)
         if name in operations.COPIES:
             self._report_copy(name, args, kwargs, lands_on_gpu)
         else:
@@ -277,6 +283,10 @@ def _on_host(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else host_of(value)
 
 
+# All other types compute in their own way, such as torchao's tensors of quantised weights.
+_PLAIN = (Tensor, GpuTensor, torch.nn.Parameter)
+
+
 class _Functions(TorchFunctionMode):
     def __init__(self, gpu: PretendedGpu) -> None:
         super().__init__()
@@ -285,6 +295,10 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        for kind in types:
+            if not issubclass(kind, Tensor):  # such as `ExpertMatrix`, whose own code runs
+                with self:
+                    return kind.__torch_function__(func, types, args, kwargs or {})
         return self._gpu.function(func, args, kwargs or {})
 
 
@@ -296,4 +310,8 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        for kind in types:
+            if kind not in _PLAIN:
+                with self._gpu.modes():
+                    return kind.__torch_dispatch__(func, types, args, kwargs or {})
         return self._gpu.operation(func, args, kwargs or {})

@@ -75,8 +75,33 @@ def _wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
+# Rows of a tile of torch's product for weights of 4 bits.
+_TILE = 8
+
+
+def _pack_int4(pairs: Tensor, tiles: int) -> Tensor:
+    """In the shape of the kernel's own format (aten/src/ATen/native/cuda/int4mm.cu)."""
+    rows, columns = len(pairs), 2 * pairs.shape[1]
+    assert pairs.dtype == torch.uint8
+    assert rows % _TILE == 0
+    assert columns % (16 * tiles) == 0
+    shape = (rows // _TILE, columns // (16 * tiles), 32, tiles // 2)
+    return pairs.view(torch.int32).reshape(shape)
+
+
+def _multiply_int4(rows: Tensor, packed: Tensor, group: int, scale_and_zero: Tensor) -> Tensor:
+    pairs = packed.contiguous().view(torch.uint8).view(_TILE * len(packed), -1)
+    codes = torch.stack((pairs >> 4, pairs & 15), -1).view(len(pairs), -1, group)
+    scales, zeros = scale_and_zero.transpose(0, 1).float().unsqueeze(2).unbind(-1)
+    weights = ((codes - 8.0) * scales + zeros).view(len(pairs), -1)
+    # No row may depend on the others, as in the kernel.
+    return (rows.double() @ weights.double().T).to(rows.dtype)
+
+
 # Operations that a CPU does not have, or not for all types.
 ABSENT: dict[Any, Any] = {
+    torch.ops.aten._convert_weight_to_int4pack.default: _pack_int4,
+    torch.ops.aten._weight_int4pack_mm.default: _multiply_int4,
     torch.ops.aten.histc.default: _histc,
     torch.ops.aten.mm.dtype: _wide_product,
 }

@@ -38,8 +38,9 @@ def private_device() -> torch.device:
     return torch.device(_NAME, 0)
 
 
-def is_private(device: Any) -> bool:
-    return device is not None and torch.device(device).type == _NAME
+def is_gpu(device: Any) -> bool:
+    """Whether it is the pretended GPU, by either name."""
+    return device is not None and torch.device(device).type in (_NAME, CUDA.type)
 
 
 class GpuTensor(Tensor):

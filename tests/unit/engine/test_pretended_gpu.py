@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipespec.core import Request, SamplingParams
 from pipespec.engine.attention.select import SDPA, STATIC, TRITON
+from pipespec.engine.autotune import autotune
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.sampling.lossy_acceptance import relaxed, strict
 from tests.helpers import models
@@ -38,8 +39,8 @@ EVERY_SETTING = SamplingParams(
 )
 # Together they have what attention, positions, mixtures and running states have.
 SLICES = (range(models.NUM_LAYERS), range(2), range(2, models.NUM_LAYERS))
-# Transformers reads on the host which experts are chosen.
-NOT_CAPTURED = ("jetmoe", "longcat_flash")
+# Transformers' own code waits in them (`allowed.LIBRARIES`).
+NOT_CAPTURED = ("jetmoe", "longcat_flash", "phimoe")
 COVERING = ("gemma2", "gpt_oss", "llama4_text", "deepseek_v3", "qwen3_next", "falcon_h1")
 
 
@@ -88,6 +89,14 @@ def test_a_step_waits_for_what_it_needs_alone(gpu: PretendedGpu, name: str):
     assert found[0] == found[1] == found[2]
     captured = not target.recurrent and name not in NOT_CAPTURED
     assert target.graph_rows == ((ROWS,) if captured else ())
+
+
+def test_a_slice_tunes_itself(gpu: PretendedGpu):
+    model = load(models.shared("llama"), range(2), "cuda")
+    autotune(model, [ROWS], lambda tuned, rows: tuned.capture_graphs(rows, gpu.capture))
+    assert model.refused == []
+    assert model.step_ms is not None
+    assert [str(each) for each in gpu.take() if each.kind in (Kind.MIXED, Kind.CAPTURE)] == []
 
 
 def test_lossy_rules_wait_once(gpu: PretendedGpu):
