@@ -63,7 +63,9 @@ def _print(found: ClusterPlan) -> None:
 
     title = f"{found.target.name}, {found.target.parameters / 1e9:.1f} billion parameters"
     table = Table(box=SIMPLE_HEAD, padding=0, title=title, title_justify="left")
-    for heading in ("rank", "GPU", "layers", "weights", "KV", "1 row", "16 rows", "64 rows"):
+    has_states = any(stage.state_bytes for stage in found.cluster.stages)
+    kept = "KV+states" if has_states else "KV"
+    for heading in ("rank", "GPU", "layers", "weights", kept, "1 row", "16 rows", "64 rows"):
         table.add_column(f" {heading} ", justify="left" if heading == "GPU" else "right")
     if found.draft is not None and found.cluster.draft is not None:
         gib = size_text(found.draft.parameters * 2)
@@ -71,7 +73,7 @@ def _print(found: ClusterPlan) -> None:
         table.add_row("0", found.cluster.draft.name, "draft", gib, "", "", round_ms, "")
     for rank, stage in enumerate(found.cluster.stages, 1):
         times = [f"{stage.times.ms(rows):.1f} ms" for rows in (1, 16, 64)]
-        sizes = map(size_text, (stage.weight_bytes, stage.kv_bytes))
+        sizes = map(size_text, (stage.weight_bytes, stage.kv_bytes + stage.state_bytes))
         table.add_row(str(rank), stage.gpu.name, str(stage.layers), *sizes, *times)
     show(table)
     show(f"Plain pipeline parallelism (policy=root): {found.plain_ms:.0f} ms between tokens.")

@@ -26,6 +26,9 @@ RANGE = (
 SPREAD = 0.8
 # Layouts are compared with so many tokens.
 COMPARED = 300
+# Batches of draft tokens whose entries a stage with running states holds, for each rank
+# (`rank_needs.slots_by_setting`).
+BATCHES = 2
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class ClusterPlan:
                     "layers": stage.layers,
                     "weight_bytes": stage.weight_bytes,
                     "kv_bytes": stage.kv_bytes,
+                    "state_bytes": stage.state_bytes,
                     "stage_ms": [f"{rows}:{ms:.4g}" for rows, ms in stage.times.points],
                 }
                 for stage in self.cluster.stages
@@ -105,7 +109,13 @@ def plan(asked: Asked, policy: SpeculationPolicy, *, num_tokens: int, seed: int 
     target = find(asked.target)
     draft = None if asked.draft is None else find(asked.draft)
     found = clusters(
-        target, draft, asked.gpus, asked.link, weights=asked.weights, context=asked.context
+        target,
+        draft,
+        asked.gpus,
+        asked.link,
+        weights=asked.weights,
+        context=asked.context,
+        nodes=BATCHES * len(asked.gpus) * policy.max_rows,
     )
 
     def tbt_ms(cluster: PlannedCluster, accuracy: Accuracy, tokens: int) -> float:

@@ -28,12 +28,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A GPU with layers of the target. Bytes of weights, and of KV of the whole context."""
+    """A GPU with layers of the target. Bytes of weights, of KV of the whole context, and of running
+    states with their tree nodes."""
 
     gpu: GPU
     layers: int
     weight_bytes: float
     kv_bytes: float
+    state_bytes: float
     times: TimeCurve
 
 
@@ -54,6 +56,7 @@ def clusters(
     *,
     weights: str,
     context: int,
+    nodes: int = 0,
 ) -> list[PlannedCluster]:
     """The target on all GPUs but that of the draft, one for each kind of GPU that could be that.
 
@@ -61,12 +64,13 @@ def clusters(
         link: between the GPUs; None: messages take no time.
         weights: of the target's layers, one of WEIGHT_BYTES; the draft's are bfloat16.
         context: tokens of all requests together.
+        nodes: tree nodes whose entries a layer with a running state keeps.
 
     Raises ConfigError if the models do not fit.
     """
     found = []
-    for own, rest in _draft_gpus(draft, gpus, context):
-        split = _split(target, rest, weights, context)
+    for own, rest in _draft_gpus(draft, gpus, context, nodes):
+        split = _split(target, rest, weights, context, nodes)
         if split is None:
             continue
         last = len(split) - 1
@@ -76,6 +80,7 @@ def clusters(
                 layers,
                 layers * target.layer_bytes(weights) + _ends(target, place, last),
                 layers * target.kv_bytes(context),
+                layers * target.state_bytes(nodes),
                 _times(target, gpu, layers, weights, has_head=place == last),
             )
             for place, (gpu, layers) in enumerate(zip(rest, split, strict=True))
@@ -85,7 +90,7 @@ def clusters(
         curves = tuple(stage.times for stage in stages)
         found.append(PlannedCluster(stages, own, Machine(curves, hop, draft_ms)))
     if not found:
-        raise ConfigError(_no_room(target, draft, gpus, weights, context))
+        raise ConfigError(_no_room(target, draft, gpus, weights, context, nodes))
     return found
 
 
@@ -97,7 +102,7 @@ def round_ms(draft: ModelShape, gpu: GPU) -> float:
 
 
 def _draft_gpus(
-    draft: ModelShape | None, gpus: Sequence[GPU], context: int
+    draft: ModelShape | None, gpus: Sequence[GPU], context: int, nodes: int
 ) -> Iterator[tuple[GPU | None, list[GPU]]]:
     """Each kind of GPU that has room for the draft, and the others."""
     if draft is None:
@@ -106,12 +111,13 @@ def _draft_gpus(
     for name in dict.fromkeys(gpu.name for gpu in gpus):
         place = next(i for i, gpu in enumerate(gpus) if gpu.name == name)
         rest = [*gpus[:place], *gpus[place + 1 :]]
-        if rest and _draft_bytes(draft, context) <= gpus[place].usable_bytes:
+        if rest and _draft_bytes(draft, context, nodes) <= gpus[place].usable_bytes:
             yield gpus[place], rest
 
 
-def _draft_bytes(draft: ModelShape, context: int) -> float:
-    return draft.parameters * ITEM + draft.num_layers * draft.kv_bytes(context)
+def _draft_bytes(draft: ModelShape, context: int, nodes: int) -> float:
+    kept = draft.kv_bytes(context) + draft.state_bytes(nodes)
+    return draft.parameters * ITEM + draft.num_layers * kept
 
 
 def _ends(target: ModelShape, place: int, last: int) -> float:
@@ -119,10 +125,13 @@ def _ends(target: ModelShape, place: int, last: int) -> float:
     return target.head_bytes * ((place == 0) + (place == last))
 
 
-def _split(target: ModelShape, gpus: Sequence[GPU], weights: str, context: int) -> list[int] | None:
+def _split(
+    target: ModelShape, gpus: Sequence[GPU], weights: str, context: int, nodes: int
+) -> list[int] | None:
     """Layers of each GPU, so that the slowest takes as little time as possible; None: no room."""
     last = len(gpus) - 1
-    per_layer = target.layer_bytes(weights) + target.kv_bytes(context)
+    kept = target.kv_bytes(context) + target.state_bytes(nodes)
+    per_layer = target.layer_bytes(weights) + kept
     room = [
         int((gpu.usable_bytes - _ends(target, i, last)) // per_layer) for i, gpu in enumerate(gpus)
     ]
@@ -163,20 +172,25 @@ def _no_room(
     gpus: Sequence[GPU],
     weights: str,
     context: int,
+    nodes: int,
 ) -> str:
     """What does not fit, and what would make it fit."""
     beside = "" if draft is None else f", one of which {draft.name} takes,"
     needed = target.num_layers * target.layer_bytes(weights) + 2 * target.head_bytes
     kv = target.num_layers * target.kv_bytes(context)
+    states = target.num_layers * target.state_bytes(nodes)
     usable = sum(gpu.usable_bytes for gpu in gpus)
     said = (
         f"{target.name} does not fit: it takes {needed / GIB:.1f} GiB with {weights} weights and "
-        f"{kv / GIB:.1f} GiB for {context} tokens of context, and these {len(gpus)} GPUs{beside} "
+        f"{kv / GIB:.1f} GiB for {context} tokens of context"
+        f"{f' and {states / GIB:.1f} GiB of running states' if states else ''}, and these "
+        f"{len(gpus)} GPUs{beside} "
         f"have room for {usable / GIB:.1f} GiB"
     )
     for smaller in WEIGHT_BYTES:
         if WEIGHT_BYTES[smaller] < WEIGHT_BYTES[weights] and any(
-            _split(target, rest, smaller, context) for _, rest in _draft_gpus(draft, gpus, context)
+            _split(target, rest, smaller, context, nodes)
+            for _, rest in _draft_gpus(draft, gpus, context, nodes)
         ):
             return f"{said}; --weights {smaller} would fit."
     return f"{said}; give more GPUs, or a smaller --context."
