@@ -3,8 +3,8 @@
 A rank's time is its computation and then its message to the next rank:
 
     head          rounds × draft round            + the rows' headers to the first stage's host
-    stage         layers × layer (+ embedding)    + rows of hidden states to the next host
-    last stage    layers × layer + head           + half a round trip to the head's host (verdict)
+    stage         its layers (+ embedding)        + rows of hidden states to the next host
+    last stage    its layers + head               + half a round trip to the head's host (verdict)
 
 Everything here is arithmetic; milliseconds and bytes.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import inf
+from operator import mul
 
 # Six integers of 8 bytes describe a row (`pipespec.transport.wire`).
 ROW_HEADER_BYTES = 48
@@ -26,8 +27,9 @@ BITS_PER_GBIT_MS = 1_000_000  # what a Gbit/s moves in a millisecond
 class Worker:
     """A process that can hold a rank, and what was measured of it at the width to be used.
 
-    `layer_ms` is one layer, `head_ms` the final norm and the LM head, `embedding_ms` the
-    embedding, `draft_round_ms` one expansion by the draft. `memory_bytes` is what it may hold.
+    `layer_ms` is one layer, the mean of all, and `kind_ms` one of each kind (`Needs.kinds`), unless
+    all are alike; `head_ms` the final norm and the LM head, `embedding_ms` the embedding,
+    `draft_round_ms` one expansion by the draft. `memory_bytes` is what it may hold.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Worker:
     embedding_ms: float = 0.0
     draft_round_ms: float = 0.0
     memory_bytes: float = inf
+    kind_ms: tuple[float, ...] = ()
 
     @property
     def host(self) -> str:
@@ -61,7 +64,8 @@ NEAR = Route()
 class Needs:
     """What the models need.
 
-    `layer_bytes` are the weights of each layer of the target. `head_bytes` are the final norm
+    `layer_bytes` are the weights of each layer of the target, and `kinds` says which layers take as
+    long as each other; nothing: all do. `head_bytes` are the final norm
     and the LM head; with `tied` the last stage holds the embedding too. `kv_layer_bytes` are
     the KV pool and the running states of each layer. `runtime_bytes` is what any rank takes beyond
     weights and KV. `draft_bytes` are weights and KV of the draft. A batch has `rows` rows of
@@ -79,6 +83,7 @@ class Needs:
     rows: int = 1
     row_bytes: int = 0
     rounds: int = 1
+    kinds: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -88,6 +93,16 @@ class Needs:
     def before(self) -> tuple[int, ...]:
         """Bytes of weights and KV of the first i layers, for i from 0 to all."""
         return tuple(accumulate(self.whole_layers, initial=0))
+
+    @cached_property
+    def kinds_before(self) -> tuple[tuple[int, ...], ...]:
+        """How many layers of each kind are among the first i, for i from 0 to all."""
+        counts = [0] * (max(self.kinds, default=-1) + 1)
+        found = [tuple(counts)]
+        for kind in self.kinds:
+            counts[kind] += 1
+            found.append(tuple(counts))
+        return tuple(found)
 
     @property
     def whole_layers(self) -> tuple[int, ...]:
@@ -171,7 +186,21 @@ class Problem:
         ]
 
 
-def compute_ms(worker: Worker, num_layers: int, *, first: bool, last: bool) -> float:
-    """What a stage computes in a step."""
-    ends = (worker.embedding_ms if first else 0.0) + (worker.head_ms if last else 0.0)
-    return num_layers * worker.layer_ms + ends
+def layers_ms(worker: Worker, needs: Needs, layers: range) -> float:
+    """What these layers take."""
+    if not worker.kind_ms:
+        return len(layers) * worker.layer_ms
+    before, after = needs.kinds_before[layers.start], needs.kinds_before[layers.stop]
+    counts = [stop - start for start, stop in zip(before, after, strict=True)]
+    return sum(map(mul, counts, worker.kind_ms))
+
+
+def ends_ms(worker: Worker, *, first: bool, last: bool) -> float:
+    """What a stage computes beside its layers."""
+    return (worker.embedding_ms if first else 0.0) + (worker.head_ms if last else 0.0)
+
+
+def compute_ms(worker: Worker, needs: Needs, layers: range) -> float:
+    """What the stage with these layers computes in a step."""
+    first, last = layers.start == 0, layers.stop == needs.num_layers
+    return layers_ms(worker, needs, layers) + ends_ms(worker, first=first, last=last)

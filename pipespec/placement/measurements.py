@@ -6,152 +6,23 @@ becomes what the other takes, with what the configuration asks of memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from math import inf
-from typing import Any, TypedDict
+from typing import Any
 
 from pipespec.config.hosts import HostsFile
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
-from pipespec.engine.precision import ITEM_BYTES, KV_PLAIN, automatic
+from pipespec.engine.precision import ITEM_BYTES, automatic
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import ROW_HEADER_BYTES, Needs, Problem, Route, Worker
+from pipespec.placement.figures import Figures, ModelSizes, Number
 from pipespec.placement.rank_needs import STATES, kept_layer_bytes, num_slots
 from pipespec.placement.slices import GIB
-from pipespec.system.validation import Unreadable, from_fields, read_json
 
 # What a process takes beyond weights and KV (docs/benchmarks.md), and room for activations.
 RUNTIME_BYTES = 512 * 2**20
-
-
-Number = int | float
-# No figure comes near: bytes, milliseconds, Gbit/s.
-LARGEST_FIGURE = 2**62
-
-
-class KeptSizes(TypedDict, total=False):
-    """Of each layer: whether it holds K and V, and the bytes of a running state and of a node of
-    it. Older figures do not say it."""
-
-    has_kv: Sequence[bool]
-    state_bytes: Sequence[int]
-    node_bytes: Sequence[int]
-
-
-class ModelSizes(KeptSizes):
-    """Of a model's weights in memory."""
-
-    dtype: str
-    layer_bytes: Sequence[int]
-    embedding_bytes: int
-    head_bytes: int
-    tied: bool
-    hidden_size: int
-    context: int
-
-
-class StageFigures(TypedDict):
-    """Of a device that computes layers of the target."""
-
-    layer_ms: Number
-    head_ms: Number
-    embedding_ms: Number
-    kv_slot_bytes: Number
-
-
-class DraftFigures(TypedDict):
-    """Of a device that computes the draft."""
-
-    round_ms: Number
-    weight_bytes: Number
-    kv_slot_bytes: Number
-
-
-class Device(TypedDict):
-    """What is known of every device."""
-
-    model: str
-    memory_bytes: Number
-
-
-class DeviceFigures(Device, total=False):
-    """A device with its measured times (`instruments.diagnostics.measure_devices`).
-
-    None: the device had no room for that model.
-    """
-
-    stage: StageFigures | None
-    draft: DraftFigures | None
-    sum_ms: Number  # of what those compute that compute together, of whom it is the first
-
-
-class HostFigures(TypedDict):
-    """What `pipespec.instruments.diagnostics.measure_devices` answers on one host."""
-
-    target: ModelSizes
-    draft: ModelSizes | None
-    devices: Sequence[DeviceFigures]
-
-
-class LinkFigures(TypedDict):
-    """From one host to another."""
-
-    source: str
-    to: str
-    rtt_ms: Number
-    gbit_s: Number
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What was measured, as plain values that JSON can hold.
-
-    `rows` and `length` are the width and the text length of it, `dtype` the type of plain
-    weights and `quantization` what becomes of those of target and draft. `members` maps a worker to
-    what was measured of its device.
-    """
-
-    rows: int
-    length: int
-    dtype: str
-    quantization: Sequence[str | None]
-    target: ModelSizes
-    draft: ModelSizes | None
-    members: Mapping[str, DeviceFigures]
-    links: Sequence[LinkFigures]
-    keep_quantized: str = "auto"
-    kv_dtype: str = KV_PLAIN
-
-    @classmethod
-    def read(cls, file: str) -> Figures:
-        """From what `pipespec partition --json` printed. Raises ConfigError."""
-        try:
-            values = read_json(file, pipe=True)
-            found = from_fields(cls, values.get("figures") if isinstance(values, dict) else None)
-            for number in _numbers(asdict(found)):
-                if not 0 <= number < LARGEST_FIGURE:
-                    raise Unreadable(f"it holds {number:g}, which cannot be a measurement")
-            if len(found.quantization) != 2 or any(not link["gbit_s"] for link in found.links):
-                raise Unreadable("it lacks a figure")
-        except Unreadable as error:
-            raise ConfigError(
-                f"The figures {file!r} cannot be read ({error}); measure again with `pipespec "
-                "partition --json`."
-            ) from error
-        return found
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def _numbers(value: Any) -> Iterator[Number]:
-    """Every number in plain values."""
-    if isinstance(value, Number):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _numbers(item)
 
 
 def choose_dtype(hosts_file: HostsFile, config: Config) -> str:
@@ -328,12 +199,18 @@ def _worker(hosts_file: HostsFile, figures: Figures, name: str) -> Worker:
     elif len(members) > 1:
         draft_round_ms = inf  # the head is a worker by itself, unless the file says otherwise
         of_each = [each for name in members if (each := figures.members[name]["stage"])]
-        slowest = max(times["layer_ms"] for times in of_each)
+
         # What each has computed is added up behind attention and behind the MLP.
-        stage["layer_ms"] = slowest / len(members) + 2 * found["sum_ms"]
+        def together(times: Iterable[Number]) -> Number:
+            return max(times) / len(members) + 2 * found["sum_ms"]
+
+        stage["layer_ms"] = together(times["layer_ms"] for times in of_each)
+        by_kind = zip(*(times.get("kind_ms", ()) for times in of_each), strict=False)
+        stage["kind_ms"] = [together(times) for times in by_kind]
     return Worker(
         name,
         **{key: stage[key] for key in ("layer_ms", "head_ms", "embedding_ms") if stage},
+        kind_ms=tuple(stage.get("kind_ms", ())) if figures.target.get("kinds") else (),
         draft_round_ms=draft_round_ms,
         memory_bytes=_granted(
             hosts_file, name, min(figures.members[each]["memory_bytes"] for each in members)
@@ -355,6 +232,7 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
     pool = num_slots(config, context=context, num_ranks=num_ranks, head=True)
     if draft is not None and drafts:
         draft_bytes = int(max(d["weight_bytes"] + pool * d["kv_slot_bytes"] for d in drafts))
+        draft_bytes += sum(_kept_of(draft, pool, context, slot_bytes=0))  # running states
     elif draft is not None:
         draft_bytes = sum(draft["layer_bytes"]) + draft["embedding_bytes"] + draft["head_bytes"]
     if config.needs_mid and config.cluster.mid_device is None:
@@ -376,4 +254,5 @@ def _needs(hosts_file: HostsFile, figures: Figures, config: Config) -> Needs:
         rows=figures.rows,
         row_bytes=target["hidden_size"] * ITEM_BYTES[target["dtype"]] + ROW_HEADER_BYTES,
         rounds=rounds if isinstance(rounds, int) else 1,
+        kinds=tuple(target.get("kinds", ())),
     )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-from pipespec.placement.costs import Problem, Worker, compute_ms
+from pipespec.placement.costs import Problem, Worker, ends_ms, layers_ms
 
 # Up to so many hosts every order is considered; of more, the order of the hosts file is kept.
 MAX_ORDERED = 8
@@ -65,7 +65,8 @@ class Search:
         self.workers = [of_host[host] for host in self.hosts]
         self.last = self.hosts.index(problem.last_host) if problem.last_host in of_host else None
         self.num_stages = len(stages)
-        self._times: dict[tuple[str, bool, bool, float], list[float]] = {}
+        self._times: dict[tuple[str, int], list[float]] = {}
+        self._most: dict[tuple[str, float, float], list[int]] = {}
         self._largest = max(self.needs.whole_layers)
 
     def improve(self, best: Found | None) -> Found | None:
@@ -99,26 +100,44 @@ class Search:
             links = {problem.batch_ms(host, other) for other in self.hosts}
             verdict = problem.verdict_ms(host, self.head.host)
             for worker in workers:
+                starts = range(self.needs.num_layers) if worker.kind_ms else range(1)
+                own = {ms for start in starts for ms in self._layer_times(worker, start)[1:]}
                 for first in (False, True):
-                    for link in links:
-                        times.update(self._stage_times(worker, first, False, link)[1:])
-                    times.update(self._stage_times(worker, first, True, verdict)[1:])
+                    for last, messages in ((False, links), (True, {verdict})):
+                        ends = ends_ms(worker, first=first, last=last)
+                        times.update(ms + (ends + link) for ms in own for link in messages)
         return sorted(times)
 
-    def _stage_times(self, worker: Worker, first: bool, last: bool, link_ms: float) -> list[float]:
-        """What a stage takes with 0, 1, 2 ... layers."""
-        key = (worker.name, first, last, link_ms)
+    def _layer_times(self, worker: Worker, start: int) -> list[float]:
+        """What 0, 1, 2 ... layers take from layer `start` on. If all are alike, those from the
+        first on."""
+        start = start if worker.kind_ms else 0
+        key = (worker.name, start)
         if key not in self._times:
-            counts = range(self.needs.num_layers + 1)
-            self._times[key] = [
-                compute_ms(worker, count, first=first, last=last) + link_ms for count in counts
-            ]
+            stops = range(start, self.needs.num_layers + 1)
+            self._times[key] = [layers_ms(worker, self.needs, range(start, stop)) for stop in stops]
         return self._times[key]
+
+    def _most_layers(self, worker: Worker, more_ms: float, limit: float) -> list[int]:
+        """How many layers a stage can compute in time from each layer on, if it takes `more_ms`
+        beside them. If all are alike, it may be more than there are."""
+        key = (worker.name, more_ms, limit)
+        if key not in self._most:
+
+            def most(start: int) -> int:
+                times = self._layer_times(worker, start)
+                return bisect_right(times, limit, key=lambda ms: ms + more_ms) - 1
+
+            count = self.needs.num_layers + 1
+            alike = not worker.kind_ms
+            self._most[key] = [most(0)] * count if alike else [most(i) for i in range(count)]
+        return self._most[key]
 
     # --- is there a layout within a limit? ----------------------------------------------------
 
     def _within(self, limit: float) -> tuple[int, ...] | None:
         """The order with the least link time among those whose ranks all stay within `limit`."""
+        self._most.clear()
         ways: dict[tuple[int, int], list[_Way]] = {}
         for index in self._successors(0, -1):
             feed = self.problem.feed_ms(self.head.host, self.hosts[index])
@@ -180,10 +199,12 @@ class Search:
         """The layers at which a stage can end that begins at one of `starts`; both sets of bits."""
         if not starts:
             return 0
-        most, room = self._capacity(worker, stage, link_ms, limit)
+        first, last = stage == 0, stage == self.num_stages - 1
+        most = self._most_layers(worker, ends_ms(worker, first=first, last=last) + link_ms, limit)
+        room = self._room(worker, stage)
         low, high = (starts & -starts).bit_length() - 1, starts.bit_length() - 1
-        gapless = starts == (1 << high + 1) - (1 << low)
-        if gapless and most > 0 and room >= self._largest and self.problem.split is None:
+        gapless = starts == (1 << high + 1) - (1 << low) and min(most[low : high + 1]) > 0
+        if gapless and room >= self._largest and self.problem.split is None:
             stops = self._stops(stage, high, most, room)
             return (1 << max(stops.stop, low + 1)) - (1 << low + 1)
         ends = 0
@@ -192,18 +213,15 @@ class Search:
                 ends |= 1 << stop
         return ends
 
-    def _capacity(
-        self, worker: Worker, stage: int, link_ms: float, limit: float
-    ) -> tuple[int, float]:
-        """How many layers a stage can compute in time, and how many bytes they may have."""
+    def _room(self, worker: Worker, stage: int) -> float:
+        """How many bytes the layers of a stage may have."""
         first, last = stage == 0, stage == self.num_stages - 1
-        most = bisect_right(self._stage_times(worker, first, last, link_ms), limit) - 1
-        return most, worker.memory_bytes - self.needs.fixed_bytes(first=first, last=last)
+        return worker.memory_bytes - self.needs.fixed_bytes(first=first, last=last)
 
-    def _stops(self, stage: int, start: int, most: int, room: float) -> range:
-        """Where a stage that begins at layer `start` can end."""
+    def _stops(self, stage: int, start: int, most: Sequence[int], room: float) -> range:
+        """Where a stage that begins at layer `start` can end, of `most` layers by start."""
         before = self.needs.before
-        stop = min(bisect_right(before, before[start] + room) - 1, start + most)
+        stop = min(bisect_right(before, before[start] + room) - 1, start + most[start])
         if self.problem.split is None:
             return range(start + 1, stop + 1)
         wanted = start + self.problem.split[stage]
@@ -219,13 +237,14 @@ class Search:
         ways: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
         for stage, (worker, link) in enumerate(zip(stages, links[1:], strict=True)):
             first, last = stage == 0, stage == self.num_stages - 1
-            times = self._stage_times(worker, first, last, link)
-            most, room = self._capacity(worker, stage, link, limit)
+            more_ms = ends_ms(worker, first=first, last=last) + link
+            most, room = self._most_layers(worker, more_ms, limit), self._room(worker, stage)
             reached: dict[int, tuple[float, tuple[int, ...]]] = {}
             for start in sorted(ways, reverse=True):
                 cost, sizes = ways[start]
+                times = self._layer_times(worker, start)
                 for stop in self._stops(stage, start, most, room):
-                    new = cost + times[stop - start] ** 2
+                    new = cost + (times[stop - start] + more_ms) ** 2
                     if stop not in reached or new < reached[stop][0]:
                         reached[stop] = (new, (*sizes, stop - start))
             ways = reached

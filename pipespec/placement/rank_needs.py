@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 
 from pipespec.config.schema import Config
 from pipespec.engine.checkpoint import CheckpointInfo
 
 # Running states of a request: its own, and that which is kept of its prompt.
 STATES = 2
+# Layers whose weights differ by no more than this factor, one after another by size, are alike.
+ALIKE = 1.5
 
 
 def num_slots(config: Config, *, context: int, num_ranks: int, head: bool) -> int:
@@ -53,4 +57,25 @@ def kept_layer_bytes(
         slots * of_slot * info.kv_layers(layer)
         + info.recurrent_bytes(layer, dtype, STATES, slots - context)
         for layer in (range(number, number + 1) for number in range(info.num_layers))
+    )
+
+
+def layer_kinds(info: CheckpointInfo, layer_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Which layers take as long as each other, by numbers from 0 on: those that keep K and V or a
+    running state alike, and whose weights are about as large; an MLP is unlike its experts."""
+    layers = [range(number, number + 1) for number in range(info.num_layers)]
+    kept = [(info.kv_layers(each), info.recurrent_bytes(each, "float32", 1, 0)) for each in layers]
+    sizes: dict[tuple[tuple[int, int], int], int] = {}
+    for alike in set(kept):
+        ordered = sorted(
+            {size for own, size in zip(kept, layer_bytes, strict=True) if own == alike}
+        )
+        sizes[alike, ordered[0]] = number = 0
+        for smaller, larger in pairwise(ordered):
+            number += larger > ALIKE * smaller
+            sizes[alike, larger] = number
+    kinds: dict[tuple[tuple[int, int], int], int] = {}
+    return tuple(
+        kinds.setdefault((own, sizes[own, size]), len(kinds))
+        for own, size in zip(kept, layer_bytes, strict=True)
     )

@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import inf
 
 from pipespec.errors import ConfigError
-from pipespec.placement.costs import Problem, Worker, compute_ms
+from pipespec.placement.costs import Problem, Worker, compute_ms, layers_ms
 from pipespec.placement.ordering import Found, Search
 
 GIB = 2**30
@@ -143,7 +143,6 @@ def _replaced(placement: Placement, gone: set[str]) -> list[str] | None:
 def _placement(
     problem: Problem, head: Worker, stages: Sequence[Worker], layers: Sequence[range]
 ) -> Placement:
-    last = len(stages) - 1
     return Placement(
         problem=problem,
         workers_by_rank=(head.name, *(stage.name for stage in stages)),
@@ -151,8 +150,8 @@ def _placement(
         compute_ms=(
             problem.draft_ms(head),
             *(
-                compute_ms(stage, len(piece), first=index == 0, last=index == last)
-                for index, (stage, piece) in enumerate(zip(stages, layers, strict=True))
+                compute_ms(stage, problem.needs, piece)
+                for stage, piece in zip(stages, layers, strict=True)
             ),
         ),
         link_ms=tuple(problem.link_ms(head, stages)),
@@ -183,7 +182,11 @@ def reason(placement: Placement, rank: int) -> str:
     if grown > worker.memory_bytes:
         lacking = _gib(grown - worker.memory_bytes)
         return f"another layer needs {lacking} GiB more"
-    longer = placement.rank_ms[rank] + worker.layer_ms
+    beside = [range(piece.start - 1, piece.start)] if piece.start else []
+    if piece.stop < problem.needs.num_layers:
+        beside.append(range(piece.stop, piece.stop + 1))
+    one_more = min((layers_ms(worker, problem.needs, layer) for layer in beside), default=0.0)
+    longer = placement.rank_ms[rank] + one_more
     if longer > step:
         return f"{len(piece) + 1} layers would take {longer:.2f} ms"
     return f"{_percent(placement, rank)} of a step"

@@ -13,10 +13,12 @@ from pipespec.config.compose import compose
 from pipespec.config.hosts import load_hosts
 from pipespec.engine.checkpoint import inspect
 from pipespec.errors import ConfigError
-from pipespec.instruments.diagnostics.measure_devices import MeasureRequest, measure
 from pipespec.instruments.diagnostics.measure_devices import main as run_measure
+from pipespec.instruments.diagnostics.measure_devices import measure
 from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
-from pipespec.placement.measurements import Figures, problem
+from pipespec.instruments.diagnostics.measure_request import MeasureRequest
+from pipespec.placement.figures import Figures
+from pipespec.placement.measurements import problem
 from pipespec.placement.slices import plan_slices
 from pipespec.system.folders import resource_dir
 from tests.helpers import models
@@ -104,7 +106,24 @@ def test_layers_that_keep_a_state_instead_of_k_and_v_are_told_apart(tmp_path):
     assert sizes["has_kv"] == [False, True, False, True]
     assert sizes["state_bytes"] == [info.recurrent.state_bytes(4), 0] * 2
     assert sizes["node_bytes"] == [info.recurrent.node_bytes(4), 0] * 2
-    assert found["devices"][1]["stage"]["kv_slot_bytes"] == 4 * info.kv_size
+    stage = found["devices"][1]["stage"]
+    assert stage["kv_slot_bytes"] == 4 * info.kv_size
+    assert sizes["kinds"] == [0, 1, 0, 1]
+    assert stage["layer_ms"] == pytest.approx(sum(stage["kind_ms"]) / 2)
+    assert measure(wish(target=str(path), draft=str(path)))["devices"][1]["stage"] == stage
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"), [("nemotron_h", [0, 1, 2, 3]), ("kimi_linear", [0, 1, 2, 1])]
+)
+def test_layers_of_several_kinds_are_timed_by_kind(tmp_path, model_type, kinds):
+    """State, experts, attention and MLP; state beside an MLP, attention, state beside experts."""
+    path = models.build(model_type, tmp_path / "model")
+    found = measure(wish(target=str(path), draft=None, devices=("cpu",), roles=(("stage",),)))
+    assert found["target"]["kinds"] == kinds
+    (device,) = found["devices"]
+    assert len(device["stage"]["kind_ms"]) == max(kinds) + 1
+    assert min(device["stage"]["kind_ms"]) > 0
 
 
 def test_what_was_measured_is_kept_and_belongs_to_its_rows(cache):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipespec.config.hosts import HostsFile
     from pipespec.config.schema import Config
     from pipespec.console.arguments import Commands
-    from pipespec.placement.measurements import Figures
+    from pipespec.placement.figures import Figures
     from pipespec.placement.slices import Placement
 
 
@@ -46,7 +46,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     from pipespec.config.compose import compose
     from pipespec.config.hosts import load_hosts
-    from pipespec.placement.measurements import Figures, problem
+    from pipespec.placement.figures import Figures
+    from pipespec.placement.measurements import problem
     from pipespec.placement.slices import plan_slices
 
     hosts_file = load_hosts(arguments.hosts)

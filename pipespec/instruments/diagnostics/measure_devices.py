@@ -12,12 +12,10 @@ read each time.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipespec.config.cluster import AUTO
 from pipespec.engine.attention.attention_plan import AttentionPlan, causal_plan
 from pipespec.engine.checkpoint import CheckpointInfo, inspect
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.engine.partial_checkpoint import layers_here, missing
-from pipespec.engine.precision import KV_PLAIN
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.errors import ConfigError, HostFailed, PipespecError
 from pipespec.instruments.diagnostics.inventory import fingerprint
+from pipespec.instruments.diagnostics.measure_request import MeasureRequest
 from pipespec.instruments.diagnostics.tensor_parallel_cost import all_reduce_ms
 from pipespec.instruments.diagnostics.timing import median_ms
+from pipespec.placement.rank_needs import layer_kinds
 from pipespec.system.cache import load_cached, store_cached
-from pipespec.system.cores import num_cores, share_cores
 from pipespec.system.devices import num_cuda
 from pipespec.system.validation import Unreadable, typed
 from pipespec.system.versions import package_version
@@ -47,60 +44,8 @@ MEMORY_SHARE = 0.8  # of what is free may be used to measure
 # Packages that decide how fast a model is.
 VERSIONS = ("pipespec", "torch", "transformers", "torchao", "bitsandbytes")
 SEED = 0
-
-
-@dataclass(frozen=True)
-class MeasureRequest:
-    """What to measure.
-
-    `roles` has one entry per device: "stage" and "draft", or one of them. `rows` is the width of
-    a batch, `length` how many tokens of text it attends to; `children` are the draft's
-    candidates. `dtype` is that of plain weights, and if it was asked for, of weights of few bits
-    too. `quantization` is that of target and draft. `groups` are the sizes of those
-    devices, in order, that compute together; nothing: each by itself. `threads` is
-    `cluster.threads`.
-    """
-
-    target: str
-    draft: str | None
-    devices: tuple[str, ...]
-    roles: tuple[tuple[str, ...], ...]
-    rows: int
-    length: int
-    children: int
-    dtype: str
-    quantization: tuple[str | None, str | None] = (None, None)
-    keep_quantized: str = "auto"
-    kv_dtype: str = KV_PLAIN
-    dtype_asked: bool = False
-    groups: tuple[int, ...] = ()
-    threads: int | str = AUTO
-
-    def num_threads(self) -> int:
-        """Threads of a stage on the CPU, as ranks set them, if one worker that can draft becomes
-        the head where there are several."""
-        if self.threads != AUTO:
-            return int(self.threads)
-        if "OMP_NUM_THREADS" in os.environ:
-            return int(os.environ["OMP_NUM_THREADS"])
-        on_cpu = [
-            roles for device, roles in zip(self.devices, self.roles, strict=True) if device == "cpu"
-        ]
-        has_head = len(on_cpu) > 1 and any("draft" in roles for roles in on_cpu)
-        num_stages = max(1, len(on_cpu) - has_head)
-        return share_cores(num_cores(), num_stages, has_head=has_head).stage
-
-    def weight_format(self, info: CheckpointInfo, role: str) -> str | None:
-        """How target (`stage`) or draft is held; see CheckpointInfo."""
-        return info.weight_format(
-            self.quantization[role == "draft"], self.keep_quantized, self.dtype_of(info)
-        )
-
-    def dtype_of(self, info: CheckpointInfo) -> str:
-        """The type in which target or draft computes."""
-        if self.dtype_asked or not info.few_bits:
-            return info.compute_dtype(self.dtype)
-        return info.chosen_dtype("auto", self.devices)
+# What `stage` and `draft` give.
+_Times = Mapping[str, float | Sequence[float]]
 
 
 def measure(request: MeasureRequest) -> dict[str, Any]:
@@ -123,7 +68,7 @@ def measure(request: MeasureRequest) -> dict[str, Any]:
             info.require_quantizer(name, how, held)
     num_cpu = sum(device == "cpu" for device in request.devices)
     threads = request.num_threads()
-    measured: dict[str, dict[str, float] | None] = {}
+    measured: dict[str, _Times | None] = {}
     found = []
     for device, roles in zip(request.devices, request.roles, strict=True):
         memory = _free_bytes(device, num_cpu)
@@ -167,6 +112,7 @@ def _sizes(info: CheckpointInfo, dtype: str, quantization: str | None) -> dict[s
         "has_kv": [info.kv_layers(layer) > 0 for layer in layers],
         "state_bytes": [info.recurrent_bytes(layer, own, 1, 0) for layer in layers],
         "node_bytes": [info.recurrent_bytes(layer, own, 0, 1) for layer in layers],
+        "kinds": list(layer_kinds(info, sizes.layers)),
     }
 
 
@@ -185,12 +131,13 @@ class _DeviceBenchmark:
         )
         self._random = torch.Generator().manual_seed(SEED)
 
-    def cached(self, role: str, info: CheckpointInfo) -> dict[str, float] | None:
+    def cached(self, role: str, info: CheckpointInfo) -> _Times | None:
         """What `stage` or `draft` gives, kept from an earlier time if it is there.
 
         None: there is no room for the draft.
         """
         request, files = self.request, fingerprint(str(info.path))
+        kinds = self.kinds(info) if role == "stage" else ()
         key = {
             "role": role,
             "files": [files.config, files.index, files.shards],
@@ -202,9 +149,11 @@ class _DeviceBenchmark:
             "quantization": request.weight_format(info, role),
             "versions": [package_version(name) for name in VERSIONS],
         }
+        if any(kinds):
+            key["kinds"] = list(kinds)
         kept = load_cached("measured", key)
         with suppress(Unreadable):
-            figures: dict[str, float] = typed("it", kept, Mapping[str, int | float])
+            figures: _Times = typed("it", kept, Mapping[str, int | float | Sequence[float]])
             return figures
         torch.set_num_threads(self.threads)
         try:
@@ -220,38 +169,61 @@ class _DeviceBenchmark:
             store_cached("measured", key, found)
         return found
 
-    def stage(self, info: CheckpointInfo) -> dict[str, float]:
-        """One layer, the embedding, the LM head; KV bytes of a layer's slot.
+    def stage(self, info: CheckpointInfo) -> _Times:
+        """One layer, of each kind if there are several; the embedding, the LM head; KV bytes of a
+        slot in a layer that holds K and V.
 
-        Without their files here, the head's numbers are random, and the embedding takes no time.
+        A kind without its files here takes as long as the mean of the others, the head's numbers
+        are random without them, and the embedding takes no time.
         """
         count, of_target = info.num_layers, self.request.weight_format(info, "stage")
-        layer_bytes = max(info.loaded(self.request.dtype_of(info), of_target).layers)
-        timed = max(1, min(MAX_LAYERS, count, int(self.memory * MEMORY_SHARE) // layer_bytes))
-        here = layers_here(info.path, count)
-        timed = min(timed, len(here))
-        start = here.start + (len(here) - timed) // 2
-        middle = self.load(info, range(start, start + timed), of_target)
-        layer_ms = self.forward_ms(middle) / timed
-        holding = max(1, info.kv_layers(range(start, start + timed)))
-        slot_bytes = middle.num_kv_bytes / holding / middle.num_slots
-        del middle
+        kinds, kind_ms, slot_bytes = self.kinds(info), {}, 0.0
+        for kind in range(max(kinds) + 1):
+            layers = self.layers_of_kind(info, kinds, kind)
+            if not layers:
+                continue
+            part = self.load(info, layers, of_target)
+            kind_ms[kind] = self.forward_ms(part) / len(layers)
+            if holding := info.kv_layers(layers):
+                slot_bytes = part.num_kv_bytes / holding / part.num_slots
+            del part
+        mean = statistics.mean(kind_ms[kind] for kind in kinds if kind in kind_ms)
+        times = [kind_ms.get(kind, mean) for kind in range(max(kinds) + 1)]
         embedding_ms = 0.0
         if self.holds(info, range(1)):
             first = self.load(info, range(1), of_target)
-            embedding_ms = max(0.0, self.forward_ms(first) - layer_ms)
+            embedding_ms = max(0.0, self.forward_ms(first) - times[kinds[0]])
             del first
         if self.holds(info, range(count - 1, count)):
             last = self.load(info, range(count - 1, count), of_target)
             head_ms = median_ms(self.device, last.logits, self.hidden(last.hidden_size, last.dtype))
         else:
             head_ms = self.random_head_ms(info)
-        return {
-            "layer_ms": layer_ms,
+        found: _Times = {
+            "layer_ms": mean,
             "embedding_ms": embedding_ms,
             "head_ms": head_ms,
             "kv_slot_bytes": slot_bytes,
         }
+        return {**found, "kind_ms": tuple(times)} if len(times) > 1 else found
+
+    def kinds(self, info: CheckpointInfo) -> tuple[int, ...]:
+        """The kind of each layer of the target."""
+        held = self.request.weight_format(info, "stage")
+        return layer_kinds(info, info.loaded(self.request.dtype_of(info), held).layers)
+
+    def layers_of_kind(self, info: CheckpointInfo, kinds: Sequence[int], kind: int) -> range:
+        """Layers of a kind whose files are here: the middle of the longest run, as many as are
+        timed together."""
+        held = self.request.weight_format(info, "stage")
+        layer_bytes = max(info.loaded(self.request.dtype_of(info), held).layers)
+        here, best, run = layers_here(info.path, info.num_layers), range(0), range(0)
+        for layer in (each for each in here if kinds[each] == kind):
+            run = range(run.start if run.stop == layer else layer, layer + 1)
+            best = max(best, run, key=len)
+        timed = max(1, min(MAX_LAYERS, int(self.memory * MEMORY_SHARE) // layer_bytes))
+        start = best.start + max(0, len(best) - timed) // 2
+        return range(start, min(start + timed, best.stop))
 
     def holds(self, info: CheckpointInfo, layers: range) -> bool:
         """Whether this host has the files of a slice."""
@@ -264,7 +236,7 @@ class _DeviceBenchmark:
         head = torch.nn.Linear(info.hidden_size, info.vocab_size, False, self.device, dtype)
         return median_ms(self.device, head, self.hidden(info.hidden_size, dtype))
 
-    def draft(self, info: CheckpointInfo) -> dict[str, float] | None:
+    def draft(self, info: CheckpointInfo) -> _Times | None:
         """One round: `rows` nodes expanded. None if there is no room for the draft."""
         of_draft = self.request.weight_format(info, "draft")
         if info.loaded(self.request.dtype_of(info), of_draft).total > self.memory:

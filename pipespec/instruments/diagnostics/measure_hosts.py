@@ -12,8 +12,9 @@ from pipespec.config.hosts import Host, HostsFile
 from pipespec.config.schema import Config
 from pipespec.errors import ConfigError, HostFailed
 from pipespec.instruments.diagnostics.examine_hosts import examine_hosts
-from pipespec.instruments.diagnostics.measure_devices import MeasureRequest
-from pipespec.placement.measurements import Figures, HostFigures, LinkFigures, choose_dtype
+from pipespec.instruments.diagnostics.measure_request import MeasureRequest
+from pipespec.placement.figures import Figures, HostFigures, LinkFigures
+from pipespec.placement.measurements import choose_dtype
 from pipespec.system.validation import Unreadable, parse_json, typed
 
 MODULE = "pipespec.instruments.diagnostics.measure_devices"

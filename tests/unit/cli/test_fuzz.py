@@ -30,7 +30,8 @@ from pipespec.config.schema import Config
 from pipespec.engine.checkpoint import inspect
 from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.instruments.commands import partition
-from pipespec.placement.measurements import Figures, problem
+from pipespec.placement.figures import Figures
+from pipespec.placement.measurements import problem
 from pipespec.placement.slices import plan_slices
 from pipespec.system.exit_codes import exit_code_of
 from pipespec.system.folders import resource_dir
@@ -243,8 +244,15 @@ SIZES = {
     "tied": False,
     "hidden_size": 4,
     "context": 64,
+    "kinds": [0, 1],
 }
-TIMES = {"layer_ms": 1, "head_ms": 1, "embedding_ms": 1, "kv_slot_bytes": 1}
+TIMES = {
+    "layer_ms": 1,
+    "head_ms": 1,
+    "embedding_ms": 1,
+    "kv_slot_bytes": 1,
+    "kind_ms": [1, 2],
+}
 DEVICE = {"model": "x", "memory_bytes": 2**40, "stage": TIMES}
 FIGURES = {
     "rows": 8,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipespec.errors import ConfigError
 from pipespec.placement.costs import Needs, Problem, Route, Worker, compute_ms
-from pipespec.placement.slices import GIB, plan_slices, remaining, slices, split_evenly
+from pipespec.placement.slices import GIB, plan_slices, reason, remaining, slices, split_evenly
 
 
 def layouts(problem):
@@ -38,14 +38,13 @@ def layouts(problem):
 def cost(problem, head, stages, layers):
     """(slowest rank, all links), or infinite if it does not fit."""
     needs = problem.needs
-    last = len(stages) - 1
     used = [needs.head_rank_bytes, *(needs.stage_bytes(piece) for piece in layers)]
     if any(b > m.memory_bytes for b, m in zip(used, [head, *stages], strict=True)):
         return inf, inf
     links = problem.link_ms(head, stages)
     times = [problem.draft_ms(head) + links[0]]
     for i, (stage, piece) in enumerate(zip(stages, layers, strict=True)):
-        times.append(compute_ms(stage, len(piece), first=i == 0, last=i == last) + links[i + 1])
+        times.append(compute_ms(stage, needs, piece) + links[i + 1])
     return max(times), sum(links)
 
 
@@ -58,6 +57,8 @@ def problems(draw):
         )
     )
     times = st.sampled_from([0.0, 0.5, 1.0, 1.5, 3.0])
+    num_kinds = draw(st.sampled_from([0, 2, 3]))
+    of_kinds = st.tuples(*[st.sampled_from([0.3, 1.0, 2.5])] * num_kinds)
     workers = tuple(
         Worker(
             f"host{host}/{index}",
@@ -66,6 +67,7 @@ def problems(draw):
             embedding_ms=draw(times),
             draft_round_ms=draw(times),
             memory_bytes=draw(st.sampled_from([6, 12, 20, 40, inf])),
+            kind_ms=draw(of_kinds),
         )
         for host, count in enumerate(devices)
         for index in range(count)
@@ -84,6 +86,9 @@ def problems(draw):
         rows=4,
         row_bytes=1000,
         rounds=draw(st.integers(1, 2)),
+        kinds=tuple(
+            draw(st.integers(0, num_kinds - 1)) if num_kinds else 0 for _ in range(num_layers)
+        ),
     )
     names = [f"host{index}" for index in range(len(devices))]
     routes = {
@@ -123,6 +128,16 @@ def test_no_layout_is_better_than_the_planners(problem, data):
         used <= problem.worker(name).memory_bytes
         for used, name in zip(found.bytes_by_rank, found.workers_by_rank, strict=True)
     )
+
+
+def test_slices_are_as_long_as_their_kinds_of_layers_take():
+    """Two slow layers of eight, at the end."""
+    workers = tuple(Worker(f"host/{index}", layer_ms=2.0, kind_ms=(1.0, 5.0)) for index in range(3))
+    needs = Needs((1,) * 8, kinds=(0,) * 6 + (1,) * 2)
+    found = plan_slices(Problem(workers, needs, draft="host/0"))
+    assert [len(piece) for piece in found.layers] == [6, 2]
+    assert found.compute_ms[1:] == (6.0, 10.0)
+    assert reason(found, 1) == "7 layers would take 11.00 ms"
 
 
 @given(st.integers(1, 6), st.integers(0, 20))
@@ -267,7 +282,8 @@ def test_a_cluster_of_one_is_refused():
 # --- size -------------------------------------------------------------------------------------
 
 
-def test_eight_hosts_of_three_devices_are_laid_out():
+@pytest.mark.parametrize("kinds", [(), (0, 0, 0, 1) * 20])
+def test_eight_hosts_of_three_devices_are_laid_out(kinds):
     workers = tuple(
         Worker(
             f"host{host}/{index}",
@@ -275,13 +291,14 @@ def test_eight_hosts_of_three_devices_are_laid_out():
             head_ms=3 + host,
             draft_round_ms=5 + host,
             memory_bytes=24 * GIB,
+            kind_ms=(1 + 0.13 * host, 1.3 + 0.11 * index) if kinds else (),
         )
         for host in range(8)
         for index in range(3)
     )
     hosts = [f"host{host}" for host in range(8)]
     routes = {(a, b): Route(0.1 + 0.01 * i, 10) for i, (a, b) in enumerate(combinations(hosts, 2))}
-    needs = Needs((2 * GIB,) * 80, draft_bytes=2 * GIB, rows=64, row_bytes=16384)
+    needs = Needs((2 * GIB,) * 80, draft_bytes=2 * GIB, rows=64, row_bytes=16384, kinds=kinds)
     found = plan_slices(Problem(workers, needs, routes))
     assert sum(map(len, found.layers)) == 80
     slowest = 80 * 1.0 / 23  # no layout can beat all devices being the fastest one

@@ -133,6 +133,17 @@ def test_hosts_files(
         assert why in refused(capsys, *argv)
 
 
+SIZES = {
+    "dtype": "float32",
+    "layer_bytes": [1, 1],
+    "embedding_bytes": 1,
+    "head_bytes": 1,
+    "tied": False,
+    "hidden_size": 4,
+    "context": 64,
+}
+
+
 @pytest.mark.parametrize(
     "figure",
     [
@@ -143,6 +154,8 @@ def test_hosts_files(
         {"members": {"a/0": {"model": "x", "memory_bytes": float("inf")}}},
         {"links": [{"source": "a", "to": "b", "rtt_ms": 1, "gbit_s": 0}]},
         {"target": {}},
+        {"target": SIZES | {"kinds": [0, 3]}},
+        {"target": SIZES | {"kinds": [0]}},
         {"target": 10**30},
         {"rows": 10**30},
     ],
@@ -150,16 +163,15 @@ def test_hosts_files(
 def test_figures_of_wrong_types(
     figure: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {"dtype": "float32", "layer_bytes": [1, 1], "embedding_bytes": 1, "head_bytes": 1}
-    sizes |= {"tied": False, "hidden_size": 4, "context": 64}
     times = {"layer_ms": 1, "head_ms": 1, "embedding_ms": 1, "kv_slot_bytes": 1}
+    times |= {"kind_ms": [1, 2]}
     device = {"model": "x", "memory_bytes": 2**40, "stage": times}
     figures = {
         "rows": 8,
         "length": 8,
         "dtype": "float32",
         "quantization": [None, None],
-        "target": sizes,
+        "target": SIZES | {"kinds": [1, 0]},
         "draft": None,
         "members": {"a/0": device, "a/1": device},
         "links": [],

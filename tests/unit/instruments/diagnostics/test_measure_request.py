@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipespec.instruments.diagnostics import measure_devices
-from pipespec.instruments.diagnostics.measure_devices import MeasureRequest
+from pipespec.instruments.diagnostics import measure_request
+from pipespec.instruments.diagnostics.measure_request import MeasureRequest
 
 STAGE, EITHER, DRAFT = ("stage",), ("stage", "draft"), ("draft",)
 
@@ -17,7 +17,7 @@ def threads(*workers: tuple[str, ...], device: str = "cpu", **settings: object) 
 
 @pytest.fixture(autouse=True)
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_devices, "num_cores", lambda: 8)
+    monkeypatch.setattr(measure_request, "num_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS")
 
 
