@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import platform
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

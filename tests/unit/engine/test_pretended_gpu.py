@@ -87,7 +87,7 @@ def test_a_step_waits_for_what_it_needs_alone(gpu: PretendedGpu, name: str):
         found.append(answers(draft, [target], [GREEDY, SAMPLED]))
         assert refused(gpu.take()) == [], attention
     assert found[0] == found[1] == found[2]
-    captured = not target.recurrent and name not in NOT_CAPTURED
+    captured = name not in NOT_CAPTURED
     assert target.graph_rows == ((ROWS,) if captured else ())
 
 
