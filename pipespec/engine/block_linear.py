@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipespec.engine.dequantised import DequantisedLinear
 from pipespec.engine.formats.gguf import is_int4
 from pipespec.engine.formats.gguf_blocks import KINDS, BlockWeights, Factors, numbers_of
+from pipespec.engine.formats.mxfp4 import Fp4Weights
 from pipespec.engine.int4 import Int4Linear
 from pipespec.engine.row_parts import require_shape, row_parts
 
@@ -51,7 +52,7 @@ class BlockLinear(DequantisedLinear):
         for name in ("low", "high", "scale_large", "scale_small", "offset_large", "offset_small"):
             self.register_buffer(name, None)
 
-    def fill(self, weights: BlockWeights, device: torch.device) -> None:
+    def fill(self, weights: BlockWeights | Fp4Weights, device: torch.device) -> None:
         """Set the weights. Raises ModelError if they do not fit."""
         for rows in row_parts(require_shape(self, weights.shape)):
             for name, found in self._stored(weights.part(rows), device).items():

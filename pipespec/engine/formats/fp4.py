@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipespec.engine.formats.matrix_packing import Load, MatrixPacking
-from pipespec.engine.formats.mxfp4 import MXFP4, mx_rows
+from pipespec.engine.formats.mxfp4 import MXFP4, Fp4Weights
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.engine.slice_tensors import LAYER
 from pipespec.errors import ModelError
-
-if TYPE_CHECKING:  # headers are read without them
-    from pipespec.engine.formats.gguf_blocks import BlockWeights
 
 NVFP4 = "nvfp4"
 # By the format in config.json: the kind of blocks (`gguf_blocks`), and numbers with one scale.
@@ -70,21 +67,16 @@ class Fp4Packing(MatrixPacking):
         """Bytes of a matrix that stays packed."""
         return tensors[name + PACKED].num_bytes + tensors[name + SCALE].num_bytes
 
-    def read(self, name: str, load: Load) -> BlockWeights:
+    def read(self, name: str, load: Load) -> Fp4Weights:
         """See `MatrixPacking`."""
-        import torch
-
-        from pipespec.engine.formats.gguf_blocks import BlockWeights
-
         pairs, scales = load(name + PACKED), load(name + SCALE)
         assert pairs is not None and scales is not None, "the headers contain them"
         by_group = pairs.view(len(pairs), -1, self.group // 2)
         if self.kind == "MXFP4":
-            return BlockWeights(mx_rows(by_group, scales), self.kind)
+            return Fp4Weights(by_group, scales, self.kind)
         whole = load(name + GLOBAL)
         assert whole is not None, "the headers contain it"
-        rows = torch.cat((scales.view(torch.uint8).unsqueeze(-1), by_group), -1)
-        return BlockWeights(rows.flatten(1), self.kind, 1 / float(whole))
+        return Fp4Weights(by_group, scales, self.kind, 1 / float(whole))
 
 
 def fp4_packing(path: Path, config: Mapping[str, Any]) -> Fp4Packing | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipespec.engine.formats.matrix_packing import Load, MatrixPacking
+from pipespec.engine.row_parts import row_parts
 from pipespec.engine.safetensors_headers import Tensor
 from pipespec.errors import ModelError
 
@@ -29,17 +30,62 @@ GROUP, CODE_BYTES, BLOCK_BYTES = 32, 16, 17
 
 
 @dataclass(frozen=True, slots=True)
+class Fp4Weights:
+    """A matrix `[out, in]` of 4-bit floats as it is stored. Its rows become blocks when they are
+    asked for, so that no more than these are in memory.
+
+    Attributes:
+        pairs: `[out, groups, bytes]` uint8 that hold two neighbours each.
+        scales: `[out, groups]`, of one byte each.
+        kind: of the blocks; "MXFP4" or "NVFP4".
+        factor: of all weights.
+    """
+
+    pairs: torch.Tensor
+    scales: torch.Tensor
+    kind: str
+    factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        out, groups, num_bytes = self.pairs.shape
+        return out, groups * num_bytes * 2
+
+    def part(self, rows: slice) -> BlockWeights:
+        """These rows of the matrix."""
+        import torch
+
+        from pipespec.engine.formats.gguf_blocks import BlockWeights
+
+        packed = self.pairs[rows]
+        if self.kind == KIND:
+            # In ggml's blocks a byte holds a number of the first half and one of the second.
+            codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)  # in their order
+            packed = codes[..., :CODE_BYTES] | codes[..., CODE_BYTES:] << 4
+        scales = self.scales[rows].view(torch.uint8).unsqueeze(-1)
+        return BlockWeights(torch.cat((scales, packed), -1).flatten(1), self.kind, self.factor)
+
+    def dense(self) -> torch.Tensor:
+        """The weights `[out, in]` in float32."""
+        import torch
+
+        weights = torch.empty(self.shape)
+        for rows in row_parts(self.shape):
+            weights[rows] = self.part(rows).dense()
+        return weights
+
+
+@dataclass(frozen=True, slots=True)
 class Mxfp4Experts:
     """The matrices of the experts of a layer, as they are stored."""
 
     blocks: torch.Tensor
     scales: torch.Tensor
 
-    def expert(self, number: int) -> BlockWeights:
+    def expert(self, number: int) -> Fp4Weights:
         """The matrix `[out, in]` of one of them."""
-        from pipespec.engine.formats.gguf_blocks import BlockWeights
-
-        return BlockWeights(mx_rows(self.blocks[number], self.scales[number]), KIND)
+        return Fp4Weights(self.blocks[number], self.scales[number], KIND)
 
     def dense(self) -> torch.Tensor:
         """The weights `[experts, in, out]` in bfloat16, which holds them."""
@@ -47,17 +93,6 @@ class Mxfp4Experts:
 
         experts = [self.expert(i).dense().T.bfloat16() for i in range(len(self.blocks))]
         return torch.stack(experts)
-
-
-def mx_rows(pairs: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows of blocks as ggml has them, `[out, bytes]`, given `[out, groups, 16]` bytes that hold
-    two neighbours each and `[out, groups]` exponents."""
-    import torch
-
-    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)  # in their order
-    # In ggml's blocks a byte holds a number of the first half and one of the second.
-    packed = codes[..., :CODE_BYTES] | codes[..., CODE_BYTES:] << 4
-    return torch.cat((scales.unsqueeze(-1), packed), -1).flatten(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +143,7 @@ class Mxfp4Packing(MatrixPacking):
     ) -> dict[str, Callable[[], Any]]:
         """See `MatrixPacking`: one for each expert, by name and number."""
 
-        def read(number: int) -> BlockWeights:
+        def read(number: int) -> Fp4Weights:
             part = slice(number, number + 1)
             return Mxfp4Experts(load(name + BLOCKS, part), load(name + SCALES, part)).expert(0)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipespec.engine.formats.fp4 import Fp4Packing
 from pipespec.engine.formats.fp8 import Fp8Packing, Fp8Weights
 from pipespec.engine.formats.lazy import DTYPES, LazyTensor
-from pipespec.engine.formats.mxfp4 import Mxfp4Packing
+from pipespec.engine.formats.mxfp4 import Fp4Weights, Mxfp4Packing
 from pipespec.engine.formats.packing import Packing
 from pipespec.engine.precision import ITEM_BYTES
 from pipespec.engine.safetensors_headers import Tensor, shards
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # headers are read without them
     from pipespec.engine.formats.groups import GroupedWeights
 
     # A matrix as it is stored; `dense()` are its weights.
-    StoredWeights = GroupedWeights | Fp8Weights | BlockWeights
+    StoredWeights = GroupedWeights | Fp8Weights | Fp4Weights | BlockWeights
 
 AnyPacking = Packing | Fp4Packing | Fp8Packing | Mxfp4Packing
 # Tensors that belong to packed matrices and are not needed once these are unpacked.
