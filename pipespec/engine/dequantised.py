@@ -6,18 +6,35 @@ in memory, and are multiplied with blocks of rows of the batch (`pipespec.engine
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from pipespec.engine.row_blocks import ROWS, blocks_of, widest_block
+from pipespec.engine.row_blocks import ROWS, block_product, blocks_of, widest_block
 
 # Weights that are dequantised at a time. On a CPU the caches should hold them, but each time costs
 # two changes between pools of threads.
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 24}
+
+_of_thread = threading.local()
+
+
+def _scratch(rows: int, inputs: int, like: Tensor) -> Tensor:
+    """Memory for weights `[rows, inputs]`, in the type and on the device of `like`. A thread has
+    one on a CPU, for all layers: the heap would grow by several of them, as other things lie
+    between."""
+    if like.device.type != "cpu":
+        return like.new_empty(rows, inputs)
+    num_bytes = rows * inputs * like.itemsize
+    if len(getattr(_of_thread, "scratch", ())) < num_bytes:
+        _of_thread.scratch = ()  # freed before the next is made
+        with torch.inference_mode(mode=False):  # other modes may not write to those of this one
+            _of_thread.scratch = torch.empty(num_bytes, dtype=torch.uint8)
+    found: Tensor = _of_thread.scratch[:num_bytes].view(like.dtype)
+    return found.view(rows, inputs)
 
 
 class DequantisedLinear(nn.Module, ABC):
@@ -46,20 +63,22 @@ class DequantisedLinear(nn.Module, ABC):
         rows = x.reshape(-1, self.in_features)
         step = min(self._step(x.device.type), self.out_features)
         sizes = {step, self.out_features % step or step}
-        size = widest_block(len(rows), [(each, self.in_features) for each in sizes], x)
+        some = _scratch(step, self.in_features, x)
+        size = widest_block(len(rows), [some[:each] for each in sizes])
         blocks = blocks_of(rows, size)
         y = x.new_empty(len(blocks) * size, self.out_features)
-        some = x.new_empty(step, self.in_features)
         for start in range(0, self.out_features, step):
             weights = some[: self.out_features - start]
             self.dequantise(start, weights)
             for i, block in enumerate(blocks):
-                product = functional.linear(block, weights)
+                product = block_product(block, weights)
                 y[i * size : (i + 1) * size, start : start + step] = product
         y = y[: len(rows)].view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias
 
     def _step(self, device: str) -> int:
-        """How many rows of the weights are dequantised at a time."""
-        rows = max(CHUNK[device] // self.in_features, 1)
+        """How many rows of the weights are dequantised at a time: as many each time, so that there
+        is one shape of products, for each of which libraries compile and keep code."""
+        times = -(-self.out_features * self.in_features // CHUNK[device])
+        rows = -(-self.out_features // times)
         return -(-rows // ROWS) * ROWS

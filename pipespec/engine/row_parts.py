@@ -11,15 +11,16 @@ from typing import Any
 from pipespec.errors import ModelError
 
 # Weights that are unpacked at a time.
-UNPACKED = 1 << 18
-# All parts but the last have a multiple of so many rows, as the tiles of packed integers do.
+UNPACKED = 1 << 16
+# Rows of a tile of packed integers.
 TILE = 64
 
 
-def row_parts(shape: tuple[int, int]) -> Iterator[slice]:
-    """The rows of a matrix `[out, in]`, some at a time."""
+def row_parts(shape: tuple[int, int], tile: int = TILE) -> Iterator[slice]:
+    """The rows of a matrix `[out, in]`, some at a time: all parts but the last have a multiple of
+    `tile` rows."""
     out, inputs = shape
-    step = max(UNPACKED // inputs // TILE, 1) * TILE
+    step = max(UNPACKED // inputs // tile, 1) * tile
     for start in range(0, out, step):
         yield slice(start, min(start + step, out))
 

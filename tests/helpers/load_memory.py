@@ -3,7 +3,7 @@
     python -m tests.helpers.load_memory '[["small", "large", "bfloat16", "fp8"], …]'
 
 For each case it prints by how many bytes a process grows at most, pages of mapped files included,
-while it loads the second of four layers of the large checkpoint, and how many bytes of weights it
+while it loads the second layer of the large checkpoint, and how many bytes of weights it
 has then. It has loaded the small one before. Each case has a process of its own, forked when all is
 imported and no thread was started.
 """

@@ -13,17 +13,21 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from pipespec.engine.checkpoint import inspect
+from pipespec.engine.formats.fp4 import NVFP4
 from pipespec.engine.formats.fp8 import FP8
 from pipespec.engine.formats.gguf import GGUF
+from pipespec.engine.formats.mxfp4 import MXFP4
 from pipespec.engine.formats.packing import PACKED_INT4
 from tests.helpers.models import build
-from tools.rig import fp8_files, gguf_files, packing
+from tools.rig import fp4_files, fp8_files, gguf_files, packing
 
 SIZES = {
-    "small": {"hidden_size": 256, "intermediate_size": 512},
-    "large": {"hidden_size": 1024, "intermediate_size": 3072},
+    "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3},
+    "large": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 3},
 }
-# Weights of one of the four layers of the large model, and of its largest matrix.
+# By their scales: of blocks of 128 by 128, of the matrix, of a row, and of other blocks.
+FP8_KINDS = ("deepseek", "autofp8", "fbgemm", "compressed block")
+# Weights of one of the three layers of the large model, and of its largest matrix.
 LAYER, MATRIX = 12.5e6, 1024 * 3072
 MB = 1e6
 
@@ -47,20 +51,26 @@ class Case:
 # A matrix that is made plain is in memory as stored, in float32 and as what it becomes.
 CASES = (
     Case("Q4_K", "bfloat16", GGUF, 4.5, 4),
-    Case("Q6_K", "bfloat16", GGUF, 6.6, 4, 14 * MB),
-    Case("Q8_0", "bfloat16", GGUF, 8.5, 4, 14 * MB),
+    Case("Q6_K", "bfloat16", GGUF, 6.6, 4, 6 * MB),
+    Case("Q8_0", "bfloat16", GGUF, 8.5, 4, 6 * MB),
     Case("Q8_0", "float32", None, 8.5, 12),
-    Case("fp8", "bfloat16", FP8, 0, 4),  # what is held is mapped
-    Case("fp8", "bfloat16", None, 8, 8),
-    Case("awq", "bfloat16", PACKED_INT4, 4.5, 4, 14 * MB),
+    *(Case(f"fp8 {kind}", "bfloat16", FP8, 0, 4, 0) for kind in FP8_KINDS),  # held as mapped
+    Case("fp8 deepseek", "float32", FP8, 0, 4, 0),
+    Case("fp8 deepseek", "bfloat16", None, 8, 8),
+    Case(MXFP4, "bfloat16", MXFP4, 4.25, 4, 1 * MB),  # pages beside those of the layer are mapped
+    Case(NVFP4, "bfloat16", NVFP4, 4.5, 4, 1 * MB),
+    Case("awq", "bfloat16", PACKED_INT4, 4.5, 4),
     Case("awq", "float32", None, 4.5, 8),
 )
 
 
 def checkpoint(source: Path, stored: str, path: Path) -> Path:
     """The model of a folder in this form."""
-    if stored == "fp8":
-        fp8_files.write(source, path, path.with_suffix(".plain"), fp8_files.KINDS["deepseek"])
+    if stored.startswith("fp8"):
+        kind = fp8_files.KINDS[stored.removeprefix("fp8 ")]
+        fp8_files.write(source, path, path.with_suffix(".plain"), kind)
+    elif stored in fp4_files.FORMS:
+        fp4_files.pack(source, path, path.with_suffix(".plain"), stored)
     elif stored == "awq":
         packing.pack(source, path, path.with_suffix(".plain"), packing.KINDS["awq"])
     else:
@@ -97,9 +107,10 @@ def measured(tmp_path_factory) -> dict[Case, tuple[int, int]]:
     return {case: (grown, held) for case, (grown, held) in zip(CASES, found, strict=True)}
 
 
+@pytest.mark.timeout(600)  # with that of the fixture
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_more_than_the_slice_and_a_tensor_is_in_memory(measured, case):
-    """Of four layers one is loaded."""
+    """Of three layers one is loaded."""
     grown, held = measured[case]
     most = held + LAYER * case.bits / 8 + MATRIX * case.per_weight + case.room
     assert grown < most, f"{grown / MB:.1f} MB for {held / MB:.1f}, of at most {most / MB:.1f}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -56,31 +58,30 @@ def test_a_row_of_layers_and_routers_is_the_same_in_every_batch(rows):
             assert torch.equal(found, expected[:count])
 
 
-def by_parts(rows: Tensor, weights: Tensor) -> Tensor:
-    """A library whose sums are in another order for more than ROWS rows."""
-    if len(rows) <= row_blocks.ROWS:
-        return rows @ weights.T
+def by_parts(rows: Tensor, weights: Tensor, most: int) -> Tensor:
+    """A library whose sums are in another order for more than so many rows; for fewer, a row is
+    computed alone."""
     half = weights.shape[1] // 2
-    return rows[:, half:] @ weights[:, half:].T + rows[:, :half] @ weights[:, :half].T
+    found = []
+    for row in rows.split(1):
+        if len(rows) <= most:
+            found.append(row @ weights.T)
+        else:
+            found.append(row[:, half:] @ weights[:, half:].T + row[:, :half] @ weights[:, :half].T)
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(512, 1024), (16, 48)])
-def test_blocks_are_wide_only_if_rows_keep_their_bits(dtype, shape, monkeypatch):
+@pytest.mark.parametrize("most", [row_blocks.ROWS, *row_blocks.WIDER])
+def test_blocks_are_wide_only_if_rows_keep_their_bits(dtype, shape, most, monkeypatch):
     """The test is of sums whose exact result is zero, so even a small matrix shows the order."""
-    like = torch.empty(0, dtype=dtype)
-    monkeypatch.setattr(row_blocks.functional, "linear", by_parts)
-    row_blocks._wide_agrees.cache_clear()
-    assert widest_block(64, [shape], like) == row_blocks.ROWS
-    row_blocks._wide_agrees.cache_clear()
-    monkeypatch.setattr(
-        row_blocks.functional,
-        "linear",
-        lambda rows, weights: torch.stack([by_parts(row[None], weights)[0] for row in rows]),
-    )
-    assert widest_block(64, [shape], like) == row_blocks.WIDE
-    assert widest_block(row_blocks.ROWS, [shape], like) == row_blocks.ROWS
-    row_blocks._wide_agrees.cache_clear()
+    memory = [torch.empty(shape, dtype=dtype)]
+    monkeypatch.setattr(row_blocks, "block_product", partial(by_parts, most=most))
+    monkeypatch.setattr(row_blocks, "_agreeing", {})
+    assert widest_block(100, memory) == most
+    assert widest_block(row_blocks.ROWS + 1, memory) == most
+    assert widest_block(row_blocks.ROWS, memory) == row_blocks.ROWS
 
 
 @pytest.mark.parametrize("block", [(1, SIZE), (1000, SIZE), (128, 128), (48, 100)])
