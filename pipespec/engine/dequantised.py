@@ -23,15 +23,15 @@ _of_thread = threading.local()
 
 
 def _scratch(rows: int, inputs: int, like: Tensor) -> Tensor:
-    """Memory for weights `[rows, inputs]`, in the type and on the device of `like`. A thread has
-    one on a CPU, for all layers: the heap would grow by several of them, as other things lie
-    between."""
+    """Memory for weights `[rows, inputs]`, in the type and on the device of `like`. On a CPU a
+    thread has one buffer for all layers: the heap does not reuse freed ones reliably, and would
+    grow by several."""
     if like.device.type != "cpu":
         return like.new_empty(rows, inputs)
     num_bytes = rows * inputs * like.itemsize
     if len(getattr(_of_thread, "scratch", ())) < num_bytes:
         _of_thread.scratch = ()  # freed before the next is made
-        with torch.inference_mode(mode=False):  # other modes may not write to those of this one
+        with torch.inference_mode(mode=False):  # what is made in that mode is only written in it
             _of_thread.scratch = torch.empty(num_bytes, dtype=torch.uint8)
     found: Tensor = _of_thread.scratch[:num_bytes].view(like.dtype)
     return found.view(rows, inputs)
