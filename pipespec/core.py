@@ -93,6 +93,8 @@ class Batch:
         preempted: sequences that were put back into the queue; the same.
         retained_prefixes: (sequence, tokens) of sequences that have left, now or earlier: how many
             of their tokens stay in the KV cache for others to share.
+        kept_states: (sequence, tokens, number): layers with a running state keep that behind so
+            many committed tokens of a sequence, in place of the state with this number.
         stop: ends the stage that receives it, after it has sent the batch on.
         sent_ns: when it was sent, on the sender's clock; only set where links add a delay.
     """
@@ -104,6 +106,7 @@ class Batch:
     finished: tuple[int, ...] = ()
     preempted: tuple[int, ...] = ()
     retained_prefixes: tuple[tuple[int, int], ...] = ()
+    kept_states: tuple[tuple[int, int, int], ...] = ()
     stop: bool = False
     sent_ns: int = 0
 

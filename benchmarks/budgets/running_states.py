@@ -108,7 +108,8 @@ def random_tree(seed: int) -> AttentionPlan:
         tree_start=np.array([0, NODES]),
         mask=mask.ravel(),
         num_committed=np.array([0]),
-        keeps_state=np.array([False]),
+        keeps_state=np.array([0]),
+        state_number=np.array([0]),
     )
 
 

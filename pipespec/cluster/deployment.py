@@ -29,9 +29,6 @@ from pipespec.sampling.params import check_vocabulary
 from pipespec.system.devices import num_cuda, resolve_devices
 from pipespec.transport.transport_settings import NCCL
 
-# Ended requests of which running states are kept, at most.
-RETAINED_STATES = 8
-
 
 @dataclass(frozen=True)
 class Deployment:
@@ -147,13 +144,24 @@ class Deployment:
 
     @property
     def max_retained(self) -> int:
-        """Of how many requests that have ended the text may stay in KV; 0: of none.
-
-        Running states are large, so few stay; tensor-parallel devices keep none for others."""
+        """Of how many requests that have ended the text may stay in KV; 0: of none. With running
+        states, each of these texts needs one that is kept."""
         scheduler = self.config.scheduler
         if self.target.recurrent is None:
             return scheduler.max_retained
-        return min(scheduler.max_retained, RETAINED_STATES) if max(self.sizes) == 1 else 0
+        return min(scheduler.max_retained, self.kept_states)
+
+    @property
+    def kept_states(self) -> int:
+        """How many running states every stage keeps of texts; 0: none."""
+        return self.kept_states_of(self.target, max(self.sizes[1:]))
+
+    def kept_states_of(self, info: CheckpointInfo, members: int) -> int:
+        """The same of a model on so many devices; tensor-parallel ones keep none."""
+        scheduler = self.config.scheduler
+        if info.recurrent is None or not scheduler.prefix_cache or members > 1:
+            return 0
+        return scheduler.kept_states
 
     @property
     def max_rows(self) -> int:

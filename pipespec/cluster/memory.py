@@ -115,9 +115,9 @@ def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
 def recurrent_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """Bytes of the running states of a rank's layers: of as many sequences as there may be, those
     that are kept of prompts, and those of tree nodes."""
-    sequences = deployment.config.scheduler.max_num_seqs
-    if rank and deployment.max_retained:
-        sequences = 2 * sequences + deployment.max_retained
+    members = members_of(deployment, rank, mid=info is deployment.mid)
+    kept = deployment.kept_states if rank else deployment.kept_states_of(info, members)
+    sequences = deployment.config.scheduler.max_num_seqs + kept
     nodes = draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
     nodes = 1 << (nodes - 1).bit_length()  # pools of nodes grow twofold
     layers = layers_of(deployment, info, rank)

@@ -24,6 +24,7 @@ from pipespec.engine.runner import SliceRunner
 from pipespec.engine.slice_tensors import parts_of
 from pipespec.engine.tensor_parallel import TPRank
 from pipespec.engine.tp_worker import TPBroadcastGroup, TPDriver, negotiate, run_tp_worker
+from pipespec.head.kept_states import KeptStates
 from pipespec.head.proposers.async_proposer import AsyncProposer
 from pipespec.head.proposers.cascade import CascadeProposer
 from pipespec.head.proposers.draft_model import DraftModelProposer
@@ -206,7 +207,8 @@ def scheduler_config(
         max_rows=config.max_rows,
         num_slots=kv_tokens + for_drafts,
         max_retained=deployment.max_retained,
-        prefixes_at_states=deployment.target.recurrent is not None,
+        kept_states=None if deployment.target.recurrent is None else deployment.kept_states,
+        state_interval=config.scheduler.state_interval,
         overlap=overlap == "yes" or (overlap == "auto" and auto),
         request_policies=config.request_policies,
     )
@@ -246,14 +248,18 @@ def draft_proposer(
     parallel: ParallelDraft | None = None,
 ) -> DraftModelProposer:
     """The proposer that runs a draft model or a mid-size one."""
-    config = deployment.config
+    config, states = deployment.config, None
+    if info.recurrent is not None:
+        members = memory.members_of(deployment, 0, mid=info is deployment.mid)
+        budget = deployment.kept_states_of(info, members)
+        states = KeptStates(budget, config.scheduler.state_interval)
     return DraftModelProposer(
         runner,
         config.decode.prefill_chunk,
         min(deployment.target.vocab_size, info.vocab_size),
         foresight=config.proposer.foresight,
         max_retained=config.scheduler.max_retained,
-        shares=info.recurrent is None,
+        states=states,
         parallel=parallel,
     )
 

@@ -198,6 +198,7 @@ def join_and_run(
             max_rows=deployment.max_rows,
             max_finished=scheduling.max_num_seqs,
             max_retained=scheduling.max_num_seqs + deployment.max_retained,
+            max_kept=deployment.kept_states,
             hidden_size=deployment.target.hidden_size,
             dtype=getattr(torch, deployment.dtype),
         )
@@ -291,8 +292,7 @@ def join_rank(
     last = rank == deployment.layout.last
     runner = tokens = None
     if model is not None:
-        keeps_states = rank > 0 and deployment.max_retained > 0
-        runner = SliceRunner(model, num_slots or model.num_slots, keeps_states=keeps_states)
+        runner = SliceRunner(model, num_slots or model.num_slots)
         tokens = memory.kv_tokens(deployment, rank, runner.slots.num_slots)
     with ExitStack() as resources:
         grammars = None

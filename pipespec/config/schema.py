@@ -99,6 +99,21 @@ class SchedulingConfig:
         "have ended.",
     )
 
+    kept_states: int = setting(
+        32,
+        "Running states (linear attention, Mamba) that a stage keeps of texts, for requests that "
+        "begin with the same tokens; the least recently used is replaced.",
+        "states",
+        limits=(1, MAX_SEQS),
+    )
+    state_interval: int = setting(
+        1024,
+        "A running state is kept behind every so many tokens of a prompt; 0: before its last token "
+        "alone.",
+        "tokens",
+        limits=(0, MAX_CHUNK),
+    )
+
     def __post_init__(self) -> None:
         check_settings("scheduler", self)
 

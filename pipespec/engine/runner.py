@@ -14,7 +14,6 @@ from pipespec.core import (
     COMMITTED,
     DRAFT,
     KIND,
-    LAST_COMMITTED,
     NO_PARENT_SEQUENCE,
     NODE,
     PARENT,
@@ -47,11 +46,8 @@ class SliceRunner:
         cached: retained sequences, and how many of their tokens are retained.
     """
 
-    def __init__(self, model: ModelSlice, num_slots: int, *, keeps_states: bool = False):
-        """`keeps_states`: layers with a running state keep that at the end of each prompt, for
-        sequences that share the prompt."""
+    def __init__(self, model: ModelSlice, num_slots: int):
         self.model = model
-        self.keeps_states = keeps_states
         self.slots = KVSlotAllocator(num_slots)
         self.nodes = LiveNodes()
         self.pages = PageTable()
@@ -112,15 +108,16 @@ class SliceRunner:
         of_tips = batch.rows[~node]
         pages = np.array([self._page_of[sequence] for sequence in of_tips[:, SEQUENCE].tolist()])
         self.pages.write(pages, of_tips[:, POSITION], slots[~node], of_tips[:, TOKEN])
-        return batch, self._plan(batch.rows, local, slots)
+        return batch, self._plan(batch, local, slots)
 
-    def _plan(self, rows: np.ndarray, local: np.ndarray, slots: np.ndarray) -> AttentionPlan:
-        """The attention plan of rows with these local indices.
+    def _plan(self, batch: Batch, local: np.ndarray, slots: np.ndarray) -> AttentionPlan:
+        """The attention plan of a batch whose rows have these local indices.
 
         All rows of a sequence see its committed tokens up to the first row of this batch. The tree
         keys are the rows that are committed after that (a prompt chunk, causal) and every live
         node.
         """
+        rows = batch.rows
         nodes, positions = self.nodes, rows[:, POSITION].copy()
         spans = list(_spans(rows))
         prefixes, keys, keys_at, masks, committed = [], [], [], [], []
@@ -140,6 +137,8 @@ class SliceRunner:
             masks.append(mask)
             committed.append(num_chunk)
         sizes = [mask.shape[1] for mask in masks]
+        kept = {sequence: state for sequence, *state in batch.kept_states}
+        states = np.array([kept.get(sequence, (0, 0)) for sequence, _ in spans], np.int64)
         return AttentionPlan(
             write=slots,
             positions=positions,
@@ -152,13 +151,8 @@ class SliceRunner:
             tree_start=np.concatenate(([0], np.cumsum(sizes))),
             mask=np.concatenate([mask.ravel() for mask in masks]),
             num_committed=np.array(committed),
-            keeps_state=np.array(
-                [
-                    self.keeps_states and (rows[span, KIND] == LAST_COMMITTED).any()
-                    for _, span in spans
-                ],
-                bool,
-            ),
+            keeps_state=states[:, 0],
+            state_number=states[:, 1],
         )
 
     def apply(self, verdicts: list[Verdict], nodes: Sequence[int] | None = None) -> None:
@@ -268,7 +262,7 @@ class SliceRunner:
         if lineage is not None:
             self.slots.release(self.nodes.slot[lineage.release()])
         page = self._page_of[sequence]
-        self.model.recurrent.end_sequence(page, retained=keep > 0)
+        self.model.recurrent.end_sequence(page)
         self.slots.release(self.pages.slots[page, keep:length])
         if keep:
             self.cached[sequence] = keep

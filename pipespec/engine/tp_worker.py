@@ -119,9 +119,9 @@ class _Pages:
 def _columns(rows: int, segments: int, keys: int, news: int) -> list[int]:
     """The lengths of the columns of a message, in order: write, positions, row_start, page_row,
     prefix_length, the first new position of each segment, new page entries, tree, tree_positions,
-    tree_start, num_committed, keeps_state."""
+    tree_start, num_committed, keeps_state, state_number."""
     of_segments = (segments + 1, segments, segments, segments)
-    return [rows, rows, *of_segments, news, keys, keys, segments + 1, segments, segments]
+    return [rows, rows, *of_segments, news, keys, keys, segments + 1, *[segments] * 3]
 
 
 def _pack(inputs: Tensor, plan: AttentionPlan, pages: _Pages) -> Tensor:
@@ -140,7 +140,8 @@ def _pack(inputs: Tensor, plan: AttentionPlan, pages: _Pages) -> Tensor:
         plan.tree_positions,
         plan.tree_start,
         plan.num_committed,
-        plan.keeps_state.astype(np.int64),
+        plan.keeps_state,
+        plan.state_number,
     )
     assert [len(each) for each in columns] == _columns(*sizes)
     ints = np.concatenate((np.array(sizes, np.int64), *columns))
@@ -158,7 +159,7 @@ def _unpack(
     write, positions, row_start, page_row, length, starts, news, tree, tree_at, *rest = (
         ints[start : start + size] for start, size in zip(bounds, lengths, strict=False)
     )
-    tree_start, num_committed, keeps_state = rest
+    tree_start, num_committed, keeps_state, state_number = rest
     read = 0
     rows_of_pages = (page_row.tolist(), starts.tolist(), length.tolist())
     for page, start, end in zip(*rows_of_pages, strict=True):
@@ -183,7 +184,8 @@ def _unpack(
         tree_start=tree_start,
         mask=data[num_bytes:].view(torch.bool).numpy(),
         num_committed=num_committed,
-        keeps_state=keeps_state.astype(bool),
+        keeps_state=keeps_state,
+        state_number=state_number,
     )
     return inputs, torch.from_numpy(positions), plan
 

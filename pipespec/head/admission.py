@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from pipespec.core import MAX_STARTED_BYTES, NO_PARENT_SEQUENCE, Batch, Request
+from pipespec.head.kept_states import KeptStates
 from pipespec.head.prefix_cache import (
     MIN_SHARED_TOKENS,
     NO_TEXT,
@@ -51,7 +52,8 @@ class Admission:
         root_rows: slots that a root needs.
         max_retained: sequences that have left whose prefixes may stay in the KV cache; 0: requests
             share nothing.
-        at_states: they share prefixes only where running states are kept (`PrefixCache`).
+        states: the running states that the stages keep of texts (`PrefixCache`); None: layers have
+            none.
     """
 
     def __init__(
@@ -63,12 +65,12 @@ class Admission:
         batch_rows: int,
         root_rows: int,
         max_retained: int = 0,
-        at_states: bool = False,
+        states: KeptStates | None = None,
     ):
         self.sequences: dict[int, Sequence] = {}  # that are running, by number, oldest first
         self.waiting: list[Sequence] = []  # by `Request.queue_key`
         self.preemptions = 0
-        self.cache = PrefixCache(max_retained, at_states=at_states)
+        self.cache = PrefixCache(max_retained, states)
         self.policy_name = ""  # of the running requests, or of the last ones
         self.num_slots = num_slots
         self._max_num_seqs = max_num_seqs
@@ -217,7 +219,7 @@ class Admission:
             if (ready := self.cache.shareable(number, common, read)) > shared:
                 parent, shared = number, ready
             if other.prompt_left and awaited is None:
-                wanted = self.cache.wanted(number, common)
+                wanted = self.cache.wanted(number, common, other.prefilled)
                 awaited = (number, wanted) if wanted > 0 else None
         if awaited is not None and awaited[1] <= shared:
             awaited = None
@@ -295,6 +297,8 @@ class Admission:
         batch.finished = tuple(self._unsent_finished)
         batch.preempted = tuple(self._unsent_preempted)
         batch.retained_prefixes = self.cache.take_changes()
+        if self.cache.states is not None:
+            batch.kept_states = self.cache.states.take_unsent()
         for sequence in self._unsent_started:
             sequence.start_sent = True
         for unsent in (self._unsent_started, self._unsent_finished, self._unsent_preempted):

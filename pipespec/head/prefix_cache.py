@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipespec.head.kept_states import KeptStates
+
 # Shorter prefixes are not shared, waited for or retained; the size of a block of vLLM.
 MIN_SHARED_TOKENS = 16
 # At least 1/MIN_CUT of a text is freed at once, so that this does not happen in every step.
@@ -130,17 +132,17 @@ class PrefixCache:
 
     Args:
         max_retained: sequences whose text may be retained; 0: nothing is shared.
-        at_states: a prefix is shared only where its layers' running state is kept: before the last
-            token that was known when its sequence started (`start`).
+        states: the running states that are kept of texts, if layers have some: then a prefix is
+            shared only where there is one, and a text is retained up to the last one.
 
     `pinned` and `held` count the slots of runs that are no longer filled: those that running
     sequences hold, and those that any sequence holds. `queries` and `hits` count the tokens that
     were looked up for requests, and those of them that were found.
     """
 
-    def __init__(self, max_retained: int, *, at_states: bool = False):
+    def __init__(self, max_retained: int, states: KeptStates | None = None):
         self.max_retained = max_retained
-        self.at_states = at_states
+        self.states = states
         self.pinned = 0
         self.held = 0
         self.queries = 0
@@ -151,8 +153,8 @@ class PrefixCache:
             int, TextKey
         ] = {}  # of retained texts by number, least recently used first
         self._runs: dict[int, list[SlotRun]] = {}  # of each sequence, in the order of the positions
+        self._known: dict[int, TextKey] = {}  # of running texts, as in `running_texts`
         self._unsent: dict[int, int] = {}  # retained tokens that the stages do not know of
-        self._state_at: dict[int, int] = {}  # of each sequence, the tokens that its state has seen
 
     @property
     def retained_tokens(self) -> dict[int, int]:
@@ -164,7 +166,9 @@ class PrefixCache:
         if not self.max_retained:
             return
         self.running_texts.add(key, number)
-        self._state_at[number] = num_tokens(key) - 1
+        self._known[number] = key
+        if self.states is not None:
+            self.states.start(number, parent, shared)
         runs = self._hold(number, self._runs[parent] if shared else [], shared, retained=False)
         self._runs[number] = [*runs, SlotRun(shared)]
         if parent in self._keys:
@@ -173,17 +177,32 @@ class PrefixCache:
     def shareable(self, number: int, common: int, read: int) -> int:
         """How many of the first `common` tokens of a sequence another one can share, if the
         sequence has read its first `read` tokens."""
-        if not self.at_states:
+        if self.states is None:
             return min(common, read)
-        kept = self._state_at[number]
-        return kept if kept <= common and kept < read else 0
+        return self.states.longest(number, min(common, read))
 
-    def wanted(self, number: int, common: int) -> int:
-        """How many tokens a running sequence must have read before it is worth sharing `common` of
-        them; 0: it never will be."""
-        if not self.at_states:
+    def wanted(self, number: int, common: int, read: int) -> int:
+        """How many tokens a running sequence, which has read `read`, must have read before it is
+        worth sharing `common` of them; 0: it never will be."""
+        if self.states is None:
             return common - MIN_SHARED_TOKENS + 1  # less is not worth the wait
-        return self.shareable(number, common, common + 1) and self._state_at[number] + 1
+        known = num_tokens(self._known[number])
+        place = self.states.next_due(number, read, common, known)
+        return place and place + (place == known - 1)
+
+    def chunk_end(self, number: int, start: int, end: int) -> int:
+        """Where a chunk of a running sequence's text from `start` to `end` must end."""
+        if self.states is None or not self.max_retained:
+            return end
+        return self.states.chunk_end(number, start, end, num_tokens(self._known[number]))
+
+    def read(self, number: int, end: int) -> None:
+        """The next batch reads the text of a running sequence up to `end`."""
+        if self.states is None or not self.max_retained:
+            return
+        for other in self.states.read(number, end, num_tokens(self._known[number])):
+            if other in self._keys:  # retained, of which less can be shared now
+                self._shorten(other, num_tokens(self._keys[other]))
 
     def finish(self, number: int, known: TextKey, key: TextKey) -> None:
         """A running sequence leaves. `known` was its text when it started; its text `key` is in the
@@ -191,6 +210,7 @@ class PrefixCache:
         if not self.max_retained:
             return
         self.running_texts.remove(known, number)
+        del self._known[number]
         runs = self._runs.pop(number)
         self._count(runs, -1)
         runs[-1].filling = False
@@ -222,28 +242,36 @@ class PrefixCache:
         return changes
 
     def _retain(self, number: int, runs: list[SlotRun], key: TextKey) -> None:
-        """Retain a text unless it is a prefix of another; it replaces one that is its prefix."""
+        """Retain a text unless it is a prefix of another; it replaces one that is its prefix. With
+        running states it is cut at the last one, and one that has states at places where the other
+        has none is of use beside it."""
         tokens = num_tokens(key)
+        if self.states is not None:
+            tokens = self.states.longest(number, tokens)
+            key = first_tokens(key, tokens)
         other, common, text = next(self.retained_texts.match_prefix(key), (number, 0, NO_TEXT))
-        if self.at_states and tokens <= self._state_at[number]:
-            tokens = 0  # none of it can be shared
-        # One with a state at another place is of use for other texts.
-        alike = not self.at_states or self._state_at.get(other) == self._state_at[number]
-        if common == tokens and alike:
+        if common == tokens and self._has_states_of(other, number, common):
             if common:
                 self._mark_used(other)
             tokens = 0
-        elif common == num_tokens(text) and common and alike and tokens:
+        elif common == num_tokens(text) and common and self._has_states_of(number, other, common):
             self._shorten(other, 0)
         if tokens < MIN_SHARED_TOKENS:
             tokens = 0
+        if self.states is not None:
+            self.states.release(number, tokens)
         if runs := self._hold(number, runs, tokens, retained=True):
             self._runs[number] = runs
             self._keys[number] = key
             self.retained_texts.add(key, number)
             self._unsent[number] = tokens
-        else:
-            self._state_at.pop(number, None)
+
+    def _has_states_of(self, number: int, other: int, common: int) -> bool:
+        """Whether states are kept of one text wherever they are of another, in the `common` tokens
+        with which both begin."""
+        if self.states is None:
+            return True
+        return self.states.places(other, common) <= self.states.places(number, common)
 
     def _shorten(self, number: int, tokens: int) -> None:
         """Shorten a retained text to so many tokens."""
@@ -257,6 +285,8 @@ class PrefixCache:
 
     def _mark_used(self, number: int) -> None:
         self._keys[number] = self._keys.pop(number)
+        if self.states is not None:
+            self.states.mark_used(number)
 
     def _hold(
         self, number: int, runs: list[SlotRun], tokens: int, *, retained: bool

@@ -103,6 +103,7 @@ class RowPlanner:
         prompts = []
         for sequence in (*reading[first:], *reading[:first]):
             end = min(sequence.prefilled + num_rows, sequence.committed_len)
+            end = self._admission.cache.chunk_end(sequence.number, sequence.prefilled, end)
             if end > sequence.prefilled:
                 prompts.append((sequence, end))
                 num_rows -= end - sequence.prefilled

@@ -52,7 +52,7 @@ class Scheduler:
             batch_rows=config.rows,
             root_rows=max(each.max_rows if each.whole else 1 for each in config.policies),
             max_retained=config.max_retained,
-            at_states=config.prefixes_at_states,
+            states=config.make_states(),
         )
         self.config = config
         self._planner = RowPlanner(config, self.admission)
@@ -359,6 +359,7 @@ class Scheduler:
         found = [Batch(self.step).rows]
         for sequence, end in plan.prompts:
             rows = sequence.context.rows(sequence.prefilled, end)
+            self.admission.cache.read(sequence.number, end)
             sequence.prefilled = end
             sequence.counts["rows"] += len(rows)
             found.append(rows)

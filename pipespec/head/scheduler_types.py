@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from pipespec.core import STEP_TOKENS, Verdict
+from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.proposers.proposer import ProposalRequest
 from pipespec.head.sequence import Sequence
@@ -32,7 +33,9 @@ class SchedulerConfig:
         num_slots: KV slots of every stage, for the tokens and draft tokens of all requests.
         max_retained: sequences that have left whose prefixes may stay in the KV cache for others;
             0: requests share nothing.
-        prefixes_at_states: they share prefixes only where the running states of layers are kept.
+        kept_states: running states that the stages keep of texts; None: layers have none, and
+            requests share any prefix.
+        state_interval: tokens of a prompt behind which one is kept, or 0.
         overlap: whether the draft works while the stages compute; else, where the policy can do
             without, only while they do not.
         request_policies: policies that requests may name instead (`Request.policy`).
@@ -47,7 +50,8 @@ class SchedulerConfig:
     max_rows: int = 0
     num_slots: int = 2**62
     max_retained: int = 0
-    prefixes_at_states: bool = False
+    kept_states: int | None = None
+    state_interval: int = 0
     overlap: bool = True
     request_policies: Mapping[str, SpeculationPolicy] = field(default_factory=dict)
 
@@ -55,6 +59,12 @@ class SchedulerConfig:
     def rows(self) -> int:
         """`max_rows`, resolved."""
         return self.max_rows or max(self.prefill_chunk, *(each.max_rows for each in self.policies))
+
+    def make_states(self) -> KeptStates | None:
+        """The states that the stages keep, none yet; None: layers have none."""
+        if self.kept_states is None:
+            return None
+        return KeptStates(self.kept_states if self.max_retained else 0, self.state_interval)
 
     @property
     def policies(self) -> tuple[SpeculationPolicy, ...]:

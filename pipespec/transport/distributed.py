@@ -119,6 +119,7 @@ class DistributedTransport:
         max_rows: int,
         max_finished: int = 1,
         max_retained: int = 0,
+        max_kept: int = 0,
         hidden_size: int,
         dtype: torch.dtype,
         links: Sequence[LinkKind] | None = None,
@@ -133,7 +134,7 @@ class DistributedTransport:
             devices: of every rank, the head's first.
             links: how each rank but the last is linked to the next; None: all ranks are on one
                 host, and nothing is encrypted.
-            max_rows, max_finished, max_retained: limits of a batch (`Wire`).
+            max_rows, max_finished, max_retained, max_kept: limits of a batch (`Wire`).
             hidden_size, dtype: those of the target.
             nccl: send hidden states over NCCL instead of gloo.
             spins: poll for messages instead of sleeping (`pipespec.system.spin_wait`).
@@ -183,6 +184,7 @@ class DistributedTransport:
             token=token(secret, epoch),
             max_finished=max_finished,
             max_retained=max_retained,
+            max_kept=max_kept,
         )
         return cls(
             rank, wire, device, made.get(rank - 1), made.get(rank), nccl=of_nccl, spins=spins

@@ -1,12 +1,13 @@
 """The wire format of a batch. Packing and unpacking only, no I/O.
 
-    message   [ header 12 x int64 | rows num_rows x 6 x int64 | finished x int64 |
-                preempted x int64 | retained x 2 x int64 | started | 0..63 bytes | hidden states |
-                0..7 bytes | end ]
-    header    epoch, step, num_rows, flags, num_finished, num_preempted, num_retained,
+    message   [ header 13 x int64 | rows num_rows x 6 x int64 | finished x int64 |
+                preempted x int64 | retained x 2 x int64 | kept x 3 x int64 | started |
+                0..63 bytes | hidden states | 0..7 bytes | end ]
+    header    epoch, step, num_rows, flags, num_finished, num_preempted, num_retained, num_kept,
               started_ints, sent_ns, token (2), bytes of the message
     end       the first part of the token XOR the step
     retained  sequence, number of its tokens that are retained
+    kept      sequence, number of tokens behind which its running state is kept, number of that
     started   for each sequence: sequence, request, prompt_len, committed_len, parent, shared_len,
               length of params, int64 each; then params, padded to a multiple of 8 bytes
 
@@ -28,11 +29,11 @@ import torch
 from pipespec.core import MAX_STARTED_BYTES, NUM_COLUMNS, Batch, SequenceStart
 from pipespec.errors import RankFailed, StaleEpoch
 
-_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_FINISHED, _NUM_PREEMPTED, _NUM_RETAINED, _STARTED = range(8)
-_SENT = 8
-_TOKEN = slice(9, 11)
-_BYTES = 11
-_HEADER = 12
+_EPOCH, _STEP, _NUM_ROWS, _FLAGS, _NUM_FINISHED, _NUM_PREEMPTED, _NUM_RETAINED = range(7)
+_NUM_KEPT, _STARTED, _SENT = range(7, 10)
+_TOKEN = slice(10, 12)
+_BYTES = 12
+_HEADER = 13
 _START = 7  # integers before the params of a sequence start
 _STOP, _HIDDEN = 1, 2
 _INT = np.dtype(np.int64).itemsize
@@ -60,6 +61,7 @@ class Wire:
         token: see the function `token`.
         max_finished: sequences that leave with one batch at most, finished or preempted.
         max_retained: retained prefixes that one batch changes at most.
+        max_kept: running states that one batch keeps at most.
     """
 
     epoch: int
@@ -70,11 +72,13 @@ class Wire:
     token: tuple[int, int] = (0, 0)
     max_finished: int = 1
     max_retained: int = 0
+    max_kept: int = 0
 
     @property
     def capacity(self) -> int:
         """The length of the longest message, in bytes."""
-        tail = self.max_finished + 2 * self.max_retained + MAX_STARTED_BYTES // _INT
+        tail = self.max_finished + 2 * self.max_retained + 3 * self.max_kept
+        tail += MAX_STARTED_BYTES // _INT
         start = self._hidden_start(self.max_rows, tail)
         return start + self._hidden_bytes(self.max_rows) + _INT
 
@@ -89,7 +93,9 @@ class Wire:
         assert len(batch.retained_prefixes) <= self.max_retained, (
             f"{len(batch.retained_prefixes)} retained prefixes"
         )
-        sequence_ints = (*leaving, *chain.from_iterable(batch.retained_prefixes))
+        assert len(batch.kept_states) <= self.max_kept, f"{len(batch.kept_states)} kept states"
+        changes = chain.from_iterable((*batch.retained_prefixes, *batch.kept_states))
+        sequence_ints = (*leaving, *changes)
         started = b"".join(map(_pack_start, batch.started))
         assert len(started) <= MAX_STARTED_BYTES, f"{len(started)} bytes of sequence starts"
         tail = len(sequence_ints) + len(started) // _INT
@@ -112,6 +118,7 @@ class Wire:
         ints[_NUM_FINISHED] = len(batch.finished)
         ints[_NUM_PREEMPTED] = len(batch.preempted)
         ints[_NUM_RETAINED] = len(batch.retained_prefixes)
+        ints[_NUM_KEPT] = len(batch.kept_states)
         ints[_STARTED] = len(started) // _INT
         ints[_SENT] = batch.sent_ns
         ints[_TOKEN] = self.token
@@ -146,18 +153,21 @@ class Wire:
                 "network of the ranks to yourself."
             )
         rows = int(ints[_NUM_ROWS])
-        finished, preempted, retained, started = ints[_NUM_FINISHED : _STARTED + 1].tolist()
+        finished, preempted, retained, kept, started = ints[_NUM_FINISHED : _STARTED + 1].tolist()
         assert 0 <= rows <= self.max_rows, f"{rows} rows in a batch of at most {self.max_rows}"
         assert 0 <= finished + preempted <= self.max_finished, "too many sequences leave"
         assert 0 <= retained <= self.max_retained, "too many retained prefixes"
+        assert 0 <= kept <= self.max_kept, "too many kept states"
         assert 0 <= started * _INT <= MAX_STARTED_BYTES, f"{started} integers of sequence starts"
         end = rows * NUM_COLUMNS
         leaving = finished + preempted
-        sequence_ints = leaving + 2 * retained
+        states_at = leaving + 2 * retained
+        sequence_ints = states_at + 3 * kept
         tail = sequence_ints + started
         table = message.numpy()[_HEADER * _INT : (_HEADER + end + tail) * _INT].view(np.int64)
         leaving_numbers = table[end : end + leaving].tolist()
-        prefixes = table[end + leaving : end + sequence_ints].reshape(retained, 2).tolist()
+        prefixes = table[end + leaving : end + states_at].reshape(retained, 2).tolist()
+        states = table[end + states_at : end + sequence_ints].reshape(kept, 3).tolist()
         hidden = None
         if self.inline and self.has_hidden(message):
             start = self._hidden_start(rows, tail)
@@ -170,6 +180,7 @@ class Wire:
             finished=tuple(leaving_numbers[:finished]),
             preempted=tuple(leaving_numbers[finished:]),
             retained_prefixes=tuple((sequence, tokens) for sequence, tokens in prefixes),
+            kept_states=tuple((sequence, tokens, number) for sequence, tokens, number in states),
             stop=bool(ints[_FLAGS] & _STOP),
             sent_ns=int(ints[_SENT]),
         )

@@ -203,6 +203,42 @@ def test_a_conversation_shares_the_prompt_of_its_last_turn(crowd):
     assert statistics(running)["cache_hits"] - before == len(first) - 1
 
 
+def test_prompts_with_a_common_beginning_share_it_up_to_a_kept_state(crowd):
+    """One asks first, the others at once; the draft shares it too."""
+    clusters, path, _ = crowd
+    running = clusters.running("scheduler.state_interval=32")
+    common, *ends = prompts([83, 9, 30, 14])
+    asked = [[*common, *end] for end in ends]
+    right = reference(path, asked, TOKENS)
+    assert ask(running, asked[:1]) == right[:1]
+    until(lambda: statistics(running)["running"] == 0)
+    before = statistics(running)["cache_hits"]
+    assert ask(running, asked[1:]) == right[1:]
+    until(lambda: statistics(running)["running"] == 0)
+    assert statistics(running)["cache_hits"] - before == 2 * 64
+
+
+@pytest.mark.parametrize("policy", ["root", "best_first"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_shared_prefixes_change_no_text(target, redis, policy, stages):
+    """Of two prompts that begin alike, and of a conversation."""
+    path = target(FAMILIES[0])
+    settings = (
+        *(f"cluster.stages={stages}", *POLICIES[policy]),
+        *("decode.prefill_chunk=24", "scheduler.state_interval=16", "scheduler.max_num_seqs=1"),
+    )
+    deployment = cluster.make_deployment(path, path, *settings)
+    common, *ends = prompts([70, 5, 12])
+    asked = [[*common, *end] for end in ends]
+    (answer,) = reference(path, asked[:1], TOKENS)
+    asked.append([*asked[0], *answer, 7, 8, 9])
+    requests = [{"prompt": tuple(prompt), "max_new_tokens": TOKENS} for prompt in asked]
+    answers = cluster.decode(deployment, redis, requests)
+    assert [tokens for tokens, *_ in answers] == reference(path, asked, TOKENS)
+    cached = [statistics["cached_tokens"] for *_, statistics in answers]
+    assert cached == [0, 64, len(asked[0]) - 1]
+
+
 def test_preemption_changes_no_text(crowd):
     """With KV for the prompts of all requests, but not for their answers."""
     clusters, path, common = crowd

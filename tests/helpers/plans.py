@@ -28,7 +28,8 @@ def joined(segments: Sequence[Segment], write: np.ndarray) -> AttentionPlan:
         tree_start=np.cumsum([0, *(len(s.tree) for s in segments)]),
         mask=np.concatenate([s.mask.ravel() for s in segments]),
         num_committed=np.zeros(len(segments), np.int64),
-        keeps_state=np.zeros(len(segments), bool),
+        keeps_state=np.zeros(len(segments), np.int64),
+        state_number=np.zeros(len(segments), np.int64),
     )
 
 

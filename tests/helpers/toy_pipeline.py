@@ -167,7 +167,7 @@ class ToyPipeline:
             config.prefill_chunk,
             vocabulary,
             max_retained=config.max_retained,
-            shares=not config.prefixes_at_states,
+            states=config.make_states(),
             parallel=parallel,
         )
         self.drawn: list[bytes] = []
@@ -176,11 +176,7 @@ class ToyPipeline:
         self.inbox: list[deque[Batch]] = [deque() for _ in self.boards]
         self.stages = [
             StageLoop(
-                SliceRunner(
-                    make_model(config.num_slots),
-                    config.num_slots,
-                    keeps_states=config.max_retained > 0,
-                ),
+                SliceRunner(make_model(config.num_slots), config.num_slots),
                 make_link(1 + i, arriving, next_rank),
                 board,
                 StageSettings(layout),

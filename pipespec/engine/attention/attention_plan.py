@@ -66,8 +66,9 @@ class AttentionPlan:
         tree, tree_positions: slot and position of each tree key, `[keys]`.
         mask: for each segment, bool `[rows, tree keys]`; flattened and concatenated.
         num_committed: how many of the segment's first rows are committed already, `[segments]`.
-        keeps_state: whether layers with a running state keep that before the segment's last
-            committed row, for sequences that share the text; bool `[segments]`.
+        keeps_state: behind how many committed tokens of the segment's sequence layers with a
+            running state keep that, for sequences that share the text; 0: none; `[segments]`.
+        state_number: which of the kept states that becomes, `[segments]`.
         imagined: the texts before the rows were never computed, as when something is measured.
     """
 
@@ -83,6 +84,7 @@ class AttentionPlan:
     mask: np.ndarray
     num_committed: np.ndarray
     keeps_state: np.ndarray
+    state_number: np.ndarray
     imagined: bool = False
 
     def segments(self) -> Iterator[Segment]:
@@ -221,6 +223,7 @@ def causal_plan(prefix: np.ndarray, write: np.ndarray, *, imagined: bool = False
         tree_start=np.array([0, rows]),
         mask=np.tri(rows, dtype=bool).ravel(),
         num_committed=np.array([0 if imagined else rows]),
-        keeps_state=np.array([False]),
+        keeps_state=np.array([0]),
+        state_number=np.array([0]),
         imagined=imagined,
     )

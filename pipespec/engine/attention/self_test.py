@@ -166,6 +166,7 @@ def _plan(parts: tuple[tuple[int, int, int], ...], num_slots: int, seed: int) ->
         tree_start=np.concatenate(([0], np.cumsum(tree))),
         mask=np.concatenate(masks),
         num_committed=np.zeros(len(parts), np.int64),
-        keeps_state=np.zeros(len(parts), bool),
+        keeps_state=np.zeros(len(parts), np.int64),
+        state_number=np.zeros(len(parts), np.int64),
         imagined=True,
     )

@@ -32,7 +32,8 @@ class _Sequence:
     live: np.ndarray  # sources of the nodes in earlier batches
     live_columns: np.ndarray  # where they are among the tree keys
     num_committed: int
-    kept: int  # the state to be set to that before the last committed row, or NONE
+    kept: int  # the state to be set to that behind `kept_at` tokens, or NONE
+    kept_at: int
     part: Segment
 
     @property
@@ -55,9 +56,10 @@ class _Planning:
         parts = list(zip(plan.segments(), pages, counts, strict=True))
         starts = [self._start(*each) for each in parts]
         # All that is freed is freed before new entries are given, and is read in this batch still.
+        keeps = zip(plan.keeps_state.tolist(), plan.state_number.tolist(), strict=True)
         self._sequences = [
-            self._sequence(*each, start, keeps)
-            for each, start, keeps in zip(parts, starts, plan.keeps_state.tolist(), strict=True)
+            self._sequence(*each, start, *kept)
+            for each, start, kept in zip(parts, starts, keeps, strict=True)
         ]
 
     def _read(self, slots: np.ndarray) -> np.ndarray:
@@ -77,7 +79,13 @@ class _Planning:
         return book.length(state, pages[:base])
 
     def _sequence(
-        self, part: Segment, page: int, num_committed: int, length: int, keeps: bool
+        self,
+        part: Segment,
+        page: int,
+        num_committed: int,
+        length: int,
+        kept_at: int,
+        number: int,
     ) -> _Sequence:
         book, pages = self._book, self._plan.pages[page]
         base = _base(part, num_committed)
@@ -96,10 +104,13 @@ class _Planning:
 
         state, kept = book.state_of(page), NONE
         book.set_state(state, end, last(end))
-        if keeps and num_committed and end > 1:
-            kept = book.state_of(page, kept=True)
-            book.set_state(kept, end - 1, last(end - 1))
-        return _Sequence(state, length, base, pending, live, columns, num_committed, kept, part)
+        if kept_at:
+            assert base <= kept_at <= end, "a state that is kept is of other rows"
+            kept = book.kept_state(number)
+            book.set_state(kept, kept_at, last(kept_at))
+        return _Sequence(
+            state, length, base, pending, live, columns, num_committed, kept, kept_at, part
+        )
 
     def result(self) -> RecurrentPlan[np.ndarray]:
         book, plan = self._book, self._plan
@@ -128,9 +139,9 @@ class _Planning:
             tails.append(inputs.tail(sequence.end))
             run, kept = count if count > SHORT_RUN else 0, NONE
             if sequence.kept != NONE:
-                run, kept = count - 1, sequence.kept
+                run, kept = sequence.kept_at - sequence.base, sequence.kept
                 also.append(kept)
-                tails_also.append(inputs.tail(sequence.end - 1))
+                tails_also.append(inputs.tail(sequence.kept_at))
             if run or kept != NONE:
                 runs.append(Run(sequence.state, slice(span.start, span.start + run), kept))
             if run < len(rows):

@@ -10,8 +10,8 @@ sequence comes to the layers next. The KV slot of a node finds its entry:
     rows                   of this batch: first the committed ones, then nodes with new entries
 
 A sequence that shares the beginning of another starts from a copy of a state that has seen just
-that. For this the state before the last token of what was known of a text when it started (its
-prompt) is kept (`AttentionPlan.keeps_state`).
+that. For this the head has states kept while a text is read (`AttentionPlan.keeps_state`), by
+numbers: a number that is given again stands for another state from then on.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RecurrentBook:
         self._entry = np.full(num_slots + 1, NONE)  # of each KV slot
         self._slot_of_entry = np.full(8, NONE)
         self._page_of_entry = np.full(8, NONE)
-        # The state of each page's sequence, and that which is kept of its beginning.
-        self._states: dict[tuple[int, bool], int] = {}
+        self._states: dict[int, int] = {}  # of each page's sequence
+        self._kept: dict[int, int] = {}  # by number
         self._unused: list[int] = []
         self._length = np.zeros(0, np.int64)  # of each state
         self._last = np.zeros(0, np.int64)
@@ -75,25 +75,30 @@ class RecurrentBook:
 
     # --- states ---------------------------------------------------------------------------------
 
-    def state_of(self, page: int, *, kept: bool = False) -> int:
-        """The state of a page's sequence, or that which is kept, made if there was none yet."""
-        if (page, kept) not in self._states:
+    def state_of(self, page: int) -> int:
+        """The state of a page's sequence, made if there was none yet."""
+        return self._state(self._states, page)
+
+    def kept_state(self, number: int) -> int:
+        """The kept state of this number, made if there was none yet."""
+        return self._state(self._kept, number)
+
+    def _state(self, states: dict[int, int], key: int) -> int:
+        if key not in states:
             if not self._unused:
                 self._unused.append(self.num_states)
                 self._length = np.append(self._length, 0)
                 self._last = np.append(self._last, NONE)
-            self._states[page, kept] = self._unused.pop()
-        return self._states[page, kept]
+            states[key] = self._unused.pop()
+        return states[key]
 
-    def end(self, page: int, *, retained: bool) -> None:
-        """The sequence of a page has ended; `retained`: others may share its text, and the state
-        that is kept of it stays."""
+    def end(self, page: int) -> None:
+        """The sequence of a page has ended."""
         self.keep_only(page, np.zeros(0, np.int64))
-        for kept in (False,) if retained else (False, True):
-            state = self._states.pop((page, kept), None)
-            if state is not None:
-                self.set_state(state, 0, NONE)
-                self._unused.append(state)
+        state = self._states.pop(page, None)
+        if state is not None:
+            self.set_state(state, 0, NONE)
+            self._unused.append(state)
 
     def length(self, state: int, pages: np.ndarray) -> int:
         """How many tokens of the text in these slots a state has seen."""

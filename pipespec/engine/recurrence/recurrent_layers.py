@@ -53,11 +53,10 @@ class RecurrentLayers:
     def __bool__(self) -> bool:
         return bool(self.states)
 
-    def end_sequence(self, page: int, *, retained: bool) -> None:
-        """The sequence of a page has ended; `retained`: others may share the beginning of its
-        text."""
+    def end_sequence(self, page: int) -> None:
+        """The sequence of a page has ended; states that are kept of its text stay."""
         if self._book is not None:
-            self._book.end(page, retained=retained)
+            self._book.end(page)
 
     def plan(self, plan: AttentionPlan) -> RecurrentPlan[np.ndarray] | None:
         """What the layers do with a batch, which has to be computed next; None: there are none."""
@@ -113,7 +112,8 @@ class RecurrentLayers:
 
     @property
     def num_states(self) -> int:
-        """The states of sequences and of their beginnings, which the next batch has room for."""
+        """The states of sequences, and those that are kept of texts, which the next batch has room
+        for."""
         return 0 if self._book is None else self._book.num_states
 
     @property

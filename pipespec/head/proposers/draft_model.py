@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipespec.core import Batch, Verdict
+from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.policy import NO_NODES
 from pipespec.head.proposers.calibration import CalibratedProposer
 from pipespec.head.proposers.foresight_confidence import ForesightConfidence
@@ -82,7 +83,7 @@ class DraftModelProposer:
         *,
         foresight: bool = True,
         max_retained: int = 0,
-        shares: bool = True,
+        states: KeptStates | None = None,
         parallel: ParallelDraft | None = None,
     ):
         """
@@ -90,16 +91,17 @@ class DraftModelProposer:
             chunk: prompt rows per pass.
             vocabulary: how many token ids the target knows.
             max_retained: ended sequences whose KV may be retained.
-            shares: sequences may start with the KV of others; not with running states, which a
-                draft keeps nowhere.
+            states: the running states that the draft keeps of texts, if it has some: then
+                sequences share prefixes only where there is one.
             parallel: set if a pass proposes several tokens.
         """
         self.runner = runner
         self.chunk = chunk
         self.vocabulary = vocabulary
         self.foresight = foresight
-        self.max_retained = max_retained if shares else 0
-        self._shares = shares
+        self.max_retained = max_retained
+        self._states = states
+        self._known: dict[int, int] = {}  # tokens of each text when its sequence started
         self.parallel = parallel
         self.confidence = ForesightConfidence()
         # Of each level of mask rows: the farther ahead, the less sure.
@@ -112,7 +114,10 @@ class DraftModelProposer:
     def start_sequence(self, context: Context) -> None:
         self._contexts[context.sequence] = context
         shared = min(context.shared_len, self.runner.length(context.parent))
-        shared = shared if self._shares else 0
+        if self._states is not None:
+            shared = self._states.longest(context.parent, shared)
+            self._states.start(context.sequence, context.parent, shared)
+        self._known[context.sequence] = len(context.tokens)
         self.runner.start_sequence(context.sequence, context.parent, shared)
         self._retained.pop(context.parent, None)
         if context.parent in self.runner.cached:
@@ -132,19 +137,39 @@ class DraftModelProposer:
 
     def end_sequence(self, sequence: int) -> None:
         kept = self.runner.length(sequence) if self.max_retained else 0
-        self.runner.release(sequence, kept)
-        if kept:
+        if kept := self._shorten(sequence, kept):
             self._retained[sequence] = None
         if len(self._retained) > self.max_retained:
             self._release_oldest()
         for confidence in (self.confidence, *self._mask_confidence):
             confidence.end_sequence(sequence)
-        del self._contexts[sequence]
+        del self._contexts[sequence], self._known[sequence]
+
+    def _shorten(self, sequence: int, keep: int) -> int:
+        """Retain the first `keep` tokens of a sequence, or as many of them as others can share;
+        returns how many."""
+        if self._states is not None:
+            keep = self._states.longest(sequence, keep)
+            self._states.release(sequence, keep)
+        self.runner.release(sequence, keep)
+        return keep
 
     def _release_oldest(self) -> None:
         oldest = next(iter(self._retained))
         del self._retained[oldest]
-        self.runner.release(oldest)
+        self._shorten(oldest, 0)
+
+    def _chunk(self, sequence: int, rows: np.ndarray) -> np.ndarray:
+        """Of rows of decided text those to compute in one pass, which ends where a running state is
+        to be kept."""
+        start, known = self.runner.length(sequence), self._known[sequence]
+        if self._states is None or not len(rows) or start >= known:
+            return rows
+        end = self._states.chunk_end(sequence, start, start + len(rows), known)
+        for other in self._states.read(sequence, min(end, known), known):
+            if other in self._retained and not self._shorten(other, self.runner.length(other)):
+                del self._retained[other]
+        return rows[: end - start]
 
     def _make_room(self, rows: int) -> None:
         """Free so many slots, as far as retained sequences hold them."""
@@ -170,7 +195,7 @@ class DraftModelProposer:
         ready: list[_Ready] = []
         start, left, free = 0, self.chunk, self.runner.slots.num_free
         for i in sorted(range(len(requests)), key=lambda i: len(missing[i])):
-            rows = missing[i][: min(left, free)]
+            rows = self._chunk(requests[i].context.sequence, missing[i][: min(left, free)])
             left -= len(rows)
             free -= len(rows)
             if len(rows) == len(missing[i]):
@@ -199,7 +224,9 @@ class DraftModelProposer:
             start += len(rows)
         if not start:
             return found
-        hidden = self.runner.compute(Batch(step=0, rows=np.concatenate(parts))).hidden
+        kept = self._states.take_unsent() if self._states is not None else ()
+        batch = Batch(step=0, rows=np.concatenate(parts), kept_states=kept)
+        hidden = self.runner.compute(batch).hidden
         assert hidden is not None and len(hidden) == start, "the draft lost a parent"
         if masks:
             self.runner.discard(np.concatenate(masks))

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipespec.core import Batch, Request, SamplingParams
+from pipespec.engine.runner import SliceRunner
+from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import SpeculationPolicy
 from pipespec.head.policies.root import Root
@@ -262,16 +264,18 @@ def test_preempted_request_rereads_little_if_its_slots_were_not_needed():
 # --- running states ---------------------------------------------------------------------------
 
 
+def recurrent_pipeline(model_type: str, **changes: object) -> ToyPipeline:
+    fields = {"kept_states": 8, "state_interval": 0, **changes}
+    make_model = recurrent_toy(model_type)
+    return ToyPipeline(
+        config(**fields), free=False, draft_slots=200, answers={}, make_model=make_model
+    )
+
+
 @pytest.mark.parametrize("model_type", MODULES)
 def test_a_prefix_is_shared_where_running_states_are_kept(model_type):
     """At the end of the prompt of a request that is over, or of one that runs."""
-    toy = ToyPipeline(
-        config(prefixes_at_states=True),
-        free=False,
-        draft_slots=200,
-        answers={},
-        make_model=recurrent_toy(model_type),
-    )
+    toy = recurrent_pipeline(model_type)
     first = Request(0, PREFIX, 6)
     run(toy, [first])
     answer = tuple(toy.answers[0])
@@ -286,6 +290,61 @@ def test_a_prefix_is_shared_where_running_states_are_kept(model_type):
     assert toy.rows_read - before == 32 + 2, "one reads the prompt for the others"
 
 
+@pytest.mark.parametrize("model_type", MODULES)
+@pytest.mark.parametrize("policy", [Root(), BEST_FIRST])
+def test_prompts_with_a_common_beginning_share_it_up_to_the_last_state(model_type, policy):
+    toy = recurrent_pipeline(model_type, state_interval=16, policy=policy)
+    run(toy, [Request(0, PREFIX, 6)])
+    assert toy.rows_read == len(PREFIX)
+    run(toy, [Request(1, PREFIX[:36] + prompt(4, 9), 6)])
+    assert toy.rows_read - len(PREFIX) == 4 + 9, "32 tokens are shared"
+    before = toy.rows_read
+    run(toy, [Request(i, PREFIX[:30] + prompt(5 + i, 9), 6) for i in range(2, 5)])
+    assert toy.rows_read - before == 3 * (14 + 9), "16 tokens are shared"
+    before = toy.rows_read
+    run(toy, [Request(i, prompt(9, 40) + prompt(5 + i, 9), 6) for i in range(5, 8)])
+    assert toy.rows_read - before == 49 + 2 * (8 + 9), "one reads 32 tokens for the others"
+
+
+@pytest.mark.parametrize("model_type", MODULES)
+def test_draft_with_running_states_shares_prefixes_where_it_keeps_one(model_type):
+    toy = recurrent_pipeline(model_type, state_interval=16)
+
+    def drafted(request: Request) -> int:
+        before = toy.draft.runner.model.rows
+        run(toy, [request])
+        return toy.draft.runner.model.rows - before
+
+    assert drafted(Request(0, PREFIX, 1)) >= len(PREFIX)
+    assert drafted(Request(1, PREFIX, 1)) < 16
+    assert drafted(Request(2, PREFIX[:34] + prompt(4, 3), 1)) < 5 + 16
+
+
+def test_least_recently_used_state_is_replaced_and_its_text_cut():
+    toy = recurrent_pipeline("lfm2", kept_states=4, num_slots=2000, state_interval=16)
+    cache = toy.scheduler.admission.cache
+    first, second, third = prompt(1, 40), prompt(2, 20), prompt(3, 20)
+    run(toy, [Request(0, first, 4), Request(1, second, 4), Request(2, third, 4)])
+    assert len(cache.states) == 4
+    before = toy.rows_read
+    run(toy, [Request(3, first[:36], 4)])
+    assert toy.rows_read - before == 4, "of a text the longest prefix was given up first"
+    for loop in toy.stages:
+        assert loop.runner.model.recurrent.num_states <= 4 + 4
+
+
+def test_a_long_text_takes_half_of_the_states_at_most():
+    toy = recurrent_pipeline("lfm2", state_interval=8, num_slots=2000)
+    short, long = prompt(1, 20), prompt(2, 80)
+    run(toy, [Request(0, short, 2)])
+    run(toy, [Request(1, long, 2)])
+    states = toy.scheduler.admission.cache.states
+    assert states.places(1, 80) == {16, 32, 48, 64, 79}, "at first they were 8 apart"
+    before = toy.rows_read
+    run(toy, [Request(2, short, 2)])
+    assert toy.rows_read - before == 1
+
+
 # --- whatever happens -------------------------------------------------------------------------
 
 
@@ -295,6 +354,7 @@ loads = st.tuples(
     st.sampled_from([400, 120, 96]),
     st.sampled_from([400, 120, 60]),
     st.sampled_from([0, 1, 8]),
+    st.tuples(st.sampled_from([1, 3, 16]), st.sampled_from([0, 3, 16])),
     st.sampled_from([None, ParallelDraft(mask_token=2, tokens=3, end_position=90)]),
     st.integers(0, 2**32 - 1),
 )
@@ -326,6 +386,7 @@ def check_random_load(
     num_slots: int,
     draft_slots: int,
     max_retained: int,
+    states: tuple[int, int],
     parallel: ParallelDraft | None,
     seed: int,
     *,
@@ -334,9 +395,13 @@ def check_random_load(
     """Arrivals with common beginnings, cancellations, short slots, lost epochs; in lockstep, and
     running free in any order of stages and verdicts; with plain and with parallel drafts."""
     rng = random.Random(seed)
-    at_states = model_type is not None
+    kept, interval = states
     told = config(
-        policy, num_slots=num_slots, max_retained=max_retained, prefixes_at_states=at_states
+        policy,
+        num_slots=num_slots,
+        max_retained=max_retained,
+        kept_states=None if model_type is None else kept,
+        state_interval=interval,
     )
     families = [prompt(seed % 97 + i, 50) for i in range(2)]
     requests = []
@@ -378,10 +443,7 @@ def check_random_load(
             assert answers[request.id] == text_of(request, NUM_STAGES)
     drain(toy, free, rng)
     draft = toy.draft.runner
-    states = 1 + told.max_num_seqs  # one is of padding
-    assert draft.model.recurrent.num_states <= states
-    kept = states + told.max_retained if told.max_retained else 0
-    assert all(loop.runner.model.recurrent.num_states <= states + kept for loop in toy.stages)
+    check_states(draft, toy.draft._states, told)
     assert draft_slots - draft.slots.num_free <= sum(draft.cached.values())
     assert not draft.lineages
     cache = toy.scheduler.admission.cache
@@ -389,10 +451,26 @@ def check_random_load(
         assert num_slots - loop.runner.slots.num_free == cache.held
         assert loop.runner.cached == cache.retained_tokens
         assert not loop.runner.lineages
+        check_states(loop.runner, cache.states, told)
     assert cache.pinned == 0 and len(cache.retained_texts) <= max_retained
     cache.free(num_slots)
     drain(toy, free, rng)
     assert all(loop.runner.slots.num_free == num_slots for loop in toy.stages)
+    assert cache.states is None or not len(cache.states)
+
+
+def check_states(runner: SliceRunner, states: KeptStates | None, told: SchedulerConfig) -> None:
+    """A slice keeps the states that the head knows, and no more than there may be."""
+    if states is None:
+        return
+    book = runner.model.recurrent._book
+    assert book.num_states <= told.max_num_seqs + states.budget + 1  # one is of padding
+    for state in states._used:
+        kept = book.kept_state(state.number)
+        assert state.owners
+        for owner in state.owners:
+            slots = runner.pages.slots[runner._page_of[owner]]
+            assert book.length(kept, slots[: state.tokens]) == state.tokens
 
 
 def step_free(toy: ToyPipeline, rng: random.Random) -> None:

@@ -15,13 +15,22 @@ from pipespec.transport.wire import Wire, token
 HIDDEN = 24
 MAX_RELEASED = 9
 MAX_KEPT = 3
+MAX_STATES = 4
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 int64s = st.integers(-(2**63), 2**63 - 1)
 
 
 def wire(**changes) -> Wire:
     fields = {"epoch": 1, "max_rows": 8, "hidden_size": HIDDEN, "dtype": torch.float32}
-    return Wire(**{**fields, "max_finished": MAX_RELEASED, "max_retained": MAX_KEPT, **changes})
+    return Wire(
+        **{
+            **fields,
+            "max_finished": MAX_RELEASED,
+            "max_retained": MAX_KEPT,
+            "max_kept": MAX_STATES,
+            **changes,
+        }
+    )
 
 
 def batch_of(rows: int, dtype: torch.dtype | None = torch.float32, **fields) -> Batch:
@@ -34,6 +43,7 @@ def assert_same(got: Batch, sent: Batch) -> None:
     assert (got.step, got.stop) == (sent.step, sent.stop)
     assert (got.finished, got.preempted) == (sent.finished, sent.preempted)
     assert (got.retained_prefixes, got.started) == (sent.retained_prefixes, sent.started)
+    assert got.kept_states == sent.kept_states
     assert got.rows.dtype == np.int64
     assert np.array_equal(got.rows, sent.rows)
     if sent.hidden is None:
@@ -52,17 +62,18 @@ def assert_same(got: Batch, sent: Batch) -> None:
     released=st.lists(int64s, max_size=MAX_RELEASED - 4).map(tuple),
     preempted=st.lists(int64s, max_size=4).map(tuple),
     kept=st.lists(st.tuples(int64s, int64s), max_size=MAX_KEPT).map(tuple),
+    states=st.lists(st.tuples(int64s, int64s, int64s), max_size=MAX_STATES).map(tuple),
     opened=st.lists(
         st.builds(SequenceStart, *[int64s] * 4, st.binary(max_size=99), int64s, int64s), max_size=5
     ),
     stop=st.booleans(),
 )
 def test_a_batch_comes_back_as_it_was_sent(
-    epoch, step, values, dtype, released, preempted, kept, opened, stop
+    epoch, step, values, dtype, released, preempted, kept, states, opened, stop
 ):
     rows = np.array(values, np.int64).reshape(len(values), NUM_COLUMNS)
     hidden = None if dtype is None else torch.randn(len(values), HIDDEN).to(dtype)
-    sent = Batch(step, rows, hidden, tuple(opened), released, preempted, kept, stop)
+    sent = Batch(step, rows, hidden, tuple(opened), released, preempted, kept, states, stop)
     link = wire(epoch=epoch, dtype=dtype or torch.float32)
     message = link.pack(sent)
     assert message.dtype == torch.uint8
@@ -79,7 +90,11 @@ def test_the_largest_batch_fills_the_capacity():
     opened = (SequenceStart(1, 2, 3, 4, bytes(MAX_STARTED_BYTES - fixed)),)
     kept = ((1, 2),) * MAX_KEPT
     largest = batch_of(
-        8, finished=tuple(range(MAX_RELEASED)), retained_prefixes=kept, started=opened
+        8,
+        finished=tuple(range(MAX_RELEASED)),
+        retained_prefixes=kept,
+        kept_states=((1, 2, 3),) * MAX_STATES,
+        started=opened,
     )
     assert len(link.pack(largest)) == link.capacity
 
@@ -149,13 +164,24 @@ def test_a_sender_without_the_secret_is_refused():
         batch_of(9),
         batch_of(1, finished=tuple(range(MAX_RELEASED)), preempted=(1,)),
         batch_of(1, retained_prefixes=((1, 2),) * (MAX_KEPT + 1)),
+        batch_of(1, kept_states=((1, 2, 3),) * (MAX_STATES + 1)),
         batch_of(1, started=(SequenceStart(1, 2, 3, 4, bytes(MAX_STARTED_BYTES)),)),
         batch_of(1, torch.bfloat16),
         Batch(0, np.zeros((2, NUM_COLUMNS), np.int64), torch.zeros(1, HIDDEN)),
         Batch(0, np.zeros((2, NUM_COLUMNS - 1), np.int64)),
         Batch(0, np.zeros((2, NUM_COLUMNS), np.int32)),
     ],
-    ids=["rows", "released", "kept", "opened", "dtype", "hidden shape", "columns", "row type"],
+    ids=[
+        "rows",
+        "released",
+        "kept",
+        "states",
+        "opened",
+        "dtype",
+        "hidden shape",
+        "columns",
+        "row type",
+    ],
 )
 def test_what_the_wire_cannot_carry_is_a_programming_error(batch):
     with pytest.raises(AssertionError):
