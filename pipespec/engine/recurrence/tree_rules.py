@@ -15,7 +15,8 @@ With S the state at the tip and A(j, i) the product of the decays after j down t
 so a node needs its k, u and log decay alone, as attention needs its K and V. The u of a batch are
 the solution of a unit lower triangular system, parents first. Decays are products in log space:
 sums of the log decays along the path itself, never differences of sums, so that neither long texts
-nor strong decays lose digits. docs/how-it-works/linear-attention.md derives all of it.
+nor strong decays lose digits. (Of decays by channel the factors themselves are multiplied along the
+path, which is as exact: they are 1 at most.) docs/how-it-works/linear-attention.md derives it all.
 
 Shapes: B sequences, R rows and C columns (nodes that rows may descend from, the rows included, by
 rising position), L nodes of the longest path, G key heads, H value heads (a multiple of G), key
@@ -51,7 +52,9 @@ def _behind(decays: Tensor, dim: int) -> Tensor:
 
 class Paths:
     """The decays between the rows of some trees and their ancestors; `from_tip` is A(tip, i),
-    `[B, R, H, D]`."""
+    `[B, R, H, D]`, once the `scores` are computed."""
+
+    from_tip: Tensor
 
     def __init__(self, decays: Tensor, ancestors: Tensor, path: Tensor, first: tuple[int, ...]):
         """Log `decays` `[B, C, H, D]` of the columns; `ancestors` `[B, R, C]`, 1 or 0, the row
@@ -59,13 +62,13 @@ class Paths:
         C; `first` `[L]` is the first row that has so many."""
         self._decays, self._ancestors, self._path = decays, ancestors, path
         self._first = first
-        self.from_tip = torch.einsum("brc,bchd->brhd", self._ancestors, decays).exp()
 
     def scores(self, keys: Tensor, *rows: Tensor) -> list[Tensor]:
         """A(j, i) (k_j . x_i) of columns k `[B, C, G, K]` and each of several x of the rows,
         `[B, R, G, K]`: `[B, H, R, C]`."""
         if self._decays.shape[-1] > 1:
             return self._scores_by_channel(keys, rows)
+        self.from_tip = torch.einsum("brc,bchd->brhd", self._ancestors, self._decays).exp()
         mask = self._ancestors[..., None]
         weights = _behind(self._decays[:, None, ..., 0] * mask, 2).exp_().mul_(mask)
         weights = weights.permute(0, 3, 1, 2)
@@ -74,24 +77,27 @@ class Paths:
 
     def _scores_by_channel(self, keys: Tensor, rows: tuple[Tensor, ...]) -> list[Tensor]:
         """Along the paths, which are much shorter than the tree is wide; one ancestor of every row
-        after another, so that what is computed stays in the caches."""
+        after another, in the same memory, so that what is computed stays in the caches."""
         size, width, heads = keys.shape[:3]
         none = torch.zeros_like(keys[:, :1])
-        all_keys, all_decays = (
-            torch.cat((each, none), 1).flatten(0, 1) for each in (keys, self._decays)
-        )
+        all_keys = torch.cat((keys, none), 1).flatten(0, 1)
+        all_factors = torch.cat((self._decays, none), 1).exp_().flatten(0, 1)
         starts = torch.arange(size, device=keys.device)[:, None] * (width + 1)
         found = [each.new_zeros(size, heads, each.shape[1], width + 1) for each in rows]
-        all_behind = torch.zeros_like(rows[0])
+        all_behind = torch.ones_like(rows[0])
+        gathered, multiplied = (torch.empty_like(rows[0]).flatten(0, 1) for _ in range(2))
         for first, ancestor in zip(self._first, self._path.unbind(2), strict=True):
             ancestor, behind = ancestor[:, first:], all_behind[:, first:]
             at = (ancestor + starts).flatten()
-            weighted = all_keys.index_select(0, at).view_as(behind).mul_(behind.exp())
+            own, products = (each[: len(at)] for each in (gathered, multiplied))
+            weighted = torch.index_select(all_keys, 0, at, out=own).view_as(behind).mul_(behind)
             place = ancestor[:, None, :, None].expand(-1, heads, -1, 1)
             for scores, each in zip(found, rows, strict=True):
-                products = torch.linalg.vecdot(weighted, each[:, first:]).transpose(1, 2)
-                scores[:, :, first:].scatter_(3, place, products[..., None])
-            behind += all_decays.index_select(0, at).view_as(behind)
+                torch.mul(weighted, each[:, first:], out=products.view_as(behind))
+                of_rows = products.view_as(behind).sum(-1).transpose(1, 2)
+                scores[:, :, first:].scatter_(3, place, of_rows[..., None])
+            behind *= torch.index_select(all_factors, 0, at, out=own).view_as(behind)
+        self.from_tip = all_behind
         return [scores[..., :-1] for scores in found]
 
 
@@ -118,19 +124,28 @@ def delta_updates(
     R]` is the column of each row. Parents come before their children.
     """
     heads = values.shape[2]
-    seen = read + torch.matmul(scores, column_updates.transpose(1, 2))
+    seen = _add_updates(read, scores, column_updates)
     strength = strengths.transpose(1, 2)[..., None]  # [B, H, R, 1]
-    right = strength * (values.transpose(1, 2) - seen)
+    right = (values.transpose(1, 2) - seen).mul_(strength)
     columns = own[:, None, None, :].expand(-1, heads, scores.shape[2], -1)
-    system = strength * scores.gather(3, columns)  # the diagonal is not read
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    return solved.transpose(1, 2)
+    system = scores.gather(3, columns).mul_(strength)  # the diagonal is not read
+    # As U^T (I + L)^T = R^T: LAPACK's order of matrices, in which nothing has to be copied.
+    solved = torch.linalg.solve_triangular(
+        system.mT, right.mT, upper=True, left=False, unitriangular=True
+    )
+    return solved.mT.transpose(1, 2)
 
 
 def outputs(read: Tensor, scores: Tensor, column_updates: Tensor) -> Tensor:
     """o of rows, `[B, R, H, V]`: what their queries read of the state, `[B, H, R, V]`, and by their
     `scores` `[B, H, R, C]` of the columns' u `[B, C, H, V]`, the rows' own included."""
-    return (read + torch.matmul(scores, column_updates.transpose(1, 2))).transpose(1, 2)
+    return _add_updates(read, scores, column_updates).transpose(1, 2)
+
+
+def _add_updates(read: Tensor, scores: Tensor, column_updates: Tensor) -> Tensor:
+    """`read` `[B, H, R, V]` and what is read of the columns' u, `[B, H, R, V]`."""
+    updates = column_updates.transpose(1, 2).flatten(0, 1)
+    return torch.baddbmm(read.flatten(0, 1), scores.flatten(0, 1), updates).view_as(read)
 
 
 def _to_heads(values: Tensor, heads: int, dim: int) -> Tensor:
