@@ -170,39 +170,24 @@ class PretendedGpu:
             return self.pin(source.clone())
         if kwargs.get("pin_memory"):
             return self.pin(operation(*args, **{**kwargs, "pin_memory": False}))
-        if not on_gpu and not is_gpu(device):
-            if name in operations.COPIES or name in ("to",):
-                device = next((each for each in args if isinstance(each, torch.device)), device)
-            if not is_gpu(device):
-                return operation(*args, **kwargs)
-        return self._on_gpu(operation, name, args, kwargs, on_gpu, tensors)
-
-    def _on_gpu(
-        self,
-        operation: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        on_gpu: list[GpuTensor],
-        tensors: list[Tensor],
-    ) -> Any:
-        devices = [each for each in (*args, kwargs.get("device")) if isinstance(each, torch.device)]
-        lands_on_gpu = is_gpu(devices[0]) if devices else bool(on_gpu)
+        if name == "to" and len(args) > 1 and isinstance(args[1], Tensor):
+            device = args[1].device  # `tensor.to(other)`
+        elif device is None:
+            device = next((each for each in args if isinstance(each, torch.device)), None)
+        lands_on_gpu = bool(on_gpu) if device is None else is_gpu(device)
+        if not on_gpu and not lands_on_gpu:
+            return operation(*args, **kwargs)
         if name in operations.COPIES:
-            self._report_copy(name, args, kwargs, lands_on_gpu)
-        else:
-            kind = operations.waits(name, args, kwargs, scalar=self._scalar)
-            if name == "_grouped_mm" and not operations.groups_on_gpu(args[0], self.capability):
-                kind = Kind.READ
-            if kind is not None:
-                self.report(kind, operation)
-            for tensor in tensors:
-                if not isinstance(tensor, GpuTensor):
-                    self._report_mixed(name, operation, tensor, args)
+            return self._copied(operation, name, args, kwargs, lands_on_gpu)
+        kind = operations.waits(name, args, kwargs, scalar=self._scalar)
+        if name == "_grouped_mm" and not operations.groups_on_gpu(args[0], self.capability):
+            kind = Kind.READ
+        if kind is not None:
+            self.report(kind, operation)
+        for tensor in tensors:
+            if not isinstance(tensor, GpuTensor):
+                self._report_mixed(name, operation, tensor, args)
         given = {id(each.host): each for each in on_gpu}
-        hosts, named = _mapped(_on_host, args), _mapped(_on_host, kwargs)
-        found = operations.ABSENT.get(operation, operation)(*hosts, **named)
-        sources = [each for each in tensors if not isinstance(each, GpuTensor)]
 
         def wrapped(out: Any) -> Any:
             if not isinstance(out, Tensor):
@@ -210,32 +195,38 @@ class PretendedGpu:
             if id(out) in given:  # computed in place
                 assert given[id(out)].shape == out.shape, f"{operation} changes a shape in place"
                 return given[id(out)]
-            if any(out is each for each in sources):
-                return GpuTensor(out.clone()) if lands_on_gpu and name != "copy_" else out
             return GpuTensor(out) if lands_on_gpu else out
 
-        if name in operations.COPIES and name != "copy_" and isinstance(found, Tensor):
-            source = args[0]
-            if isinstance(source, GpuTensor) != lands_on_gpu and found is host_of(source):
-                found = found.clone()  # a copy, though the numbers are in main memory already
-            elif isinstance(source, GpuTensor) and lands_on_gpu and found is source.host:
-                return source
-            return GpuTensor(found) if lands_on_gpu else found
-        if name == "copy_":
-            return args[0]
-        return _mapped(wrapped, found)
+        return _mapped(wrapped, _run(operation, args, kwargs))
 
-    def _report_copy(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], lands_on_gpu: bool
-    ) -> None:
+    def _copied(
+        self,
+        operation: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        lands_on_gpu: bool,
+    ) -> Tensor:
+        """The result of a copy, which is reported if the host waits for it."""
         to, source = (args[0], args[1]) if name == "copy_" else (None, args[0])
-        flag = kwargs.get("non_blocking")
-        non_blocking = bool(flag) or any(each is True for each in args[1:])
-        into = isinstance(to, GpuTensor) if to is not None else lands_on_gpu
-        if into and not isinstance(source, GpuTensor):
+        into = lands_on_gpu if to is None else isinstance(to, GpuTensor)
+        names = [each.name for each in operation._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        non_blocking = bool(given.get("non_blocking"))
+        moves = into != isinstance(source, GpuTensor)
+        if moves and into:
             self.upload(source, name, non_blocking=non_blocking)
-        elif not into and isinstance(source, GpuTensor):
+        elif moves:
             self.download(to, name, non_blocking=non_blocking)
+        found: Tensor = _run(operation, args, kwargs)
+        if to is not None:
+            copied: Tensor = to
+            return copied
+        if found is host_of(source):
+            if not moves:
+                return source  # type: ignore[no-any-return]
+            found = found.clone()  # though the numbers are in main memory already
+        return GpuTensor(found) if into else found
 
     def _report_mixed(
         self, name: str, operation: object, tensor: Tensor, args: tuple[Any, ...]
@@ -248,6 +239,12 @@ class PretendedGpu:
             self.report(Kind.INDEX, operation)
         elif tensor.ndim or name in operations.NO_SCALARS:
             self.report(Kind.MIXED, operation)
+
+
+def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operation with the numbers in main memory."""
+    compute = operations.ABSENT.get(operation, operation)
+    return compute(*_mapped(_on_host, args), **_mapped(_on_host, kwargs))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

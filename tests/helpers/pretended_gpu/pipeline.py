@@ -56,10 +56,10 @@ def load(folder: Path, layers: range, device: str) -> ModelSlice:
 def use(model: ModelSlice, attention: str, gpu: PretendedGpu) -> None:
     """Compute a slice by another backend from now on, as `autotune` does; with GRAPHS in graphs."""
     name = select.STATIC if attention == GRAPHS else attention
-    if name != select.SDPA:
+    if model.attention != name:
         wrong = select.backend_error(name, model.device, model.attention_layers)
         assert wrong is None, wrong
-    model.set_backend(name, select.make_backend(name, model.device, NUM_SLOTS))
+        model.set_backend(name, select.make_backend(name, model.device, NUM_SLOTS))
     model.refused = []
     if attention == GRAPHS:
         model.capture_graphs([ROWS], gpu.capture)

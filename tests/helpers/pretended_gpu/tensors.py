@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
@@ -18,8 +19,18 @@ CUDA = torch.device("cuda", 0)
 _NAME = "pretended"
 
 
+class _Module(backend_registration._DummyBackendModule):
+    """`torch.pretended`. Whoever asks torch for an accelerator has none, as before."""
+
+    def is_available(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return 0
+
+
 class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    """There is no accelerator for whoever asks torch, in this process before and after."""
+    """The same for torch's own code."""
 
     def is_available(self) -> bool:
         return False
@@ -33,8 +44,13 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 
 @cache
 def private_device() -> torch.device:
-    """The device of the private-use backend, which is registered once for a process."""
-    backend_registration._setup_privateuseone_for_python_backend(_NAME, hook=_Hooks())
+    """The device of the private-use backend, which is registered once for a process: for good, so
+    that there must be no GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU, whose pinned memory torch would not find any more")
+    backend_registration._setup_privateuseone_for_python_backend(_NAME, _Module(), _Hooks())
+    # Transformers takes it for granted that an accelerator is available.
+    torch.accelerator.current_accelerator = lambda check_available=False: None  # type: ignore[assignment]
     return torch.device(_NAME, 0)
 
 
