@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipespec.engine.expert_loop import use_loop
 from pipespec.engine.row_blocks import linear_in_blocks
 from pipespec.errors import ModelError
 
@@ -107,7 +107,7 @@ def _replace_transposed(
         _, inputs, out = getattr(module, stack).shape
         delattr(module, stack)
         setattr(module, stack, ExpertStack([make(source, out, inputs)] for source in sources))
-    _loop_over_experts(module)
+    use_loop(module)
 
 
 def _replace_stacks(
@@ -126,7 +126,7 @@ def _replace_stacks(
             sources = [held[expert, _name(held, expert, names, path)] for names in of_parts]
             experts.append([make(source, out // len(sources), inputs) for source in sources])
         setattr(module, stack, ExpertStack(experts))
-    _loop_over_experts(module)
+    use_loop(module)
 
 
 def make_experts_batch_invariant(model: nn.Module) -> None:
@@ -141,15 +141,7 @@ def make_experts_batch_invariant(model: nn.Module) -> None:
             if isinstance(plain, nn.Parameter) and plain.ndim == 3:
                 delattr(module, stack)
                 setattr(module, stack, RowBlockStack(plain))
-                _loop_over_experts(module)
-
-
-def _loop_over_experts(module: Any) -> None:
-    """Use Transformers' own loop over the experts that rows have chosen."""
-    config: Any = copy.copy(module.config)
-    config._experts_implementation = "eager"
-    module.config = config
-    module._is_hf_initialized = True
+                use_loop(module)
 
 
 def _name(held: Mapping[tuple[int, str], str], expert: int, names: Sequence[str], path: str) -> str:
