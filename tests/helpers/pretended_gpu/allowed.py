@@ -34,6 +34,9 @@ ALLOWED = {
     "pipespec/transport/wire.py:Wire.pack": (
         "the host sends the hidden states to the next stage; within a host NCCL does"
     ),
+    "pipespec/engine/expert_loop.py:loop_over_experts": (
+        "experts in few bits are computed one after the other, each for the rows that chose it"
+    ),
     "pipespec/engine/expert_counts.py:ExpertCounts.points": (
         "counts of experts are read once in a thousand batches"
     ),
@@ -54,23 +57,18 @@ LIBRARIES = {
         "it makes the frequencies in every batch"
     ),
 }
-# Experts whose weights stay in few bits are computed in Transformers' loop over those that rows
-# chose.
-_LOOP, _OF_LOOP = "Experts.forward", "pipespec/engine/expert_stack.py:ExpertStack.__getitem__"
 _WAITS = (Kind.READ, Kind.WAIT)
 
 
-def is_allowed(found: Finding, *, loops: bool = False) -> bool:
-    """Whether a step needs it; `loops`: its experts are in few bits."""
+def is_allowed(found: Finding) -> bool:
+    """Whether a step needs it."""
     if found.captured or found.kind is Kind.MIXED:
         return False
-    if loops and (found.library.endswith(_LOOP) or found.place == _OF_LOOP):
-        return found.kind in (Kind.READ, Kind.SIZE)
     if found.place == COMPUTE:
         return found.library in LIBRARIES
     return found.place in ALLOWED and found.kind in _WAITS
 
 
-def refused(findings: Iterable[Finding], *, loops: bool = False) -> list[str]:
+def refused(findings: Iterable[Finding]) -> list[str]:
     """What a step does beyond the list, each once."""
-    return sorted({str(each) for each in findings if not is_allowed(each, loops=loops)})
+    return sorted({str(each) for each in findings if not is_allowed(each)})
