@@ -79,7 +79,8 @@ def answers(
         max_rows=ROWS,
         num_slots=NUM_SLOTS,
         max_retained=4,
-        prefixes_at_states=bool(stages[0].recurrent),
+        kept_states=8 if stages[0].recurrent else None,
+        state_interval=8,
     )
     loaded = iter((draft, *stages))
 

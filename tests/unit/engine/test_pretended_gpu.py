@@ -80,7 +80,7 @@ def test_a_step_waits_for_what_it_needs_alone(gpu: PretendedGpu, name: str):
     target, draft = (load(models.shared(name), range(models.NUM_LAYERS), "cuda") for _ in range(2))
     assert [str(each) for each in gpu.take() if each.kind is Kind.MIXED] == []
     found = []
-    captured = not target.recurrent and name not in NOT_CAPTURED
+    captured = name not in NOT_CAPTURED
     for attention in ATTENTIONS:
         use(target, attention, gpu)
         if attention != GRAPHS:
