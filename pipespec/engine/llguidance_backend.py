@@ -120,6 +120,15 @@ def grammar_from_lark(text: str) -> str:
         raise GrammarFailed(_reason(str(error))) from None
 
 
+def grammar_after(prefix: str, grammar: str) -> str:
+    """The grammar of a text that begins with `prefix`, in Lark's notation, which refers to what
+    follows as `@answer`."""
+    made = json.loads(grammar) if grammar.startswith("{") else {}
+    first, *rest = made.get("grammars") or [{"lark_grammar": grammar}]
+    parts = [{"lark_grammar": prefix}, {**first, "name": "answer"}, *rest]
+    return json.dumps({**made, "grammars": parts})
+
+
 def validate(grammar: str) -> None:
     """Raise GrammarFailed unless a grammar is valid, independently of any tokenizer."""
     from llguidance import LLMatcher, LLParserLimits

@@ -1,4 +1,5 @@
-"""One answer as every dialect's replies have it: blocks of text and calls, as they arrive."""
+"""One answer as every dialect's replies have it: blocks of reasoning, text and calls, as they
+arrive."""
 
 from __future__ import annotations
 
@@ -9,17 +10,19 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta, ParsedDelta
+from pipespec.server.reasoning.abstract_splitter import SplitDelta, Thought
+from pipespec.server.reasoning.reasoning_use import ReasoningUse
+from pipespec.server.tool_parsers.abstract_tool_parser import CallDelta
 from pipespec.server.tool_parsers.tool_choice import ToolUse
 
-BlockKind = Literal["text", "call"]
+BlockKind = Literal["reasoning", "text", "call"]
 # The key under which arguments are reported that are no JSON object, as the model wrote them.
 UNREADABLE = "unreadable_arguments"
 
 
 @dataclass
 class Block:
-    """Part of an answer: text of the message, or a call with the text of its arguments.
+    """Part of an answer: reasoning, text of the message, or a call with the text of its arguments.
 
     `number` counts the blocks of this kind; `id` and `name` are those of a call.
     """
@@ -50,13 +53,16 @@ class BlockDelta:
 class AnswerBlocks:
     """Splits one answer into blocks as it arrives, and never takes back what it has returned.
 
-    `tool_use` None: the answer is text.
+    Args:
+        tool_use: how calls are parsed; None: there are none.
+        reasoning: how reasoning is parsed; None: there is none.
     """
 
-    def __init__(self, tool_use: ToolUse | None):
+    def __init__(self, tool_use: ToolUse | None, reasoning: ReasoningUse | None = None):
         self.blocks: list[Block] = []
         self._tool_use = tool_use
         self._parser = tool_use.family.parser() if tool_use else None
+        self._splitter = reasoning.splitter(calls=tool_use is not None) if reasoning else None
 
     def push(self, text: str, *, last: bool = False) -> list[BlockDelta]:
         """What the next text makes certain; `last`: no text follows."""
@@ -67,6 +73,11 @@ class AnswerBlocks:
         return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property
+    def thinking(self) -> bool:
+        """Whether the newest block is reasoning."""
+        return bool(self.blocks) and self.blocks[-1].kind == "reasoning"
+
+    @property
     def calls(self) -> list[Block]:
         """The calls so far."""
         return [block for block in self.blocks if block.kind == "call"]
@@ -74,6 +85,8 @@ class AnswerBlocks:
     def message(self) -> dict[str, Any]:
         """The answer as a message of a later chat."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text_of("text")}
+        if thought := self.text_of("reasoning"):
+            message["reasoning_content"] = thought
         if calls := self.calls:
             message["tool_calls"] = [
                 {
@@ -89,16 +102,25 @@ class AnswerBlocks:
         return message
 
     def _deltas(self, text: str, last: bool) -> Iterator[BlockDelta]:
-        parsed: list[ParsedDelta] = [text] if text else []
-        if self._parser is not None:
-            parsed = self._parser.push(text)
-            if last:
-                parsed += self._parser.finish()
-        for part in parsed:
-            if isinstance(part, str):
+        for part in self._split(text, last):
+            if isinstance(part, Thought):
+                yield self._add("reasoning", part.text)
+            elif isinstance(part, str):
                 yield self._add("text", part)
             elif self._tool_use is None or self._tool_use.parallel or part.index == 0:
                 yield self._add_call(part)
+
+    def _split(self, text: str, last: bool) -> list[SplitDelta]:
+        """The reasoning, the text and the calls in the next text."""
+        split: list[SplitDelta] = [text] if text else []
+        if self._splitter is not None:
+            split = self._splitter.push(text) + (self._splitter.finish() if last else [])
+        if self._parser is None:
+            return split
+        parsed: list[SplitDelta] = []
+        for part in split:
+            parsed += self._parser.push(part) if isinstance(part, str) else [part]
+        return parsed + (self._parser.finish() if last else [])
 
     def _add_call(self, part: CallDelta) -> BlockDelta:
         if part.name is None:

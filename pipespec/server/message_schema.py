@@ -151,7 +151,8 @@ class Message(RequestModel):
         if self.name is not None:
             message["name"] = self.name
         if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
+            # The names that templates have for it.
+            message |= dict.fromkeys(("reasoning_content", "thinking"), self.reasoning_content)
         if self.tool_calls:
             message["tool_calls"] = [
                 {

@@ -21,6 +21,7 @@ from pipespec.server.response_schema import (
     ChatMessage,
     ChatReply,
     ChunkChoice,
+    CompletionTokensDetails,
     Delta,
     FinishReason,
     FunctionCall,
@@ -95,6 +96,9 @@ class OpenAIFormat(ReplyFormat):
             prompt_tokens_details=None
             if cached is None
             else PromptTokensDetails(cached_tokens=cached),
+            completion_tokens_details=CompletionTokensDetails(reasoning_tokens=self.num_reasoning)
+            if self.num_reasoning
+            else None,
         )
 
     def add(self, delta: OutputDelta) -> None:
@@ -199,8 +203,11 @@ class ChatFormat(OpenAIFormat):
     def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str, **options: Any):
         super().__init__(request, tokenizer, model, **options)
         self._tool_use = request.tool_use
-        self._only_text = self._only_text and self._tool_use is None
-        self._answers = [AnswerBlocks(self._tool_use) for _ in request.sampling_params]
+        plain = self._tool_use is None and request.reasoning is None
+        self._only_text = self._only_text and plain
+        self._answers = [
+            AnswerBlocks(self._tool_use, request.reasoning) for _ in request.sampling_params
+        ]
 
     def response(self) -> BaseModel:
         choices = [
@@ -226,7 +233,15 @@ class ChatFormat(OpenAIFormat):
 
     def add(self, delta: OutputDelta) -> None:
         super().add(delta)
-        self._answers[delta.index].push(delta.text, last=delta.finish_reason is not None)
+        self._push(delta)
+
+    def _push(self, delta: OutputDelta) -> list[BlockDelta]:
+        """What a delta adds to the blocks of its answer."""
+        answer = self._answers[delta.index]
+        added = answer.push(delta.text, last=delta.finish_reason is not None)
+        if self.request.reasoning is not None and answer.thinking:
+            self.num_reasoning += len(delta.token_ids)
+        return added
 
     def first_chunks(self) -> Iterator[BaseModel]:
         for i in range(len(self.request.sampling_params)):
@@ -236,8 +251,7 @@ class ChatFormat(OpenAIFormat):
     def chunks(self, delta: OutputDelta) -> Iterator[BaseModel]:
         self.count_tokens(delta)
         choice, reason = delta.index, delta.finish_reason
-        added = self._answers[choice].push(delta.text, last=reason is not None)
-        parts = [_message_delta(each) for each in added]
+        parts = [_message_delta(each) for each in self._push(delta)]
         logprobs = self._delta_logprobs(delta)
         token_ids = self._ids(delta.token_ids) if delta.token_ids else None
         if (delta.logprobs or token_ids) and not parts:
@@ -262,13 +276,14 @@ class ChatFormat(OpenAIFormat):
     def _message(self, choice: int) -> ChatMessage:
         answer = self._answers[choice]
         calls, text = answer.calls, answer.text_of("text")
+        thought = answer.text_of("reasoning") or None
         if not calls:
-            return ChatMessage(content=text)
+            return ChatMessage(content=text, reasoning_content=thought)
         tool_calls = [
             ToolCall(id=call.id, function=FunctionCall(name=call.name, arguments=call.text))
             for call in calls
         ]
-        return ChatMessage(content=text or None, tool_calls=tool_calls)
+        return ChatMessage(content=text or None, reasoning_content=thought, tool_calls=tool_calls)
 
     def _reason(self, choice: int, reason: FinishReason) -> FinishReason:
         """The reason of an answer with calls that ended by itself is "tool_calls", but "stop" if
@@ -337,6 +352,8 @@ def _message_delta(delta: BlockDelta) -> Delta:
     block = delta.block
     if block.kind == "text":
         return Delta(content=delta.text)
+    if block.kind == "reasoning":
+        return Delta(reasoning_content=delta.text)
     if delta.begins:
         call = ToolCallDelta(
             index=block.number,

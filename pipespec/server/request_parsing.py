@@ -14,6 +14,7 @@ from pipespec.errors import ConfigError
 from pipespec.sampling.params import MAX_SEED, MIN_SEED, check_sampling, check_vocabulary
 from pipespec.server.api_errors import ApiError, invalid_field
 from pipespec.server.chat_prompt import render_chat, template_options
+from pipespec.server.reasoning.reasoning_use import ReasoningUse, reasoning_use
 from pipespec.server.request_schema import ChatRequest, CompletionRequest, GenerationRequest
 from pipespec.server.response_format import GUIDED, OutputConstraint, output_constraint
 from pipespec.server.tool_parsers.tool_choice import ToolUse, offered_tools, tool_use_of
@@ -73,6 +74,7 @@ class ParsedRequest:
         prompt_logprobs: how many of the most probable tokens to report for each token of a prompt.
         cache_salt: prompts share prefix-cache entries only with requests of the same salt.
         tool_use: how tool calls are parsed out of the answers; None: no tool may be called.
+        reasoning: how reasoning is; None: there is none.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -86,6 +88,7 @@ class ParsedRequest:
     prompt_logprobs: int | None
     cache_salt: str = ""
     tool_use: ToolUse | None = None
+    reasoning: ReasoningUse | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -141,7 +144,9 @@ class RequestParser:
         )
         # A required call takes precedence over other constraints.
         constraint = tool_use.constraint if tool_use else None
-        return replace(self._with_grammar(parsed, body, constraint), tool_use=tool_use)
+        reasoning = reasoning_use(self._served.tokenizer.chat_template or "", text)
+        parsed = replace(parsed, tool_use=tool_use, reasoning=reasoning)
+        return self._with_grammar(parsed, body, constraint)
 
     def count_tokens(self, body: ChatRequest) -> int:
         """The number of tokens of a chat's prompt. Raises ApiError."""
@@ -321,6 +326,8 @@ class RequestParser:
                 "one out.",
             )
         grammar = constraint.grammar(self._grammars)
+        if parsed.reasoning is not None:
+            grammar = parsed.reasoning.grammar(self._served.tokenizer, grammar)
         # The grammar decides where the answer ends, also if `decode.ignore_eos` is the default.
         eos = parsed.eos
         if not set(self._served.eos) <= set(eos):

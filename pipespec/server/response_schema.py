@@ -11,6 +11,12 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 OMIT_NONE: Any = Field(default=None, exclude_if=lambda value: value is None)
 
 
+class CompletionTokensDetails(BaseModel):
+    """How many tokens of answers are reasoning."""
+
+    reasoning_tokens: int
+
+
 class PromptTokensDetails(BaseModel):
     """How many tokens of prompts were in the prefix cache."""
 
@@ -24,6 +30,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = OMIT_NONE
+    completion_tokens_details: CompletionTokensDetails | None = OMIT_NONE
 
 
 class TopLogprob(BaseModel):
@@ -81,6 +88,7 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = OMIT_NONE
     tool_calls: list[ToolCall] | None = OMIT_NONE
 
 
@@ -129,6 +137,7 @@ class Delta(BaseModel):
 
     role: Literal["assistant"] | None = OMIT_NONE
     content: str | None = OMIT_NONE
+    reasoning_content: str | None = OMIT_NONE
     tool_calls: list[ToolCallDelta] | None = OMIT_NONE
 
 

@@ -78,6 +78,7 @@ class ReplyFormat(ABC):
         self.model = model
         self.created = int(time.time())
         self.num_tokens = 0
+        self.num_reasoning = 0  # of them, as far as the format tells
         self.num_cached: int | None = None
 
     @property
@@ -255,9 +256,10 @@ class ResponseStream:
 
 
 def _texts(tokenizer: Tokenizer, request: ParsedRequest) -> list[FinalText]:
-    """A detokenizer for each answer, which keeps the special tokens that a tool parser needs."""
-    family = request.tool_use.family if request.tool_use else None
-    markers = special_markers(tokenizer, family.special) if family else {}
+    """A detokenizer for each answer, which keeps the special tokens that parsers need."""
+    special = request.tool_use.family.special if request.tool_use else ()
+    special += request.reasoning.special if request.reasoning else ()
+    markers = special_markers(tokenizer, special) if special else {}
     texts: list[FinalText] = []
     for choice, sampling in enumerate(request.sampling_params):
         arguments = tokenizer, request.prompt_of(choice), request.stop, sampling.min_tokens

@@ -28,6 +28,14 @@ class TextContent(BaseModel):
     text: str
 
 
+class ThinkingContent(BaseModel):
+    """What the model has thought; it is not signed."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+
+
 class ToolUseContent(BaseModel):
     """A call."""
 
@@ -53,7 +61,9 @@ class AnthropicReply(BaseModel):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[Annotated[TextContent | ToolUseContent, Field(discriminator="type")]]
+    content: list[
+        Annotated[TextContent | ThinkingContent | ToolUseContent, Field(discriminator="type")]
+    ]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: AnthropicUsage
@@ -78,7 +88,7 @@ class AnthropicFormat(ReplyFormat):
     ):
         super().__init__(request, tokenizer, model)
         self.id = f"msg_{secrets.token_hex(12)}"
-        self._answer = AnswerBlocks(request.tool_use)
+        self._answer = AnswerBlocks(request.tool_use, request.reasoning)
         self._asked = max_tokens
         self._end: OutputDelta | None = None
         self._frame = ("", "")  # the JSON of a delta of the open block before and after its text
@@ -136,6 +146,9 @@ class AnthropicFormat(ReplyFormat):
         if block.kind == "call":
             empty = ToolUseContent(id=block.id, name=block.name, input={}).model_dump()
             kind, name = "input_json_delta", "partial_json"
+        elif block.kind == "reasoning":
+            empty = ThinkingContent(thinking="").model_dump()
+            kind, name = "thinking_delta", "thinking"
         else:
             empty, kind, name = TextContent(text="").model_dump(), "text_delta", "text"
         example = _event("content_block_delta", index=part.index, delta={"type": kind, name: "\0"})
@@ -162,7 +175,9 @@ class AnthropicFormat(ReplyFormat):
         )
 
 
-def _content(block: Block) -> TextContent | ToolUseContent:
+def _content(block: Block) -> TextContent | ThinkingContent | ToolUseContent:
+    if block.kind == "reasoning":
+        return ThinkingContent(thinking=block.text)
     if block.kind == "call":
         return ToolUseContent(id=block.id, name=block.name, input=arguments_of(block))
     return TextContent(text=block.text)

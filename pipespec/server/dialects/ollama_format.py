@@ -43,6 +43,7 @@ class OllamaAnswer(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str
+    thinking: str | None = OMIT_NONE
     tool_calls: list[OllamaToolCall] | None = OMIT_NONE
 
 
@@ -73,6 +74,7 @@ class OllamaGenerateReply(OllamaReply):
     """The reply of POST /api/generate."""
 
     response: str
+    thinking: str | None = OMIT_NONE
 
 
 class OllamaFormat(ReplyFormat):
@@ -82,7 +84,7 @@ class OllamaFormat(ReplyFormat):
 
     def __init__(self, request: ParsedRequest, tokenizer: Tokenizer, model: str):
         super().__init__(request, tokenizer, model)
-        self._answer = AnswerBlocks(request.tool_use)
+        self._answer = AnswerBlocks(request.tool_use, request.reasoning)
         self._created_at = rfc3339(time.time())
         self._reason: Literal["stop", "length"] = "length"
         self._logprobs: list[dict[str, Any]] = []
@@ -95,7 +97,7 @@ class OllamaFormat(ReplyFormat):
         self.keepalive = f'{before}""{after}'.encode()
 
     @abstractmethod
-    def part(self, text: str, calls: Sequence[Block] = ()) -> dict[str, Any]:
+    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
         """What a line adds to the answer."""
 
     def add(self, delta: OutputDelta) -> None:
@@ -108,7 +110,9 @@ class OllamaFormat(ReplyFormat):
         for part in self._take(delta):
             if part.begins and part.index:
                 yield from self._whole_call(self._answer.blocks[part.index - 1])
-            if part.block.kind == "text" and self._new_logprobs:
+            if part.block.kind == "reasoning":
+                yield self._json(self.part("", thought=part.text) | {"done": False})
+            elif part.block.kind == "text" and self._new_logprobs:
                 yield self._line(part.text)
             elif part.block.kind == "text":
                 before, after = self._frame
@@ -127,9 +131,10 @@ class OllamaFormat(ReplyFormat):
         logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
         return {"model": self.model, "created_at": self._created_at} | self._end() | logprobs
 
-    def text(self) -> str:
-        """The text of the answer."""
-        return self._answer.text_of("text")
+    def whole(self) -> dict[str, Any]:
+        """The whole answer."""
+        answer = self._answer
+        return self.part(answer.text_of("text"), answer.calls, answer.text_of("reasoning"))
 
     def _take(self, delta: OutputDelta) -> list[BlockDelta]:
         self.count_tokens(delta)
@@ -182,22 +187,22 @@ class OllamaChatFormat(OllamaFormat):
     """The replies of /api/chat."""
 
     def response(self) -> BaseModel:
-        message = self.part(self.text(), self._answer.calls)["message"]
-        return OllamaChatReply.model_validate(self.end_fields() | {"message": message})
+        return OllamaChatReply.model_validate(self.end_fields() | self.whole())
 
-    def part(self, text: str, calls: Sequence[Block] = ()) -> dict[str, Any]:
+    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
         made = [
             OllamaToolCall(function=OllamaFunction(name=call.name, arguments=arguments_of(call)))
             for call in calls
         ]
-        return {"message": OllamaAnswer(content=text, tool_calls=made or None).model_dump()}
+        answer = OllamaAnswer(content=text, thinking=thought or None, tool_calls=made or None)
+        return {"message": answer.model_dump()}
 
 
 class OllamaGenerateFormat(OllamaFormat):
     """The replies of /api/generate."""
 
     def response(self) -> BaseModel:
-        return OllamaGenerateReply.model_validate(self.end_fields() | self.part(self.text()))
+        return OllamaGenerateReply.model_validate(self.end_fields() | self.whole())
 
-    def part(self, text: str, calls: Sequence[Block] = ()) -> dict[str, Any]:
-        return {"response": text}
+    def part(self, text: str, calls: Sequence[Block] = (), thought: str = "") -> dict[str, Any]:
+        return {"response": text} | ({"thinking": thought} if thought else {})

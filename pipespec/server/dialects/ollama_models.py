@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.dialects.translation import DialectBody, Translation
+from pipespec.server.reasoning.reasoning_use import reasoning_use
 
 # Ollama's clients look for the context under the name of the architecture, which a server does not
 # know.
@@ -76,6 +77,7 @@ def translate_show(body: ShowRequest) -> Translation:
 
 def _show_reply(served: ModelInfo) -> bytes:
     template = served.tokenizer.chat_template or ""
+    able = {"tools": "tools" in template, "thinking": reasoning_use(template, "") is not None}
     reply = ShowReply(
         template=template,
         details=ModelDetails(),
@@ -83,7 +85,7 @@ def _show_reply(served: ModelInfo) -> bytes:
             "general.architecture": ARCHITECTURE,
             f"{ARCHITECTURE}.context_length": served.context,
         },
-        capabilities=["completion", *(["tools"] if "tools" in template else [])],
+        capabilities=["completion", *(name for name, is_able in able.items() if is_able)],
     )
     return reply.model_dump_json().encode()
 

@@ -18,6 +18,14 @@ from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_stream import OutputDelta, ReplyFormat
 from pipespec.text import Tokenizer
 
+# Of the ids of items, by the kinds of their blocks.
+PREFIXES = {"call": "fc", "text": "msg", "reasoning": "rs"}
+# What a delta adds to an item.
+DELTAS = {
+    "call": "response.function_call_arguments.delta",
+    "text": "response.output_text.delta",
+    "reasoning": "response.reasoning_text.delta",
+}
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
@@ -52,7 +60,8 @@ class ResponseFailure(BaseModel):
 
 
 class ResponsesReply(BaseModel):
-    """The reply of POST /v1/responses. `output` are items of type message and function_call."""
+    """The reply of POST /v1/responses. `output` are items of type reasoning, message and
+    function_call."""
 
     id: str
     object: Literal["response"] = "response"
@@ -100,7 +109,7 @@ class ResponsesFormat(ReplyFormat):
     ):
         super().__init__(request, tokenizer, model)
         self.id = f"resp_{secrets.token_hex(24)}"
-        self._answer = AnswerBlocks(request.tool_use)
+        self._answer = AnswerBlocks(request.tool_use, request.reasoning)
         self._echo = echo
         self._conversation = conversation
         self._end: OutputDelta | None = None
@@ -164,9 +173,11 @@ class ResponsesFormat(ReplyFormat):
         for token, logprobs in zip(delta.token_ids, delta.logprobs, strict=False):
             self._waiting.append(token_logprob(self.tokenizer, token, logprobs).model_dump())
         parts = self._answer.push(delta.text, last=delta.finish_reason is not None)
+        if self._answer.thinking:
+            self.num_reasoning += len(delta.token_ids)
         for part in parts:
             if part.begins:
-                prefix = {"call": "fc", "text": "msg"}[part.block.kind]
+                prefix = PREFIXES[part.block.kind]
                 self._ids.append(f"{prefix}_{secrets.token_hex(24)}")
                 self._logprobs.append([])
             if part.block.kind == "text":
@@ -178,14 +189,13 @@ class ResponsesFormat(ReplyFormat):
         block, place = part.block, {"item_id": self._ids[part.index], "output_index": part.index}
         empty = Block(block.kind, block.number, block.id, block.name)
         item = self._item(part.index, empty, "in_progress")
-        kind = "response.function_call_arguments.delta"
-        if block.kind == "text":
+        kind = DELTAS[block.kind]
+        if block.kind != "call":
             place |= {"content_index": 0}
-            kind = "response.output_text.delta"
             item["content"] = []
         yield self._event("response.output_item.added", output_index=part.index, item=item)
-        if block.kind == "text":
-            content = self._content("", [])
+        if block.kind != "call":
+            content = self._content(empty, [])
             yield self._event("response.content_part.added", **place, part=content)
         start = json.dumps({"type": kind, **place}, separators=(",", ":")).removesuffix("}")
         self._sent = 0
@@ -204,17 +214,21 @@ class ResponsesFormat(ReplyFormat):
     def _close(self, index: int, status: Status) -> Iterator[bytes]:
         block = self._answer.blocks[index]
         place = {"item_id": self._ids[index], "output_index": index}
-        if block.kind == "text":
+        if block.kind != "call":
             place |= {"content_index": 0}
+        if block.kind == "reasoning":
+            yield self._event("response.reasoning_text.done", **place, text=block.text)
+        elif block.kind == "text":
             logprobs = [_event_logprob(each) for each in self._logprobs[index]]
             yield self._event(
                 "response.output_text.done", **place, text=block.text, logprobs=logprobs
             )
-            content = self._content(block.text, self._logprobs[index])
-            yield self._event("response.content_part.done", **place, part=content)
         else:
             kind = "response.function_call_arguments.done"
             yield self._event(kind, **place, arguments=block.text)
+        if block.kind != "call":
+            content = self._content(block, self._logprobs[index])
+            yield self._event("response.content_part.done", **place, part=content)
         item = self._item(index, block, status)
         yield self._event("response.output_item.done", output_index=index, item=item)
 
@@ -223,10 +237,15 @@ class ResponsesFormat(ReplyFormat):
         if block.kind == "call":
             call = {"call_id": block.id, "name": block.name, "arguments": block.text}
             return {"type": "function_call", **item, **call}
-        content = self._content(block.text, self._logprobs[index])
+        content = self._content(block, self._logprobs[index])
+        if block.kind == "reasoning":
+            return {"type": "reasoning", **item, "summary": [], "content": [content]}
         return {"type": "message", **item, "role": "assistant", "content": [content]}
 
-    def _content(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _content(self, block: Block, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        text = block.text
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     # --- the response -------------------------------------------------------------------------
@@ -264,7 +283,7 @@ class ResponsesFormat(ReplyFormat):
             input_tokens=prompt,
             input_tokens_details=InputTokensDetails(cached_tokens=self.num_cached or 0),
             output_tokens=self.num_tokens,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=self.num_reasoning),
             total_tokens=prompt + self.num_tokens,
         )
 

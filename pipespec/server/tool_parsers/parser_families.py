@@ -9,7 +9,7 @@ from string import ascii_letters, digits
 
 from pipespec.server.tool_parsers.abstract_tool_parser import ToolParser
 from pipespec.server.tool_parsers.hermes import Hermes
-from pipespec.server.tool_parsers.incremental_json import Characters
+from pipespec.server.tool_parsers.incremental_json import Characters, NotAToolCall
 from pipespec.server.tool_parsers.llama3_json import Llama3Json
 from pipespec.server.tool_parsers.mistral import Mistral
 
@@ -34,6 +34,15 @@ class ForcedJson(ToolParser):
         yield from self.listed()
 
 
+class NoCalls(ToolParser):
+    """For families whose calls are found with their reasoning."""
+
+    markers = ()
+
+    def read(self, marker: str) -> Characters[None]:
+        raise NotAToolCall
+
+
 @dataclass(frozen=True)
 class ParserFamily:
     """Models that write their calls in the same format.
@@ -54,6 +63,7 @@ FAMILIES: Mapping[str, ParserFamily] = {
     "hermes": ParserFamily(Hermes, ("<tool_call>", "</tool_call>")),
     "llama3_json": ParserFamily(Llama3Json, ("<|python_tag|>",)),
     "mistral": ParserFamily(Mistral, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), _mistral_id),
+    "openai": ParserFamily(NoCalls, ()),
 }
 
 
@@ -66,6 +76,8 @@ def forced_json_family(name: str | None) -> ParserFamily:
 
 def family_for_template(template: str) -> str | None:
     """The family whose format a chat template prescribes; None: no known one."""
+    if "<|channel|>" in template:
+        return "openai"
     if "[TOOL_CALLS]" in template:
         return "mistral"
     # Later Qwen and GLM write tags where Hermes has JSON.

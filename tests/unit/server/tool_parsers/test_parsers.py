@@ -95,6 +95,7 @@ CANNED: list[tuple[str, str, str, list[Call]]] = [
     ("llama3_json", f"{{ {llama('f', '{}')}", "{", [("f", "{}")]),
     ("llama3_json", '{"a": [1, {"b": 2}]} done; yes', '{"a": [1, {"b": 2}]} done; yes', []),
     ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    ("openai", "Just text.", "Just text.", []),  # calls: tests/unit/server/reasoning
     ("mistral", "Just text.", "Just text.", []),
     ("mistral", mistral(("f", HARD)), "", [("f", HARD)]),
     (
