@@ -1,5 +1,5 @@
-"""The data types that all parts share: requests, batches, verdicts. Imports nothing else of
-pipespec."""
+"""The data types that all parts share: requests, batches, verdicts. Of pipespec it imports
+`device_copy` alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from pipespec.device_copy import to_device
 
 if TYPE_CHECKING:  # a client needs no torch
     import torch
@@ -119,8 +121,6 @@ class Batch:
             return self
         hidden = self.hidden
         if hidden is not None:
-            from pipespec.device_copy import to_device  # imports torch
-
             kept = np.flatnonzero(keep)
             # A miss keeps no row; and hidden[kept] takes four times as long as index_select.
             hidden = (

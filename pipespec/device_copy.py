@@ -8,10 +8,13 @@ copied, and what a step reads is read at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:  # clients have none
+    import torch
+    from torch import Tensor
 
 # Arrays that are copied together start at multiples of it, in bytes.
 _ALIGNMENT = 8
@@ -20,6 +23,8 @@ _ALIGNMENT = 8
 def staged(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """The same values where a copy to `device` starts that the host does not wait for: pinned, if
     it is a GPU and they are in main memory."""
+    import torch
+
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     return tensor.pin_memory() if device.type == "cuda" and not tensor.is_cuda else tensor
 
@@ -33,6 +38,8 @@ def to_device_together(arrays: Sequence[np.ndarray], device: torch.device) -> li
     """The same arrays on `device`; for a GPU they are one copy."""
     if device.type != "cuda" or not arrays:
         return [to_device(each, device) for each in arrays]
+    import torch
+
     starts = [0]
     for each in arrays:
         starts.append(starts[-1] + -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT)
@@ -53,6 +60,8 @@ def to_host(*tensors: Tensor) -> list[np.ndarray]:
     device = tensors[0].device
     if device.type != "cuda":
         return [each.numpy() for each in tensors]
+    import torch
+
     copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
     for copy, each in zip(copies, tensors, strict=True):
         copy.copy_(each, non_blocking=True)

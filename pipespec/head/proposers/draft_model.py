@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pipespec.core import Batch, Verdict
+from pipespec.device_copy import to_device, to_host
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.policy import NO_NODES
 from pipespec.head.proposers.calibration import CalibratedProposer
@@ -282,8 +283,6 @@ class DraftModelProposer:
 
     def _logits(self, hidden: Tensor, rows: np.ndarray) -> Tensor:
         """The logits after some rows, of the tokens that the target knows, `[k, vocab]` float32."""
-        from pipespec.device_copy import to_device  # imports torch, unlike reading settings
-
         wanted = hidden.index_select(0, to_device(rows, hidden.device))
         return self.runner.model.logits(wanted)[:, : self.vocabulary].float()
 
@@ -292,8 +291,6 @@ class DraftModelProposer:
         masks = [(each.request.allowed, rows.start) for each, rows in _spans(ready)]
         if all(allowed is None for allowed, _ in masks):
             return logits
-        from pipespec.device_copy import to_device
-
         barred = np.zeros(tuple(logits.shape), bool)
         for allowed, start in masks:
             if allowed is not None:
@@ -306,8 +303,6 @@ class DraftModelProposer:
     ) -> Iterator[Ranked]:
         """The most probable tokens after the rows of each sequence, given their logits
         `[rows, vocab]`."""
-        from pipespec.device_copy import to_host
-
         top = logits.log_softmax(-1).topk(min(children, logits.shape[1]))
         tokens, logps = to_host(top.indices, top.values.double())
         for _, rows in _spans(ready):
@@ -317,7 +312,6 @@ class DraftModelProposer:
         self, ready: Sequence[_Ready], logits: Tensor, children: int
     ) -> Iterator[Ranked]:
         """The tokens that the target will most probably draw, as its own noise ranks them."""
-        from pipespec.device_copy import to_host
         from pipespec.sampling.shared_noise import score_tokens
 
         positions = np.concatenate([each.positions for each in ready]).tolist()
