@@ -61,7 +61,7 @@ class AnswerBlocks:
     def __init__(self, tool_use: ToolUse | None, reasoning: ReasoningUse | None = None):
         self.blocks: list[Block] = []
         self._tool_use = tool_use
-        self._parser = tool_use.family.parser() if tool_use else None
+        self._parser = tool_use.family.parser(tool_use.strings) if tool_use else None
         self._splitter = reasoning.splitter(calls=tool_use is not None) if reasoning else None
 
     def push(self, text: str, *, last: bool = False) -> list[BlockDelta]:
@@ -126,9 +126,9 @@ class AnswerBlocks:
         if part.name is None:
             return self._add("call", part.arguments)
         assert self._tool_use is not None, "only a parser finds calls"
-        return self._begin(
-            Block("call", len(self.calls), self._tool_use.family.new_id(), part.name), ""
-        )
+        number = len(self.calls)
+        id_ = self._tool_use.family.new_id(part.name, number)
+        return self._begin(Block("call", number, id_, part.name), "")
 
     def _add(self, kind: BlockKind, text: str) -> BlockDelta:
         if self.blocks and self.blocks[-1].kind == kind:

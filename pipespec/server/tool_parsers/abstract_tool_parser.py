@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -50,7 +50,10 @@ class ToolParser(ABC):
     # Texts that are dropped where they follow a call.
     closers: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, strings: Mapping[str, frozenset[str]] | None = None) -> None:
+        """`strings`: the parameters that are texts, by function, for families that do not write
+        JSON."""
+        self.strings = strings or {}
         self._deltas: list[ParsedDelta] = []
         self._num_calls = 0
         self._prefix = ""  # perhaps the beginning of a marker or a closer

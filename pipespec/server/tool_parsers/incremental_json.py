@@ -36,6 +36,17 @@ def expect(characters: str) -> Characters[None]:
             raise NotAToolCall
 
 
+def until(end: str) -> Characters[str]:
+    """All characters before a text, which follows them."""
+    read: list[str] = []
+    tail = ""
+    while tail != end:
+        character = yield
+        read.append(character)
+        tail = (tail + character)[-len(end) :]
+    return "".join(read)[: -len(end)]
+
+
 def string() -> Characters[str]:
     """The value of a JSON string, after its first quote."""
     raw, escaped = ['"'], False

@@ -12,17 +12,24 @@ from pipespec.server.tool_parsers.hermes import Hermes
 from pipespec.server.tool_parsers.incremental_json import Characters, NotAToolCall
 from pipespec.server.tool_parsers.llama3_json import Llama3Json
 from pipespec.server.tool_parsers.mistral import Mistral
+from pipespec.server.tool_parsers.pythonic import Pythonic
+from pipespec.server.tool_parsers.tagged_arguments import Glm45, Qwen3Coder
+from pipespec.server.tool_parsers.tokenized_sections import DeepSeekV3, KimiK2
 
 # The length of ids, letters and digits, that Mistral's templates accept.
 MISTRAL_ID = 9
 
 
-def _openai_id() -> str:
+def _openai_id(_name: str, _number: int) -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def _mistral_id() -> str:
+def _mistral_id(_name: str, _number: int) -> str:
     return "".join(secrets.choice(ascii_letters + digits) for _ in range(MISTRAL_ID))
+
+
+def _kimi_id(name: str, number: int) -> str:
+    return f"functions.{name}:{number}"
 
 
 class ForcedJson(ToolParser):
@@ -50,12 +57,13 @@ class ParserFamily:
     Attributes:
         parser: the parser of one answer.
         special: texts of the format that are special tokens in some vocabularies.
-        new_id: makes a call's id that the model's template accepts when the client sends it back.
+        new_id: makes the id of a call, by its name and number, that the model's template accepts
+            when the client sends it back.
     """
 
     parser: type[ToolParser]
     special: tuple[str, ...]
-    new_id: Callable[[], str] = _openai_id
+    new_id: Callable[[str, int], str] = _openai_id
 
 
 # By their names in `vllm serve --tool-call-parser`.
@@ -64,6 +72,24 @@ FAMILIES: Mapping[str, ParserFamily] = {
     "llama3_json": ParserFamily(Llama3Json, ("<|python_tag|>",)),
     "mistral": ParserFamily(Mistral, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), _mistral_id),
     "openai": ParserFamily(NoCalls, ()),
+    "qwen3_coder": ParserFamily(Qwen3Coder, ("<tool_call>", "</tool_call>")),
+    "glm45": ParserFamily(
+        Glm45,
+        (
+            *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>"),
+            *("<arg_value>", "</arg_value>"),
+        ),
+    ),
+    "deepseek_v3": ParserFamily(
+        DeepSeekV3,
+        (*DeepSeekV3.markers, *DeepSeekV3.closers, "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    ),
+    "kimi_k2": ParserFamily(
+        KimiK2,
+        (*KimiK2.markers, *KimiK2.closers, "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        _kimi_id,
+    ),
+    "llama4_pythonic": ParserFamily(Pythonic, ("<|python_start|>", "<|python_end|>")),
 }
 
 
@@ -74,17 +100,23 @@ def forced_json_family(name: str | None) -> ParserFamily:
     return ParserFamily(ForcedJson, (), new_id)
 
 
+# Texts of a template that reveal its family, all of them; the first row that fits.
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("openai", ("<|channel|>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("deepseek_v3", ("<｜tool▁call▁begin｜>",)),
+    ("kimi_k2", ("<|tool_call_begin|>",)),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("hermes", ("<tool_call>",)),
+    ("llama3_json", ("<|start_header_id|>", '"parameters"')),
+    ("llama4_pythonic", ("<|header_start|>", "<|python_start|>")),
+)
+
+
 def family_for_template(template: str) -> str | None:
     """The family whose format a chat template prescribes; None: no known one."""
-    if "<|channel|>" in template:
-        return "openai"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    # Later Qwen and GLM write tags where Hermes has JSON.
-    if "<tool_call>" in template and not any(
-        tag in template for tag in ("<function=", "<arg_key>")
-    ):
-        return "hermes"
-    if "<|start_header_id|>" in template and '"parameters"' in template:
-        return "llama3_json"
+    for family, signs in _SIGNS:
+        if all(sign in template for sign in signs):
+            return family
     return None

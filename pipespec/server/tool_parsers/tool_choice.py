@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from pipespec.client.model_info import ModelInfo
 from pipespec.server.api_errors import invalid_field
@@ -24,12 +24,14 @@ class ToolUse:
     """How calls are parsed out of an answer; one at most unless `parallel`.
 
     `required` are the tools of which one must be called; with `named` the client chose which.
+    `strings` are the parameters that are texts, by function.
     """
 
     family: ParserFamily
     parallel: bool
     required: Sequence[Tool] = ()
     named: bool = False
+    strings: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def constraint(self) -> OutputConstraint | None:
@@ -93,7 +95,20 @@ def tool_use_of(body: ChatRequest, served: ModelInfo, parser: str | None) -> Too
             f"call; start the server with --tool-call-parser {'|'.join(FAMILIES)}.",
             "unsupported_field",
         )
-    return ToolUse(FAMILIES[name], parallel)
+    return ToolUse(FAMILIES[name], parallel, strings=string_parameters(offered))
+
+
+def string_parameters(tools: Sequence[Tool]) -> dict[str, frozenset[str]]:
+    """The parameters that are texts, by function, as far as the tools declare them."""
+    found = {}
+    for tool in tools:
+        properties = (tool.function.parameters or {}).get("properties")
+        found[tool.function.name] = frozenset(
+            name
+            for name, schema in (properties.items() if isinstance(properties, dict) else ())
+            if isinstance(schema, dict) and schema.get("type") == "string"
+        )
+    return found
 
 
 def check_template(served: ModelInfo, messages: Sequence[Message], tools: Sequence[Tool]) -> None:

@@ -18,10 +18,12 @@ from pipespec.core import SamplingParams, TokenLogprobs
 from pipespec.engine.tokenizer import BackendTokenizer
 from pipespec.sampling.grammar import unpack_mask
 from pipespec.server.chat_prompt import render_chat
+from pipespec.server.message_schema import Tool
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.request_parsing import ParsedRequest, RequestDefaults, RequestParser
 from pipespec.server.request_schema import ChatRequest
 from pipespec.server.response_stream import OutputDelta
+from pipespec.server.tool_parsers.tool_choice import string_parameters
 from tests.helpers.calling import HERMES, WEATHER, calling
 
 DEFAULTS = RequestDefaults(SamplingParams(), None, None, (), ignore_eos=False, priority=0)
@@ -165,6 +167,21 @@ def test_required_call_is_the_only_answer_that_matches(
         {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}
         for call in choice["message"]["tool_calls"]
     ] == json.loads(texts[0])
+
+
+def test_parameters_that_are_texts_are_known() -> None:
+    properties: dict[str, Any] = {"a": {"type": "string"}, "b": {"type": ["string", "null"]}}
+    properties |= {"c": {}, "d": True}
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": name, "parameters": given}})
+        for name, given in (
+            ("f", {"properties": properties}),
+            ("g", {"properties": []}),
+            ("h", None),
+        )
+    ]
+    none: frozenset[str] = frozenset()
+    assert string_parameters(tools) == {"f": frozenset(("a",)), "g": none, "h": none}
 
 
 def test_references_to_definitions_of_tools_are_resolved(running: RunningCluster) -> None:

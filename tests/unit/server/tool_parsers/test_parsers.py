@@ -24,6 +24,7 @@ HARD = (
     r'{"a": {"b": [1, -2.5e3, {"c": null}], "d": true}, "e": "}] \"quoted\" \\", '
     r'"é": "日本 😀 </tool_call> [TOOL_CALLS] ;", "f": "\u00e9\n"}'
 )
+ODD = "é <x> \n</para"
 NESTED = '{"points": [[1, 2], [3, 4]], "of": {}}'
 
 
@@ -38,6 +39,38 @@ def llama(name: str, arguments: str) -> str:
 def mistral(*calls: Call) -> str:
     objects = [f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls]
     return f"[TOOL_CALLS][{', '.join(objects)}]"
+
+
+def qwen_coder(name: str, **arguments: str) -> str:
+    values = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def glm(name: str, **arguments: str) -> str:
+    values = "".join(
+        f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items()
+    )
+    return f"<tool_call>{name}\n{values}</tool_call>"
+
+
+def deepseek(*calls: Call) -> str:
+    texts = [f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{a}<｜tool▁call▁end｜>" for n, a in calls]
+    return f"<｜tool▁calls▁begin｜>{''.join(texts)}<｜tool▁calls▁end｜>"
+
+
+def deepseek_block(*calls: Call) -> str:
+    texts = [f"```json\n{a}\n```" for _, a in calls]
+    return deepseek(
+        *(("function", f"{n}\n{text}") for (n, _), text in zip(calls, texts, strict=True))
+    )
+
+
+def kimi(*calls: Call) -> str:
+    texts = [
+        f"<|tool_call_begin|>functions.{n}:{i}<|tool_call_argument_begin|>{a}<|tool_call_end|>"
+        for i, (n, a) in enumerate(calls)
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(texts)}<|tool_calls_section_end|>"
 
 
 # What a model writes, what of it is the message, and its calls.
@@ -96,6 +129,47 @@ CANNED: list[tuple[str, str, str, list[Call]]] = [
     ("llama3_json", '{"a": [1, {"b": 2}]} done; yes', '{"a": [1, {"b": 2}]} done; yes', []),
     ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
     ("openai", "Just text.", "Just text.", []),  # calls: tests/unit/server/reasoning
+    ("qwen3_coder", qwen_coder("f"), "", [("f", "{}")]),
+    (
+        "qwen3_coder",
+        f"I look.\n{qwen_coder('f', a='1', b=ODD, c='[1, {}]')}\n{qwen_coder('g.h', text='12')}\n",
+        "I look.",
+        [("f", '{"a": 1, "b": "é <x> \\n</para", "c": [1, {}]}'), ("g.h", '{"text": "12"}')],
+    ),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>1</par", "", [("f", "")]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>NaN</parameter>",
+        "",
+        [("f", '{"a": "NaN"')],
+    ),
+    ("glm45", glm("f"), "", [("f", "{}")]),
+    (
+        "glm45",
+        f"I look.{glm('f', a='-2.5', b='two words', c='null')}{glm('g', text='12')}",
+        "I look.",
+        [("f", '{"a": -2.5, "b": "two words", "c": null}'), ("g", '{"text": "12"}')],
+    ),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key>", "", [("f", "")]),
+    ("deepseek_v3", deepseek(("f", HARD), ("g", "{}")), "", [("f", HARD), ("g", "{}")]),
+    (
+        "deepseek_v3",
+        f"I look. {deepseek_block(('f', NESTED), ('g', HARD))}",
+        "I look.",
+        [("f", NESTED), ("g", HARD)],
+    ),
+    ("deepseek_v3", deepseek(("f", '{"a": 1')).partition(": 1")[0], "", [("f", '{"a"')]),
+    ("kimi_k2", kimi(("f", HARD), ("g.x", "{}")), "", [("f", HARD), ("g.x", "{}")]),
+    ("kimi_k2", f"Hm.{kimi(('f', NESTED))} Done.", "Hm. Done.", [("f", NESTED)]),
+    ("llama4_pythonic", "[f()]", "", [("f", "{}")]),
+    (
+        "llama4_pythonic",
+        "Hm. <|python_start|>[f(a='it\\'s', b=[1, {'c': None}], d=True), g(e=-2.5,)]<|python_end|>",
+        "Hm.",
+        [("f", '{"a": "it\'s", "b": [1, {"c": null}], "d": true}'), ("g", '{"e": -2.5}')],
+    ),
+    ("llama4_pythonic", r"[f(a='\ud800', b='é')]", "", [("f", r'{"a": "\ud800", "b": "\u00e9"}')]),
+    ("llama4_pythonic", "A list: [1, 2] and x[f(1)].", "A list: [1, 2] and x[f(1)].", []),
     ("mistral", "Just text.", "Just text.", []),
     ("mistral", mistral(("f", HARD)), "", [("f", HARD)]),
     (
@@ -157,12 +231,29 @@ BROKEN = [
     ("hermes", "  </tool_call> <tool"),
     ("mistral", "a [TOOL [CALLS]"),
     ("llama3_json", '{"a": 1; {"b"'),
+    *(
+        ("qwen3_coder", f"<tool_call>{rest}")
+        for rest in ("", "f", "<function=", "<function=a b>", "<function>", '{"name": "f"}')
+    ),
+    *(("glm45", f"<tool_call>{rest}") for rest in ("", "f", "a b<arg_key>", "f<x", "<arg_key>a")),
+    *(
+        ("deepseek_v3", f"<｜tool▁calls▁begin｜>{rest}")
+        for rest in ("", "f", "<｜tool▁call▁begin｜>f", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[")
+    ),
+    *(
+        ("kimi_k2", f"<|tool_calls_section_begin|>{rest}")
+        for rest in ("", "f", "<|tool_call_begin|>f", "<|tool_call_begin|> <|tool_call_arg")
+    ),
+    *(
+        ("llama4_pythonic", rest)
+        for rest in ("[", "[]", "[f", "[f(", "[f(a", "[f(a=", "[f(a=x)]", "[f(1)]", "[f(a=1e999)]")
+    ),
 ]
 CASES = [*CANNED, *((family, text, text, []) for family, text in BROKEN)]
 
 
 def read(family: str, pieces: list[str]) -> list[ParsedDelta]:
-    parser = PARSERS[family].parser()
+    parser = PARSERS[family].parser({"g": frozenset(("text",)), "g.h": frozenset(("text",))})
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     return merge_deltas([*deltas, *parser.finish()])
 
@@ -237,6 +328,8 @@ def test_any_json_arguments_are_returned_unchanged(
         "hermes": "\n".join(hermes(*call) for call in calls),
         "llama3_json": "; ".join(llama(*call) for call in calls),
         "mistral": mistral(*calls),
+        "deepseek_v3": deepseek(*calls),
+        "kimi_k2": kimi(*calls),
     }
     for family, text in texts.items():
         assert told(read(family, list(text))) == ("", calls)
@@ -294,9 +387,12 @@ def test_text_is_returned_as_soon_as_it_is_certain(
         ("{{ tools | tojson }}<tool_call>{{ call.arguments | tojson }}</tool_call>", "hermes"),
         ('<|start_header_id|>{% for t in tools %}"parameters": ', "llama3_json"),
         ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", "mistral"),
-        ("{{ tools }}<tool_call><function=f><parameter=a>", None),
-        ("{{ tools }}<tool_call>{{ name }}<arg_key>", None),
-        ("<|header_start|>{{ tools }}<|python_start|>", None),
+        ("{{ tools }}<tool_call><function=f><parameter=a>", "qwen3_coder"),
+        ("{{ tools }}<tool_call>{{ name }}<arg_key>", "glm45"),
+        ("<|header_start|>{{ tools }}<|python_start|>", "llama4_pythonic"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}", "deepseek_v3"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}", "kimi_k2"),
+        ("<|start|>assistant<|channel|>final<|message|>", "openai"),
         ("", None),
     ],
 )
@@ -306,9 +402,11 @@ def test_chat_template_selects_the_parser_family(template: str, family: str | No
 
 def test_call_ids_are_unique_and_accepted_by_templates() -> None:
     for name, family in FAMILIES.items():
-        ids = {family.new_id() for _ in range(100)}
+        ids = {family.new_id("f", number) for number in range(100)}
         assert len(ids) == 100
-        if name == "mistral":
+        if name == "kimi_k2":
+            assert "functions.f:7" in ids
+        elif name == "mistral":
             assert all(len(each) == 9 and each.isalnum() and each.isascii() for each in ids)
         else:
             assert all(each.startswith("call_") for each in ids)

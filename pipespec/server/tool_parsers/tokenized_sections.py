@@ -1,0 +1,63 @@
+"""Tool calls between tokens of their own: DeepSeek V3 and Kimi K2."""
+
+from __future__ import annotations
+
+import re
+
+from pipespec.server.tool_parsers.abstract_tool_parser import ToolParser
+from pipespec.server.tool_parsers.incremental_json import (
+    Characters,
+    NotAToolCall,
+    expect,
+    next_nonblank,
+    until,
+)
+
+_NAME = re.compile(r"[\w.:/-]+")
+_KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]+?)(?::\d+)?")
+
+
+class DeepSeekV3(ToolParser):
+    """`<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>...
+    <｜tool▁calls▁end｜>`, as V3.1 writes it; V3 and R1 have `function` in place of the name, which
+    then stands in a line before a block of JSON."""
+
+    markers = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    closers = ("<｜tool▁calls▁end｜>",)
+
+    def read(self, marker: str) -> Characters[None]:
+        if marker == self.markers[0]:
+            yield from _next(self.markers[1])
+        name = (yield from until("<｜tool▁sep｜>")).strip()
+        if name == "function":
+            name = (yield from until("\n")).strip()
+            yield from _next("```json")
+        if not _NAME.fullmatch(name) or (yield from next_nonblank()) != "{":
+            raise NotAToolCall
+        yield from self.arguments(name)
+        yield from until("<｜tool▁call▁end｜>")
+
+
+class KimiK2(ToolParser):
+    """`<|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>
+    {...}<|tool_call_end|>...<|tool_calls_section_end|>`."""
+
+    markers = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
+    closers = ("<|tool_calls_section_end|>",)
+
+    def read(self, marker: str) -> Characters[None]:
+        if marker == self.markers[0]:
+            yield from _next(self.markers[1])
+        written = (yield from until("<|tool_call_argument_begin|>")).strip()
+        name = _KIMI_ID.fullmatch(written)
+        if name is None or (yield from next_nonblank()) != "{":
+            raise NotAToolCall
+        yield from self.arguments(name[1])
+        yield from until("<|tool_call_end|>")
+
+
+def _next(text: str) -> Characters[None]:
+    """Exactly this text, after white space."""
+    if (yield from next_nonblank()) != text[0]:
+        raise NotAToolCall
+    yield from expect(text[1:])
