@@ -29,7 +29,8 @@ FLASHINFER := flashinfer-python==0.7.2.post1 apache-tvm-ffi==0.1.15.post2 cuda-b
 # The tests of a file share what is slow to make; files share the cores, the long ones first.
 PYTEST_FLAGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo race pictures docs test test-all test-flashinfer check bench-quick format clean
+.PHONY: demo race pictures docs test test-all test-flashinfer check check-gpu-code \
+  check-gpu-full bench-quick format clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run
@@ -67,6 +68,16 @@ test-all: $(VENV)/.test
 test-flashinfer: $(VENV)/.test
 	$(PIP) --no-deps --upgrade --target build/flashinfer $(FLASHINFER)
 	PYTHONPATH=build/flashinfer $(BIN)/python -m pytest tests/unit/engine/attention/test_flashinfer.py
+
+# The kernels for GPUs, on a machine without one: compiled for each architecture, a selection of
+# all shapes, and executed in an emulator. What was compiled is kept in build/gpu_code.
+check-gpu-code: $(VENV)/.test
+	$(BIN)/python -m tools.gpu_code
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long tests/unit/gpu_code
+
+# Every shape: hours, but a run that was interrupted goes on where it ended.
+check-gpu-full: $(VENV)/.test
+	$(BIN)/python -m tools.gpu_code --full
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,1 +1,2 @@
-"""Programs that make checkpoints and pictures; `rig/` runs clusters for tests and benchmarks."""
+"""Programs that make checkpoints and pictures; `rig/` runs clusters for tests and benchmarks, and
+`gpu_code/` checks the kernels for GPUs."""

@@ -1,11 +1,16 @@
 """The Triton kernels of `TritonBackend`. Upper-case parameters are compile-time constants; shapes
-among them are powers of two."""
+among them are powers of two.
+
+Triton compiles a kernel anew where an integer is 1 or becomes a multiple of 16, or where a pointer
+becomes aligned to 16 bytes, unless told not to. What differs between batches must not do that, or
+a batch would be compiled for seconds in the middle of a request.
+"""
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["write"])
 def store(
     key,
     value,
@@ -28,7 +33,20 @@ def store(
     tl.store(values + there * value_dim + d, moved, d < value_dim)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["rows", "words", "span"],
+    do_not_specialize_on_alignment=[
+        "tiles",
+        "positions",
+        "firsts",
+        "prefixes",
+        "trees",
+        "tree_firsts",
+        "mask",
+        "tree_positions",
+        "slots",
+    ],
+)
 def attend(
     query,
     keys,
@@ -157,7 +175,7 @@ def attend(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def merge(
     parts,
     weights,

@@ -15,18 +15,30 @@ from torch import Tensor
 from pipespec.engine.attention import kernels
 from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool
 from pipespec.engine.attention.device_plan import WORD, DevicePlanBackend
+from pipespec.engine.attention.launch_table import OLDEST, Capability, attend_launch
 
-# Rows and query heads of a program, keys that it processes together, and programs among which the
-# keys of a row are split.
-TILE, HEADS, BLOCK, SPLITS = 8, 16, 64, 16
+# Rows of a program, and programs among which the keys of a row are split.
+TILE, SPLITS = 8, 16
 # The smallest side of a matrix that Triton multiplies.
 LEAST = 16
+# Products and sums are fused, which was Triton's default up to 3.9.
+OPTIONS = {"enable_fp_fusion": True}
 
 
 class TritonBackend(DevicePlanBackend):
     """See `AttentionBackend`. For head sizes up to 256, in float32, bfloat16 or float16."""
 
     TILE = TILE
+
+    def __init__(
+        self, device: torch.device | str, num_slots: int, capability: Capability | None = None
+    ):
+        """`capability`: CUDA's compute capability to launch for; None: that of the device."""
+        super().__init__(device, num_slots)
+        if capability is None:
+            on_gpu = torch.device(device).type == "cuda"
+            capability = torch.cuda.get_device_capability(device) if on_gpu else OLDEST
+        self.capability = capability
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, pool: LayerPool, options: LayerOptions
@@ -35,9 +47,14 @@ class TritonBackend(DevicePlanBackend):
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         keys, values = pool.keys, pool.values
         wide = {"dim": dim, "value_dim": value_dim, "DIM": _power(dim), "VALUE": _power(value_dim)}
-        kernels.store[rows, kv_heads](key, value, keys, values, flat.write, kv_heads, **wide)
+        kernels.store[rows, kv_heads](
+            key, value, keys, values, flat.write, kv_heads, **wide, **OPTIONS
+        )
         group = heads // kv_heads
-        taken = min(triton.next_power_of_2(group), HEADS)
+        launch = attend_launch(
+            self.capability, query.itemsize, max(wide["DIM"], wide["VALUE"]), group
+        )
+        taken = min(triton.next_power_of_2(group), launch.heads)
         parts = torch.empty(
             SPLITS, rows, heads, value_dim, dtype=torch.float32, device=query.device
         )
@@ -61,12 +78,15 @@ class TritonBackend(DevicePlanBackend):
             TAKEN=taken,
             PAIRS=max(TILE * taken, LEAST),
             BITS=WORD,
-            KEYS=BLOCK,
+            KEYS=launch.keys,
             SPLIT=SPLITS,
             CAPPED=options.softcap is not None,
             WINDOWED=options.window is not None,
             CHUNKED=options.chunk is not None,
             PRECISE="ieee" if query.dtype == torch.float32 else "tf32",
+            num_warps=launch.warps,
+            num_stages=launch.stages,
+            **OPTIONS,
         )
         out = torch.empty(rows, heads, value_dim, dtype=query.dtype, device=query.device)
         sinks = weights if options.sinks is None else options.sinks
@@ -80,6 +100,7 @@ class TritonBackend(DevicePlanBackend):
             VALUE=wide["VALUE"],
             SPLIT=SPLITS,
             SINKS=options.sinks is not None,
+            **OPTIONS,
         )
         return out
 

@@ -1,0 +1,125 @@
+"""Which kernels are compiled ahead of time, how they are launched, and what counts as a fault."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from pipespec.engine.attention import select, triton_backend
+from pipespec.engine.attention.launch_table import (
+    SHARED_KIB,
+    Launch,
+    attend_launch,
+    capability_error,
+)
+from tests.helpers.planted_kernels import plant
+from tools.gpu_code.compiling import Compiled, Results, compile_variant
+from tools.gpu_code.matrix import AXES, Case, Variant, compiled_for, covering_cases
+
+CASE = Case((8, 6), torch.bfloat16, (64, 64), 4, "window", True, True, 8)
+BATCHES = (1, 2, 3, 16, 17, 32, 1)
+
+
+def variant(**changes: object) -> Variant:
+    (found,) = (each for each in compiled_for(CASE, [1]) if each.kernel == "attend")
+    return Variant(**{**vars(found), **changes})
+
+
+def test_batches_of_any_size_run_what_the_first_one_compiled() -> None:
+    first = compiled_for(CASE, [32])
+    assert sorted(each.kernel for each in first) == ["attend", "merge", "store"]
+    assert compiled_for(CASE, BATCHES) != []
+    assert {v.arguments for v in compiled_for(CASE, BATCHES)} == {v.arguments for v in first}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('do_not_specialize=["rows", "words", "span"]', 'do_not_specialize=["words", "span"]'),
+        ('        "slots",\n    ],\n', "    ],\n"),
+        ('(do_not_specialize=["rows"])', ""),
+    ],
+)
+def test_a_kernel_that_is_compiled_anew_for_a_batch_is_found(
+    before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(before, after, tmp_path, monkeypatch)
+    assert len(compiled_for(CASE, BATCHES)) > 3
+
+
+def test_every_two_values_of_the_matrix_occur_in_ci() -> None:
+    cases = covering_cases()
+    seen = {pair for case in cases for pair in combinations(enumerate(case), 2)}
+    for (a, first), (b, second) in combinations(enumerate(AXES), 2):
+        assert all(((a, x), (b, y)) in seen for x in first for y in second)
+    largest = {(c.capability, c.dtype, c.dims) for c in cases if c.group == 16}
+    for capability in SHARED_KIB:
+        for dtype in AXES.dtype:
+            assert all((capability, dtype, (d, d)) in largest for d in (64, 128, 256))
+
+
+def test_gpus_that_the_table_does_not_know_get_the_smallest_launch() -> None:
+    for itemsize, width, group in ((2, 64, 16), (2, 256, 4), (4, 128, 1)):
+        known = [attend_launch(each, itemsize, width, group) for each in SHARED_KIB]
+        assert attend_launch((12, 1), itemsize, width, group) == min(known)
+
+
+def test_an_older_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
+    expected = "its kernels need a GPU of sm_80 or newer, and this one is of sm_75"
+    assert select.backend_error("triton", device, []) == expected
+    assert all(capability_error(each) is None for each in SHARED_KIB)
+
+
+def test_what_is_over_a_limit_is_a_fault() -> None:
+    small, large = variant(capability=(8, 6)), variant(capability=(9, 0))
+    needs = Compiled(registers=255, shared_bytes=100 << 10)
+    (fault,) = needs.faults(small)
+    assert fault == "needs 100.0 KiB of shared memory, and a program may have 99"
+    assert needs.faults(large) == []
+    assert Compiled(spilled_bytes=4).faults(small) == ["spills 4 bytes of registers"]
+    assert Compiled(tensor_columns=1024).faults(large) == ["needs 1024 columns of tensor memory"]
+    assert Compiled(error="why").faults(small) == ["is not compiled: why"]
+    precise = variant(label="attend sm_90 float32 64")
+    assert Compiled(registers=80, spilled_bytes=16).faults(precise) == []
+    assert Compiled(registers=255, spilled_bytes=16).faults(precise) != []
+    assert Compiled(registers=80, spilled_bytes=160).faults(precise) != []
+
+
+@pytest.mark.long
+def test_launches_of_other_gpus_are_found_where_they_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def attend(capability: tuple[int, int]) -> list[str]:
+        case = CASE._replace(capability=capability, dims=(256, 256), group=16)
+        (found,) = (each for each in compiled_for(case, [1]) if each.kernel == "attend")
+        return compile_variant(found).faults(found)
+
+    assert attend((8, 6)) == []
+    (older,) = attend((7, 5))
+    assert older.startswith("is not compiled: RuntimeError")
+    large = Launch(heads=16, keys=64, warps=8, stages=3)
+    monkeypatch.setattr(triton_backend, "attend_launch", lambda *_: large)
+    shared, *_ = attend((8, 6))
+    assert shared.endswith("KiB of shared memory, and a program may have 99")
+
+
+def test_an_interrupted_run_goes_on_and_a_changed_kernel_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder" / "compiled.jsonl"
+    here, there = variant(), variant(capability=(8, 9))
+    Results(path).add(here, Compiled(registers=7))
+    with path.open("a") as file:
+        file.write('{"key": "abc')  # where the run ended
+    known = Results(path)
+    assert known.get(here) == Compiled(registers=7)
+    assert known.get(there) is None
+    plant("total > 0", "total > 1", tmp_path, monkeypatch)
+    assert known.get(here) is None

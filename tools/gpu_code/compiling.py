@@ -1,0 +1,164 @@
+"""Compiles kernels for GPUs that this machine lacks, and reads what they need of one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pipespec.engine.attention.launch_table import LEAST_SHARED_KIB, SHARED_KIB
+from tools.gpu_code.matrix import Variant, source_of
+
+# Columns of tensor memory of a multiprocessor (sm_100).
+TENSOR_COLUMNS = 512
+
+
+class KnownSpill(NamedTuple):
+    """Kernels that may spill: a pattern of their labels, the most bytes, the most registers that
+    they have all the same, and why."""
+
+    pattern: str
+    spilled_bytes: int
+    registers: int
+    reason: str
+
+
+KNOWN_SPILLS = (
+    KnownSpill(
+        "float32",
+        32,
+        128,
+        "ptxas gives up a few registers so that two or three programs fit a multiprocessor "
+        "(128 or 80 registers for each of 256 threads), of 255 that it may use",
+    ),
+)
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiled kernel needs; `error` is why it could not be compiled, or empty."""
+
+    registers: int = 0
+    spilled_bytes: int = 0
+    shared_bytes: int = 0
+    tensor_columns: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    def faults(self, variant: Variant) -> list[str]:
+        """Why this kernel must not be launched as it is."""
+        if self.error:
+            return [f"is not compiled: {self.error}"]
+        found = []
+        limit = SHARED_KIB.get(variant.capability, LEAST_SHARED_KIB)
+        if self.shared_bytes > limit << 10:
+            needed = f"{self.shared_bytes / 1024:.1f} KiB"
+            found.append(f"needs {needed} of shared memory, and a program may have {limit}")
+        if self.tensor_columns > TENSOR_COLUMNS:
+            found.append(f"needs {self.tensor_columns} columns of tensor memory")
+        known = any(
+            re.search(each.pattern, variant.label)
+            and self.spilled_bytes <= each.spilled_bytes
+            and self.registers <= each.registers
+            for each in KNOWN_SPILLS
+        )
+        if self.spilled_bytes and not known:
+            found.append(f"spills {self.spilled_bytes} bytes of registers")
+        return found
+
+
+def compile_variant(variant: Variant) -> Compiled:
+    """Compile one kernel with Triton's own ptxas."""
+    function, signature, constants, attributes = source_of(variant)
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    major, minor = variant.capability
+    options = {
+        "num_warps": variant.warps,
+        "num_stages": variant.stages,
+        "enable_fp_fusion": True,  # as `triton_backend.OPTIONS` says
+    }
+    began, printed = time.monotonic(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope():
+        knobs.cache.dir = folder
+        knobs.nvidia.dump_ptxas_log = True
+        try:
+            with contextlib.redirect_stdout(printed):
+                target = GPUTarget("cuda", 10 * major + minor, 32)
+                made = triton.compile(source, target=target, options=options)
+        except Exception as error:  # noqa: BLE001 - compilers raise anything
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            return Compiled(seconds=time.monotonic() - began, error=why)
+    log = printed.getvalue()
+    registers, spilled = _REGISTERS.search(log), _SPILLED.search(log)
+    if registers is None or spilled is None:
+        return Compiled(error=f"ptxas does not say what the kernel needs: {log[:200]!r}")
+    return Compiled(
+        int(registers[1]),
+        max(map(int, spilled.groups())),
+        made.metadata.shared,
+        made.metadata.tmem_size or 0,
+        time.monotonic() - began,
+    )
+
+
+class Results:
+    """What was compiled before, in a file with a line of JSON for each kernel."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._known: dict[str, Compiled] = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            with contextlib.suppress(ValueError):  # a line that an interrupted run began
+                entry = json.loads(line)
+                key = entry.pop("key")
+                self._known[key] = Compiled(**entry)
+
+    def get(self, variant: Variant) -> Compiled | None:
+        """What is known of a kernel, if its source has not changed since."""
+        return self._known.get(variant.key)
+
+    def add(self, variant: Variant, compiled: Compiled) -> None:
+        self._known[variant.key] = compiled
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps({"key": variant.key, **asdict(compiled)}) + "\n")
+
+
+def compile_all(
+    variants: Sequence[Variant], results: Results, jobs: int
+) -> Iterator[tuple[Variant, Compiled]]:
+    """Compile in `jobs` processes what is not known yet; yields each as it is known."""
+    missing = []
+    for each in variants:
+        known = results.get(each)
+        if known is None:
+            missing.append(each)
+        else:
+            yield each, known
+    if not missing:
+        return
+    # Started afresh: torch's threads must not be forked.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        running = {pool.submit(compile_variant, each): each for each in missing}
+        try:
+            for done in as_completed(running):
+                results.add(running[done], done.result())
+                yield running[done], done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)

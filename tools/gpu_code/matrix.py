@@ -1,0 +1,179 @@
+"""Which kernels are compiled for which GPUs: what our backend launches for layers of many shapes.
+
+Cases that make the same constants at compile time are compiled once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+from pipespec.engine.attention import kernels
+from pipespec.engine.attention.attention_plan import LayerOptions, LayerPool, causal_plan
+from pipespec.engine.attention.launch_table import SHARED_KIB, Capability
+from pipespec.engine.attention.triton_backend import TritonBackend
+from tools.gpu_code.pretended_driver import LaunchedKernel, pretended_gpu
+
+NUM_SLOTS = 64
+
+
+class Case(NamedTuple):
+    """A layer on a GPU: the sizes of a head's K and V, how many KV heads there are and how many
+    query heads each has, and the layer's options."""
+
+    capability: Capability
+    dtype: torch.dtype
+    dims: tuple[int, int]
+    group: int
+    reach: str
+    softcap: bool
+    sinks: bool
+    kv_heads: int
+
+
+AXES = Case(
+    tuple(SHARED_KIB),  # type: ignore[arg-type]
+    (torch.float32, torch.bfloat16, torch.float16),  # type: ignore[arg-type]
+    # The last is that of DeepSeek's latent attention, written out.
+    ((64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128)),  # type: ignore[arg-type]
+    (1, 2, 4, 8, 16),  # type: ignore[arg-type]
+    ("", "window", "chunk"),  # type: ignore[arg-type]
+    (False, True),  # type: ignore[arg-type]
+    (False, True),  # type: ignore[arg-type]
+    (8, 1),  # type: ignore[arg-type]
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with all that Triton compiles it by; `arguments` is `[signature, constants,
+    alignments]` as JSON."""
+
+    kernel: str
+    capability: Capability
+    arguments: str
+    warps: int
+    stages: int
+    label: str
+
+    @property
+    def key(self) -> str:
+        """Changes with the kernel's source, Triton's version and everything above."""
+        function = getattr(kernels, self.kernel)
+        parts = (triton.__version__, function.cache_key, self.capability, self.arguments)
+        whole = repr((*parts, self.warps, self.stages))
+        return hashlib.sha256(whole.encode()).hexdigest()[:32]
+
+
+def every_case() -> Iterator[Case]:
+    """The whole matrix, with many KV heads."""
+    for case in map(Case._make, product(*AXES)):
+        # Sinks take part in `merge`, which knows none of the other options.
+        if case.kv_heads > 1 and not (case.sinks and (case.reach or case.softcap)):
+            yield case
+
+
+def covering_cases() -> list[Case]:
+    """A selection of the matrix. Every GPU, type and power of two of a head size has a program of
+    many heads with a soft cap and a window or a chunk, which is nearest to the limits; and every
+    two values of two axes occur together."""
+    pairs = {case: _pairs(case) for case in map(Case._make, product(*AXES))}
+    powers = {(power, power) for power in (64, 128, 256)}
+    many = [c for c in pairs if c.group == 16 and c.kv_heads == 8 and c.dims in powers]
+    largest = [c for c in many if c.softcap and c.reach]
+    missing = set[tuple[Any, ...]]().union(*pairs.values())
+    chosen = []
+
+    def choose(cases: Iterable[Case]) -> None:
+        chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
+        missing.difference_update(pairs[chosen[-1]])
+
+    for where in dict.fromkeys(case[:3] for case in largest):
+        choose(case for case in largest if case[:3] == where)
+    while missing:
+        choose(pairs)
+    return chosen
+
+
+def _pairs(case: Case) -> set[tuple[Any, ...]]:
+    return set(combinations(enumerate(case), 2))
+
+
+def variants(cases: Iterable[Case]) -> list[Variant]:
+    """What our backend makes Triton compile for these layers."""
+    found: dict[tuple[Any, ...], Variant] = {}
+    for case in cases:
+        for each in compiled_for(case, [1]):
+            known = (each.kernel, each.capability, each.arguments, each.warps, each.stages)
+            found.setdefault(known, each)
+    return list(found.values())
+
+
+def compiled_for(case: Case, batches: Sequence[int]) -> list[Variant]:
+    """What Triton compiles for batches of so many rows, one after another; each launch once."""
+    noted: dict[str, Variant] = {}
+
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:  # noqa: A002
+        attributes = {path: list(each) for path, each in compile["configs"][0].items()}
+        parts = (compile["signature"], *map(_listed, (compile["constants"], attributes)))
+        arguments = json.dumps(parts)
+        label = f"{fn.name.rpartition('.')[2]} {_label(case)}"
+        arch = (compile["num_warps"], compile["num_stages"])
+        name = fn.jit_function.__name__
+        variant = Variant(name, case.capability, arguments, *arch, label)
+        noted.setdefault(f"{name} {arguments} {arch}", variant)
+        return True  # do not compile
+
+    def warm_up(function: JITFunction, launch: LaunchedKernel) -> None:
+        function.run(*launch.args, grid=launch.grid, warmup=True, **launch.constants)
+
+    with knobs.runtime.scope(), pretended_gpu(case.capability, warm_up):
+        knobs.runtime.jit_cache_hook = note
+        _attend(case, batches)
+    return list(noted.values())
+
+
+def source_of(variant: Variant) -> tuple[JITFunction, dict[str, str], dict[Any, Any], Any]:
+    """The kernel, and its signature, constants and alignments as Triton takes them."""
+    signature, constants, attributes = json.loads(variant.arguments)
+    unlisted = ({tuple(path): each for path, each in part} for part in (constants, attributes))
+    return (getattr(kernels, variant.kernel), signature, *unlisted)
+
+
+def _listed(by_path: dict[tuple[int, ...], Any]) -> list[tuple[tuple[int, ...], Any]]:
+    """JSON has no tuples for keys."""
+    return sorted(by_path.items())
+
+
+def _label(case: Case) -> str:
+    arch = "sm_{}{}".format(*case.capability)
+    dtype = str(case.dtype).removeprefix("torch.")
+    options = [case.reach, "softcap" * case.softcap, "sinks" * case.sinks]
+    sizes = "/".join(map(str, dict.fromkeys(case.dims)))
+    used = "+".join(filter(None, options)) or "plain"
+    return f"{arch} {dtype} {sizes} group {case.group} heads {case.kv_heads} {used}"
+
+
+def _attend(case: Case, batches: Sequence[int]) -> None:
+    """Batches of one layer with this backend."""
+    dim, value_dim = case.dims
+    heads = case.kv_heads * case.group
+    sinks = torch.zeros(heads, dtype=case.dtype) if case.sinks else None
+    reach = {case.reach: 32} if case.reach else {}
+    options = LayerOptions(0.1, softcap=30.0 if case.softcap else None, sinks=sinks, **reach)
+    sizes = ((heads, dim), (case.kv_heads, dim), (case.kv_heads, value_dim))
+    pool = LayerPool(*(torch.zeros(NUM_SLOTS + 1, *s, dtype=case.dtype) for s in sizes[1:]))
+    backend = TritonBackend("cpu", NUM_SLOTS, case.capability)
+    for rows in batches:
+        slots = torch.arange(NUM_SLOTS).numpy()
+        backend.prepare(causal_plan(slots[:rows], slots[rows : 2 * rows]))
+        backend.attend(*(torch.zeros(rows, *s, dtype=case.dtype) for s in sizes), pool, options)
