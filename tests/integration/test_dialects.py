@@ -274,7 +274,7 @@ def anthropic_text(server: Server, on_text: Callable[[], None]) -> str:
         base_url=server.url, api_key=KEY, max_retries=0, timeout=PATIENCE_S
     ) as client:
         ours = {"ignore_eos": True, "seed": 3}
-        with client.messages.stream(**LONG, max_tokens=160, extra_body=ours) as stream:
+        with client.messages.stream(**LONG, max_tokens=96, extra_body=ours) as stream:
             for piece in stream.text_stream:
                 text += piece
                 on_text()
@@ -284,7 +284,7 @@ def anthropic_text(server: Server, on_text: Callable[[], None]) -> str:
 def response_text(server: Server, on_text: Callable[[], None]) -> str:
     """The text of a response that streams."""
     text = ""
-    asked = {"model": MODEL, "input": "Tell me a story", "max_output_tokens": 160}
+    asked = {"model": MODEL, "input": "Tell me a story", "max_output_tokens": 96}
     ours = {"ignore_eos": True, "seed": 3}
     with server.openai(KEY) as client:
         for event in client.responses.create(**asked, stream=True, extra_body=ours):  # type: ignore[call-overload]
@@ -299,7 +299,7 @@ def ollama_text(server: Server, on_text: Callable[[], None]) -> str:
     """The text of a chat that streams."""
     text = ""
     body = {"model": MODEL, "messages": HELLO, "ignore_eos": True}
-    body |= {"options": {"num_predict": 160, "seed": 3}}
+    body |= {"options": {"num_predict": 96, "seed": 3}}
     with server.http.stream("POST", "/api/chat", json=body) as reply:
         for line in reply.iter_lines():
             piece = ollama.ChatResponse(**json.loads(line))
@@ -315,7 +315,7 @@ STREAMS: dict[str, Callable[[Server, Callable[[], None]], str]] = {
     "ollama": ollama_text,
 }
 # A rank is killed when every stream has read so many further pieces.
-PIECES = 8
+PIECES = 6
 
 
 def test_streams_of_all_dialects_survive_the_kill_of_every_rank(
