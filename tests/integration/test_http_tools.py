@@ -199,3 +199,29 @@ def test_without_tools_a_call_is_text_without_special_tokens(
         assert choices[-1]["finish_reason"] == "stop"
 
     play(redis, served, story)
+
+
+def test_reasoning_between_special_tokens_is_split_from_the_answer(
+    redis: EmbeddedRedis, demo: ModelInfo
+) -> None:
+    served = calling(demo, MISTRAL + "{# [THINK] #}", "[THINK]", "[/THINK]")
+    ids = served.tokenizer.encode("[THINK]Hm.[/THINK]It is sunny.", add_special_tokens=False)
+    body = {"messages": HELLO, "model": "demo"}
+
+    async def story(scene: Scene) -> None:
+        asking = asyncio.ensure_future(scene.http.post(CHAT, json=body))
+        await answer(scene, ids)
+        reply = (await asking).raise_for_status().json()
+        message = reply["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "It is sunny.")
+        asking = asyncio.ensure_future(
+            scene.http.post("/v1/messages", json=body | {"max_tokens": 50})
+        )
+        await answer(scene, ids)
+        blocks = (await asking).raise_for_status().json()["content"]
+        assert [block.get("thinking") or block["text"] for block in blocks] == [
+            "Hm.",
+            "It is sunny.",
+        ]
+
+    play(redis, served, story)
