@@ -39,11 +39,11 @@ class KnownSpill(NamedTuple):
 
 KNOWN_SPILLS = (
     KnownSpill(
-        "float32",
+        "^attend ",
         32,
         128,
-        "ptxas gives up a few registers so that two or three programs fit a multiprocessor "
-        "(128 or 80 registers for each of 256 threads), of 255 that it may use",
+        "ptxas gives up a few of 255 registers that it may use, so that one program more fits a "
+        "multiprocessor: 128 registers for each of 512 threads, 80 for each of 768, 64 of 1024",
     ),
 )
 _REGISTERS = re.compile(r"Used (\d+) registers")

@@ -75,10 +75,13 @@ class Variant:
 
 
 def every_case() -> Iterator[Case]:
-    """The whole matrix, with many KV heads."""
+    """The whole matrix, with many KV heads. Of head sizes that are compiled alike, as they have the
+    same powers of two, it has one."""
+    powers = {tuple(map(triton.next_power_of_2, dims)): dims for dims in AXES.dims}
     for case in map(Case._make, product(*AXES)):
         # Sinks take part in `merge`, which knows none of the other options.
-        if case.kv_heads > 1 and not (case.sinks and (case.reach or case.softcap)):
+        relevant = not (case.sinks and (case.reach or case.softcap))
+        if relevant and case.kv_heads > 1 and case.dims in powers.values():
             yield case
 
 

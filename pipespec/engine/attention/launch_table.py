@@ -43,7 +43,7 @@ def attend_launch(capability: Capability, itemsize: int, width: int, group: int)
     stages = 3 if SHARED_KIB.get(capability, LEAST_SHARED_KIB) > LEAST_SHARED_KIB else 2
     if itemsize == 4:
         # Without tensor cores a program's time, code and registers grow with its products.
-        return Launch(heads=4, keys=16, warps=8, stages=stages)
+        return Launch(heads=4 if width <= 128 else 2, keys=16, warps=8, stages=stages)
     heads = 16 if width <= (128 if capability in ASYNCHRONOUS else 64) else 8
     # The sums of more than four heads, of eight rows each, need the registers of eight warps.
     if min(group, heads) > 4:
