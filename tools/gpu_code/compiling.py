@@ -41,9 +41,9 @@ KNOWN_SPILLS = (
     KnownSpill(
         "^attend ",
         32,
-        128,
+        168,
         "ptxas gives up a few of 255 registers that it may use, so that one program more fits a "
-        "multiprocessor: 128 registers for each of 512 threads, 80 for each of 768, 64 of 1024",
+        "multiprocessor: 168 registers for each of 384 threads, 128 of 512, 80 of 768, 64 of 1024",
     ),
 )
 _REGISTERS = re.compile(r"Used (\d+) registers")
