@@ -1,4 +1,4 @@
-"""The Triton kernels in Triton's interpreter; `test_tree_kernel.py` runs this in a process of its
+"""The Triton kernels in Triton's interpreter; `test_triton_backend.py` runs this in a process of its
 own, since Triton decides when it is imported whether it interprets."""
 
 from __future__ import annotations
