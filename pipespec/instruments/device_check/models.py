@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "num_key_value_heads": 2,
         "num_experts": 4,
+        "num_experts_per_tok": 2,
         "decoder_sparse_step": 1,
     },
 }

@@ -1,5 +1,5 @@
-"""The Triton kernels in Triton's interpreter; `test_triton_backend.py` runs this in a process of its
-own, since Triton decides when it is imported whether it interprets."""
+"""The Triton kernels in Triton's interpreter; `test_triton_backend.py` runs this in a process of
+its own, since Triton decides when it is imported whether it interprets."""
 
 from __future__ import annotations
 
