@@ -29,11 +29,11 @@ SHORTEST_REASON = 3  # words
 
 
 def tried(page: Path) -> list[Block]:
-    """The blocks of a page that are run or parsed."""
+    """The blocks of a page that are run, parsed or written into files."""
     return [
         block
         for block in blocks(page)
-        if block.language in (*RUN, *PARSED) and block.not_run is None
+        if (block.language in (*RUN, *PARSED) or "file" in block.marks) and block.not_run is None
     ]
 
 

@@ -45,7 +45,7 @@ def test_streams_survive_killed_head_redis_and_launcher(place: Sandbox, long: bo
     server.http.headers["X-Api-Key"] = KEY
     assert (server.announced["name"], server.announced["models"]) == (NAME, [MODEL])
     connect, keys = http_server.ServerAddress(server.announced["url"]).connect, {"X-Api-Key": KEY}
-    bodies = chaos_streams.request_bodies(streams=8 if long else 4, tokens=96 if long else 48)
+    bodies = chaos_streams.request_bodies(streams=8 if long else 4, tokens=96)
     undisturbed = asyncio.run(chaos_streams.read_all(connect, bodies, headers=keys))
     for kind in ("head", "redis"):  # a stage: test_serve.py
         streams = chaos_streams.streams_during_kill(

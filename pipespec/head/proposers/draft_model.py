@@ -163,8 +163,10 @@ class DraftModelProposer:
     def _chunk(self, sequence: int, rows: np.ndarray) -> np.ndarray:
         """Of rows of decided text those to compute in one pass, which ends where a running state is
         to be kept."""
+        if self._states is None:
+            return rows
         start, known = self.runner.length(sequence), self._known[sequence]
-        if self._states is None or not len(rows) or start >= known:
+        if not len(rows) or start >= known:
             return rows
         end = self._states.chunk_end(sequence, start, start + len(rows), known)
         for other in self._states.read(sequence, min(end, known), known):
