@@ -327,7 +327,9 @@ def test_a_slice_is_one_graph_for_every_plan(model, some_of):
     assert [str(node.target) for node in calls].count("pipespec.attend") == NUM_LAYERS
 
 
-@pytest.mark.parametrize("model_type", ["kimi_linear", "bamba"])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param("kimi_linear", marks=pytest.mark.long), "bamba"]
+)
 def test_graphs_replay_layers_with_a_running_state(checkpoint, model_type, monkeypatch):
     """Also after another sequence, and a batch too large for the graph, made their pools grow."""
     monkeypatch.setattr(fixed_plan, "LEAST_ENTRIES", 16)

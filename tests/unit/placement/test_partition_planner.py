@@ -282,7 +282,7 @@ def test_a_cluster_of_one_is_refused():
 # --- size -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kinds", [(), (0, 0, 0, 1) * 20])
+@pytest.mark.parametrize("kinds", [(), pytest.param((0, 0, 0, 1) * 20, marks=pytest.mark.long)])
 def test_eight_hosts_of_three_devices_are_laid_out(kinds):
     workers = tuple(
         Worker(
