@@ -7,7 +7,8 @@ copied, and what a step reads is read at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,3 +68,45 @@ def to_host(*tensors: Tensor) -> list[np.ndarray]:
         copy.copy_(each, non_blocking=True)
     torch.cuda.current_stream(device).synchronize()
     return [copy.numpy() for copy in copies]
+
+
+class StagedArrays:
+    """Arrays of one type on the host, and their copies at fixed addresses on a device, which one
+    transfer renews.
+
+    Attributes:
+        host, device: the arrays and their copies, by name; those that are named first come first
+            in memory.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        import torch
+
+        sizes = [prod(shape) for shape in shapes.values()]
+        self._on_device = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        pinned = self._on_device.device.type == "cuda"
+        self._staging = torch.zeros(sum(sizes), dtype=dtype, pin_memory=pinned)
+        self._copied = torch.cuda.Event() if pinned else None
+        self.host: dict[str, np.ndarray] = {}
+        self.device: dict[str, Tensor] = {}
+        parts = zip(self._on_device.split(sizes), self._staging.split(sizes), strict=True)
+        for (name, shape), (there, here) in zip(shapes.items(), parts, strict=True):
+            self.device[name] = there.view(shape)
+            self.host[name] = here.view(shape).numpy()
+
+    def wait(self) -> None:
+        """Until the last transfer has read the host's arrays, which may be written then."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def copy(self, unused: int = 0) -> None:
+        """Transfer what the host holds but for the last `unused` numbers."""
+        used = len(self._staging) - unused
+        self._on_device[:used].copy_(self._staging[:used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()

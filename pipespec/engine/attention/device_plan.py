@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipespec.device_copy import StagedArrays
 from pipespec.engine.attention.attention_plan import AttentionPlan
 
 # Bits of a word of `mask`.
@@ -116,23 +117,14 @@ class DevicePlan:
             # first.
             "slots": (1 + capacity.keys,),
         }
-        sizes = [int(np.prod(shape)) for shape in shapes.values()]
-        on_device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        pinned = on_device.device.type == "cuda"
-        self._staging = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
-        self._device = on_device
-        self._host: dict[str, np.ndarray] = {}
-        parts = zip(shapes.items(), on_device.split(sizes), self._staging.split(sizes), strict=True)
-        for (name, shape), there, here in parts:
-            setattr(self, name, there.view(shape))
-            self._host[name] = here.view(shape).numpy()
-        self._copied = torch.cuda.Event() if pinned else None
+        self._arrays = StagedArrays(shapes, torch.int32, device)
+        for name, column in self._arrays.device.items():
+            setattr(self, name, column)
 
     def fill(self, plan: AttentionPlan) -> None:
         """Copy a plan to the device. It must fit (`PlanCapacity.holds`)."""
-        if self._copied is not None:
-            self._copied.synchronize()  # the staging buffer is still read until then
-        host, rows = self._host, len(plan.write)
+        self._arrays.wait()
+        host, rows = self._arrays.host, len(plan.write)
         count = np.diff(plan.row_start)
         trees = np.diff(plan.tree_start)
         keys = np.concatenate(([0], np.cumsum(plan.prefix_length + trees)))
@@ -167,10 +159,7 @@ class DevicePlan:
             slots[at : at + length] = plan.pages[page, :length]
             slots[at + length : at + length + tree] = plan.tree[start : start + tree]
         self.longest = int((plan.prefix_length + trees).max())
-        used = len(self._staging) - len(slots) + 1 + int(keys[-1])
-        self._device[:used].copy_(self._staging[:used], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        self._arrays.copy(unused=len(slots) - 1 - int(keys[-1]))
 
     def _tiles(self, plan: AttentionPlan) -> np.ndarray:
         """The tiles, `[tiles, 2]`; each row of padding is a tile of its own."""

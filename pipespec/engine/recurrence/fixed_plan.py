@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipespec.device_copy import StagedArrays
 from pipespec.engine.recurrence.recurrent_plan import Fold, RecurrentPlan, Trees
 
 # Committed nodes that are folded into a state, and ancestors of a row, itself included.
@@ -71,9 +72,9 @@ class FixedPlan:
         }
         flags = {"fold.valid": (1, MOST_FOLDED), "trees.committed": (1, columns)}
         self._buffers = [
-            _Buffer(indices, torch.int64, device),
-            _Buffer(flags, torch.bool, device),
-            _Buffer({"trees.ancestors": (1, rows, columns)}, torch.float32, device),
+            StagedArrays(indices, torch.int64, device),
+            StagedArrays(flags, torch.bool, device),
+            StagedArrays({"trees.ancestors": (1, rows, columns)}, torch.float32, device),
         ]
         self._host: dict[str, np.ndarray] = {}
         found: dict[str, Tensor] = {}
@@ -81,7 +82,7 @@ class FixedPlan:
             self._host |= buffer.host
             found |= buffer.device
         self.clear()
-        self.plan = _plan_of(found, [0] * self.depth)
+        self.plan = _plan_of(found, self.depth)
 
     def holds(self, plan: RecurrentPlan[np.ndarray]) -> bool:
         """Whether a plan fits: it is of one sequence, and of no long run of committed rows."""
@@ -152,7 +153,7 @@ class FixedPlan:
             host[name].fill(zero)
         for name in ("fold.valid", "trees.committed", "trees.ancestors"):
             host[name].fill(0)
-        host["trees.path"].fill(self.entries + self.rows)
+        host["trees.path"].fill(zero)
         for name in ("trees.rows", "trees.alone", "trees.places"):
             host[name][...] = np.arange(self.rows)
 
@@ -161,42 +162,7 @@ class FixedPlan:
             buffer.copy()
 
 
-class _Buffer:
-    """Arrays of one type on the host, and their copies on the device, which one transfer renews."""
-
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        sizes = [int(np.prod(shape)) for shape in shapes.values()]
-        self._on_device = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        pinned = self._on_device.device.type == "cuda"
-        self._staging = torch.zeros(sum(sizes), dtype=dtype, pin_memory=pinned)
-        self._copied = torch.cuda.Event() if pinned else None
-        parts = zip(
-            shapes.items(), self._on_device.split(sizes), self._staging.split(sizes), strict=True
-        )
-        self.host: dict[str, np.ndarray] = {}
-        self.device: dict[str, Tensor] = {}
-        for (name, shape), there, here in parts:
-            self.device[name] = there.view(shape)
-            self.host[name] = here.view(shape).numpy()
-
-    def wait(self) -> None:
-        """Until the host may write again."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def copy(self) -> None:
-        """Transfer what the host holds."""
-        self._on_device.copy_(self._staging, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-
-def _plan_of(found: Mapping[str, Tensor], first: list[int]) -> RecurrentPlan[Tensor]:
+def _plan_of(found: Mapping[str, Tensor], depth: int) -> RecurrentPlan[Tensor]:
     def part(prefix: str) -> dict[str, Any]:
         return {
             name.removeprefix(prefix): each
@@ -210,6 +176,6 @@ def _plan_of(found: Mapping[str, Tensor], first: list[int]) -> RecurrentPlan[Ten
         num_states=0,
         fold=Fold(**part("fold.")),
         runs=[],
-        trees=[Trees(**part("trees."), first=tuple(first), commits=True)],
+        trees=[Trees(**part("trees."), first=(0,) * depth, commits=True)],
         **own,
     )

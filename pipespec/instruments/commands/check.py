@@ -61,7 +61,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _check_gpu(device: str, *, as_json: bool) -> int:
     _require_device(device)
     from pipespec.instruments.device_check.check_device import PARTS, Part, check_device
-    from pipespec.instruments.device_check.report import faults, page
+    from pipespec.instruments.device_check.report import page
+    from pipespec.instruments.device_check.verdict import faults
 
     def on_part(part: Part, found: Mapping[str, Any]) -> None:
         wrong = list(faults(part.name, found))
@@ -80,8 +81,7 @@ def _check_gpu(device: str, *, as_json: bool) -> int:
         write(text)
     else:
         write(f"\n{findings['fastest']}\nWritten: {JSON_FILE}, {TEXT_FILE}.\n")
-    wrong = (faults(name, found) for name, found in findings["parts"].items())
-    return 1 if any(True for each in wrong for _ in each) else 0
+    return 0 if findings["ok"] else 1
 
 
 def _require_device(device: str) -> None:

@@ -120,6 +120,6 @@ def check_packed_weights(device: torch.device) -> dict[str, Any]:
             layer = kind(name, OUT, INPUTS)
             layer.fill(weights, device)
             found[name] = self_test_error(layer, weights, device, dtype)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:  # also where the device lacks an operator
             found[name] = f"it fails: {' '.join(str(error).split())[:200]}"
     return {"kinds": found}

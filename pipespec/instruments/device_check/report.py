@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipespec.instruments.device_check.check_device import PARTS
+from pipespec.instruments.device_check.verdict import faults
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -26,28 +27,6 @@ def page(found: Mapping[str, Any]) -> str:
 
 def _faults(parts: Mapping[str, Any]) -> list[str]:
     return [f"{part.title}: {why}" for part in PARTS for why in faults(part.name, parts[part.name])]
-
-
-def faults(name: str, found: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong in the findings of a part, as clauses."""
-    if "failed" in found:
-        yield found["failed"]
-    if name == "attention":
-        for backend, by_type in found.get("backends", {}).items():
-            for dtype, by_shape in by_type.items():
-                if dtype != "not_available":
-                    yield from (
-                        f"{backend}, {dtype}, {shape}: {wrong}"
-                        for shape, wrong in by_shape.items()
-                        if wrong is not None
-                    )
-    if name == "packed_weights":
-        yield from (f"{kind}: {why}" for kind, why in found.get("kinds", {}).items() if why)
-    if name == "graphs":
-        for model, how in found.get("models", {}).items():
-            yield from (f"{model}: {sentence}" for sentence in how["refused"])
-    if name in ("compile", "draft", "stage"):
-        yield from found.get("refused", [])
 
 
 def _lines(value: Any, depth: int = 1) -> Iterator[str]:

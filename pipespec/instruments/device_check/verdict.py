@@ -1,12 +1,34 @@
-"""What the findings of the check say, in a sentence."""
+"""What the findings of the check say: what is wrong, and what is fastest."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 # The batch by which ways to compute are compared.
 ROWS = "64"
+
+
+def faults(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong in the findings of a part, as clauses."""
+    if "failed" in found:
+        yield found["failed"]
+    if name == "attention":
+        for backend, by_type in found.get("backends", {}).items():
+            for dtype, by_shape in by_type.items():
+                if dtype != "not_available":
+                    yield from (
+                        f"{backend}, {dtype}, {shape}: {wrong}"
+                        for shape, wrong in by_shape.items()
+                        if wrong is not None
+                    )
+    if name == "packed_weights":
+        yield from (f"{kind}: {why}" for kind, why in found.get("kinds", {}).items() if why)
+    if name == "graphs":
+        for model, how in found.get("models", {}).items():
+            yield from (f"{model}: {sentence}" for sentence in how["refused"])
+    if name in ("compile", "draft", "stage"):
+        yield from found.get("refused", [])
 
 
 def fastest(found: Mapping[str, Any]) -> str:

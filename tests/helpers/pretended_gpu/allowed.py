@@ -12,7 +12,7 @@ ALLOWED = {
         "the copy of the last plan still reads the staging buffer; it is done unless the host is a "
         "whole batch ahead"
     ),
-    "pipespec/engine/recurrence/fixed_plan.py:_Buffer.wait": "the same, for layers with states",
+    "pipespec/engine/recurrence/fixed_plan.py:FixedPlan._pad": "the same, of layers with states",
     "pipespec/head/proposers/draft_model.py:DraftModelProposer._by_probability": (
         "the head puts what the draft proposes into the tree, once in a round"
     ),

@@ -16,9 +16,9 @@ from pipespec.cli.main import main
 from pipespec.engine.fp8 import Fp8Linear
 from pipespec.instruments.device_check import check_device as check
 from pipespec.instruments.device_check import correctness
-from pipespec.instruments.device_check.report import faults, page
+from pipespec.instruments.device_check.report import page
 from pipespec.instruments.device_check.speed import time_hops
-from pipespec.instruments.device_check.verdict import fastest
+from pipespec.instruments.device_check.verdict import fastest, faults
 
 CPU = torch.device("cpu")
 STAGE: dict[str, Any] = {
@@ -83,6 +83,15 @@ def test_parts_that_crash_or_hang_fail_alone(tmp_path: Path, monkeypatch: pytest
     assert "no kernel image" in found["parts"]["raise"]["failed"]
     assert found["parts"]["hang"]["failed"] == "it was ended after 0 s"
     assert found["parts"]["good"] == {"device": "cuda:3"}
+
+
+def test_a_wrong_result_is_no_success(monkeypatch: pytest.MonkeyPatch):
+    wrong = {"kinds": {"fp8": "its error is 1"}}
+    right = {"stage": STAGE}
+    monkeypatch.setattr(check, "_run", lambda part, *_: right.get(part.name, {}))
+    assert check.check_device("cpu")["ok"]
+    monkeypatch.setattr(check, "_run", lambda part, *_: wrong if "packed" in part.name else {})
+    assert not check.check_device("cpu")["ok"]
 
 
 def test_wrong_products_of_weights_in_few_bits_are_found(monkeypatch: pytest.MonkeyPatch):

@@ -11,8 +11,7 @@ import torch
 from pipespec.engine.model_slice import ModelSlice
 from pipespec.instruments.device_check import correctness, speed
 from pipespec.instruments.device_check.models import sizes
-from pipespec.instruments.device_check.report import faults
-from pipespec.instruments.device_check.verdict import fastest
+from pipespec.instruments.device_check.verdict import fastest, faults
 from pipespec.instruments.diagnostics import tensor_parallel_cost, timing
 from tests.helpers.pretended_gpu.gpu import PretendedGpu
 
