@@ -14,6 +14,7 @@ from pipespec.device_copy import to_device, to_host
 from pipespec.head.kept_states import KeptStates
 from pipespec.head.policies.policy import NO_NODES
 from pipespec.head.proposers.calibration import CalibratedProposer
+from pipespec.head.proposers.draft_texts import DraftTexts
 from pipespec.head.proposers.foresight_confidence import ForesightConfidence
 from pipespec.head.proposers.parallel import ParallelDraft, best_paths
 from pipespec.head.proposers.proposer import (
@@ -64,11 +65,7 @@ class DraftModelProposer:
 
     The draft keeps its own KV by the same parent rule as every stage. Decided tokens that it has
     not computed (the prompt at first, later every token that it did not propose) are computed
-    before the requested nodes.
-
-    The KV of a sequence that has ended is retained until its slots are needed, least recently used
-    first. The head chooses with whose text a new sequence starts; what is no longer retained here
-    is computed again.
+    before the requested nodes. `texts` are those in its KV cache.
 
     Where tokens are drawn, candidates are ranked with the target's own noise
     (`pipespec.sampling.shared_noise`). A parallel draft also computes mask rows below the nodes
@@ -100,30 +97,18 @@ class DraftModelProposer:
         self.chunk = chunk
         self.vocabulary = vocabulary
         self.foresight = foresight
-        self.max_retained = max_retained
-        self._states = states
-        self._known: dict[int, int] = {}  # tokens of each text when its sequence started
+        self.texts = DraftTexts(runner, max_retained, states)
         self.parallel = parallel
         self.confidence = ForesightConfidence()
         # Of each level of mask rows: the farther ahead, the less sure.
         num_masks = parallel.num_masks if parallel else 0
         self._mask_confidence = [ForesightConfidence() for _ in range(num_masks)]
         self._contexts: dict[int, Context] = {}
-        self._retained: dict[int, None] = {}  # sequences, the most recently used last
         self._warned = False  # about logits that are not finite
 
     def start_sequence(self, context: Context) -> None:
         self._contexts[context.sequence] = context
-        shared = min(context.shared_len, self.runner.length(context.parent))
-        if self._states is not None:
-            shared = self._states.longest(context.parent, shared)
-            self._states.start(context.sequence, context.parent, shared)
-        self._known[context.sequence] = len(context.tokens)
-        self.runner.start_sequence(context.sequence, context.parent, shared)
-        self._retained.pop(context.parent, None)
-        if context.parent in self.runner.cached:
-            self._retained[context.parent] = None
-        self.runner.apply([Verdict(context.sequence, 0, tuple(context.tokens))])
+        self.texts.start(context)
 
     def accept_verdict(self, verdict: Verdict) -> None:
         context = self._contexts[verdict.sequence]
@@ -137,47 +122,10 @@ class DraftModelProposer:
                     confidence.learn(context.sequence, node, token)
 
     def end_sequence(self, sequence: int) -> None:
-        kept = self.runner.length(sequence) if self.max_retained else 0
-        if kept := self._shorten(sequence, kept):
-            self._retained[sequence] = None
-        if len(self._retained) > self.max_retained:
-            self._release_oldest()
+        self.texts.end(sequence)
         for confidence in (self.confidence, *self._mask_confidence):
             confidence.end_sequence(sequence)
-        del self._contexts[sequence], self._known[sequence]
-
-    def _shorten(self, sequence: int, keep: int) -> int:
-        """Retain the first `keep` tokens of a sequence, or as many of them as others can share;
-        returns how many."""
-        if self._states is not None:
-            keep = self._states.longest(sequence, keep)
-            self._states.release(sequence, keep)
-        self.runner.release(sequence, keep)
-        return keep
-
-    def _release_oldest(self) -> None:
-        oldest = next(iter(self._retained))
-        del self._retained[oldest]
-        self._shorten(oldest, 0)
-
-    def _chunk(self, sequence: int, rows: np.ndarray) -> np.ndarray:
-        """Of rows of decided text those to compute in one pass, which ends where a running state is
-        to be kept."""
-        if self._states is None:
-            return rows
-        start, known = self.runner.length(sequence), self._known[sequence]
-        if not len(rows) or start >= known:
-            return rows
-        end = self._states.chunk_end(sequence, start, start + len(rows), known)
-        for other in self._states.read(sequence, min(end, known), known):
-            if other in self._retained and not self._shorten(other, self.runner.length(other)):
-                del self._retained[other]
-        return rows[: end - start]
-
-    def _make_room(self, rows: int) -> None:
-        """Free so many slots, as far as retained sequences hold them."""
-        while self.runner.slots.num_free < rows and self._retained:
-            self._release_oldest()
+        del self._contexts[sequence]
 
     def propose(self, requests: Sequence[ProposalRequest], children: int) -> list[Proposal | None]:
         """One pass of the draft for all sequences.
@@ -191,14 +139,14 @@ class DraftModelProposer:
         ]
         wanted = min(self.chunk, sum(map(len, missing)))
         wanted += sum(len(each.nodes) * (1 + self._num_masks(each)) for each in requests)
-        self._make_room(wanted)
+        self.texts.make_room(wanted)
         found: list[Proposal | None] = [None] * len(requests)
         parts: list[np.ndarray] = []
         masks: list[np.ndarray] = []
         ready: list[_Ready] = []
         start, left, free = 0, self.chunk, self.runner.slots.num_free
         for i in sorted(range(len(requests)), key=lambda i: len(missing[i])):
-            rows = self._chunk(requests[i].context.sequence, missing[i][: min(left, free)])
+            rows = self.texts.chunk(requests[i].context.sequence, missing[i][: min(left, free)])
             left -= len(rows)
             free -= len(rows)
             if len(rows) == len(missing[i]):
@@ -227,8 +175,7 @@ class DraftModelProposer:
             start += len(rows)
         if not start:
             return found
-        kept = self._states.take_unsent() if self._states is not None else ()
-        batch = Batch(step=0, rows=np.concatenate(parts), kept_states=kept)
+        batch = Batch(0, np.concatenate(parts), kept_states=self.texts.take_unsent())
         hidden = self.runner.compute(batch).hidden
         assert hidden is not None and len(hidden) == start, "the draft lost a parent"
         if masks:

@@ -443,7 +443,7 @@ def check_random_load(
             assert answers[request.id] == text_of(request, NUM_STAGES)
     drain(toy, free, rng)
     draft = toy.draft.runner
-    check_states(draft, toy.draft._states, told)
+    check_states(draft, toy.draft.texts.states, told)
     assert draft_slots - draft.slots.num_free <= sum(draft.cached.values())
     assert not draft.lineages
     cache = toy.scheduler.admission.cache
