@@ -23,6 +23,7 @@ from pipespec.core import NUM_COLUMNS
 from pipespec.engine.checkpoint import CheckpointInfo
 from pipespec.engine.model_settings import KV_SHARE, kv_amount
 from pipespec.engine.precision import ITEM_BYTES
+from pipespec.engine.recurrence.sizes import fixed_entries
 from pipespec.errors import ConfigError
 from pipespec.placement.rank_needs import draft_slots, slots_by_setting
 from pipespec.placement.slices import GIB
@@ -115,10 +116,14 @@ def slot_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
 def recurrent_bytes(deployment: Deployment, info: CheckpointInfo, rank: int) -> int:
     """Bytes of the running states of a rank's layers: of as many sequences as there may be, those
     that are kept of prompts, and those of tree nodes."""
-    members = members_of(deployment, rank, mid=info is deployment.mid)
+    mid, settings = info is deployment.mid, deployment.config.model
+    members = members_of(deployment, rank, mid=mid)
     kept = deployment.kept_states if rank else deployment.kept_states_of(info, members)
     sequences = deployment.config.scheduler.max_num_seqs + kept
     nodes = draft_slots(deployment.config, num_ranks=deployment.num_ranks, head=rank == 0)
+    if device_of(deployment, rank, mid=mid) != "cpu" and settings.graph_rows:
+        nodes = max(nodes, fixed_entries(max(settings.graph_rows)))
+        sequences += 1  # of padding
     nodes = 1 << (nodes - 1).bit_length()  # pools of nodes grow twofold
     layers = layers_of(deployment, info, rank)
     return info.recurrent_bytes(layers, deployment.dtype_of(info), sequences, nodes)

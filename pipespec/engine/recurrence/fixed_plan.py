@@ -17,13 +17,11 @@ from torch import Tensor
 
 from pipespec.device_copy import StagedArrays
 from pipespec.engine.recurrence.recurrent_plan import Fold, RecurrentPlan, Trees
+from pipespec.engine.recurrence.sizes import fixed_entries
 
 # Committed nodes that are folded into a state, and ancestors of a row, itself included.
 MOST_FOLDED = 32
 MOST_DEPTH = 32
-# Nodes of earlier batches that a batch reads, for each of its rows, and at least.
-ENTRIES_PER_ROW = 8
-LEAST_ENTRIES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +30,6 @@ class Padding:
 
     entry: int
     state: int
-
-
-def num_entries(rows: int) -> int:
-    """The entries that a fixed plan of so many rows may read."""
-    return max(LEAST_ENTRIES, ENTRIES_PER_ROW * rows)
 
 
 class FixedPlan:
@@ -49,7 +42,7 @@ class FixedPlan:
         self, rows: int, history: int, padding: Padding, device: torch.device | str
     ) -> None:
         self.rows, self.depth = rows, MOST_DEPTH
-        self.entries = num_entries(rows)
+        self.entries = fixed_entries(rows)
         self._padding = padding
         columns = self.entries + rows
         indices = {

@@ -20,10 +20,11 @@ from torch import nn
 
 from pipespec.engine.attention.attention_plan import AttentionPlan
 from pipespec.engine.recurrence.batch_planning import plan_batch
-from pipespec.engine.recurrence.fixed_plan import FixedPlan, Padding, num_entries
+from pipespec.engine.recurrence.fixed_plan import FixedPlan, Padding
 from pipespec.engine.recurrence.recurrent_book import RecurrentBook
 from pipespec.engine.recurrence.recurrent_plan import RecurrentPlan
 from pipespec.engine.recurrence.recurrent_state import RecurrentState, SharedPlan, on_device
+from pipespec.engine.recurrence.sizes import fixed_entries
 
 # The functions of Transformers' modeling files that are replaced.
 CONVOLUTION = "causal_conv1d_fn"
@@ -85,7 +86,7 @@ class RecurrentLayers:
     def make_room(self, rows: int) -> None:
         """Have the pools get room at once for what fixed plans of so many rows read."""
         if self._book is not None:
-            self._book.reserve_entries(num_entries(rows))
+            self._book.reserve_entries(fixed_entries(rows))
 
     def use_fixed(self, fixed: FixedPlan) -> None:
         """Use what these buffers hold in the next forward passes."""

@@ -10,6 +10,15 @@ from pipespec.errors import ModelError
 # Kinds of layers (`layer_types` of a config) that keep a running state, and that attend to nothing.
 _RECURRENT = ("linear_attention", "conv", "hybrid")
 _WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")
+# Of plans of fixed size: nodes of earlier batches for each row, and at least.
+ENTRIES_PER_ROW = 8
+LEAST_ENTRIES = 64
+
+
+def fixed_entries(rows: int) -> int:
+    """How many tree nodes of earlier batches a plan of fixed size may read, whose batches have up
+    to so many rows."""
+    return max(LEAST_ENTRIES, ENTRIES_PER_ROW * rows)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pipespec.cluster.memory import (
     kv_slots,
     kv_tokens,
     local_ranks,
+    recurrent_bytes,
     require_files,
     require_memory,
     required_bytes,
@@ -29,6 +30,7 @@ from pipespec.config.hosts import this_machine
 from pipespec.engine.tensor_parallel import TPRank
 from pipespec.errors import ConfigError
 from pipespec.placement.rank_needs import num_slots
+from tests.helpers import models
 
 POOL = ("model.context", "policy.width", "policy.capacity", "decode.prefill_chunk")
 
@@ -80,6 +82,21 @@ def test_every_member_counts_on_its_device() -> None:
     require_memory(deployment, [1, 2], lambda _: wanted)
     with pytest.raises(ConfigError, match="on cpu"):
         require_memory(deployment, [1, 2], lambda _: wanted - 1)
+
+
+def test_graphs_of_layers_with_a_running_state_reserve_nodes() -> None:
+    path = models.shared("qwen3_next")
+    few = ("policy.width=2", "policy.children=2", "scheduler.max_num_seqs=1", "model.context=64")
+
+    def reserved(device: str, graph_rows: str) -> int:
+        deployment = planned(
+            f"model.target={path}", f"model.draft={path}", f"model.graph_rows={graph_rows}", *few
+        )
+        deployment = replace(deployment, devices=(device,) * 3)
+        return recurrent_bytes(deployment, deployment.target, 1)
+
+    assert reserved("cpu", "[64]") == reserved("cuda:0", "[]") < reserved("cuda:0", "[8]")
+    assert reserved("cuda:0", "[8]") < reserved("cuda:0", "[8,64]")
 
 
 # --- KV by memory -----------------------------------------------------------------------------
