@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -212,6 +216,47 @@ def test_response_text_matches_its_schema(gpt: openai.OpenAI) -> None:
     form = {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}
     told = gpt.responses.create(model=MODEL, input="Who is Tom?", text={"format": form})  # type: ignore[call-overload]
     jsonschema.validate(json.loads(told.output_text), SCHEMA)
+
+
+# --- OpenAI's package for Node ----------------------------------------------------------------
+
+NODE_PACKAGES = Path(sys.prefix, "node", "node_modules")
+SCRIPT = Path(__file__).parents[1] / "helpers" / "node_openai.cjs"
+needs_node = pytest.mark.skipif(
+    shutil.which("node") is None or not (NODE_PACKAGES / "openai").exists(),
+    reason="needs Node and its package openai, which `make test` installs where npm is",
+)
+
+
+@needs_node
+def test_openai_package_for_node_reads_chats_and_responses(
+    server: Server, gpt: openai.OpenAI
+) -> None:
+    given = json.dumps({"model": MODEL, "messages": HELLO, "schema": SCHEMA})
+    ended = subprocess.run(
+        ["node", SCRIPT, f"{server.url}/v1", KEY, given],
+        env=os.environ | {"NODE_PATH": str(NODE_PACKAGES)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    same = gpt.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,  # type: ignore[arg-type]
+        temperature=0,
+        max_completion_tokens=24,
+    )
+    text = same.choices[0].message.content
+    events = found["responses"].pop("events")
+    assert (events[0], events[-1]) == ("response.created", "response.incomplete")
+    for interface in ("chat", "responses"):
+        assert found[interface] == {"whole": text, "streamed": text}
+    jsonschema.validate(json.loads(found["tools"]["arguments"]), SCHEMA)
+    assert found["tools"]["tokens"] == 4
+    jsonschema.validate(found["structured"], SCHEMA)
+    assert found["refused"] == "NotFoundError"
 
 
 # --- Ollama -----------------------------------------------------------------------------------
