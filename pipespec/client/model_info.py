@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipespec.client.template_calls import CallForm, find_call_form
 from pipespec.engine import tokenizer
 from pipespec.engine.llguidance_backend import Grammars
 from pipespec.engine.tokenizer import LONGEST_REASON, BackendTokenizer, ChatTokenizer
@@ -127,7 +129,7 @@ class ModelInfo:
         """
         if not self.tokenizer.chat_template:
             raise TemplateFailed("there is none")
-        conversation = [dict(message) for message in messages]
+        conversation = [self._adapted(message) for message in messages]
         mark = f"<{secrets.token_hex(16)}>"
         if continuing:
             conversation[-1]["content"] += mark
@@ -147,6 +149,16 @@ class ModelInfo:
         if continuing and mark not in text:
             raise TemplateFailed("it leaves the last message out, which is to be continued")
         return text.rpartition(mark)[0] if continuing else text
+
+    def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A copy of a message in the form that the template wants."""
+        return self._call_form.adapted(message) if message.get("tool_calls") else dict(message)
+
+    @cached_property
+    def _call_form(self) -> CallForm:
+        return find_call_form(
+            lambda conversation: self.tokenizer.apply_chat_template(conversation, tokenize=False)
+        )
 
     def _as_chat(self, prompt: str) -> str:
         if not self.tokenizer.chat_template:

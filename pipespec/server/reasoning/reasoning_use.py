@@ -13,10 +13,11 @@ from pipespec.server.reasoning.harmony import Harmony
 from pipespec.server.reasoning.tagged import Tagged
 from pipespec.text import Tokenizer, special_markers
 
-Family = Literal["think", "mistral", "gpt_oss"]
+Family = Literal["think", "mistral", "seed", "gpt_oss"]
 TAGS: Mapping[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
+    "seed": ("<seed:think>", "</seed:think>"),
 }
 
 
@@ -84,7 +85,7 @@ def reasoning_use(template: str, prompt: str) -> ReasoningUse | None:
     if harmony.CHANNEL in template and "analysis" in template:
         return ReasoningUse("gpt_oss")
     end = prompt.rstrip()
-    families: tuple[Family, ...] = ("think", "mistral")
+    families: tuple[Family, ...] = ("think", "mistral", "seed")
     for family in families:
         opening, closing = TAGS[family]
         if closing in template or opening in template:

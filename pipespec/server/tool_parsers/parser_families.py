@@ -13,7 +13,7 @@ from pipespec.server.tool_parsers.incremental_json import Characters, NotAToolCa
 from pipespec.server.tool_parsers.llama3_json import Llama3Json
 from pipespec.server.tool_parsers.mistral import Mistral
 from pipespec.server.tool_parsers.pythonic import Pythonic
-from pipespec.server.tool_parsers.tagged_arguments import Glm45, Qwen3Coder
+from pipespec.server.tool_parsers.tagged_arguments import Glm45, MiniMaxM2, Qwen3Coder, SeedOss
 from pipespec.server.tool_parsers.tokenized_sections import DeepSeekV3, KimiK2
 
 # The length of ids, letters and digits, that Mistral's templates accept.
@@ -73,6 +73,8 @@ FAMILIES: Mapping[str, ParserFamily] = {
     "mistral": ParserFamily(Mistral, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), _mistral_id),
     "openai": ParserFamily(NoCalls, ()),
     "qwen3_coder": ParserFamily(Qwen3Coder, ("<tool_call>", "</tool_call>")),
+    "seed_oss": ParserFamily(SeedOss, ("<seed:tool_call>", "</seed:tool_call>")),
+    "minimax_m2": ParserFamily(MiniMaxM2, ("<minimax:tool_call>", "</minimax:tool_call>")),
     "glm45": ParserFamily(
         Glm45,
         (
@@ -100,12 +102,16 @@ def forced_json_family(name: str | None) -> ParserFamily:
     return ParserFamily(ForcedJson, (), new_id)
 
 
-# Texts of a template that reveal its family, all of them; the first row that fits.
-_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+# Texts of a template that reveal its family, all of them; the first row that fits. None: its calls
+# resemble those of a family below, which would not find them.
+_SIGNS: tuple[tuple[str | None, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("deepseek_v3", ("<｜tool▁call▁begin｜>",)),
     ("kimi_k2", ("<|tool_call_begin|>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    (None, ("<tool_call>", "<invoke name=")),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("glm45", ("<tool_call>", "<arg_key>")),
     ("hermes", ("<tool_call>",)),

@@ -1,9 +1,11 @@
-"""Tool calls whose arguments are tagged texts instead of JSON: Qwen 3 Coder and GLM 4.5."""
+"""Tool calls whose arguments are tagged texts instead of JSON: Qwen 3 Coder, Seed-OSS, MiniMax M2
+and GLM 4.5."""
 
 from __future__ import annotations
 
 import json
 import re
+from typing import ClassVar
 
 from pipespec.server.tool_parsers.abstract_tool_parser import ToolParser
 from pipespec.server.tool_parsers.incremental_json import (
@@ -18,13 +20,13 @@ FUNCTION_NAME = re.compile(r"[\w.-]+")
 
 
 class TaggedArguments(ToolParser):
-    """What both families share: each argument is returned when it is whole, as JSON.
+    """What the families share: each argument is returned when it is whole, as JSON.
 
     The text of an argument that the tool declares as a string is that string; any other one is JSON
     if it can be, else a string.
     """
 
-    markers = ("<tool_call>",)
+    markers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
 
     def begin_named(self, name: str) -> None:
         """Begin a call of this name."""
@@ -45,6 +47,24 @@ class TaggedArguments(ToolParser):
         """Return the end of the arguments."""
         self._add_arguments("}" if self._num_arguments else "{}")
 
+    def parameters(self, before_key: str, closing: str) -> Characters[None]:
+        """Parse `NAME><parameter...KEY>VALUE</parameter>...</closing>`; names may be quoted."""
+        self.begin_named((yield from until(">")).strip("\"'"))
+        while True:
+            if (yield from next_nonblank()) != "<":
+                raise NotAToolCall
+            kind = yield
+            if kind == "/":
+                yield from expect(f"{closing}>")
+                self.end_arguments()
+                return
+            if kind != "p":
+                raise NotAToolCall
+            yield from expect(f"arameter{before_key}")
+            key = (yield from until(">")).strip("\"'")
+            value = yield from until("</parameter>")
+            self.add_argument(key, value.removeprefix("\n").removesuffix("\n"))
+
 
 class Qwen3Coder(TaggedArguments):
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>`, with
@@ -54,21 +74,27 @@ class Qwen3Coder(TaggedArguments):
 
     def read(self, marker: str) -> Characters[None]:
         yield from _next_tag("function=")
-        self.begin_named((yield from until(">")))
-        while True:
-            if (yield from next_nonblank()) != "<":
-                raise NotAToolCall
-            kind = yield
-            if kind == "/":
-                yield from expect("function>")
-                self.end_arguments()
-                return
-            if kind != "p":
-                raise NotAToolCall
-            yield from expect("arameter=")
-            key = yield from until(">")
-            value = yield from until("</parameter>")
-            self.add_argument(key, value.removeprefix("\n").removesuffix("\n"))
+        yield from self.parameters("=", "function")
+
+
+class SeedOss(Qwen3Coder):
+    """As Qwen 3 Coder, between `<seed:tool_call>` and `</seed:tool_call>`."""
+
+    markers = ("<seed:tool_call>",)
+    closers = ("</seed:tool_call>",)
+
+
+class MiniMaxM2(TaggedArguments):
+    """`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter>...</invoke>
+    ...</minimax:tool_call>`, with line breaks between the parts."""
+
+    markers = ("<minimax:tool_call>", "<invoke name=")
+    closers = ("</minimax:tool_call>",)
+
+    def read(self, marker: str) -> Characters[None]:
+        if marker == self.markers[0]:
+            yield from _next_tag("invoke name=")
+        yield from self.parameters(" name=", "invoke")
 
 
 class Glm45(TaggedArguments):

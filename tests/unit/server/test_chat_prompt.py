@@ -80,3 +80,30 @@ def test_template_that_leaves_the_continued_message_out_is_refused(served: Model
     backend = replace(served.backend, chat_template="{{ messages[0].content }}")
     with pytest.raises(ApiError, match="leaves the last message out"):
         rendered(replace(served, backend=backend), [HELLO, BEGUN], continue_final_message=True)
+
+
+CALL = {"id": "call_1", "function": {"name": "look", "arguments": '{"at": "é"}'}}
+CONVERSATION = [
+    HELLO,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "Seen."},
+]
+ROUNDS = "{% for m in messages %}{% for c in m.tool_calls or [] %}PART{% endfor %}{% endfor %}"
+FUNCTION = "c.function.arguments"
+
+
+@pytest.mark.parametrize(
+    ("part", "shown"),
+    [
+        (f"{{{{ {FUNCTION}.at }}}}", "é"),
+        (f"{{{{ {FUNCTION} | tojson }}}}", '{"at": "é"}'),
+        # As DeepSeek's templates have it.
+        (f"{{{{ '```' + {FUNCTION} }}}}", '```{"at": "é"}'),
+        (f"{{% if m.content is none %}}{{{{ {FUNCTION} | tojson }}}}{{% endif %}}", '{"at": "é"}'),
+        (f"{{% if m.content is none %}}{{{{ '' + {FUNCTION} }}}}{{% endif %}}", '{"at": "é"}'),
+    ],
+)
+def test_earlier_calls_have_the_form_that_the_template_wants(
+    served: ModelInfo, part: str, shown: str
+) -> None:
+    assert rendered(calling(served, ROUNDS.replace("PART", part)), CONVERSATION) == shown

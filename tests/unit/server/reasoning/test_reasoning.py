@@ -63,6 +63,7 @@ CANNED: list[tuple[Family, bool, str, str, str, list[str]]] = [
     ("think", True, f"Hm.</think>I look. {CALL}", "Hm.", "I look.", ['f{"a": 1}']),
     ("think", True, f"{CALL}</think>{CALL}", CALL, "", ['f{"a": 1}']),
     ("mistral", False, "[THINK]Hm.[/THINK]Hi.", "Hm.", "Hi.", []),
+    ("seed", False, "<seed:think>Hm.</seed:think>\nHi.", "Hm.", "Hi.", []),
     ("gpt_oss", False, HARMONY, "Hm <|x|> so.", "", ['f{"a": 1}']),
     ("gpt_oss", False, FINAL, "Hm.", "Hi.", []),
     ("gpt_oss", False, "<|channel|>final<|message|>Hi.", "", "Hi.", []),
@@ -112,6 +113,7 @@ def test_template_and_prompt_say_whether_there_is_reasoning() -> None:
     assert reasoning_use(QWEN, "<think>\n\n</think>\n\n") is None
     assert reasoning_use(R1, "<|Assistant|><think>\n") == ReasoningUse("think", begun=True)
     assert reasoning_use("[THINK]", "a") == ReasoningUse("mistral")
+    assert reasoning_use("<seed:think>", "a") == ReasoningUse("seed")
     assert reasoning_use("<|channel|>analysis", "a") == ReasoningUse("gpt_oss")
     assert reasoning_use("{{ messages }}", "<think>") is None
 

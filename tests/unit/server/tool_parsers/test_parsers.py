@@ -46,6 +46,16 @@ def qwen_coder(name: str, **arguments: str) -> str:
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
 
+def minimax(*calls: tuple[str, dict[str, str]]) -> str:
+    texts = [
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{k}">{v}</parameter>\n' for k, v in arguments.items())
+        + "</invoke>\n"
+        for name, arguments in calls
+    ]
+    return f"<minimax:tool_call>\n{''.join(texts)}</minimax:tool_call>"
+
+
 def glm(name: str, **arguments: str) -> str:
     values = "".join(
         f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items()
@@ -143,6 +153,18 @@ CANNED: list[tuple[str, str, str, list[Call]]] = [
         "",
         [("f", '{"a": "NaN"')],
     ),
+    (
+        "seed_oss",
+        f"I look.\n{qwen_coder('f', a='1')}".replace("tool_call>", "seed:tool_call>"),
+        "I look.",
+        [("f", '{"a": 1}')],
+    ),
+    (
+        "minimax_m2",
+        f"I look.\n{minimax(('f', {'a': '[1]', 'b': ODD}), ('g', {'text': '12'}), ('h', {}))}\n",
+        "I look.",
+        [("f", '{"a": [1], "b": "é <x> \\n</para"}'), ("g", '{"text": "12"}'), ("h", "{}")],
+    ),
     ("glm45", glm("f"), "", [("f", "{}")]),
     (
         "glm45",
@@ -234,6 +256,10 @@ BROKEN = [
     *(
         ("qwen3_coder", f"<tool_call>{rest}")
         for rest in ("", "f", "<function=", "<function=a b>", "<function>", '{"name": "f"}')
+    ),
+    *(
+        ("minimax_m2", f"<minimax:tool_call>{rest}")
+        for rest in ("", "f", "<invoke>", '<invoke name="a b">', "<parameter name=")
     ),
     *(("glm45", f"<tool_call>{rest}") for rest in ("", "f", "a b<arg_key>", "f<x", "<arg_key>a")),
     *(
@@ -388,6 +414,9 @@ def test_text_is_returned_as_soon_as_it_is_certain(
         ('<|start_header_id|>{% for t in tools %}"parameters": ', "llama3_json"),
         ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", "mistral"),
         ("{{ tools }}<tool_call><function=f><parameter=a>", "qwen3_coder"),
+        ("{{ tools }}<seed:tool_call><function=f>", "seed_oss"),
+        ("{{ tools }}<minimax:tool_call><invoke name=", "minimax_m2"),
+        ("{{ tools }}]<]other[>[<tool_call>]<]other[>[<invoke name=", None),
         ("{{ tools }}<tool_call>{{ name }}<arg_key>", "glm45"),
         ("<|header_start|>{{ tools }}<|python_start|>", "llama4_pythonic"),
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ name }}", "deepseek_v3"),
