@@ -35,6 +35,10 @@ class Interval:
         """The same in another unit; `factor` is positive."""
         return Interval(self.value * factor, self.low * factor, self.high * factor)
 
+    def plus(self, shift: float) -> Interval:
+        """The same figure with a constant added."""
+        return Interval(self.value + shift, self.low + shift, self.high + shift)
+
     @property
     def inverse(self) -> Interval:
         """Of the reciprocal of a positive figure."""

@@ -2,8 +2,9 @@
 
 The target is one stage of a group of GPUs, the draft another group. The target computes the best
 `bs` nodes of the tree (8 where nothing else is said), a draft round expands the `w` best (8). The
-*compression ratio* is tokens per step of the target. The accuracies of SwiftSpec's drafts are not
-printed; here they are those of the other papers' 1B and 8B (ASSUMED).
+*compression ratio* is the correct draft tokens of a step of the target, which decides one token
+more. The accuracies of SwiftSpec's drafts are not printed; here they are those of the other papers'
+1B and 8B, and one with which the parallel tree has the ratio that Table 6 prints (ASSUMED).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.papers.cells import EIGHT_B, ONE_B, Cell, Runs
+from benchmarks.papers.cells import EIGHT_B, ONE_B, Cell, Run, Runs
+from benchmarks.papers.intervals import Interval
 from benchmarks.papers.machines import one_stage
 from benchmarks.papers.tables import (
     PLOT_ONLY,
@@ -26,10 +28,15 @@ from benchmarks.papers.tables import (
 from pipespec.head.policies.best_first import BestFirst
 from pipespec.head.policies.policy import Expansion, PipelineState
 from pipespec.head.tree import Tree
+from pipespec.instruments.emulation.synthetic_proposer import Accuracy
 
 PAPER = "SwiftSpec"
 TOKENS = 2000
 ACCURACIES = {"1B": ONE_B, "8B": EIGHT_B}
+# With it the parallel tree has 3.37 correct draft tokens per step (8,000 tokens); Table 6 has 3.34,
+# the mean of its six data sets. The last rank's share and the spread are those of the 8B.
+FITTED = Accuracy({1: 0.89, 8: 0.99}, 0.8)
+FITTED_TOKENS = 8000
 # Figure 2, 70B on 4 GPUs by its batch, ms; 32 is ASSUMED to take as long as 16, where the paper's
 # curve is flat. The 3B on 4 GPUs is Table 1's.
 TARGET_MS = {4: 10.32, 8: 10.39, 16: 13.25, 32: 13.25}
@@ -69,6 +76,11 @@ def _policy(target: int = 8, draft: int = 8) -> TwoBatches:
     return TwoBatches(target, 8, draft_batch=draft)
 
 
+def compression_ratio(run: Run) -> Interval:
+    """The correct draft tokens of a step."""
+    return run.tokens_per_step.plus(-1)
+
+
 # --- Figure 2: the target's and the draft's batch -----------------------------------------------
 
 
@@ -91,17 +103,18 @@ def figure_2() -> Experiment:
         for name in ACCURACIES:
             target = {size: runs[by_target[name, size]] for size in TARGET_MS}
             draft = {size: runs[by_draft[name, size]] for size in DRAFT_BATCHES}
-            gain = target[16].tokens_per_step.value / target[8].tokens_per_step.value - 1
-            more = target[32].tokens_per_step.value / target[16].tokens_per_step.value - 1
-            drafted = draft[32].tokens_per_step.value / draft[8].tokens_per_step.value - 1
+            ratios = {size: compression_ratio(run) for size, run in target.items()}
+            drafted_ratios = {size: compression_ratio(run) for size, run in draft.items()}
+            gain = ratios[16].value / ratios[8].value - 1
+            more = ratios[32].value / ratios[16].value - 1
+            drafted = drafted_ratios[32].value / drafted_ratios[8].value - 1
             of = f"accuracy of {'a 1B' if name == '1B' else 'an 8B'}"
             made += [
                 claimed(
                     "Fig. 2",
                     f"compression ratio, target batch 8 to 16, {of}",
                     "+24.5 %",
-                    f"+{100 * gain:.1f} % ({target[8].tokens_per_step} to "
-                    f"{target[16].tokens_per_step})",
+                    f"+{100 * gain:.1f} % ({ratios[8]} to {ratios[16]})",
                     "found, smaller" if 0 < gain < 0.2 else gain >= 0.2,
                     "draft batch 16",
                 ),
@@ -135,7 +148,7 @@ def figure_2() -> Experiment:
     def grid(runs: Runs) -> Grid:
         def shown(cells: Mapping[tuple[str, int], Cell], size: int) -> dict[str, str]:
             return {
-                f"accuracy of {name}": str(runs[cells[name, size]].tokens_per_step)
+                f"accuracy of {name}": str(compression_ratio(runs[cells[name, size]]))
                 if (name, size) in cells
                 else ""
                 for name in ACCURACIES
@@ -163,20 +176,25 @@ def figure_2() -> Experiment:
 
 
 def figure_8() -> Experiment:
+    drafts = {
+        "accuracy of a 1B": (ONE_B, TOKENS),
+        "accuracy of an 8B": (EIGHT_B, TOKENS),
+        "accuracy fitted to Table 6": (FITTED, FITTED_TOKENS),
+    }
     parallel, serial = (
         {
-            name: Cell(_policy(), one_stage(*ms), accuracy, tokens=TOKENS, overlap=overlap)
-            for name, accuracy in ACCURACIES.items()
+            name: Cell(_policy(), one_stage(*ms), accuracy, tokens=tokens, overlap=overlap)
+            for name, (accuracy, tokens) in drafts.items()
         }
         for ms, overlap in ((PARALLEL, True), (SERIAL, False))
     )
 
     def rows(runs: Runs) -> Sequence[Row]:
         made = []
-        for name in ACCURACIES:
-            beside, one = runs[parallel[name]], runs[serial[name]]
-            of = f"accuracy of {'a 1B' if name == '1B' else 'an 8B'}"
-            lost = beside.tokens_per_step.value / one.tokens_per_step.value - 1
+        for of in drafts:
+            beside, one = runs[parallel[of]], runs[serial[of]]
+            ratio, serial_ratio = compression_ratio(beside), compression_ratio(one)
+            lost = ratio.value / serial_ratio.value - 1
             made += [
                 compared(
                     "Fig. 8",
@@ -203,16 +221,23 @@ def figure_8() -> Experiment:
                 ),
                 compared(
                     "Table 6",
+                    f"tokens per second, serial, {of}",
+                    200,
+                    one.tokens_per_second,
+                    baseline="10.34 and 3.73 ms",
+                ),
+                compared(
+                    "Table 6",
                     f"compression ratio, parallel, {of}",
                     (2.74, 3.92),
-                    beside.tokens_per_step,
+                    ratio,
                     baseline="10.48 and 3.25 ms",
                 ),
                 compared(
                     "Table 6",
                     f"compression ratio, serial, {of}",
                     (3.12, 4.20),
-                    one.tokens_per_step,
+                    serial_ratio,
                     baseline="10.34 and 3.73 ms",
                 ),
                 claimed(
