@@ -294,8 +294,10 @@ def test_experts_stay_in_their_blocks(files, kind, most):
     info = inspect(path)
     expected = logits(path, PROMPT, 1, dtype=torch.float32)
     found = logits(path, PROMPT, 2, dtype=torch.float32, quantization=GGUF)
-    # A rounding may choose another expert of two that are nearly as good.
-    assert (found - expected).norm() <= 1e-4 * expected.norm()
+    differences = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # A rounding may choose another expert of two that are nearly as good, for a row.
+    assert (differences > 1e-5).sum() <= 1
+    assert differences.max() <= 1e-2
     model = ModelSlice.load(path, range(1, 2), dtype=torch.bfloat16, quantization=GGUF, num_slots=4)
     # What is added to the scores of experts stays in float32.
     assert 0 <= model.num_weight_bytes - info.loaded("bfloat16", GGUF).layers[1] <= 8
