@@ -62,9 +62,11 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 # The tests and cases that `make test` leaves out too, and every entry of the lossless matrix.
-# Overwrites the stored result; commit it when the run was of a clean checkout.
+# Overwrites the stored result; commit it when the run was of a clean checkout. PART=1/3 runs the
+# first of three parts, each with a result of its own.
 test-all: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long --write-results tests/results/test_all.json
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long $(if $(PART),--part $(PART)) \
+	  --write-results tests/results/test_all$(if $(PART),_$(subst /,_of_,$(PART))).json
 
 # How we use FlashInfer, with its own wrappers but without the CUDA packages that it depends on.
 test-flashinfer: $(VENV)/.test

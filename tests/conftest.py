@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import faulthandler
 import gc
@@ -57,6 +58,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-results", type=Path, metavar="FILE", help="write the result of the run as JSON"
     )
+    parser.addoption(
+        "--part",
+        type=_part,
+        metavar="I/N",
+        help="run every Nth file of tests alone, beginning with the Ith",
+    )
+
+
+def _part(text: str) -> tuple[int, int]:
+    """The number of a part, from 1, and how many there are."""
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no part; write I/N, as in 1/3")
+    return int(number), int(count)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -88,6 +103,12 @@ def long(pytestconfig: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        number, count = part
+        files = list(dict.fromkeys(item.path for item in items))
+        chosen = {*files[number - 1 :: count]}
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
+        items[:] = [item for item in items if item.path in chosen]
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
