@@ -240,6 +240,28 @@ def test_a_split_by_hand_is_checked(figures, hosts_file, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["hosts"]["split"] == [4, 4, 8]
 
 
+def test_devices_of_a_host_are_divided_between_draft_and_target(
+    figures, hosts_file, tmp_path, capsys
+):
+    of_host = {name: each | {"sum_ms": 0.5} for name, each in figures.members.items()}
+    source = stored(replace(figures, members=of_host), tmp_path)
+    one = tmp_path / "one.yaml"
+    text = "hosts: [{name: alpha, address: 127.0.0.1, ssh: local, devices: [cpu, cpu]}]\n"
+    one.write_text(text)
+    arguments = ["partition", "--groups", "--tokens", "50", "--measured", source]
+    assert main([*arguments, "--json", str(one), *SETTINGS]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    (division,) = answer["divisions"]
+    assert (division["draft"], division["stages"], division["members"]) == (1, 1, 1)
+    assert answer["hosts"] == {"devices": ["cpu", "cpu"], "draft": "alpha/0"}
+    assert main([*arguments, str(one), *SETTINGS]) == 0
+    assert "devices: [cpu, cpu]" in capsys.readouterr().out
+    one.write_text(text + "draft: alpha/1\n")
+    for file, said in ((hosts_file, "has 2"), (one, "says already (draft)")):
+        assert main([*arguments, str(file), *SETTINGS]) == 2
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", "nothing", '{"figures": {"rows": 1}}'])
 def test_a_file_without_figures_is_refused(text, tmp_path):
     file = tmp_path / "figures.json"

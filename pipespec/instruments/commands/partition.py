@@ -25,7 +25,8 @@ def add(commands: Commands) -> None:
     command = commands.add_parser(
         "partition",
         help="say which layers each device of a hosts file should hold",
-        usage="pipespec partition [--json] [--measured FILE] HOSTS.YAML [SETTING=VALUE ...]",
+        usage="pipespec partition [--json] [--measured FILE] [--groups] HOSTS.YAML "
+        "[SETTING=VALUE ...]",
         description="Measure every device and link of a hosts file, then choose the slices, the "
         "order of the hosts and the place of the draft with which the slowest rank is fastest, "
         "within memory. Nothing is changed: the last lines are what to write into the hosts file. "
@@ -37,6 +38,15 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help="plan from the figures that an earlier --json printed, and measure nothing",
     )
+    command.add_argument(
+        "--groups",
+        action="store_true",
+        help="divide the devices of the only host into tensor-parallel groups for draft and "
+        "target, by simulation with the measured times",
+    )
+    command.add_argument(
+        "--tokens", type=int, default=1000, help="simulated for the best of --groups (1000)"
+    )
     finish(command, run)
 
 
@@ -46,6 +56,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     from pipespec.config.compose import compose
     from pipespec.config.hosts import load_hosts
+    from pipespec.instruments.commands import plan_groups
     from pipespec.placement.figures import Figures
     from pipespec.placement.measurements import problem
     from pipespec.placement.slices import plan_slices
@@ -54,10 +65,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     config = compose([f"cluster.stages={hosts_file.num_stages}", *settings])
     if config.cluster.split is not None:
         hosts_file = replace(hosts_file, split=tuple(config.cluster.split))
+    if arguments.groups:
+        plan_groups.require_one_host(hosts_file)
     if arguments.measured is not None:
         figures = Figures.read(arguments.measured)
     else:
-        figures = _measure(hosts_file, config)
+        figures = _measure(hosts_file, config, sums=arguments.groups)
+    if arguments.groups:
+        return plan_groups.run_partition(arguments, hosts_file, figures, config)
     placement = plan_slices(problem(hosts_file, figures, config))
     lines = hosts_lines(hosts_file, placement)
     plain_ms = _plain_step_ms(placement)
@@ -81,11 +96,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _measure(hosts_file: HostsFile, config: Config) -> Figures:
+def _measure(hosts_file: HostsFile, config: Config, *, sums: bool) -> Figures:
     from pipespec.instruments.diagnostics.measure_hosts import measure_hosts
 
     with progress("measuring") as (on_host,):
-        return measure_hosts(hosts_file, config, on_host)
+        return measure_hosts(hosts_file, config, on_host, sums=sums)
 
 
 def _flow(value: Any) -> str:

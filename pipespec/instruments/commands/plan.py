@@ -103,6 +103,24 @@ def add(commands: Commands) -> None:
         help="what adding up takes such a group for the layers of one stage (0)",
     )
     command.add_argument(
+        "--devices",
+        type=int,
+        metavar="K",
+        help="of a host, to be divided between a group for the target and one for the draft",
+    )
+    command.add_argument(
+        "--target-group-ms",
+        type=list_of(str),
+        metavar="DEVICES:MS,...",
+        help="a step of the target on groups of some sizes, as in 1:24.8,2:15.9,8:11.2",
+    )
+    command.add_argument(
+        "--draft-group-ms",
+        type=list_of(str),
+        metavar="DEVICES:MS,...",
+        help="a draft round on such groups",
+    )
+    command.add_argument(
         "--policies",
         type=list_of(str),
         metavar="NAME,...",
@@ -139,6 +157,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"`pipespec plan` takes options and no settings, but got {rest[0]!r}; models are for "
             "--gpus."
         )
+
+    if arguments.devices or arguments.target_group_ms or arguments.draft_group_ms:
+        from pipespec.instruments.commands import plan_groups
+
+        return plan_groups.run_plan(arguments)
 
     from pipespec.config.method_registry import policies_to_compare
     from pipespec.instruments.plan import advice, grid

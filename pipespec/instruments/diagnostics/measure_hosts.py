@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from pipespec.cluster import ssh
 from pipespec.config.hosts import Host, HostsFile
@@ -28,11 +28,15 @@ def measure_hosts(
     hosts_file: HostsFile,
     config: Config,
     on_host: Callable[[int, int], None] = lambda done, of: None,
+    *,
+    sums: bool = False,
 ) -> Figures:
     """Measure everything that `pipespec.placement.measurements` wants.
 
     Args:
         on_host: called with how many hosts have been measured, and of how many.
+        sums: the devices of each host might form any groups: measure what a sum of all takes, which
+            counts for groups of fewer too.
 
     Raises:
         ConfigError: a device of the hosts file is not a single device, or a host is started by
@@ -51,7 +55,10 @@ def measure_hosts(
     answers: dict[str, HostFigures] = {}
 
     def measure(host: Host) -> None:
-        request = asdict(_request_for(hosts_file, host, config, dtype))
+        wanted = _request_for(hosts_file, host, config, dtype)
+        if sums:
+            wanted = replace(wanted, groups=(len(host.devices),))
+        request = asdict(wanted)
         answer = ssh.run_module(host, MODULE, input=json.dumps(request).encode(), timeout=TIMEOUT_S)
         try:
             answers[host.name] = typed("its answer", parse_json(answer), HostFigures)
@@ -68,6 +75,11 @@ def measure_hosts(
             measure(host)
     with ThreadPoolExecutor(len(hosts_file.hosts)) as pool:
         list(pool.map(measure, (host for host in hosts_file.hosts if not host.local)))
+    if sums:
+        for found in answers.values():
+            of_all = found["devices"][0]["sum_ms"]
+            for device in found["devices"]:
+                device["sum_ms"] = of_all
     first = answers[hosts_file.hosts[0].name]
     return Figures(
         rows=rows,
