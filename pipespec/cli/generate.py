@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from pipespec.cli import auto
 from pipespec.console.arguments import STDIN, add_on, finish, overrides
 from pipespec.console.prompt import read_prompt
 from pipespec.console.terminal import labelled, progress, show, shown, write
@@ -35,8 +36,8 @@ def add(commands: Commands) -> None:
         show_settings=True,
         help="decode one prompt",
         usage="pipespec generate (--prompt TEXT | --prompt-file FILE | -) [--chat] [--on NAME] "
-        "[--json] [SETTING=VALUE ...]",
-        description="Decode one prompt: the text as it comes, then the statistics.",
+        "[--json] [auto] [SETTING=VALUE ...]",
+        description="Decode one prompt: the text as it comes, then the statistics. " + auto.HELP,
     )
     command.add_argument("--prompt", metavar="TEXT", help="the prompt")
     command.add_argument(
@@ -80,6 +81,8 @@ def decode(
         ids = running.served.encode(prompt, chat=chosen.decode.chat)
         with attach(running) as client:
             return ask(client, chosen, ids, on_text)[0]
+
+    settings = auto.with_models(settings, "generate")
 
     from pipespec.cli.fetch import with_weights
     from pipespec.cluster.deployment import decide
