@@ -133,6 +133,10 @@ class AsyncClient:
         """What was kept under a name; None: nothing, or not any more. Raises Unreachable."""
         return await self._log.conversation(name)
 
+    async def forget_conversation(self, name: str) -> bool:
+        """Keep nothing under a name any more; whether there was anything. Raises Unreachable."""
+        return await self._log.forget_conversation(name)
+
     async def reports(self, request: int) -> list[Report]:
         """What every rank says of a finished request whose events were read, the head's first.
 

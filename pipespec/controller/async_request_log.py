@@ -194,6 +194,12 @@ class AsyncRequestLog:
         found: bytes | None = await self._patiently(self._pipe, command)
         return found
 
+    async def forget_conversation(self, name: str) -> bool:
+        """Keeps nothing under a name any more; whether there was anything. It counts towards the
+        bound until its turn comes, as one whose time is over."""
+        command = ("DEL", f"{self._keys.conversations}:{name}")
+        return bool(await self._patiently(self._pipe, command))
+
     async def reports(
         self, request: int, count: int, timeout: float, *, partial: bool = False
     ) -> dict[int, dict[str, Any]]:

@@ -151,6 +151,12 @@ def _add_dialect_routes(app: FastAPI, serving: OpenAIServing) -> None:
     for path, (reply, content) in REPLIES.items():
         replies = _failures(path) | {200: {"model": reply, "content": content}}
         app.post(path, response_model=None, responses=replies)(_generating(serving, path))
+    path = "/v1/responses/{response}"
+    of_id = _failures(path)
+    app.get(path, response_model=None, responses=of_id | {200: {"model": ResponsesReply}})(
+        serving.retrieve_response
+    )
+    app.delete(path, responses=of_id)(serving.delete_response)
     app.get("/api/tags", responses=_failures("/api/tags"))(serving.tags)
 
 

@@ -19,11 +19,22 @@ from pipespec.client.registry import RunningCluster
 from pipespec.controller.cluster_status import ClusterStatus
 from pipespec.errors import PipespecError, Unreachable
 from pipespec.server.admission_queue import AdmissionQueue, QueueEntry
-from pipespec.server.api_errors import ServerShuttingDown, api_error_of, cluster_unavailable
+from pipespec.server.api_errors import (
+    ServerShuttingDown,
+    api_error_of,
+    cluster_unavailable,
+    invalid_field,
+)
 from pipespec.server.completion_format import CompletionFormat
 from pipespec.server.dashboard import Dashboard
 from pipespec.server.dialects.anthropic_format import AnthropicFormat
-from pipespec.server.dialects.conversations import conversation_name, no_such_response
+from pipespec.server.dialects.conversations import (
+    DeletedResponse,
+    KeptResponse,
+    conversation_name,
+    no_response_to_continue,
+    no_such_response,
+)
 from pipespec.server.dialects.ollama_format import OllamaChatFormat, OllamaGenerateFormat
 from pipespec.server.dialects.ollama_models import TagsReply, tags_reply
 from pipespec.server.dialects.responses_format import ResponsesFormat
@@ -151,15 +162,20 @@ class OpenAIServing:
             return prepared
 
     async def _conversation(self, request: Request, response: str) -> bytes:
-        """The conversation up to a response that a request continues. Raises ApiError."""
+        """The messages up to a response that a request continues. Raises ApiError."""
+        found = await self._kept_response(request, response)
+        if found is None:
+            raise no_response_to_continue(response)
+        return found.messages
+
+    async def _kept_response(self, request: Request, response: str) -> KeptResponse | None:
+        """What is kept under an id and the request's API key. Raises ApiError."""
         name = conversation_name(response, request.state.api_key_digest)
         try:
             found = await self.client.conversation(name)
         except PipespecError as error:
             raise api_error_of(error) from error
-        if not found:
-            raise no_such_response(response)
-        return found
+        return KeptResponse.unpacked(found) if found else None
 
     async def _submit(
         self, prepared: PreparedRequest, entry: QueueEntry, request: Request
@@ -201,6 +217,32 @@ class OpenAIServing:
             self.options.tool_call_parser,
             _fingerprint(running),
         )
+
+    # --- responses that are kept --------------------------------------------------------------
+
+    async def retrieve_response(
+        self, request: Request, response: str, stream: bool = False
+    ) -> Response:
+        """A response that was made before, for as long as it can be continued."""
+        if stream:
+            raise invalid_field(
+                "stream", "stream is true, but a response that is kept is whole; leave stream out."
+            )
+        found = await self._kept_response(request, response)
+        if found is None:
+            raise no_such_response(response)
+        return Response(found.response, media_type=JSON)
+
+    async def delete_response(self, request: Request, response: str) -> DeletedResponse:
+        """Keep a response no longer: it cannot be fetched or continued."""
+        name = conversation_name(response, request.state.api_key_digest)
+        try:
+            deleted = await self.client.forget_conversation(name)
+        except PipespecError as error:
+            raise api_error_of(error) from error
+        if not deleted:
+            raise no_such_response(response)
+        return DeletedResponse(id=response)
 
     # --- models and tokens --------------------------------------------------------------------
 

@@ -190,8 +190,15 @@ def test_responses_continue_earlier_ones(gpt: openai.OpenAI) -> None:
     same = gpt.responses.create(**asked, input=whole)  # type: ignore[call-overload]
     assert later.output_text == same.output_text
     assert later.usage.input_tokens == same.usage.input_tokens  # type: ignore[union-attr]
+    assert gpt.responses.retrieve(first.id) == first
+    gpt.responses.delete(first.id)
+    for gone in (gpt.responses.retrieve, gpt.responses.delete):
+        with pytest.raises(openai.NotFoundError, match="There is no response"):
+            gone(first.id)
+    with pytest.raises(openai.BadRequestError, match="leave stream out"):
+        gpt.responses.retrieve(later.id, stream=True)
     unkept = gpt.responses.create(**asked, input="Hello", store=False)
-    for unknown in (unkept.id, "resp_1"):
+    for unknown in (unkept.id, first.id, "resp_1"):
         with pytest.raises(openai.BadRequestError, match="There is no response") as refused:
             gpt.responses.create(**asked, input="Go on.", previous_response_id=unknown)
         assert refused.value.code == "previous_response_not_found"

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from pipespec.server.answer_blocks import AnswerBlocks, Block, BlockDelta
 from pipespec.server.api_errors import ApiError
+from pipespec.server.dialects.conversations import KeptResponse
 from pipespec.server.openai_format import token_logprob
 from pipespec.server.request_parsing import ParsedRequest
 from pipespec.server.response_stream import OutputDelta, ReplyFormat
@@ -113,6 +114,7 @@ class ResponsesFormat(ReplyFormat):
         self._echo = echo
         self._conversation = conversation
         self._end: OutputDelta | None = None
+        self._completed_at: int | None = None
         self._number = 0  # of the next event
         self._ids: list[str] = []  # of the items, each of which is a block
         self._logprobs: list[list[dict[str, Any]]] = []  # of each item's tokens
@@ -125,7 +127,9 @@ class ResponsesFormat(ReplyFormat):
         if self._conversation is None:
             return None
         answer = json.dumps(self._answer.message(), ensure_ascii=False).encode()
-        return self.id, self._conversation.removesuffix(b"]") + b", " + answer + b"]"
+        messages = self._conversation.removesuffix(b"]") + b", " + answer + b"]"
+        reply = self._reply(self._end_status).model_dump_json().encode()
+        return self.id, KeptResponse(reply, messages).packed()
 
     def add(self, delta: OutputDelta) -> None:
         self._take(delta)
@@ -169,7 +173,7 @@ class ResponsesFormat(ReplyFormat):
         """What a delta adds to the items."""
         self.count_tokens(delta)
         if delta.finish_reason is not None:
-            self._end = delta
+            self._end, self._completed_at = delta, int(time.time())
         for token, logprobs in zip(delta.token_ids, delta.logprobs, strict=False):
             self._waiting.append(token_logprob(self.tokenizer, token, logprobs).model_dump())
         parts = self._answer.push(delta.text, last=delta.finish_reason is not None)
@@ -265,7 +269,7 @@ class ResponsesFormat(ReplyFormat):
         return ResponsesReply(
             id=self.id,
             created_at=self.created,
-            completed_at=int(time.time()) if status == "completed" else None,
+            completed_at=self._completed_at if status == "completed" else None,
             status=status,
             error=failure,
             incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,

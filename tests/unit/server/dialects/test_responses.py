@@ -16,7 +16,7 @@ from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.core import TokenLogprobs
 from pipespec.server.api_errors import ApiError
-from pipespec.server.dialects.conversations import conversation_name
+from pipespec.server.dialects.conversations import KeptResponse, conversation_name
 from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.dialects.responses_schema import RESPONSES, ResponsesRequest
 from pipespec.server.preparation import ConversationWanted, Preparer
@@ -214,14 +214,16 @@ def test_conversation_is_continued_with_what_was_kept(
     served: ModelInfo, preparer: Preparer
 ) -> None:
     shape = shape_of(served, preparer, tools=[TOOL], instructions="Be kind.")
-    dialects.whole_of(shape, dialects.deltas(f"I look. {CALL}"))
+    reply = dialects.whole_of(shape, dialects.deltas(f"I look. {CALL}"))
     assert shape.kept is not None
-    response, conversation = shape.kept
+    response, packed = shape.kept
+    kept = KeptResponse.unpacked(packed)
     assert response == shape.id
+    assert json.loads(kept.response) == reply
     output = {"type": "function_call_output", "call_id": "a", "output": "Sunny."}
     body = json.dumps(ASKED | {"previous_response_id": response, "input": [output]}).encode()
     assert preparer.prepare(PATH, body) == ConversationWanted(response)
-    request = preparer.prepare(PATH, body, conversation)
+    request = preparer.prepare(PATH, body, kept.messages)
     prompt = dialects.prompt_of(served, request)  # type: ignore[arg-type]
     assert prompt.startswith("user: Helloassistant: I look.<tool_call>{")
     assert "Zürich" in prompt and "Be kind" not in prompt
