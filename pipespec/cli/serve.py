@@ -313,8 +313,8 @@ def announcement(
         }
         return json.dumps(fields) + "\n"
     return (
-        f"The model {options.names[0]!r} of the cluster {running.name!r} is served at {url}; end "
-        "it with Ctrl-C.\n"
+        f"The model {options.names[0]!r} of the cluster {running.name!r} is served at {url}, a "
+        f"chat page at {url_of(listener)}/chat; end it with Ctrl-C.\n"
     )
 
 

@@ -38,6 +38,7 @@ from pipespec.server.middleware import (
     HostCheck,
     OriginCheck,
 )
+from pipespec.server.open_requests import REQUEST_NUMBER
 from pipespec.server.openai_serving import JSON, OpenAIServing
 from pipespec.server.options import ServerOptions
 from pipespec.server.page_files import page_routes
@@ -122,7 +123,7 @@ def _middleware(options: ServerOptions, max_body_bytes: int | None = None) -> li
             allow_origins=[normal_origin(origin) or ANY for origin in options.allowed_origins],
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "Retry-After"],
+            expose_headers=[REQUEST_ID, REQUEST_NUMBER, "Retry-After"],
         )
         checks.append(cors)
     checks.append(Middleware(ApiKeyCheck, options.api_keys))
@@ -207,9 +208,10 @@ def _add_dashboard_routes(app: FastAPI, serving: OpenAIServing) -> None:
 
     @app.get("/events", include_in_schema=False, response_model=None)
     async def events(
+        http: Request,
         request: Annotated[int | None, Query(ge=1, le=MAX_REQUEST)] = None,
     ) -> Response:
-        return serving.dashboard.watch(request)
+        return serving.dashboard.watch(request, http.state.api_key_digest)
 
     @app.post("/requests/{request}/cancel")
     async def cancel(request: Annotated[int, Path(ge=1, le=MAX_REQUEST)]) -> CancelReply:

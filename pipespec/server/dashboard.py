@@ -17,12 +17,13 @@ from http import HTTPStatus
 from typing import Any
 
 from pipespec.client.async_client import AsyncClient
-from pipespec.controller.cluster_status import ClusterStatus
+from pipespec.controller.cluster_status import ClusterStatus, Unfinished
 from pipespec.controller.telemetry_store import TelemetryReader
 from pipespec.errors import ControllerError, Unreachable
 from pipespec.head.tree_telemetry import STEP, StepSnapshot, TreeSnapshot
 from pipespec.server.api_errors import ApiError, cluster_unavailable
 from pipespec.server.metrics import Metrics
+from pipespec.server.open_requests import RequestOrigin
 from pipespec.server.response_stream import EventStream
 from pipespec.text import token_text
 
@@ -49,10 +50,12 @@ class Dashboard:
         client: AsyncClient,
         metrics: Metrics,
         cluster_status: Callable[[], Awaitable[ClusterStatus | None]],
+        origins: Callable[[bytes], dict[int, RequestOrigin]],
     ):
         self._client = client
         self._metrics = metrics
         self._cluster_status = cluster_status
+        self._origins = origins  # of the open requests with the API key of this digest
         self._num_pages = 0
         self._ending = False
         self._texts: dict[int, str] = {}  # of tokens that were shown
@@ -61,14 +64,15 @@ class Dashboard:
         """End the streams of all pages."""
         self._ending = True
 
-    def watch(self, request: int | None) -> EventStream:
-        """GET /events. Raises ApiError."""
+    def watch(self, request: int | None, api_key_digest: bytes) -> EventStream:
+        """GET /events, for a page with the API key of this digest. Raises ApiError."""
         if self._num_pages >= MAX_PAGES:
             raise ApiError(
                 HTTPStatus.TOO_MANY_REQUESTS,
                 f"{MAX_PAGES} pages are watching, and no more may; close one.",
             )
-        return EventStream(self._events(request), headers={"Cache-Control": "no-store"})
+        events = self._events(request, api_key_digest)
+        return EventStream(events, headers={"Cache-Control": "no-store"})
 
     async def cancel(self, request: int) -> None:
         """POST /requests/{request}/cancel. Raises ApiError."""
@@ -83,7 +87,7 @@ class Dashboard:
                 HTTPStatus.NOT_FOUND, f"There is no request {request}.", param="request"
             ) from None
 
-    async def _events(self, request: int | None) -> AsyncIterator[bytes]:
+    async def _events(self, request: int | None, api_key_digest: bytes) -> AsyncIterator[bytes]:
         running = self._client.running
         watch = self._client.watch(request)
         self._num_pages += 1
@@ -94,7 +98,7 @@ class Dashboard:
                     running, watch = self._client.running, self._client.watch(request)
                     self._texts.clear()
                 due = time.monotonic() + SNAPSHOT_S
-                yield _event("snapshot", await self._snapshot())
+                yield _event("snapshot", await self._snapshot(api_key_digest))
                 async for steps in self._until(due, watch):
                     yield _event("steps", steps_event(steps, request, self._text))
         finally:
@@ -111,12 +115,14 @@ class Dashboard:
             except Unreachable:
                 await asyncio.sleep(min(left, LOOK_S))
 
-    async def _snapshot(self) -> dict[str, Any]:
+    async def _snapshot(self, api_key_digest: bytes) -> dict[str, Any]:
         status = await self._cluster_status()
         requests: list[dict[str, Any]] = []
         if status is not None:
             with suppress(Unreachable):
-                requests = [asdict(each) for each in await self._client.unfinished(MAX_LISTED)]
+                unfinished = await self._client.unfinished(MAX_LISTED)
+                origins = self._origins(api_key_digest)
+                requests = [_listed(each, origins.get(each.request)) for each in unfinished]
         served = self._client.served
         return {
             "at": time.monotonic(),
@@ -169,6 +175,11 @@ def steps_event(
         "accepted_texts": [text(token) for token in accepted],
     }
     return {"steps": rows, "tree": shown}
+
+
+def _listed(request: Unfinished, origin: RequestOrigin | None) -> dict[str, Any]:
+    """A request in the list; None: it came from elsewhere, or with another API key."""
+    return asdict(request) | (origin.shown if origin else {})
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

@@ -36,8 +36,8 @@ from pipespec.system.validation import shown
 REQUEST_ID = "X-Request-Id"
 # A client's own id is sent back if it has this form; any other is replaced.
 _VALID_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
-# Paths that need no key, as they reveal nothing about the cluster, and the page's folder.
-PUBLIC_PATHS = ("/health", "/")
+# Paths that need no key, as they reveal nothing about the cluster, and the folder of the pages.
+PUBLIC_PATHS = ("/health", "/", "/chat")
 PUBLIC_FOLDER = "/page/"
 BEARER = "bearer "
 
@@ -160,8 +160,8 @@ class OriginCheck(_Check):
 
 
 class ApiKeyCheck(_Check):
-    """Refuses requests without one of `keys` with 401, except for `/health` and the dashboard's
-    page. With no keys every request passes.
+    """Refuses requests without one of `keys` with 401, except for `/health`, the
+    dashboard's page and the chat page. With no keys every request passes.
 
     A client sends a key as `Authorization: Bearer KEY` or `X-Api-Key: KEY`. A browser's preflight
     (OPTIONS) has none; CORS answers it before this check. The digest of the key is left in the

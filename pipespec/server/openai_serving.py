@@ -39,6 +39,7 @@ from pipespec.server.dialects.ollama_format import OllamaChatFormat, OllamaGener
 from pipespec.server.dialects.ollama_models import TagsReply, tags_reply
 from pipespec.server.dialects.responses_format import ResponsesFormat
 from pipespec.server.metrics import Metrics
+from pipespec.server.open_requests import REQUEST_NUMBER, OpenRequests, RequestOrigin
 from pipespec.server.openai_format import ChatFormat
 from pipespec.server.options import ServerOptions, body_limit
 from pipespec.server.preparation import (
@@ -94,8 +95,8 @@ class OpenAIServing:
         self._running = client.running
         self._context = self._context_of(client.running)
         workers.start_one(self._context)
-        self._open: set[ResponseStream] = set()
-        self.dashboard = Dashboard(client, self.metrics, self.cluster_status)
+        self._open = OpenRequests()
+        self.dashboard = Dashboard(client, self.metrics, self.cluster_status, self._open.origins)
 
     @property
     def context(self) -> PreparationContext:
@@ -140,6 +141,7 @@ class OpenAIServing:
             reply: Response = CompletionEvents(stream, formatter)
         else:
             reply = await full_response(stream, formatter, request)
+        reply.headers[REQUEST_NUMBER] = str(stream.numbers[0])
         if prepared.warning:
             reply.headers["Warning"] = f'299 pipespec "{prepared.warning}"'
         return reply
@@ -192,7 +194,7 @@ class OpenAIServing:
             self._open.discard,
             request.state.api_key_digest,
         )
-        self._open.add(stream)
+        self._open.add(stream, RequestOrigin.of(request, prepared.preview))
         async with AsyncExitStack() as unless_submitted:
             unless_submitted.push_async_callback(stream.close)
             try:

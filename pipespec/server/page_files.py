@@ -1,7 +1,8 @@
-"""The dashboard's page: static files, which hold no data of a cluster."""
+"""The dashboard and the chat page: static files, which hold no data of a cluster."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from starlette.requests import Request
@@ -10,7 +11,8 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 FOLDER = Path(__file__).parent / "page"
-# The page loads everything from this server, and no other page may embed it.
+PAGES = {"/": "index.html", "/chat": "chat.html"}
+# A page loads everything from this server, and no other page may embed it.
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -27,12 +29,16 @@ HEADERS = {
 
 
 def page_routes() -> list[BaseRoute]:
-    """The routes of `/` and of the files that it loads."""
+    """The routes of the pages and of the files that they load."""
+    pages = [Route(path, _page(file)) for path, file in PAGES.items()]
+    return [*pages, Mount("/page", _Files(directory=FOLDER))]
 
+
+def _page(file: str) -> Callable[[Request], Awaitable[Response]]:
     async def page(_: Request) -> Response:
-        return FileResponse(FOLDER / "index.html", headers=HEADERS)
+        return FileResponse(FOLDER / file, headers=HEADERS)
 
-    return [Route("/", page), Mount("/page", _Files(directory=FOLDER))]
+    return page
 
 
 class _Files(StaticFiles):

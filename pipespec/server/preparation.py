@@ -40,6 +40,9 @@ BODIES: Mapping[str, type[BaseModel]] = {
     "/detokenize": DetokenizeRequest,
     **{path: dialect.body for path, dialect in DIALECTS.items()},
 }
+# Characters, and tokens of a prompt without text, that a preview has at most.
+PREVIEW_LENGTH = 120
+PREVIEW_TOKENS = 40
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class PreparedRequest:
         model: the name that the client used; None: none.
         stream: whether the reply is a stream.
         options: what the reply's format takes beside the request.
+        preview: the beginning of the last message of the user, or of the prompt.
         warning: what the client should change, as a sentence; "": nothing.
     """
 
@@ -83,6 +87,7 @@ class PreparedRequest:
     model: str | None
     stream: bool
     options: Mapping[str, Any] = field(default_factory=dict)
+    preview: str = ""
     warning: str = ""
 
 
@@ -157,7 +162,8 @@ class Preparer:
             if made.counts:
                 return made.counts(self._parser.count_tokens(asked))
             parsed = _without_required(self._parser.chat(asked, clamps=made.clamps))
-        return PreparedRequest(parsed, asked.model, made.stream, made.options)
+        preview = self._preview(asked)
+        return PreparedRequest(parsed, asked.model, made.stream, made.options, preview)
 
     def _completion(self, body: bytes) -> PreparedRequest:
         fields = _parse_body(CompletionRequest, body)
@@ -174,7 +180,20 @@ class Preparer:
         }
         old = [name for name in GUIDED if getattr(fields, name) is not None]
         warning = f"{old[0]} has been replaced; use structured_outputs." if old else ""
-        return PreparedRequest(parsed, fields.model, bool(fields.stream), options, warning)
+        stream, preview = bool(fields.stream), self._preview(fields)
+        return PreparedRequest(parsed, fields.model, stream, options, preview, warning)
+
+    def _preview(self, fields: GenerationRequest) -> str:
+        """The beginning of what a request that was parsed asks."""
+        text: str | list[int] = ""
+        if isinstance(fields, CompletionRequest):
+            text = fields.prompt[0]
+        elif isinstance(fields, ChatRequest):
+            asked = (each.content for each in reversed(fields.messages) if each.role == "user")
+            text = next((content for content in asked if content), "")
+        if not isinstance(text, str):
+            text = self._parser.decode(text[:PREVIEW_TOKENS])
+        return text[:PREVIEW_LENGTH]
 
     def _check(self, fields: GenerationRequest) -> None:
         check_model(self._names, fields.model)

@@ -164,6 +164,11 @@ class ResponseStream:
         self._texts = _texts(client.served.tokenizer, request)
         self._started = [False for _ in request.sampling_params]
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of the answers in the cluster's log, once they are submitted."""
+        return tuple(self._choice)
+
     async def submit(self) -> None:
         """Put every answer in the cluster's queue. Raises Unreachable."""
         self._answer = await self._following.enter_async_context(self._client.follow())

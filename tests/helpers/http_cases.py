@@ -17,7 +17,7 @@ RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/coun
 OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_SHOW = "/api/chat", "/api/generate", "/api/show"
 GET_ROUTES = (
     *("/v1/models", f"/v1/models/{MODEL}", "/health", "/version", "/load", "/metrics"),
-    *("/tokenizer_info", "/openapi.json", "/", "/page/main.js", "/models", "/api/tags"),
+    *("/tokenizer_info", "/openapi.json", "/", "/chat", "/page/main.js", "/models", "/api/tags"),
 )
 ODD_ROUTES = (
     *("/v1/models/%00", "/v1/models/%ff%fe", "/v1/models/..%2f..%2fetc%2fpasswd", "//", "/../.."),

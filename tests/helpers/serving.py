@@ -22,8 +22,10 @@ NAME = "lab"  # of the cluster
 class Server:
     """`pipespec serve` as a process, once it answers."""
 
-    def __init__(self, place: Sandbox, *arguments: str, files: int | None = None):
-        usual = ("--json", "--port", "0", "--served-model-name", MODEL)
+    def __init__(
+        self, place: Sandbox, *arguments: str, files: int | None = None, model: str = MODEL
+    ):
+        usual = ("--json", "--port", "0", "--served-model-name", model)
         self.process: subprocess.Popen[str] = place.start("serve", *usual, *arguments, files=files)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -76,9 +78,11 @@ class Server:
 
 
 @contextmanager
-def serving(place: Sandbox, *arguments: str, files: int | None = None) -> Iterator[Server]:
+def serving(
+    place: Sandbox, *arguments: str, files: int | None = None, model: str = MODEL
+) -> Iterator[Server]:
     """A server that ends with the block."""
-    server = Server(place, *arguments, files=files)
+    server = Server(place, *arguments, files=files, model=model)
     try:
         yield server
     finally:

@@ -1,13 +1,17 @@
 // What happened over time.
 
 import uPlot from "./uplot/uPlot.esm.js";
-import { byId } from "./dom.js";
+import { byId, write } from "./dom.js";
 
 const HEIGHT = 150;
+const SHORTEST_S = 60; // that the time axis shows
+const TICK = 90; // pixels between times
 const CHARTS = [
-  ["speed", "tokens per second", "tokensPerSecond", 1],
-  ["gain", "tokens per step", "tokensPerStep", 2],
+  ["speed", "tokensPerSecond", 1],
+  ["gain", "tokensPerStep", 2],
 ];
+const clock = new Intl.DateTimeFormat(undefined, { timeStyle: "medium" });
+const timeOf = (seconds) => clock.format(new Date(1000 * seconds));
 
 export class Charts {
   #plots = [];
@@ -20,9 +24,24 @@ export class Charts {
   }
 
   update() {
-    for (const [plot, name] of this.#plots) {
-      plot.setData([this.history.time, this.history[name]]);
+    for (const { plot, id, name, digits } of this.#plots) {
+      const values = this.history[name];
+      plot.setData([this.history.time, values]);
+      byId(id).hidden = !values.some((value) => value !== null);
+      byId(`${id}-none`).hidden = !byId(id).hidden;
+      this.#read(plot, id, digits);
     }
+    this.#fit();
+  }
+
+  /** Write the value below the pointer, or the newest. */
+  #read(plot, id, digits) {
+    const [times, values] = plot.data;
+    const { idx } = plot.cursor;
+    const place = idx ?? values.length - 1;
+    const value = values[place] ?? null;
+    const when = idx === null || idx === undefined ? "" : ` at ${timeOf(times[place])}`;
+    write(byId(`${id}-value`), value === null ? "" : `${value.toFixed(digits)}${when}`);
   }
 
   #draw() {
@@ -30,24 +49,32 @@ export class Charts {
     const [ink, line, colour] = ["--soft", "--line", "--decided"].map((name) =>
       style.getPropertyValue(name).trim(),
     );
-    for (const [plot] of this.#plots) plot.destroy();
-    this.#plots = CHARTS.map(([id, label, name, digits]) => {
+    for (const { plot } of this.#plots) plot.destroy();
+    this.#plots = CHARTS.map(([id, name, digits]) => {
       const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line } };
-      const value = (_, found) => (found == null ? "–" : found.toFixed(digits));
       const options = {
         width: byId(id).clientWidth || 300,
         height: HEIGHT,
-        axes: [{ ...axis }, { ...axis, size: 55 }],
-        scales: { y: { range: (_, least, most) => [0, Math.max(most ?? 0, 0.5) * 1.1] } },
-        series: [{}, { label, stroke: colour, width: 2, fill: `${colour}22`, value }],
-        cursor: { drag: { x: false, y: false } },
+        axes: [
+          { ...axis, space: TICK, values: (_, ticks) => ticks.map(timeOf) },
+          { ...axis, size: 55 },
+        ],
+        scales: {
+          x: { range: (_, least, most) => [Math.min(least, most - SHORTEST_S), most] },
+          y: { range: (_, least, most) => [0, Math.max(most ?? 0, 0.5) * 1.1] },
+        },
+        series: [{}, { stroke: colour, width: 2, fill: `${colour}22`, points: { show: false } }],
+        cursor: { drag: { x: false, y: false }, y: false },
+        legend: { show: false },
+        hooks: { setCursor: [(plot) => this.#read(plot, id, digits)] },
       };
-      return [new uPlot(options, [this.history.time, this.history[name]], byId(id)), name];
+      const plot = new uPlot(options, [this.history.time, this.history[name]], byId(id));
+      return { plot, id, name, digits };
     });
   }
 
   #fit() {
-    for (const [plot] of this.#plots) {
+    for (const { plot } of this.#plots) {
       const width = plot.root.parentElement.clientWidth;
       if (width && width !== plot.width) plot.setSize({ width, height: HEIGHT });
     }

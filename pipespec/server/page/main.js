@@ -5,22 +5,27 @@ import { byId, make, write } from "./dom.js";
 import { Figures, History } from "./figures.js";
 import { Panels } from "./panels.js";
 import { Requests } from "./requests.js";
-import { Stream, showKey } from "./stream.js";
+import { KeyForm } from "./key.js";
+import { Stream } from "./stream.js";
 import { TreeView } from "./tree.js";
 
 const IDLE_MS = 1500; // without steps for so long, none is under way
+const [LOWEST_TREE, HIGHEST_TREE] = [260, 560]; // pixels
 const LOGGED = 100; // lines of the log
 const MEASURED = 1000; // frames
 
 const panels = new Panels();
 const history = new History();
 const charts = new Charts(history);
-const tree = new TreeView();
-const requests = new Requests(watch);
-const stream = new Stream(hear, connection, () => {
-  byId("key").hidden = false;
-  byId("key-value").focus();
+const tree = new TreeView({
+  tree: byId("tree"),
+  words: byId("tree-words"),
+  text: byId("text"),
+  height: () => Math.max(LOWEST_TREE, Math.min(HIGHEST_TREE, 0.6 * innerHeight)),
 });
+const requests = new Requests(watch);
+const keyForm = new KeyForm("Show the cluster", () => stream.open());
+const stream = new Stream(hear, connection, () => keyForm.ask());
 
 let news = { snapshot: null, steps: [], tree: null };
 let [due, frames, lastSteps] = [false, 0, 0];
@@ -89,7 +94,7 @@ function watch(request) {
 function connection(word, lost) {
   write(byId("connection"), word);
   byId("connection").classList.toggle("lost", lost);
-  if (!lost) byId("key").hidden = true;
+  if (!lost) keyForm.hide();
 }
 
 /** What is new of epochs and faults. */
@@ -116,12 +121,6 @@ function log(snapshot) {
   while (byId("log").children.length > LOGGED) byId("log").lastChild.remove();
 }
 
-byId("key").addEventListener("submit", (event) => {
-  event.preventDefault();
-  showKey(byId("key-value").value);
-  byId("key-value").value = "";
-  stream.open();
-});
 byId("pause").addEventListener("click", ({ currentTarget }) => {
   tree.held = !tree.held;
   currentTarget.setAttribute("aria-pressed", String(tree.held));

@@ -98,6 +98,8 @@ export class Panels {
       .map(([{ depth }]) => depth)
       .filter((depth) => Number(depth) <= DEEPEST);
     const rows = keep(byId("hits").tBodies[0], depths, hit);
+    byId("hits").hidden = !depths.length;
+    byId("no-hits").hidden = depths.length > 0;
     for (const [depth, row] of rows) {
       const fed = figures.value("draft_rows_total", { depth });
       const rate = fed ? (figures.value("draft_hits_total", { depth }) ?? 0) / fed : null;

@@ -1,69 +1,13 @@
 // The live tree of one request: what was accepted, pruned and is in flight.
 
-import { byId, write } from "./dom.js";
+import { make, write } from "./dom.js";
+import { columnWidth, isPruned, merged, nodes, placed, rows } from "./tree_layout.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const [COLUMN, ROW, WIDTH, HEIGHT, LETTERS] = [100, 22, 84, 18, 10];
+// What is between columns and rows, and the width of a letter, in pixels.
+const [BESIDE, BETWEEN, LETTER, PADDING] = [14, 3, 7.3, 10];
 // Characters of the answer that are kept to be shown.
 const KEPT = 600;
-
-/** The nodes of a tree as the server tells it, by id. */
-export function nodes(tree) {
-  return tree.id.map((id, i) => ({
-    id,
-    parent: i ? tree.id[tree.parent[i]] : null,
-    token: tree.token[i],
-    text: tree.texts[i],
-    logp: tree.logp[i],
-    kind: i ? (tree.fed[i] ? "flight" : "waiting") : "root",
-  }));
-}
-
-/** The nodes of a tree, and those of the one before that are no more: the way to the new root was
- * accepted, and what does not come from the new root was pruned. */
-export function merged(before, now) {
-  if (!before.length) return now;
-  const old = new Map(before.map((node) => [node.id, node]));
-  const present = new Set(now.map((node) => node.id));
-  const [root] = now;
-  const way = new Set();
-  for (let id = old.get(root.id)?.parent ?? before[0].id; id !== null && id !== undefined; ) {
-    if (id === root.id) return now; // nothing was decided
-    way.add(id);
-    id = old.get(id)?.parent;
-  }
-  const gone = before.filter(({ id }) => !present.has(id));
-  const left = gone.map((node) => ({ ...node, kind: way.has(node.id) ? "accepted" : "pruned" }));
-  // A token that was not in the tree follows what was the root.
-  const planted = { ...root, parent: old.get(root.id)?.parent ?? before[0].id };
-  const all = [...left, planted, ...now.slice(1)];
-  const ids = new Set(all.map((node) => node.id));
-  return all.filter((node) => node.parent === null || ids.has(node.parent));
-}
-
-/** Places for nodes: children right of their parents, the most probable on top and what was pruned
- * below. */
-export function placed(all) {
-  const children = new Map();
-  for (const node of all) {
-    if (!children.has(node.parent)) children.set(node.parent, []);
-    children.get(node.parent).push(node);
-  }
-  const places = new Map();
-  let row = 0;
-  const walk = (node, depth) => {
-    const below = children.get(node.id) ?? [];
-    below.sort((a, b) => isPruned(a) - isPruned(b) || b.logp - a.logp);
-    const top = row;
-    for (const child of below) walk(child, depth + 1);
-    if (!below.length) row += 1;
-    places.set(node.id, { node, depth, row: below.length ? top : row - 1 });
-  };
-  for (const root of children.get(null) ?? []) walk(root, 0);
-  return [...places.values()];
-}
-
-const isPruned = ({ kind }) => kind === "pruned";
 
 export class TreeView {
   #shown = null;
@@ -72,13 +16,23 @@ export class TreeView {
   #text = "";
   held = false;
 
+  /** `tree` is the element for the drawing, `words` the one for what it is, and `text` the one for
+   * what was accepted, if that is wanted; `height()`: how high the drawing may be. */
+  constructor({ tree, words, text = null, height }) {
+    this.tree = tree;
+    this.words = words;
+    this.text = text;
+    this.height = height;
+  }
+
   /** Show nothing, or soon the tree of another request. */
   clear(words) {
     [this.#shown, this.#nodes, this.#text] = [null, [], ""];
     this.#fedAt.clear();
-    byId("tree").replaceChildren();
-    write(byId("text"), "");
-    write(byId("tree-words"), words);
+    this.tree.replaceChildren();
+    this.tree.style.minHeight = "";
+    if (this.text) write(this.text, "");
+    write(this.words, words);
   }
 
   get request() {
@@ -96,53 +50,63 @@ export class TreeView {
     this.#shown = tree;
     this.#nodes = now;
     this.#draw(all, tree);
-    const told = tree.accepted_texts.join("");
-    this.#text = (this.#text + told).slice(-KEPT);
-    const mark = document.createElement("mark");
-    mark.append(told);
-    const before = this.#text.slice(0, this.#text.length - told.length);
-    const text = byId("text");
-    text.replaceChildren(before, mark);
-    text.scrollTop = text.scrollHeight;
+    if (this.text) this.#showText(tree.accepted_texts.join(""));
     const pruned = all.filter(isPruned).length;
     const shown = tree.size > now.length ? `, ${now.length} of them shown` : "";
     write(
-      byId("tree-words"),
-      `Request ${tree.request}, step ${tree.step}: ${tree.size} nodes${shown}, ${fed.length} in ` +
+      this.words,
+      `Request ${tree.request}, step ${tree.step}: ${tree.size} ${tree.size > 1 ? "nodes" : "node"}${shown}, ${fed.length} in ` +
         `flight; accepted since it was drawn before: ${tree.accepted.length}, pruned: ${pruned}.`,
     );
   }
 
+  #showText(told) {
+    this.#text = (this.#text + told).slice(-KEPT);
+    const before = this.#text.slice(0, this.#text.length - told.length);
+    this.text.replaceChildren(before, make("mark", {}, told));
+    this.text.scrollTop = this.text.scrollHeight;
+  }
+
   #draw(all, tree) {
     const places = placed(all);
-    const rows = 1 + Math.max(...places.map(({ row }) => row));
-    const depth = 1 + Math.max(...places.map((place) => place.depth));
-    const svg = element("svg", { width: depth * COLUMN, height: rows * ROW, role: "img" });
+    const columns = 1 + Math.max(...places.map((place) => place.depth));
+    const column = columnWidth(columns, this.tree.clientWidth);
+    const lines = rows(places, this.height());
+    const height = lines.at(-1).top + lines.at(-1).height;
+    const svg = element("svg", { width: columns * column, height, role: "img" });
     svg.setAttribute("aria-label", "The tree that the words above describe");
     Object.assign(svg.dataset, { epoch: tree.epoch, step: tree.step, request: tree.request });
     const byNode = new Map(places.map((place) => [place.node.id, place]));
-    for (const { node, depth: column, row } of places) {
-      const [x, y] = [column * COLUMN + 1, row * ROW + 1];
-      const parent = byNode.get(node.parent);
-      if (parent) {
-        const [fromX, fromY] = [parent.depth * COLUMN + WIDTH, parent.row * ROW + ROW / 2];
-        const line = `M${fromX} ${fromY}H${x - 8}V${y - 1 + ROW / 2}H${x}`;
-        svg.append(element("path", { d: line, class: node.kind }));
-      }
-      const group = element("g", { class: node.kind, transform: `translate(${x} ${y})` });
-      group.append(element("rect", { width: WIDTH, height: HEIGHT, rx: 4 }));
-      const text = element("text", { x: 5, y: HEIGHT - 5 });
-      text.textContent = visible(node.text).slice(0, LETTERS);
+    const beside = Math.min(BESIDE, column / 3);
+    const middle = ({ row }) => lines[row].top + (lines[row].height - 1) / 2;
+    for (const place of places) {
+      const parent = byNode.get(place.node.parent);
+      if (!parent) continue;
+      const [from, to] = [(parent.depth + 1) * column - beside, place.depth * column + 1];
+      const line = `M${from} ${middle(parent)}H${to - beside / 2}V${middle(place)}H${to}`;
+      svg.append(element("path", { d: line, class: place.node.kind }));
+    }
+    for (const { node, depth, row } of places) {
+      const { top, height: its, isFull } = lines[row];
+      const kind = isFull ? node.kind : `${node.kind} low`;
+      const group = element("g", { class: kind, transform: `translate(${depth * column + 1} ${top})` });
+      const width = column - beside - 1;
+      group.append(element("rect", { width, y: 1, height: Math.max(its - (isFull ? BETWEEN : 2), 1), rx: isFull ? 4 : 1 }));
+      const text = element("text", { x: PADDING / 2, y: its - BETWEEN - 4 });
       const title = element("title");
-      title.textContent = this.#words(node, tree);
+      text.textContent = isFull ? fitting(visible(node.text), (width - PADDING) / LETTER) : "";
+      title.textContent = this.#about(node, tree);
       group.append(text, title);
       Object.assign(group.dataset, { id: node.id, parent: node.parent ?? "", token: node.token });
       svg.append(group);
     }
-    byId("tree").replaceChildren(svg);
+    this.tree.replaceChildren(svg);
+    // What is below stays where it is while the tree grows and shrinks.
+    const before = Number.parseFloat(this.tree.style.minHeight) || 0;
+    this.tree.style.minHeight = `${Math.max(before, height)}px`;
   }
 
-  #words(node, tree) {
+  #about(node, tree) {
     const stage = tree.step - (this.#fedAt.get(node.id) ?? tree.step) + 1;
     const kinds = {
       root: "the last accepted token",
@@ -157,6 +121,13 @@ export class TreeView {
 
 function visible(text) {
   return text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+}
+
+/** A text of so many letters at most. */
+function fitting(text, most) {
+  const letters = [...text];
+  if (letters.length <= most) return text;
+  return most < 2 ? letters.slice(0, 1).join("") : `${letters.slice(0, Math.floor(most) - 1).join("")}…`;
 }
 
 function element(name, attributes = {}) {

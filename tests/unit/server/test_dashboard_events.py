@@ -115,5 +115,6 @@ def test_loading_server_serves_the_page_without_events() -> None:
     http = TestClient(make_loading_app(ServerOptions(("demo",), api_keys=("key",))))
     assert "/page/main.js" in http.get("/").text
     assert http.get("/page/main.js").status_code == 200
+    assert "/page/chat.js" in http.get("/chat").text
     assert http.get("/events").status_code == 401
     assert http.get("/events", headers={"X-Api-Key": "key"}).status_code == 503

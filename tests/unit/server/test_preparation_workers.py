@@ -16,7 +16,13 @@ from pipespec.client.registry import Owner, RunningCluster
 from pipespec.cluster.deployment import decide
 from pipespec.config.compose import compose
 from pipespec.server.api_errors import ApiError
-from pipespec.server.preparation import PreparationContext, PreparedRequest
+from pipespec.server.preparation import (
+    PREVIEW_LENGTH,
+    PREVIEW_TOKENS,
+    PreparationContext,
+    PreparedRequest,
+    Preparer,
+)
 from pipespec.server.preparation_workers import PreparationWorkers
 from pipespec.server.request_parsing import RequestDefaults
 
@@ -113,3 +119,24 @@ def test_closing_workers_ends_their_processes_and_fails_their_requests(
             await workers.prepare(context, "/v1/completions", TEXT)
 
     asyncio.run(story())
+
+
+def test_preview_is_the_beginning_of_what_is_asked(context: PreparationContext) -> None:
+    preparer = Preparer(context)
+
+    def preview(path: str, **body: object) -> str:
+        prepared = preparer.prepare(path, json.dumps(body).encode())
+        assert isinstance(prepared, PreparedRequest)
+        return prepared.preview
+
+    turns = [("system", "Be brief."), ("user", "First"), ("assistant", "Yes"), ("user", "Second")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert preview("/v1/chat/completions", messages=messages) == "Second"
+    assert preview("/v1/chat/completions", messages=messages[:1]) == ""
+    assert preview("/v1/messages", messages=messages[1:], max_tokens=1) == "Second"
+    assert (
+        preview("/v1/completions", prompt=["One " * 100, "Two"]) == ("One " * 100)[:PREVIEW_LENGTH]
+    )
+    ids = context.served.tokenizer.encode("Once upon a time", add_special_tokens=False)
+    assert preview("/v1/completions", prompt=ids).strip() == "Once upon a time"
+    assert len(preview("/v1/completions", prompt=100 * ids[:1])) <= PREVIEW_TOKENS * 10

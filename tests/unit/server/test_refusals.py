@@ -458,7 +458,7 @@ def test_every_route_but_health_needs_an_api_key(running: RunningCluster) -> Non
                 assert reply.status_code == 401
                 check_error(reply, None, "API key")
         assert http.get("/health").status_code == 503
-        for path in ("/", "/page/main.js", "/page/uplot/uPlot.esm.js"):
+        for path in ("/", "/chat", "/page/main.js", "/page/chat.js", "/page/uplot/uPlot.esm.js"):
             page = http.get(path)
             assert page.status_code == 200
             assert page.headers["content-security-policy"].startswith("default-src 'none'; ")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
@@ -22,20 +21,12 @@ from pipespec.controller.membership import Membership
 from pipespec.controller.redis_connection import RedisConnection
 from pipespec.controller.redis_keys import RedisKeys
 from pipespec.head.tree_telemetry import TreeSnapshot
-from tests.helpers.browser import chromium, needs_chromium
+from tests.helpers.browser import KEY, View, check_controls, needs_chromium
 from tests.helpers.sandbox import PATIENCE_S, Sandbox
-from tests.helpers.serving import NAME, Server, cluster_up, serving
+from tests.helpers.serving import NAME, Server, serving
 from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.slow, needs_chromium]
-KEY = "a-key"
-SETTINGS = (
-    "cluster.stages=2",
-    "cluster.devices=[cpu]",
-    "model.dtype=float32",
-    "model.context=1024",
-    "scheduler.max_num_seqs=40",
-)
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 # What half of the frames that draw anything may take, and how far apart half of all frames and
@@ -44,85 +35,32 @@ DRAW_MS = 16
 FRAME_MS, LATE_FRAME_MS = 34, 150
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    with cluster_up(tmp_path_factory.mktemp("dashboard"), *SETTINGS) as place:
-        yield place
-
-
-@pytest.fixture(scope="module")
-def server(place: Sandbox) -> Iterator[Server]:
-    with serving(place, "--on", NAME, "--api-key", KEY, "--shutdown-timeout", "1") as server:
-        server.http.headers.update(HEADERS)
-        yield server
-
-
 @pytest.fixture
 def running(place: Sandbox, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
     monkeypatch.setenv("XDG_STATE_HOME", str(place.folder))
     return registry.find(NAME)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
+def snapshots(view: View, more: int = 2) -> None:
+    """Wait until a page has received so many more."""
+    seen = "Number(document.body.dataset.snapshots ?? 0)"
+    now = view.page.evaluate(seen)
+    view.wait(f"{seen} >= {now + more}")
 
 
-class View:
-    """A page that was opened with the key, and what it did that it should not."""
-
-    def __init__(self, browser: Any, url: str, **options: Any):
-        self.context = browser.new_context(**options)
-        self.context.add_init_script(f"sessionStorage.setItem('pipespec-key', {json.dumps(KEY)})")
-        self.page = self.context.new_page()
-        self.problems: list[str] = []
-        self.asked: set[str] = set()
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("console", self._said)
-        self.page.on("request", lambda request: self.asked.add(request.url))
-        self.url = url
-        self.page.goto(url)
-
-    def _said(self, message: Any) -> None:
-        # That a server is away is a failed request, which browsers tell of by themselves.
-        if message.type == "error" and "Failed to load resource" not in message.text:
-            self.problems.append(message.text)
-
-    def text(self, selector: str) -> str:
-        return str(self.page.text_content(selector))
-
-    def snapshots(self, more: int = 2) -> None:
-        """Wait until so many more have come."""
-        seen = "Number(document.body.dataset.snapshots ?? 0)"
-        now = self.page.evaluate(seen)
-        self.wait(f"{seen} >= {now + more}")
-
-    def wait(self, expression: str) -> None:
-        # What would wait in the page evaluates strings there, which its policy forbids.
-        until(lambda: self.page.evaluate(expression), what=expression)
-
-    def figures(self) -> list[dict[str, Any]]:
-        """Every number that stands for one of /metrics."""
-        return self.page.evaluate(
-            """() => [...document.querySelectorAll("[data-figure]")].map((each) => ({
-                name: each.dataset.figure, labels: JSON.parse(each.dataset.labels),
-                value: each.dataset.value, format: each.dataset.format, text: each.textContent,
-            }))"""
-        )
-
-    def close(self) -> None:
-        self.context.close()
-        assert self.problems == []
-        foreign = {url for url in self.asked if not url.startswith((self.url, "data:"))}
-        assert foreign == set()
+def figures(view: View) -> list[dict[str, Any]]:
+    """Every number on a page that stands for one of /metrics."""
+    return view.page.evaluate(
+        """() => [...document.querySelectorAll("[data-figure]")].map((each) => ({
+            name: each.dataset.figure, labels: JSON.parse(each.dataset.labels),
+            value: each.dataset.value, format: each.dataset.format, text: each.textContent,
+        }))"""
+    )
 
 
 @pytest.fixture
-def view(browser: Any, server: Server) -> Iterator[View]:
-    view = View(browser, server.url)
-    yield view
-    view.close()
+def view(opened: Callable[..., View]) -> View:
+    return opened()
 
 
 class Asking:
@@ -198,8 +136,8 @@ def test_every_number_on_the_page_equals_metrics(server: Server, view: View) -> 
         server.http.post("/v1/completions", json=body).raise_for_status()
     idle(server)
     before = metrics(server)
-    view.snapshots(3)
-    found = view.figures()
+    snapshots(view, 3)
+    found = figures(view)
     told = metrics(server)
     assert {each["name"] for each in found} > {
         *("num_requests_running", "kv_slots", "row_budget", "decided_tokens_total", "epoch"),
@@ -247,8 +185,11 @@ def test_displayed_tree_equals_the_heads(
             shown = view.page.evaluate(
                 """() => ({
                     ...document.querySelector("#tree svg").dataset,
+                    isWhole: (({ scrollWidth, scrollHeight, clientWidth, clientHeight }) =>
+                        scrollWidth <= clientWidth && scrollHeight <= clientHeight)(
+                        document.querySelector("#tree")),
                     nodes: [...document.querySelectorAll("#tree g")].map((each) => [
-                        each.getAttribute("class"), ...["id", "parent", "token"].map(
+                        each.classList[0], ...["id", "parent", "token"].map(
                             (name) => Number(each.dataset[name])), each.textContent]),
                 })"""
             )
@@ -263,6 +204,7 @@ def test_displayed_tree_equals_the_heads(
             view.wait("document.querySelector('#tree .flight') !== null")
     finally:
         pipe.close()
+    assert shown["isWhole"], "a part of the tree can only be seen by scrolling"
     tree = TreeSnapshot.unpack(payload)
     kinds = ["flight" if fed else "waiting" for fed in tree.fed.tolist()]
     parents = tree.id[tree.parent].tolist()
@@ -277,10 +219,19 @@ def test_displayed_tree_equals_the_heads(
     assert "has ended" in view.text("#tree-words") or view.text("#text")
 
 
+def origins(view: View) -> list[tuple[str, str]]:
+    """The client and the beginning of the text of each open request that a page lists."""
+    found = view.page.evaluate(
+        """() => [...document.querySelectorAll("#requests tbody tr")].map((row) =>
+            ["client", "preview"].map((name) => row.querySelector(`.${name}`).textContent))"""
+    )
+    return [(client.partition(" · ")[0], preview) for client, preview in found]
+
+
 def test_page_cancels_a_request(server: Server, view: View) -> None:
     with Asking(server, 2) as asking:
         view.page.wait_for_selector("#requests tr:nth-child(2) .cancel")
-        assert view.page.locator("#requests tbody tr").count() == 2
+        assert origins(view) == 2 * [("127.0.0.1", "Once upon a time")]
         for _ in range(2):
             view.page.locator("#requests .cancel:enabled").first.click()
         said = asking.said()
@@ -310,20 +261,10 @@ def test_page_asks_for_the_key_and_every_control_has_a_name(browser: Any, server
     with Asking(server, 1):
         page.wait_for_selector("#requests .cancel")
         # Nothing stands out at the side, and the colours are the dark ones.
-        assert page.evaluate("document.documentElement.scrollWidth") <= 400
-        assert (
-            page.evaluate(
-                "document.querySelector('#requests .cancel').getBoundingClientRect().right"
-            )
-            < 400
-        )
+        right = "document.querySelector('#requests .cancel').getBoundingClientRect().right"
+        assert page.evaluate(right) < 400
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(16, 21, 28)"
-        controls = page.locator("button, input, select, a[href], [tabindex]").all()
-        assert len(controls) >= 7
-        for control in controls:
-            tree = control.aria_snapshot()
-            hidden = not control.is_visible()
-            assert hidden or '"' in tree.split("\n")[0], tree
+        check_controls(page, least=6)
         page.get_by_role("button", name="Cancel request").first.focus()
         page.keyboard.press("Enter")
         page.locator("#requests tbody tr").wait_for(state="detached")
@@ -333,7 +274,7 @@ def test_page_asks_for_the_key_and_every_control_has_a_name(browser: Any, server
 def test_page_shows_a_new_epoch_and_continues(
     server: Server, view: View, running: RunningCluster
 ) -> None:
-    view.snapshots()
+    snapshots(view)
     epoch = server.metric("pipespec_epoch")
     with Asking(server, 1):
         view.page.wait_for_selector("#requests .watch").click()
@@ -378,11 +319,56 @@ def test_page_reconnects_to_a_restarted_server(place: Sandbox, browser: Any) -> 
     with serving(place, *arguments) as first:
         port = first.url.rpartition(":")[2]
         view = View(browser, first.url)
-        view.snapshots()
+        snapshots(view)
         # Who only watches does not hold up the end.
         assert first.end() == 0
         view.wait("document.querySelector('#connection').classList.contains('lost')")
     with serving(place, *arguments, "--port", port):
         view.wait("document.querySelector('#connection').textContent === 'connected'")
-        view.snapshots()
+        snapshots(view)
     view.close()
+
+
+def test_charts_without_data_show_no_axes(browser: Any, server: Server) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    page.route("**/events", lambda route: route.abort())
+    page.goto(server.url)
+    page.get_by_text("no answer; trying again").wait_for()
+    assert not page.locator(".chart").first.is_visible()
+    assert "--" not in page.inner_text("main") and "No step yet." in page.inner_text("main")
+    context.close()
+
+
+@pytest.mark.parametrize(("locale", "is_half_day"), [("en-US", True), ("de-DE", False)])
+def test_charts_write_times_as_the_browsers_locale_does(
+    opened: Callable[..., View], locale: str, is_half_day: bool
+) -> None:
+    view = opened(locale=locale)
+    view.page.wait_for_selector("#speed .u-over")
+    place = view.page.locator("#speed .u-over").bounding_box()
+    # The newest values are on the right.
+    view.page.mouse.move(place["x"] + place["width"] - 2, place["y"] + 60)
+    view.wait("document.querySelector('#speed-value').textContent.includes(' at ')")
+    assert (view.text("#speed-value")[-2:] in ("AM", "PM")) == is_half_day
+
+
+def test_hostile_names_and_texts_stay_text_and_are_shown_to_their_key_alone(
+    place: Sandbox, browser: Any
+) -> None:
+    hostile = '<img src=x onerror="window.hacked = 1">\u202eevil'
+    arguments = ("--on", NAME, "--api-key", KEY, "--api-key", "other", "--shutdown-timeout", "0")
+    with serving(place, *arguments, model=hostile) as server:
+        views = [View(browser, server.url, key=key) for key in (KEY, "other")]
+        with Asking(server, 1, prompt=hostile):
+            for view in views:
+                view.page.wait_for_selector("#requests .watch").click()
+                view.page.wait_for_selector("#tree svg")
+            assert origins(views[0]) == [("127.0.0.1", hostile)]
+            assert origins(views[1]) == [("by another server, or with another key", "")]
+            for view in views:
+                assert view.text("#model") == hostile
+                assert view.page.locator("main img, main script, header img").count() == 0
+                assert view.page.evaluate("window.hacked === undefined")
+        for view in views:
+            view.close()
