@@ -12,6 +12,7 @@ import { Drawing, collect } from "./writing.js";
 
 const CURRENT = "pipespec-chat-current"; // the conversation of this tab
 const SAVE_MS = 2000; // how often an answer is kept while it is written
+const AGAIN_MS = 3000; // after which a server that did not answer is tried again
 const NEAR = 60; // pixels from the end, at which the page follows an answer
 const SPOKEN = 3000; // characters of an answer that a screen reader is given at once
 const LOWEST_TREE = 90; // pixels
@@ -58,6 +59,7 @@ async function connect() {
   } catch (error) {
     if (!(error instanceof Problem)) throw error;
     if (error.needsKey) keyForm.ask();
+    else setTimeout(connect, AGAIN_MS);
     connection(error.message, true);
     return false;
   }
@@ -97,20 +99,11 @@ function watch() {
 const isUnanswered = () =>
   current.messages.at(-1)?.role === "user" || Boolean(current.messages.at(-1)?.problem);
 
-function send(text) {
-  if (!text.trim() || running.has(current.id)) return;
-  current.messages.push({ role: "user", content: text });
-  answer();
-}
-
 /** Answer the last message of the user, instead of the answer that there may be. */
 async function answer() {
   const conversation = current;
   if (running.has(conversation.id)) return;
-  if (settings.invalid) {
-    showInvalid();
-    return;
-  }
+  if (settings.invalid) return showInvalid();
   if (conversation.messages.at(-1).role === "assistant") conversation.messages.pop();
   const asked = conversation.messages.map(({ role, content }) => ({ role, content }));
   if (settings.system) asked.unshift({ role: "system", content: settings.system });
@@ -187,6 +180,7 @@ function showAll() {
   const actions = {
     regenerate: answer,
     edit: (text) => {
+      if (settings.invalid) return showInvalid();
       while (current.messages.at(-1).role === "assistant") current.messages.pop();
       current.messages.at(-1).content = text;
       answer();
@@ -292,14 +286,12 @@ function onClick(id, action) {
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (running.has(current.id) || !field.value.trim() || settings.invalid) {
-    if (settings.invalid) showInvalid();
-    return;
-  }
-  const text = field.value;
+  if (running.has(current.id) || !field.value.trim()) return;
+  if (settings.invalid) return showInvalid();
+  current.messages.push({ role: "user", content: field.value });
   field.value = "";
   fit();
-  send(text);
+  answer();
 });
 field.addEventListener("input", fit);
 field.addEventListener("keydown", (event) => {
@@ -336,14 +328,23 @@ onClick("rename", () => {
   byId("name").value = titleOf(current);
   byId("name").select();
 });
-onClick("rename-cancel", () => (byId("rename-form").hidden = true));
+function endRename() {
+  byId("rename-form").hidden = true;
+  byId("rename").focus();
+}
+
+onClick("rename-cancel", endRename);
+byId("rename-form").addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  event.stopPropagation();
+  endRename();
+});
 byId("rename-form").addEventListener("submit", (event) => {
   event.preventDefault();
   current.title = byId("name").value.trim();
-  byId("rename-form").hidden = true;
   conversations.save(current);
   showState();
-  byId("rename").focus();
+  endRename();
 });
 onClick("delete", () => {
   const deleted = current;

@@ -28,7 +28,9 @@ HOSTILE = """<script>window.hacked = 1</script><img src=x onerror="window.hacked
 |---|---|
 | <svg onload=window.hacked=1> | [e](vbscript:x) |
 
-\u202e\u2066\u0000 مرحبا بالعالم
+\u202e\u2066\u0000 turned
+
+مرحبا بالعالم
 """
 # Every kind of block, as models write them.
 SAMPLE = """# Title
@@ -89,11 +91,13 @@ def endless(view: View) -> None:
     view.page.route(COMPLETIONS, lengthened)
 
 
-def replying(view: View, *pieces: str, tail: str = "data: [DONE]\n\n", **options: Any) -> None:
-    """From now on the server's reply is a stream of these pieces, or has these properties."""
-    chunks = (
-        {"choices": [{"delta": {"content": piece}, "finish_reason": None}]} for piece in pieces
-    )
+def replying(
+    view: View, *pieces: str | dict[str, str], tail: str = "data: [DONE]\n\n", **options: Any
+) -> None:
+    """From now on the server's reply is a stream of these pieces, texts or whole deltas, or has
+    these properties."""
+    deltas = ({"content": each} if isinstance(each, str) else each for each in pieces)
+    chunks = ({"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas)
     events = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
     reply = {"status": 200, "content_type": "text/event-stream", "body": events + tail} | options
     view.page.route(COMPLETIONS, lambda route: route.fulfill(**reply))
@@ -138,6 +142,9 @@ def test_chat_by_keyboard_streams_the_servers_text(
     assert "cut at the most tokens" in figures
     assert page.evaluate("document.activeElement.id") == "message"
     check_controls(page, least=14)
+    for name in ("Tree", "Conversations", "New conversation"):
+        page.get_by_role("button", name=name, exact=True).click()
+    assert view.text("h2#title") == "New conversation"
 
 
 def test_answer_is_stopped_regenerated_and_edited(view: View, server: Server) -> None:
@@ -257,12 +264,24 @@ def test_hostile_answers_stay_text(view: View) -> None:
     addresses = ["https://evil.test/d.png", "https://evil.test/"]
     assert found["links"] == [[href, "noopener noreferrer nofollow"] for href in addresses]
     direction = "getComputedStyle([...document.querySelectorAll('.markdown p')].at(-1)).direction"
-    assert page.evaluate(direction) in ("ltr", "rtl")
+    assert page.evaluate(direction) == "rtl"
     assert view.text(".message.user .plain") == HOSTILE
-    # A text of a megabyte that opens everything and closes nothing is drawn in seconds.
-    replying(view, *(20_000 * ["**[`_![](https://<a|>\n- 1. "]))
+    # A long text that opens everything and closes nothing is drawn too.
+    replying(view, *(4_000 * ["**[`_![](https://<a|>\n- 1. "]))
     page.get_by_role("button", name="Regenerate").click()
     assert "https" in answered(view)
+
+
+def test_reasoning_is_folded(view: View) -> None:
+    replying(
+        view, {"reasoning_content": "Think <b>"}, {"reasoning_content": " well."}, "So *it* is."
+    )
+    say(view, QUESTION)
+    assert answered(view) == "So it is."
+    thought = view.page.get_by_text("Think <b> well.")
+    assert not thought.is_visible()
+    view.page.get_by_text("Thought for").click()
+    assert thought.is_visible()
 
 
 CASES = {
